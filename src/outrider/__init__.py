@@ -1,0 +1,32 @@
+"""Outrider: speculative decoding whose text is the same text.
+
+Importing the package first makes bf16 products safe on processors that hide their AMX tiles.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outrider._version import __version__
+from outrider.platform import guard
+
+guard()  # before anything here loads torch
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from outrider.engine.llm import LLM
+    from outrider.sampling.params import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    """Load the heavy parts when first used, so that `outrider --help` is quick."""
+    if name == "LLM":
+        from outrider.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from outrider.sampling.params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'outrider' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Measurements: what a round costs, and what this machine does to exactness."""

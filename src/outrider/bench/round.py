@@ -1,0 +1,99 @@
+"""What a round costs beside the model's forward and the choice."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from outrider.engine.llm import LLM
+from outrider.model import Hidden, Rows, Runner
+from outrider.sampling import Key, SamplingParams, choose, draw
+
+__all__ = ["RoundCost", "measure_noise", "measure_round"]
+
+_WARM_UP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """Medians in microseconds, per plain round at batch 1."""
+
+    temperature: float
+    rounds: int
+    total_us: float
+    model_us: float  # the decoder and its output matrix
+    choice_us: float
+    outside_us: float  # everything else: scheduling, batch layout, verification, commit, text
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Stopwatch:
+    """Time spent inside wrapped calls since it was last read."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def around(self, call: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*args)
+        self.spent += time.perf_counter() - start
+        return result
+
+    def read_us(self) -> float:
+        spent, self.spent = self.spent, 0.0
+        return spent * 1e6
+
+
+class _TimedRunner(Runner):
+    """A runner that counts the time spent in the model itself."""
+
+    watch: _Stopwatch
+
+    def run(self, rows: Rows, taps: tuple[int, ...] = ()) -> Hidden:
+        return self.watch.around(super().run, rows, taps)  # type: ignore[no-any-return]
+
+    def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
+        return self.watch.around(super().logits, last, rows)  # type: ignore[no-any-return]
+
+
+def measure_round(model: str | Path | None, load_format: str, temperature: float, rounds: int = 200) -> RoundCost:
+    """Time plain rounds at batch 1, and what of each is model and choice."""
+    llm = LLM(model, load_format=load_format)
+    runner = _TimedRunner(llm.engine.runner.decoder, llm.engine.runner.pool, llm.engine.runner.ops)
+    runner.watch, choosing = _Stopwatch(), _Stopwatch()
+    llm.engine.runner = runner
+    prompt = [i * 7919 % llm.config.vocab for i in range(64)]
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=rounds + _WARM_UP, ignore_eos=True)
+    samples: list[tuple[float, float, float]] = []
+    with mock.patch("outrider.verify.batch.choose", lambda *args: choosing.around(choose, *args)):
+        start = time.perf_counter()
+        for _ in llm.stream(prompt, params):
+            samples.append(((time.perf_counter() - start) * 1e6, runner.watch.read_us(), choosing.read_us()))
+            start = time.perf_counter()
+    kept = samples[_WARM_UP:]
+    total, model_us, choice = (statistics.median(column) for column in zip(*kept, strict=True))
+    outside = statistics.median(whole - inside - chosen for whole, inside, chosen in kept)
+    return RoundCost(temperature, len(kept), total, model_us, choice, outside)
+
+
+def measure_noise(rows: int = 16, vocab: int = 8192, repeats: int = 300) -> dict[str, float]:
+    """Cost of the noise: sampled draw against greedy draw of the same logits."""
+    law = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 4
+    watch, sampled, greedy = _Stopwatch(), [], []
+    for i in range(repeats):
+        watch.around(draw, law, [Key(1, i * rows + j) for j in range(rows)])
+        sampled.append(watch.read_us())
+        watch.around(draw, law, None)
+        greedy.append(watch.read_us())
+    noisy, plain = statistics.median(sampled), statistics.median(greedy)
+    return {"rows": rows, "vocab": vocab, "sampled_us": noisy, "greedy_us": plain, "noise_us": noisy - plain}

@@ -1,0 +1,62 @@
+"""The KV tensors of one model: a pool of pages per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["KVPool"]
+
+
+class KVPool:
+    """Keys and values of every layer, (layers, pages, KV heads, page_size, width) float32.
+
+    Kept in float32 so that attention reads pages in place without widening a copy of the context.
+    The width is head_dim filled up with zeros to a multiple of 16: products of odd widths are where
+    matrix libraries treat rows differently. Slot s lies in page s // page_size at s % page_size.
+    """
+
+    def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int) -> None:
+        self.page_size = page_size
+        self.pages = pages
+        self.head_dim = head_dim
+        shape = (layers, pages, kv_heads, page_size, _filled(head_dim))
+        # calloc'd memory: a large pool costs nothing until its pages are written
+        self.keys = torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        self.values = torch.from_numpy(np.zeros(shape, dtype=np.float32))
+
+    @staticmethod
+    def bytes_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
+        return 2 * 4 * layers * kv_heads * _filled(head_dim)
+
+    def slots(self, pages: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """Physical slots of a sequence's storage positions."""
+        size = self.page_size
+        return [pages[p // size] * size + p % size for p in positions]
+
+    def write(self, layer: int, slots: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        """Store rows (N, KV heads, d) at (page, offset) pairs."""
+        page, offset = slots
+        self.keys[layer][page, :, offset, : self.head_dim] = keys
+        self.values[layer][page, :, offset, : self.head_dim] = values
+
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy slots to slots in every layer; sources are read before any target is written."""
+        if not source:
+            return
+        src, dst, size = torch.tensor(source), torch.tensor(target), self.page_size
+        for pool in (self.keys, self.values):
+            pool[:, dst // size, :, dst % size] = pool[:, src // size, :, src % size]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages, so that a NaN in them cannot reach a later owner through a masked product."""
+        index = torch.tensor(list(pages), dtype=torch.int64)
+        self.keys[:, index] = 0.0
+        self.values[:, index] = 0.0
+
+
+def _filled(head_dim: int) -> int:
+    return -(-head_dim // 16) * 16

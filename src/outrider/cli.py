@@ -1,0 +1,228 @@
+"""The command line: generate, compare, doctor, bench."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider._version import __version__
+from outrider.errors import InvalidParameter, OutriderError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="outrider",
+    help="Speculative decoding whose text is the same text.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure this machine and this engine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+_errors = Console(stderr=True)
+
+Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
+Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
+Method = Annotated[str, typer.Option(help="How to guess: none, ngram, draft_model.")]
+DraftModel = Annotated[str | None, typer.Option(help="Draft model directory or hub id, for --method draft_model.")]
+DraftTokens = Annotated[int, typer.Option(min=0, max=256, help="Most tokens guessed per round.")]
+Rule = Annotated[str, typer.Option(help="Verification rule: match (same tokens), rejection, block, lossy_typical.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much of the mass.")]
+TopK = Annotated[int, typer.Option(help="Keep this many most probable tokens; 0 keeps all.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this share of the best.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn and reported.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
+LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def main() -> None:
+    """Run the command line; errors are one line, not a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        app()
+    except OutriderError as error:
+        _errors.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def generate(
+    prompt: Prompt,
+    model: Model = None,
+    method: Method = "ngram",
+    draft_model: DraftModel = None,
+    draft_tokens: DraftTokens = 5,
+    rule: Rule = "match",
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 200,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "safetensors",
+    threads: Threads = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt."""
+    from outrider.engine.terminal import print_summary
+
+    if stream and as_json:
+        raise InvalidParameter("--stream", "cannot be combined with --json")
+    llm = _load(locals())
+    params, text = _params(locals()), _prompt(prompt)
+    if stream:
+        for piece in llm.stream(text, params):
+            print(piece.text, end="", flush=True)
+            if piece.output is not None:
+                print()
+                print_summary(piece.output)
+        return
+    output = llm.generate(text, params)[0].outputs[0]
+    if as_json:
+        print(json.dumps(_as_json(output)))
+    else:
+        print(output.text)
+        print_summary(output)
+
+
+@app.command()
+def compare(
+    prompt: Prompt,
+    model: Model = None,
+    method: Method = "ngram",
+    draft_model: DraftModel = None,
+    draft_tokens: DraftTokens = 5,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 200,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "safetensors",
+    threads: Threads = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, interleaved; medians are shown.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Decode the same request plainly and speculatively, check that the tokens are equal, show both speeds."""
+    from outrider.engine.comparison import compare_runs
+    from outrider.engine.terminal import print_comparison
+
+    llm = _load(locals() | {"rule": "match"})
+    result = compare_runs(llm, _prompt(prompt), _params(locals()), repeats)
+    if as_json:
+        print(json.dumps(result.as_dict()))
+    else:
+        print_comparison(result, llm)
+    if not result.identical:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine offers, which kernels are in use, whether rows are invariant and what that costs."""
+    from outrider.bench.doctor import diagnose
+    from outrider.engine.terminal import print_findings
+
+    with _errors.status("measuring"):
+        findings = diagnose()
+    if as_json:
+        print(json.dumps([{"section": f.section, "name": f.name, "value": f.value, "good": f.good} for f in findings]))
+    else:
+        print_findings([(f.section, f.name, f.value, f.good) for f in findings])
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
+
+
+@bench_app.command("round")
+def bench_round(
+    model: Model = None,
+    load_format: LoadFormat = "safetensors",
+    rounds: Annotated[int, typer.Option(min=10, help="Rounds to time.")] = 200,
+    threads: Threads = None,
+) -> None:
+    """What a plain round costs beside the model's forward and the choice, and what the noise costs."""
+    from outrider.bench.round import measure_noise, measure_round
+
+    _set_threads(threads)
+    rows = [measure_round(model, load_format, temperature, rounds).as_dict() for temperature in (0.0, 0.8)]
+    print(json.dumps({"rounds": rows, "noise": measure_noise()}))
+
+
+def _load(options: dict[str, Any]) -> Any:
+    """An LLM from command-line options, with its settings checked before anything is loaded."""
+    from outrider.config import SpeculationConfig
+    from outrider.engine.llm import LLM
+
+    _set_threads(options["threads"])
+    method, draft = options["method"], options["draft_model"]
+    if draft is not None and method != "draft_model":
+        raise InvalidParameter("--draft-model", f"is for --method draft_model, not {method}")
+    speculation = SpeculationConfig(method, draft, options["draft_tokens"], options["rule"])
+    return LLM(options["model"], speculation=speculation, dtype=options["dtype"], load_format=options["load_format"])
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _params(options: dict[str, Any]) -> Any:
+    from outrider.sampling import SamplingParams
+
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens", "stop", "ignore_eos")
+    return SamplingParams(**{name: options[name] for name in names})
+
+
+def _prompt(prompt: str) -> str:
+    return sys.stdin.read() if prompt == "-" else prompt
+
+
+def _as_json(output: Any) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "seed": output.seed,
+        "speculation": output.speculation,
+        "timings": {
+            "first_token_s": output.timings.first_token_s,
+            "total_s": output.timings.total_s,
+            "decode_tokens_per_s": output.timings.decode_tokens_per_s,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

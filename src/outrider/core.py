@@ -1,0 +1,239 @@
+"""The nouns of the engine. No behaviour beyond bookkeeping lives here.
+
+Dimensions: N tokens in the flat batch, B sequences, D draft nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.sampling.params import SamplingParams
+
+__all__ = [
+    "ROOT",
+    "Batch",
+    "Drafts",
+    "Needs",
+    "Plan",
+    "Request",
+    "Scores",
+    "Sequence",
+    "SpeculationStats",
+    "Tree",
+    "Verdicts",
+    "integers",
+]
+
+ROOT = -1  # parent index of a node that hangs from the last committed token
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked, with every default resolved."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]  # end-of-sequence ids and the user's stop_token_ids
+    max_tokens: int
+    index: int = 0  # which of n samples this is; part of the noise key
+    speculate: bool = True  # False: plain decoding for this request
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did for one sequence."""
+
+    method: str = "none"
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
+    fallback_reason: str | None = None
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean number of tokens a round emitted."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    def record(self, depths: Seq[int], accepted: int, emitted: int) -> None:
+        """Count one round: the depth (from 0) of every drafted node, and what came of it."""
+        self.rounds += 1
+        self.emitted += emitted
+        self.drafted += len(depths)
+        self.accepted += accepted
+        reach = max(depths, default=-1) + 1
+        for counts in (self.accepted_by_position, self.drafted_by_position):
+            counts.extend([0] * (reach - len(counts)))
+        for depth in set(depths):
+            self.drafted_by_position[depth] += 1
+        for depth in range(accepted):
+            self.accepted_by_position[depth] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain data, for JSON."""
+        return {
+            "method": self.method,
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "accepted_by_position": self.accepted_by_position,
+            "drafted_by_position": self.drafted_by_position,
+            "tokens_per_round": round(self.tokens_per_round, 4),
+            "fallback_reason": self.fallback_reason,
+        }
+
+
+class Sequence:
+    """One generation in flight. Owned and changed by the engine alone."""
+
+    __slots__ = ("cached", "finish_reason", "pages", "request", "reserved", "stats", "stop_reason", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = list(request.prompt_ids)
+        self.pages: list[int] = []
+        self.reserved = 0  # pages set aside for the whole of its life
+        self.cached = 0  # leading tokens whose KV is in the pages
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.stats = SpeculationStats()
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token is left to feed, so that a draft may follow it."""
+        return self.cached == len(self.tokens) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still emit."""
+        return self.request.max_tokens - self.output_len
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter wants from the engine. Capability is data."""
+
+    taps: tuple[int, ...] = ()  # layers whose input hidden rows it reads
+    scores: bool = False  # reads logits of every node, rejected ones too
+    kv_bytes_per_token: int = 0  # own KV beside the target's pages
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The controller's decision for one round."""
+
+    lengths: tuple[int, ...]  # most draft nodes for each sequence of the batch; 0 = do not draft
+    rule: str = "match"
+    keep_q: bool = False  # the rule needs the law each draft token was drawn from
+
+
+class Tree(NamedTuple):
+    """One sequence's draft on the host."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Proposed tokens as trees, one struct of arrays per batch; a chain has one branch.
+
+    Nodes of a sequence are in topological order: parents[b, i] < i, or ROOT.
+    """
+
+    tokens: Tensor  # (B, D) int64
+    parents: Tensor  # (B, D) int64
+    survival: Tensor  # (B, D) float32, estimate that the node is accepted
+    counts: Tensor  # (B,) int64
+    q: Tensor | None = None  # (B, D, V), the law each token was drawn from; None = one-hot
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def empty(batch: int) -> Drafts:
+        """No guesses: plain decoding."""
+        none = torch.empty((batch, 0), dtype=torch.int64)
+        return Drafts(none, none, torch.empty((batch, 0)), torch.zeros(batch, dtype=torch.int64))
+
+    @classmethod
+    def chains(cls, chains: Seq[Seq[int]], q: Tensor | None = None) -> Drafts:
+        """One chain of tokens per sequence, possibly empty."""
+        return cls.trees([(chain, range(-1, len(chain) - 1)) for chain in chains], q)
+
+    @classmethod
+    def trees(cls, trees: Seq[tuple[Seq[int], Seq[int]]], q: Tensor | None = None) -> Drafts:
+        """One (tokens, parents) pair per sequence."""
+        counts = [len(tokens) for tokens, _ in trees]
+        width = max(counts, default=0)
+        if width == 0:
+            return cls.empty(len(trees))
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in trees]
+        links = [[*parents, *[ROOT] * (width - len(parents))] for _, parents in trees]
+        return cls(integers(padded), integers(links), torch.ones(len(trees), width), integers(counts), q)
+
+    def on_host(self) -> list[Tree]:
+        """Each sequence's nodes as plain lists: the round's one look at the draft from the host."""
+        if self.tokens.shape[1] == 0:
+            return [Tree([], []) for _ in range(self.tokens.shape[0])]
+        rows = zip(self.counts.tolist(), self.tokens.tolist(), self.parents.tolist(), strict=True)
+        return [Tree(tokens[:n], parents[:n]) for n, tokens, parents in rows]
+
+
+def integers(values: Seq[Any]) -> Tensor:
+    """An int64 tensor from (nested) lists, by way of numpy: several times quicker than torch.tensor."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+@dataclass(slots=True)
+class Scores:
+    """The target's raw logits for every draft node and its root, and what drafters asked for.
+
+    Row `roots[b]` is sequence b's root and row `roots[b] + 1 + i` its node i; -1 where the
+    sequence is still reading its prompt and has no logits yet.
+    """
+
+    logits: Tensor  # (R, V) float32
+    roots: list[int]
+    taps: Tensor | None = None  # (R, taps * H)
+    prompt_logits: dict[int, Tensor] = field(default_factory=dict)  # sequence index -> (chunk, V)
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """The accepted path through each draft, and the tokens each sequence emits."""
+
+    paths: Tensor  # (B, D) int64 node indices, valid up to lengths
+    lengths: Tensor  # (B,) int64 accepted nodes
+    tokens: Tensor  # (B, D + 1) int64: the accepted tokens, then the one after them
+
+
+@dataclass(slots=True)
+class Batch:
+    """Who runs this round. `feeds[b]` leading uncached tokens of sequence b are read by the target."""
+
+    sequences: list[Sequence]
+    feeds: list[int]
+
+    def samples(self, b: int) -> bool:
+        """Whether sequence b has read all of its tokens after this round and so emits."""
+        seq = self.sequences[b]
+        return seq.cached + self.feeds[b] == len(seq.tokens)

@@ -1,0 +1,58 @@
+"""The seam every drafter lives behind, and the check that keeps the engine safe from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdicts
+from outrider.errors import DrafterFault
+
+__all__ = ["Drafter", "check_drafts"]
+
+
+class Drafter(Protocol):
+    """Guesses what the target will choose. Nothing it does can change the text, only the speed.
+
+    `propose` may return fewer nodes than the plan allows, never more. Slots for the planned nodes
+    are reserved before it is called. `commit` only records; a drafter that was not asked catches up
+    inside a later `propose`.
+    """
+
+    needs: Needs
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence starts."""
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        """Guesses for every sequence of the batch whose planned length is not zero."""
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: Verdicts, scores: Scores) -> None:
+        """What became of the guesses. Sequences already hold their new tokens."""
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence is over; forget it."""
+
+
+def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:
+    """The drafts themselves, or DrafterFault where they break the contract."""
+    batch = len(plan.lengths)
+    shape = tuple(drafts.tokens.shape)
+    if len(shape) != 2 or shape[0] != batch or tuple(drafts.parents.shape) != shape or tuple(drafts.counts.shape) != (batch,):
+        raise DrafterFault(f"drafts have shape {shape} for {batch} sequences")
+    if tuple(drafts.survival.shape) != shape or drafts.tokens.is_floating_point() or drafts.parents.is_floating_point():
+        raise DrafterFault("drafts have fields of the wrong shape or type")
+    rows = zip(drafts.counts.tolist(), drafts.tokens.tolist(), drafts.parents.tolist(), drafts.survival.tolist(), strict=True)
+    for b, (count, tokens, parents, survival) in enumerate(rows):
+        if not 0 <= count <= min(plan.lengths[b], shape[1]):
+            raise DrafterFault(f"{count} nodes were drafted where {plan.lengths[b]} were planned")
+        for i in range(count):
+            if not 0 <= tokens[i] < vocab:
+                raise DrafterFault(f"token id {tokens[i]} is outside the vocabulary of {vocab}")
+            if not -1 <= parents[i] < i:
+                raise DrafterFault(f"node {i} has parent {parents[i]}")
+            if not math.isfinite(survival[i]):
+                raise DrafterFault(f"node {i} has survival {survival[i]}")
+    if drafts.q is not None and (tuple(drafts.q.shape) != (*shape, vocab) or not bool(drafts.q.isfinite().all())):
+        raise DrafterFault("the draft's probabilities have the wrong shape or are not finite")
+    return drafts

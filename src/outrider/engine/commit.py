@@ -1,0 +1,171 @@
+"""Commit: a round's verdicts become tokens, text, stop conditions and settled KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from outrider.cache import KVPool
+from outrider.core import Batch, Drafts, Scores, Sequence, Verdicts
+from outrider.engine.outputs import CompletionOutput, StreamPiece, Timings
+from outrider.sampling import CORRUPTED, Logprob, logprobs_of
+from outrider.text import StopStrings, TextStream, Tokenizer
+
+__all__ = ["Settled", "Writer", "advance", "settle_kv"]
+
+
+@dataclass(slots=True)
+class Settled:
+    """What one sequence kept of a round."""
+
+    kept: int = 0  # tokens emitted
+    accepted: int = 0  # of them, guessed
+
+
+@dataclass(slots=True)
+class Writer:
+    """The growing output of one sequence: text, log probabilities, where it ends."""
+
+    seq: Sequence
+    tokenizer: Tokenizer | None
+    text: str = ""
+    shown: int = 0  # characters already streamed
+    sent: int = 0  # tokens already streamed
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    submitted: float = field(default_factory=perf_counter)
+    first_token: float = 0.0
+    last_token: float = 0.0
+    _stream: TextStream | None = None
+    _stops: StopStrings = field(default_factory=lambda: StopStrings(()))
+
+    def __post_init__(self) -> None:
+        params = self.seq.request.params
+        if self.tokenizer is not None:
+            self._stream = TextStream(self.tokenizer, self.seq.request.prompt_ids, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop_strings)
+
+    def push(self, token: int, guessed: bool) -> bool:
+        """Take one token; whether the sequence ends with it."""
+        seq = self.seq
+        if token == CORRUPTED:
+            seq.finish_reason, seq.stop_reason = "error", "the model's logits are not finite"
+            return True
+        seq.tokens.append(token)
+        self.from_draft.append(guessed)
+        request = seq.request
+        checked = len(self.text)
+        ends = token in request.stop_ids and seq.output_len >= request.params.min_tokens
+        if self._stream is not None and (not ends or request.params.include_stop_str_in_output):
+            self.text += self._stream.push(token)
+        if ends:
+            own = token in (request.params.stop_token_ids or ())
+            seq.finish_reason, seq.stop_reason = "stop", token if own else None
+        elif not self._hit_stop_string(checked) and seq.output_len >= request.max_tokens:
+            seq.finish_reason = "length"
+        if seq.finish_reason is not None and self._stream is not None and not isinstance(seq.stop_reason, str):
+            self.text += self._stream.flush()
+        return seq.finish_reason is not None
+
+    def _hit_stop_string(self, checked: int) -> bool:
+        params = self.seq.request.params
+        if not params.stop_strings or self.seq.output_len <= params.min_tokens:
+            return False
+        found = self._stops.find(self.text, checked)
+        if found is None:
+            return False
+        start, stop = found
+        self.text = self.text[: start + len(stop) if params.include_stop_str_in_output else start]
+        self.seq.finish_reason, self.seq.stop_reason = "stop", stop
+        return True
+
+    def piece(self) -> StreamPiece:
+        """What is new since the last piece, held back where a stop string may still begin."""
+        done = self.seq.finish_reason is not None
+        safe = len(self.text) if done else max(self._stops.safe(self.text), self.shown)
+        text, self.shown = self.text[self.shown : safe], safe
+        tokens = self.seq.tokens[self.seq.prompt_len + self.sent :]
+        guessed = self.from_draft[self.sent :]
+        self.sent = len(self.from_draft)
+        return StreamPiece(self.seq.request.index, text, tokens, guessed, self.output() if done else None)
+
+    def output(self) -> CompletionOutput:
+        """The finished output."""
+        seq, request = self.seq, self.seq.request
+        tokens = seq.tokens[seq.prompt_len :]
+        wanted = request.params.logprobs is not None
+        decode = self.last_token - self.first_token
+        return CompletionOutput(
+            index=request.index,
+            text=self.text,
+            token_ids=tokens,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            seed=request.seed,
+            logprobs=self.logprobs if wanted else None,
+            cumulative_logprob=sum(p[t].logprob for p, t in zip(self.logprobs, tokens, strict=True)) if wanted else None,
+            from_draft=self.from_draft,
+            speculation=seq.stats.as_dict(),
+            timings=Timings(
+                first_token_s=self.first_token - self.submitted,
+                total_s=self.last_token - self.submitted,
+                decode_tokens_per_s=(len(tokens) - 1) / decode if decode > 0 else 0.0,
+            ),
+        )
+
+
+def advance(writer: Writer, emitted: list[int], rows: list[int], scores: Scores) -> Settled:
+    """Give a sequence its emitted tokens until it ends; all but the last of them were guessed."""
+    seq, settled = writer.seq, Settled()
+    top = seq.request.params.logprobs
+    seq.cached = len(seq.tokens)
+    for i, (token, row) in enumerate(zip(emitted, rows, strict=True)):
+        guessed = i < len(emitted) - 1
+        ended = writer.push(token, guessed)
+        if token == CORRUPTED:
+            break
+        if top is not None:
+            writer.logprobs.append(_named(logprobs_of(scores.logits[row], token, top), writer.tokenizer))
+        settled.kept += 1
+        settled.accepted += guessed
+        if ended:
+            break
+    seq.cached += max(settled.kept - 1, 0)
+    writer.last_token = perf_counter()
+    writer.first_token = writer.first_token or writer.last_token
+    return settled
+
+
+def note_prompt(writer: Writer, logits: torch.Tensor) -> None:
+    """Log probabilities of the prompt tokens that follow the rows just read."""
+    seq, top = writer.seq, writer.seq.request.params.prompt_logprobs
+    assert top is not None
+    if not writer.prompt_logprobs:
+        writer.prompt_logprobs.append(None)  # the first token has no past
+    for row in logits:
+        position = len(writer.prompt_logprobs)
+        if position < seq.prompt_len:
+            writer.prompt_logprobs.append(_named(logprobs_of(row, seq.tokens[position], top), writer.tokenizer))
+
+
+def settle_kv(pool: KVPool, batch: Batch, drafts: Drafts, verdicts: Verdicts, settled: list[Settled]) -> None:
+    """Move accepted nodes' KV from their draft slots to their positions; chains lie there already."""
+    source: list[int] = []
+    target: list[int] = []
+    if drafts.tokens.shape[1] == 0:
+        return
+    for seq, path, kept in zip(batch.sequences, verdicts.paths.tolist(), settled, strict=True):
+        base = len(seq.tokens) - kept.kept
+        moves = [(base + node, base + i) for i, node in enumerate(path[: kept.accepted]) if node != i]
+        source += pool.slots(seq.pages, [a for a, _ in moves])
+        target += pool.slots(seq.pages, [b for _, b in moves])
+    pool.move(source, target)
+
+
+def _named(found: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    if tokenizer is None:
+        return found
+    return {t: Logprob(p.logprob, p.rank, tokenizer.decode([t], skip_special_tokens=False)) for t, p in found.items()}

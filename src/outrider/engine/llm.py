@@ -1,0 +1,292 @@
+"""LLM: load a model, generate, chat, stream."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from outrider.cache import KVPool
+from outrider.config import EngineConfig, SpeculationConfig
+from outrider.control import FixedLength
+from outrider.core import Request
+from outrider.draft import DraftContext, build_drafter, method_names
+from outrider.engine.commit import Writer
+from outrider.engine.engine import Engine
+from outrider.engine.outputs import RequestOutput, StreamPiece
+from outrider.errors import InvalidParameter, ModelError, UnknownMethod
+from outrider.model import LoadOptions, ModelConfig, Runner, load_decoder, locate
+from outrider.model.bundled import bundled_model
+from outrider.model.load import generation_defaults
+from outrider.platform import guard
+from outrider.sampling import SamplingParams
+from outrider.text import Tokenizer
+
+__all__ = ["LLM"]
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+_KV_SHARE_OF_MEMORY = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    text: str | None
+    ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class LLM:
+    """A model ready to generate.
+
+    `speculation` is a method's name ("ngram", "draft_model", "none") or its settings, such as
+    {"method": "draft_model", "model": path, "draft_tokens": 5, "rule": "match"}. vLLM's
+    `speculative_config`, `speculative_model` and `num_speculative_tokens` are understood too.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        speculation: str | Mapping[str, Any] | SpeculationConfig | None = None,
+        dtype: str = "auto",
+        load_format: str = "safetensors",
+        revision: str | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        speculative_model: str | None = None,
+        num_speculative_tokens: int | None = None,
+        **sizes: Any,
+    ) -> None:
+        self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
+        if self.speculation.method not in method_names():
+            raise UnknownMethod("method", self.speculation.method, method_names())
+        config = _engine_config(sizes)
+        self.directory = locate(str(model or bundled_model()), revision)
+        self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
+        decoder = load_decoder(self.directory, self._options)
+        self.config: ModelConfig = decoder.config
+        self.max_model_len = min(config.max_model_len or self.config.context, self.config.context)
+        self.tokenizer = Tokenizer.load(self.directory)
+        self._defaults, self._eos = generation_defaults(self.directory, self.config)
+        if self.tokenizer is not None and self.tokenizer.eos_id is not None:
+            self._eos |= {self.tokenizer.eos_id}
+        self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
+        runner = Runner(decoder, _pool(self.config, *self._layout))
+        drafter = build_drafter(DraftContext(self.speculation, runner, self._companion))
+        policy = FixedLength(self.speculation.draft_tokens if self.speculation.method != "none" else 0, self.speculation.rule)
+        self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
+        self._ids = count()
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """Sampling parameters from the model's generation_config.json, with changes on top."""
+        return SamplingParams(**(self._defaults | changes))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        speculate: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (a text or token ids). `params` is one for all, or one each.
+
+        `speculate=False` decodes plainly; the tokens are the same.
+        """
+        batch = _as_batch(prompts)
+        each = self._params_for(len(batch), params)
+        prepared = [self._prepare(prompt, own) for prompt, own in zip(batch, each, strict=True)]
+        return self._run(prepared, speculate)
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, through the model's chat template."""
+        if not messages:
+            raise InvalidParameter("messages", "must not be empty")
+        several = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        return self.generate([self._tokenizer().chat(own) for own in several], params)  # type: ignore[arg-type]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """Complete one prompt piece by piece; leaving the loop early aborts the request."""
+        prepared = self._prepare(prompt, params or self.default_params())
+        writers = self._submit(prepared)
+        try:
+            while any(writer.seq.finish_reason is None for writer in writers):
+                for writer in self.engine.round():
+                    yield writer.piece()
+        finally:
+            for writer in writers:
+                self.engine.abort(writer)
+
+    def _run(self, prepared: Sequence[_Prepared], speculate: bool) -> list[RequestOutput]:
+        groups = [self._submit(own, speculate) for own in prepared]
+        try:
+            while self.engine.has_work:
+                self.engine.round()
+        finally:
+            for group in groups:
+                for writer in group:
+                    self.engine.abort(writer)
+        return [self._output(own, group) for own, group in zip(prepared, groups, strict=True)]
+
+    def _output(self, prepared: _Prepared, writers: Sequence[Writer]) -> RequestOutput:
+        wanted = prepared.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=writers[0].seq.request.id,
+            prompt=prepared.text,
+            prompt_token_ids=list(prepared.ids),
+            outputs=[writer.output() for writer in writers],
+            prompt_logprobs=writers[0].prompt_logprobs if wanted else None,
+        )
+
+    def _submit(self, prepared: _Prepared, speculate: bool = True) -> list[Writer]:
+        params, name = prepared.params, f"request-{next(self._ids)}"
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        room = self.max_model_len - len(prepared.ids)
+        limit = room if params.max_tokens is None else params.max_tokens
+        method = self.speculation.method if speculate else "none"
+        return [
+            self.engine.submit(Request(name, prepared.ids, params, seed, stop_ids, limit, index, speculate), method)
+            for index in range(params.n)
+        ]
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Prepared:
+        text = prompt if isinstance(prompt, str) else None
+        ids = tuple(self._tokenizer().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        self._check(ids, params)
+        if params.bad_words:
+            params = replace(params, bad_word_ids=self._bad_words(params.bad_words))
+        return _Prepared(text, ids, params)
+
+    def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
+        vocab = self.config.vocab
+        if not ids:
+            raise InvalidParameter("prompt", "must hold at least one token")
+        for name, tokens in {
+            "prompt": ids,
+            "stop_token_ids": params.stop_token_ids or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+        }.items():
+            for token in tokens:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                    raise InvalidParameter(name, f"token id {token!r} is outside the vocabulary [0, {vocab - 1}]")
+        if len(ids) >= self.max_model_len:
+            raise InvalidParameter("prompt", f"has {len(ids)} tokens; the context holds {self.max_model_len}, output included")
+        room = self.max_model_len - len(ids)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidParameter(
+                "max_tokens", f"must be at most {room} after a prompt of {len(ids)} tokens, got {params.max_tokens}"
+            )
+        tokens_needed = len(ids) + (room if params.max_tokens is None else params.max_tokens)
+        pages = self.engine.pages
+        if pages.pages_for(tokens_needed) > pages.count:
+            held = pages.count * pages.page_size
+            raise InvalidParameter(
+                "max_tokens", f"{tokens_needed} tokens do not fit the KV memory, which holds {held}; raise kv_bytes"
+            )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of each word, as it starts a text and as it follows a space."""
+        tokenizer = self._tokenizer()
+        found = {tokenizer.encode_bare(prefix + word.lstrip()) for word in words for prefix in ("", " ")}
+        return tuple(sorted(ids for ids in found if ids))
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ModelError(f"{self.directory} holds no tokenizer; pass token ids instead of text")
+        return self.tokenizer
+
+    def _params_for(self, n: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params()] * n
+        if len(params) != n:
+            raise InvalidParameter("params", f"{len(params)} sets of parameters for {n} prompts")
+        return list(params)
+
+    def _companion(self, model: str) -> Runner:
+        """Load a draft model: same token table, KV in the same pages."""
+        directory = locate(model)
+        options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
+        decoder = load_decoder(directory, replace(self._options, **options))
+        _same_tokens(self.directory, self.tokenizer, self.config, directory, decoder.config)
+        return Runner(decoder, _pool(decoder.config, *self._layout))
+
+
+def _speculation(
+    speculation: str | Mapping[str, Any] | SpeculationConfig | None,
+    config: Mapping[str, Any] | None,
+    model: str | None,
+    tokens: int | None,
+) -> SpeculationConfig:
+    """One setting from its current name and vLLM's two older ones."""
+    given = [
+        name
+        for name, value in (("speculation", speculation), ("speculative_config", config), ("speculative_model", model))
+        if value
+    ]
+    if len(given) > 1:
+        raise InvalidParameter(given[1], f"was given beside {given[0]}; pass one of them")
+    if model is not None:
+        config = {"model": model}
+    if tokens is not None:
+        base = config if config is not None else {"method": speculation} if isinstance(speculation, str) else speculation
+        if isinstance(base, SpeculationConfig):
+            return replace(base, draft_tokens=tokens)
+        return SpeculationConfig.parse({**(base or {}), "draft_tokens": tokens})
+    return SpeculationConfig.parse(config if config is not None else speculation)
+
+
+def _engine_config(sizes: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in sizes:
+        if name not in known:
+            raise InvalidParameter(name, f"is not a setting of LLM; sizes are: {', '.join(known)}")
+    return EngineConfig(**sizes)
+
+
+def _page_count(engine: EngineConfig, model: ModelConfig, max_model_len: int) -> int:
+    """Pages for every sequence at full length, or as many as the memory given allows."""
+    per_page = engine.page_size * KVPool.bytes_per_token(model.layers, model.kv_heads, model.head_dim)
+    budget = engine.kv_bytes or int(_KV_SHARE_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    wanted = engine.max_num_seqs * -(-max_model_len // engine.page_size)
+    count = min(wanted, budget // per_page)
+    if count < 1:
+        raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {per_page} bytes; raise it")
+    return count
+
+
+def _pool(model: ModelConfig, pages: int, page_size: int) -> KVPool:
+    # one page more than the page table knows: rows that fill up a block write there
+    return KVPool(model.layers, pages + 1, model.kv_heads, page_size, model.head_dim)
+
+
+def _same_tokens(target_dir: Path, target: Tokenizer | None, config: ModelConfig, draft_dir: Path, draft: ModelConfig) -> None:
+    """A draft model must share the target's whole token table."""
+    other = Tokenizer.load(draft_dir)
+    if target is None or other is None:
+        if config.vocab != draft.vocab:
+            raise ModelError(
+                f"{draft_dir} has a vocabulary of {draft.vocab}, the target {config.vocab}; a draft model must share it"
+            )
+        return
+    ours, theirs = target.table(), other.table()
+    if ours == theirs:
+        return
+    odd = min(set(ours.items()) ^ set(theirs.items()))
+    raise ModelError(
+        f"{draft_dir} and {target_dir} have different tokenizers ({len(theirs)} and {len(ours)} tokens; "
+        f"first difference: token {odd[0]!r}, id {odd[1]}); a draft model must share the target's"
+    )
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

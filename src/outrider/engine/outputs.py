@@ -1,0 +1,58 @@
+"""What callers get back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.sampling import Logprob
+
+__all__ = ["CompletionOutput", "RequestOutput", "StreamPiece", "Timings"]
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of one request, and the speed of its decoding."""
+
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n texts."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    seed: int
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    from_draft: list[bool] = field(default_factory=list)  # per token: guessed by the drafter?
+    speculation: dict[str, Any] = field(default_factory=dict)
+    timings: Timings = field(default_factory=Timings)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its texts."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(slots=True)
+class StreamPiece:
+    """New text of one output, and the finished output with the last piece."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    from_draft: list[bool]
+    output: CompletionOutput | None = None

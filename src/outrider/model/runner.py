@@ -1,0 +1,120 @@
+"""The runner feeds token rows through a decoder over paged KV. Target and draft model share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.cache import KVPool
+from outrider.core import Batch, Drafts, Scores, integers
+from outrider.model.decoder import Decoder, Hidden
+from outrider.ops import BLOCK, AttentionPlan, Blocked, Ops, Segment, paged_attention, plan_attention
+
+__all__ = ["Feed", "Rows", "Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Rows of one sequence in a forward: committed tokens from `start`, then draft nodes."""
+
+    pages: Sequence[int]
+    start: int
+    tokens: Sequence[int]
+    nodes: Sequence[int] = ()
+    parents: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The flat batch of one forward."""
+
+    tokens: Tensor  # (N,)
+    positions: Tensor  # (N,)
+    slots: tuple[Tensor, Tensor]  # page and offset of each row's KV
+    plan: AttentionPlan
+
+
+class Runner:
+    """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
+        self.decoder = decoder
+        self.pool = pool
+        self.ops = ops or Blocked()
+        config = decoder.config
+        self._windows = config.windows or (None,) * config.layers
+        self._distinct_windows = frozenset(self._windows)
+        # rows added to fill a block write here: one page past those the page table hands out
+        self._scrap_page = pool.pages - 1
+
+    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
+        """Hidden rows of all feeds in order (then padding), with their KV written to the pages."""
+        return self.run(self.prepare(feeds), taps)
+
+    def prepare(self, feeds: Sequence[Feed]) -> Rows:
+        """Lay feeds out as flat rows, padded to whole blocks."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        segments = []
+        for feed in feeds:
+            segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents)
+            segments.append(segment)
+            tokens += feed.tokens
+            tokens += feed.nodes
+            positions += segment.positions()
+            slots += self.pool.slots(feed.pages, range(feed.start, feed.start + segment.rows))
+        padding = -len(tokens) % BLOCK
+        page_size = self.pool.page_size
+        pages, offsets = np.divmod(np.array(slots + [self._scrap_page * page_size] * padding), page_size)
+        return Rows(
+            integers(tokens + [0] * padding),
+            integers(positions + [0] * padding),
+            (torch.from_numpy(pages), torch.from_numpy(offsets)),
+            plan_attention(segments, page_size, self._distinct_windows),
+        )
+
+    @torch.inference_mode()
+    def run(self, rows: Rows, taps: tuple[int, ...] = ()) -> Hidden:
+        """The decoder over prepared rows."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.pool.write(layer, rows.slots, k, v)
+            return paged_attention(q, self.pool.keys[layer], self.pool.values[layer], rows.plan, self._windows[layer])
+
+        return self.decoder(rows.tokens, rows.positions, attend, self.ops, taps)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
+        """Float32 logits of the chosen hidden rows, (rows, V)."""
+        padded = [*rows, *[rows[0]] * (-len(rows) % BLOCK)]
+        return self.decoder.logits(last[padded], self.ops)[: len(rows)]
+
+    def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
+        """One forward for everyone: prompt chunks, roots and draft nodes."""
+        trees = drafts.on_host()
+        feeds: list[Feed] = []
+        wanted: list[int] = []
+        roots: list[int] = []
+        prompt_rows: dict[int, range] = {}
+        row = 0
+        for b, (seq, fed) in enumerate(zip(batch.sequences, batch.feeds, strict=True)):
+            n = len(trees[b].tokens)
+            feeds.append(Feed(seq.pages, seq.cached, seq.tokens[seq.cached : seq.cached + fed], *trees[b]))
+            samples = batch.samples(b)
+            roots.append(len(wanted) if samples else -1)
+            if samples:
+                wanted += range(row + fed - 1, row + fed + n)
+            if seq.request.params.prompt_logprobs is not None and seq.cached < seq.prompt_len:
+                prompt_rows[b] = range(row, row + min(fed, seq.prompt_len - seq.cached))
+            row += fed + n
+        hidden = self.forward(feeds, taps)
+        prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
+        if not wanted:
+            return Scores(torch.empty(0, self.decoder.config.vocab), roots, None, prompt_logits)
+        tapped = torch.cat(hidden.taps, dim=-1)[wanted] if taps else None
+        return Scores(self.logits(hidden.last, wanted), roots, tapped, prompt_logits)

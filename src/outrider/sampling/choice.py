@@ -1,0 +1,92 @@
+"""The target's choice: argmax over tokens of processed logit plus Gumbel noise.
+
+It is a pure function of a row's logits, parameters, history, seed and position, so plain
+decoding and verification emit the same tokens whatever was drafted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.sampling.distribution import Row, process
+from outrider.sampling.noise import Key, bits, gumbel, keys_of
+
+__all__ = ["CORRUPTED", "choose", "draw"]
+
+CORRUPTED = -1  # returned where the logits hold NaN or leave nothing to choose
+
+
+def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """The chosen token of every row. logits (N, V) float32 on the CPU, raw; they are not changed."""
+    out = [CORRUPTED] * len(rows)
+    greedy = [i for i, row in enumerate(rows) if row.params.greedy]
+    sampled = [i for i, row in enumerate(rows) if not row.params.greedy]
+    for group, with_noise in ((greedy, False), (sampled, True)):
+        if not group:
+            continue
+        law = _processed(logits, rows, group)
+        keys = [Key(rows[i].seed, rows[i].position, rows[i].sample) for i in group] if with_noise else None
+        for i, token in zip(group, draw(law, keys), strict=True):
+            out[i] = token
+    return out
+
+
+def draw(law: Tensor, keys: Sequence[Key] | None) -> list[int]:
+    """Gumbel-max over processed logits (N, V); no keys means no noise. Ties go to the lowest id."""
+    array = law.numpy()
+    best = array.argmax(axis=1)  # numpy promises the first of equals; a NaN counts as largest
+    top = array[np.arange(len(best)), best]
+    sound = np.isfinite(top)
+    if keys is not None and sound.all():
+        best = _noisy_argmax(array, best, top, keys)
+    elif keys is not None:
+        kept = [key for key, good in zip(keys, sound, strict=True) if good]
+        best[sound] = _noisy_argmax(array[sound], best[sound], top[sound], kept)
+    return [int(token) if good else CORRUPTED for token, good in zip(best, sound, strict=True)]
+
+
+def _processed(logits: Tensor, rows: Sequence[Row], group: list[int]) -> Tensor:
+    """Rows of the group, processed; rows of equal plain parameters are handled in one sweep."""
+    picked = logits if len(group) == len(rows) else logits[group]
+    special = [j for j, i in enumerate(group) if rows[i].params.adjusts or rows[i].params.truncates]
+    if not special and rows[group[0]].params.greedy:
+        return picked
+    if rows[group[0]].params.greedy:
+        out = picked.clone()
+    else:
+        temperature = torch.tensor([rows[i].params.temperature for i in group])
+        out = picked / temperature[:, None]
+    for j in special:
+        out[j] = process(picked[j], rows[group[j]])
+    return out
+
+
+_Floats = npt.NDArray[np.float32]
+_LOG_2_32_AND_MARGIN = math.log(2.0**32 * 1.001)
+
+
+def _noisy_argmax(law: _Floats, best: npt.NDArray[np.int64], top: _Floats, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
+    """argmax of law + noise, evaluating the noise only where it can matter.
+
+    The most probable token scores top + g(best). Another token i beats that only if
+    g_i > top - law_i + g(best), and g_i > x implies v_i < exp(-x). That needs one comparison
+    with the raw bits and leaves a handful of tokens per row, whose scores are then exact.
+    """
+    words = bits(keys_of(keys), law.shape[1])
+    index = np.arange(len(best))
+    floor = gumbel(words[index, best])
+    # bits < 2^32 exp(law - top - floor), with a margin for the rounding of exp, of the float32 bits and of the shift
+    shift = top + floor - _LOG_2_32_AND_MARGIN
+    shift = (shift - np.abs(shift) * 2.0**-22).astype(np.float32)
+    bound = torch.from_numpy(law).sub(torch.from_numpy(shift)[:, None]).exp_().numpy()
+    row, token = np.divmod(np.flatnonzero(words.astype(np.float32) <= bound), law.shape[1])
+    score = law[row, token].astype(np.float64) + gumbel(words[row, token])
+    order = np.lexsort((token, -score, row))
+    first = np.searchsorted(row[order], index)
+    return token[order][first]

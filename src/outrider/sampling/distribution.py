@@ -1,0 +1,160 @@
+"""The one definition of the target's distribution: raw logits in, processed logits out.
+
+The order is vLLM's: allowed ids, bad words, min_tokens, logit bias, penalties; then temperature,
+min_p, top_k, top_p. Removed tokens are -inf. Ties go by logit descending, then id ascending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.core import Sequence as Generation
+from outrider.sampling.params import SamplingParams
+
+__all__ = ["Row", "adjust", "law", "process", "truncate"]
+
+NEG_INF = float("-inf")
+_SHORTLIST = 256
+
+
+class Row(NamedTuple):
+    """One position whose next token is to be chosen."""
+
+    params: SamplingParams
+    seed: int
+    sample: int
+    position: int  # absolute, over prompt and output
+    prompt_len: int
+    history: Sequence[int]  # prompt, output and draft path before the position; empty when unused
+    stop_ids: frozenset[int]
+
+    @classmethod
+    def at(cls, seq: Generation, path: Sequence[int] = ()) -> Row:
+        """The position after a sequence's tokens and a path of drafted ones."""
+        request = seq.request
+        history = [*seq.tokens, *path] if request.params.uses_history else ()
+        position = len(seq.tokens) + len(path)
+        return cls(request.params, request.seed, request.index, position, seq.prompt_len, history, request.stop_ids)
+
+
+def law(logits: Tensor, row: Row) -> Tensor:
+    """Probabilities of the next token, (V,) float64; a point mass at temperature 0. NaN where there is no choice."""
+    out = process(logits, row)
+    if row.params.greedy:
+        best = out.argmax()
+        point = torch.nn.functional.one_hot(best, out.numel()).double()
+        return point if out[best].isfinite() else torch.full_like(point, float("nan"))
+    return torch.softmax(out.double(), -1)
+
+
+def process(logits: Tensor, row: Row) -> Tensor:
+    """Processed logits of one row; softmax of the result is the law the token is drawn from.
+
+    At temperature 0 the result is the adjusted logits: the choice is their argmax.
+    """
+    out = adjust(logits, row) if row.params.adjusts else logits
+    if row.params.greedy:
+        return out
+    out = out / row.params.temperature
+    return truncate(out, row.params) if row.params.truncates else out
+
+
+def adjust(logits: Tensor, row: Row) -> Tensor:
+    """Everything that can move the argmax. (V,) float32 in and out."""
+    params = row.params
+    out = logits.clone()
+    if params.allowed_token_ids is not None:
+        allowed = torch.tensor(params.allowed_token_ids, device=out.device)
+        kept = torch.full_like(out, NEG_INF)
+        kept[allowed] = out[allowed]
+        out = kept
+    output = list(row.history[row.prompt_len :]) if params.bad_word_ids else []
+    for word in params.bad_word_ids:
+        head = list(word[:-1])
+        if output[len(output) - len(head) :] == head:
+            out[word[-1]] = NEG_INF
+    if row.position - row.prompt_len < params.min_tokens:
+        out[sorted(row.stop_ids)] = NEG_INF
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=out.device)
+        out[ids] += torch.tensor(list(params.logit_bias.values()), device=out.device)
+    return _penalise(out, row)
+
+
+def _penalise(out: Tensor, row: Row) -> Tensor:
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.history)), dtype=torch.int64, device=out.device)
+        values = out[seen]
+        out[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        counts: dict[int, int] = {}
+        for token in row.history[row.prompt_len :]:
+            counts[token] = counts.get(token, 0) + 1
+        if counts:
+            ids = torch.tensor(list(counts), device=out.device)
+            times = torch.tensor(list(counts.values()), dtype=torch.float32, device=out.device)
+            out[ids] -= params.frequency_penalty * times
+            out[ids] -= params.presence_penalty
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """The best tokens in order: logit descending, then id ascending."""
+
+    ids: Tensor
+    values: Tensor
+    complete: bool
+
+
+def truncate(scaled: Tensor, params: SamplingParams) -> Tensor:
+    """min_p, then top_k, then top_p, on logits already divided by temperature. (V,) in and out."""
+    out = scaled
+    if params.min_p > 0.0:
+        weights = torch.exp(out - out.max())  # p / max p
+        out = out.masked_fill(weights < params.min_p, NEG_INF)
+    limit = params.top_k if params.top_k > 0 else out.numel()
+    if limit >= out.numel() and params.top_p >= 1.0:
+        return out
+    keep = _kept(out, limit, params.top_p)
+    kept = torch.full_like(out, NEG_INF)
+    kept[keep] = out[keep]
+    return kept
+
+
+def _kept(logits: Tensor, limit: int, top_p: float) -> Tensor:
+    """Ids that survive top_k and top_p: those before which less than top_p of the mass lies."""
+    size = min(max(_SHORTLIST, limit if limit < logits.numel() else 0), logits.numel())
+    while True:
+        ranked = _rank(logits, size)
+        values = ranked.values[:limit]
+        if top_p >= 1.0:
+            return ranked.ids[:limit]
+        weights = torch.exp(values - ranked.values[0]).double()
+        whole = weights.sum() if limit <= ranked.values.numel() or ranked.complete else _mass(logits)
+        before = weights.cumsum(0) - weights
+        inside = int((before < top_p * whole).sum())
+        if inside < values.numel() or ranked.complete or limit <= values.numel():
+            return ranked.ids[: max(inside, 1)]
+        size = min(size * 8, logits.numel())
+
+
+def _mass(logits: Tensor) -> Tensor:
+    return torch.exp(logits - logits.max()).double().sum()
+
+
+def _rank(logits: Tensor, size: int) -> _Ranked:
+    complete = size >= logits.numel()
+    if complete:
+        ids = torch.arange(logits.numel(), device=logits.device)
+    else:
+        threshold = torch.topk(logits, size).values[-1]
+        ids = torch.nonzero(~(logits < threshold)).flatten()  # ascending; all ties, and NaN so that it is seen
+    values, order = torch.sort(logits[ids], descending=True, stable=True)
+    return _Ranked(ids[order], values, complete)

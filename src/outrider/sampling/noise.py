@@ -1,0 +1,127 @@
+"""Counter-based noise: a pure function of (seed, stream, sample, position, token).
+
+Nothing here has state, so any token of any output can be drawn again. The bits are equal on
+every device; `bits` is the definition in numpy, `bits_torch` its twin for other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "Key", "Stream", "bits", "bits_torch", "gumbel", "keys_of", "uniform"]
+
+Words = npt.NDArray[np.uint32]
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # a 32-bit finaliser with low bias
+_SHIFTS = (16, 15, 16)
+
+# g is monotone in the bits; these are its ends.
+GUMBEL_MAX = 22.874
+GUMBEL_MIN = -2.812
+
+
+class Stream:
+    """Independent streams of one request. Ratio tests need three beside the coupled one."""
+
+    CHOICE = 0  # shared by target and drafter on purpose: it couples their draws
+    DRAFT = 1
+    COIN = 2
+    RESIDUAL = 3
+
+
+class Key(NamedTuple):
+    """What a row of noise depends on, beside the token."""
+
+    seed: int
+    position: int
+    sample: int = 0
+    stream: int = Stream.CHOICE
+    round: int = 0
+
+
+def keys_of(keys: Sequence[Key]) -> Words:
+    """Two well-mixed 32-bit words per key, (rows, 2)."""
+    return np.array([_words(key) for key in keys], dtype=np.uint32).reshape(len(keys), 2)
+
+
+def bits(keys: Words, vocab: int) -> Words:
+    """32 random bits for every (key, token), (rows, vocab)."""
+    x: Words = np.bitwise_xor(keys[:, :1], _token_words(vocab))
+    x *= keys[:, 1:] | np.uint32(1)
+    scratch = np.empty_like(x)
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
+        np.right_shift(x, np.uint32(shift), out=scratch)
+        x ^= scratch
+        if multiplier is not None:
+            x *= np.uint32(multiplier)
+    return x
+
+
+def bits_torch(keys: Words, vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """The same bits as `bits`, as int64 on any device."""
+    k = torch.from_numpy(keys.astype(np.int64)).to(device)
+    x = torch.from_numpy(_token_words(vocab).astype(np.int64)).to(device) ^ k[:, :1]
+    x = (x * (k[:, 1:] | 1)) & _MASK
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
+        x = x ^ (x >> shift)
+        if multiplier is not None:
+            x = (x * multiplier) & _MASK
+    return x
+
+
+def gumbel(words: Words) -> npt.NDArray[np.float64]:
+    """Standard Gumbel noise, -log(-log1p(-v)) with v = min((bits + 1/2) 2^-32, 1 - 2^-24)."""
+    v = np.minimum((words.astype(np.float64) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -np.log(-np.log1p(-v))
+
+
+def uniform(key: Key) -> float:
+    """One number in (0, 1), for acceptance coins."""
+    return (_words(key)[0] + 0.5) * 2.0**-32
+
+
+@lru_cache(maxsize=8)
+def _token_words(vocab: int) -> Words:
+    """A fixed random-looking word per token id, so that keys need not break up runs of ids.
+
+    Every step is one-to-one: two tokens of equal words would share their noise for ever, and
+    the less probable of them could never be chosen.
+    """
+    words = np.arange(vocab, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B)
+    for shift, multiplier in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
+        words ^= words >> np.uint32(shift)
+        words *= np.uint32(multiplier)
+    words ^= words >> np.uint32(15)
+    words.setflags(write=False)
+    return words
+
+
+_M64 = 0xFFFFFFFFFFFFFFFF
+
+
+def _words(key: Key) -> tuple[int, int]:
+    h = _mix64(_prefix(key.seed, key.sample, key.stream, key.round) ^ (key.position & _M64))
+    return h & _MASK, h >> 32
+
+
+@lru_cache(maxsize=4096)
+def _prefix(*parts: int) -> int:
+    h = 0x2545F4914F6CDD1D
+    for part in parts:
+        h = _mix64((h ^ (part & _M64)) + 0x9E3779B97F4A7C15)
+    return h
+
+
+def _mix64(x: int) -> int:
+    x &= _M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
+    return x ^ (x >> 31)

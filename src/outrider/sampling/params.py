@@ -1,0 +1,161 @@
+"""SamplingParams: what a request may ask, with vLLM's names and meanings, checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.errors import InvalidParameter
+
+__all__ = ["SamplingParams"]
+
+MAX_N = 128
+MAX_LOGPROBS = 100
+SEED_LIMIT = 2**63
+GREEDY_BELOW = 1e-5  # dividing by less can overflow float32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request turns logits into tokens.
+
+    temperature 0, or below 1e-5, is greedy. `seed=None` draws a seed, which the output reports.
+    `top_k` 0 or -1 keeps every token. `max_tokens=None` runs to the end of the context.
+    `logprobs=k` reports the chosen token and the k most probable ones, of the raw logits.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: tuple[str, ...] | list[str] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    bad_word_ids: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # filled from bad_words by the engine
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
+        put(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
+        put(self, "bad_words", _items("bad_words", self.bad_words))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put(self, "logit_bias", _bias(self.logit_bias))
+        self._check_numbers()
+        self._check_lists()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(name, f"must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the law at a position depends on the tokens before it other than through the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.bad_word_ids)
+        )
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything can change the logits before temperature."""
+        return self.uses_history or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a filter removes tokens after temperature."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidParameter("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise InvalidParameter(name, f"must hold non-empty strings, got {text!r}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _integer(name, token, 0, 2**31 - 1)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids", "must hold at least one token id, or be None")
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameter(name, f"must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidParameter(name, f"must be in [{low}, {high}], got {value}")
+
+
+def _real(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidParameter(name, f"must be a number, got {value!r}")
+    inside = (low < value if low_open else low <= value) and value <= high  # false for NaN
+    if not inside:
+        raise InvalidParameter(name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {value}")
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidParameter(name, f"must be a list, got {value!r}")
+    return tuple(value)
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    """Token ids to floats, in id order; ids may be decimal strings, as JSON has them."""
+    if not isinstance(bias, Mapping):
+        raise InvalidParameter("logit_bias", f"must map token ids to numbers, got {bias!r}")
+    out: dict[int, float] = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        _integer("logit_bias", token, 0, 2**31 - 1)
+        _real("logit_bias", value, -100.0, 100.0)
+        out[token] = float(value)
+    return dict(sorted(out.items()))

@@ -1,0 +1,47 @@
+"""`block`: block verification of one chain (Sun et al. 2403.10444).
+
+A later success redeems an earlier failure, which accepts at least as many tokens as `rejection`
+for every p and q, and the most any rule can for one sampled chain. The text has the target's law.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.verify.rejection import Law, ratios, residual
+
+__all__ = ["count", "law"]
+
+
+def law(p: Tensor, q: Tensor, tokens: Tensor) -> Law:
+    """The rule's coins and corrections; shapes and meanings as in `rejection.law`.
+
+    With r_0 = 1 and r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i)), coin i succeeds with chance
+    h_i = S_i / (S_i + 1 - r_i), where S_i is the mass of (r_i p_{i+1} - q_{i+1})+, and h_K = r_K.
+    The correction after i tokens is that positive part, normalised.
+    """
+    p, q = p.double(), q.double()
+    r = _running(ratios(p, q, tokens))
+    excess = (r[:-1, None] * p[:-1] - q).clamp(min=0)
+    after = torch.cat([residual(excess, p[:-1]), p[-1:]])
+    if len(tokens) == 0:
+        return Law(r[1:], after)
+    mass = excess.sum(1)[1:]
+    inner = r[1:-1]
+    chance = torch.where(inner >= 1, 1.0, mass / (mass + 1 - inner))
+    return Law(torch.cat([chance, r[-1:]]), after)
+
+
+def count(law: Law, coins: Tensor) -> int:
+    """Draft tokens accepted: up to the last coin that succeeds, whatever came before it. coins (K,)."""
+    kept = torch.nonzero(coins <= law.accept)
+    return int(kept[-1]) + 1 if len(kept) else 0
+
+
+def _running(ratio: Tensor) -> Tensor:
+    """r_0 .. r_K, (K + 1,)."""
+    r = [1.0]
+    for step in ratio.tolist():
+        r.append(min(r[-1] * step, 1.0))  # in this order NaN stays NaN
+    return torch.tensor(r, dtype=torch.float64)

@@ -1,0 +1,212 @@
+"""The choice: exactly the dense argmax, with the law of softmax, row by row."""
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.sampling import CORRUPTED, Key, Row, SamplingParams, choose, draw, process
+from outrider.sampling.noise import bits, gumbel, keys_of
+from tests.sampling.chi import UNLIKELY, p_value
+
+INF = float("inf")
+NAN = float("nan")
+
+
+def dense(law, keys):
+    """The definition: argmax of law + noise over the whole row, in float64."""
+    noise = gumbel(bits(keys_of(keys), law.shape[1]))
+    return (law.double().numpy() + noise).argmax(axis=1).tolist()
+
+
+def _holes(law):
+    law[torch.rand(law.shape, generator=torch.Generator().manual_seed(1)) < 0.98] = -INF
+    law[:, law.shape[1] // 2] = 0.0
+    return law
+
+
+def _dominant(law):
+    law[:, law.shape[1] // 3] += 15.0
+    return law
+
+
+ROWS = {
+    "normal": lambda law: law,
+    "peaked": lambda law: law * 6,
+    "flat": lambda law: law * 0,
+    "nearly flat": lambda law: law * 1e-6,
+    "ties": lambda law: law.round(),
+    "mostly removed": _holes,
+    "one dominant": _dominant,
+    "large": lambda law: law * 0.5 + 3e5,
+    "large negative": lambda law: law * 0.5 - 2e6,
+    "wide": lambda law: law * 1e4,
+    "huge": lambda law: law * 1e37,
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("vocab", [1, 2, 37, 3001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draw_is_the_dense_argmax(kind, vocab, dtype):
+    rows = 400 if vocab < 100 else 60
+    noise = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(vocab))
+    law = ROWS[kind](noise).to(dtype)
+    keys = [Key(seed=i, position=2 * i, sample=i % 2) for i in range(rows)]
+    assert draw(law, keys) == dense(law, keys)
+
+
+def test_draw_without_noise_takes_the_first_of_equals():
+    law = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-INF, -INF, -5.0, -5.0]])
+    assert draw(law, None) == [1, 0, 2]
+
+
+def test_draw_of_no_rows():
+    assert draw(torch.empty((0, 5)), []) == []
+    assert draw(torch.empty((0, 5)), None) == []
+
+
+BROKEN = {
+    "nan": [0.0, NAN, 1.0],
+    "all nan": [NAN, NAN, NAN],
+    "nothing left": [-INF, -INF, -INF],
+    "nan and inf": [INF, NAN, -INF],
+    "infinite": [INF, 0.0, 1.0],
+}
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+@pytest.mark.parametrize("places", [[0], [2], [4], [0, 1, 2, 3, 4], [1, 3], [0, 4]])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_rows_are_told_and_leave_the_others_alone(kind, places, noisy):
+    law = torch.randn((5, 3), generator=torch.Generator().manual_seed(3))
+    keys = [Key(8, i) for i in range(5)] if noisy else None
+    want = draw(law, keys)
+    for place in places:
+        law[place] = torch.tensor(BROKEN[kind])
+        want[place] = CORRUPTED
+    assert draw(law, keys) == want
+
+
+FILTERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.5),
+    SamplingParams(top_k=5, top_p=0.5),
+    SamplingParams(min_p=0.1),
+    SamplingParams(presence_penalty=1.0, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("vocab", [20, 1000])
+@pytest.mark.parametrize("params", FILTERS)
+def test_nan_survives_every_filter(params, vocab):
+    logits = torch.randn((1, vocab), generator=torch.Generator().manual_seed(0))
+    logits[0, 11] = NAN
+    assert choose(logits, [row_of(params)]) == [CORRUPTED]
+
+
+@pytest.mark.parametrize("vocab", [20, 1000])
+@pytest.mark.parametrize("params", FILTERS)
+def test_a_row_without_tokens_survives_every_filter(params, vocab):
+    assert choose(torch.full((1, vocab), -INF), [row_of(params)]) == [CORRUPTED]
+
+
+def row_of(params, seed=1, position=4, sample=0, history=(3, 1, 2, 1)):
+    return Row(params, seed, sample, position, 2, history, frozenset({0}))
+
+
+@pytest.mark.parametrize("vocab", [5, 300])
+def test_draw_has_the_law_of_softmax(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    law = torch.randn(vocab, generator=generator) * 2
+    law[1::4] = -INF
+    keys = [Key(seed=s, position=s % 7) for s in range(30_000)]
+    counts = np.zeros(vocab)
+    for start in range(0, len(keys), 5000):
+        part = keys[start : start + 5000]
+        counts += np.bincount(draw(law.expand(len(part), -1), part), minlength=vocab)
+    assert p_value(counts, torch.softmax(law.double(), 0).numpy()) > UNLIKELY
+
+
+def test_positions_of_one_text_have_the_law_too():
+    law = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
+    drawn = draw(law.expand(30_000, -1), [Key(seed=42, position=i) for i in range(30_000)])
+    pairs = np.bincount(np.array(drawn[::2]) * 4 + np.array(drawn[1::2]), minlength=16)
+    assert p_value(pairs, np.outer(law.exp(), law.exp())) > UNLIKELY
+
+
+def test_a_dominant_token_of_a_huge_vocabulary_loses_as_often_as_it_should():
+    vocab, rows, lead = 65_536, 1200, 12.0
+    law = torch.zeros((40, vocab))
+    law[:, 777] = lead
+    others = (vocab - 1) * np.exp(-lead)
+    chance = others / (1 + others)
+    lost = 0
+    for start in range(0, rows, 40):
+        lost += sum(token != 777 for token in draw(law, [Key(start + i, 6) for i in range(40)]))
+    assert abs(lost - rows * chance) < 5 * np.sqrt(rows * chance * (1 - chance))
+
+
+def test_nothing_beats_a_lead_of_27_nats():
+    law = torch.zeros((20, 100_000))
+    law[:, 99_999] = 27.0
+    for start in range(0, 200, 20):
+        assert set(draw(law, [Key(start + i, 0) for i in range(20)])) == {99_999}
+
+
+MIXED = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.8),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(temperature=1.3, top_k=7, min_p=0.02),
+    SamplingParams(temperature=0.9, logit_bias={3: 4.0}, presence_penalty=0.5, frequency_penalty=0.2),
+    SamplingParams(temperature=0.0, min_tokens=9),
+    SamplingParams(temperature=1e-4),
+    SamplingParams(temperature=1e-30),
+]
+
+
+@pytest.mark.parametrize("vocab", [31, 1031])
+def test_rows_do_not_know_their_neighbours(vocab):
+    rows = [row_of(MIXED[i % len(MIXED)], seed=i % 5, position=4 + i % 3, sample=i % 2) for i in range(60)]
+    logits = torch.randn((len(rows), vocab), generator=torch.Generator().manual_seed(9)) * 3
+    before = logits.clone()
+    together = choose(logits, rows)
+    assert torch.equal(logits, before)
+    assert together == [choose(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2)).tolist()
+    assert choose(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
+
+
+@pytest.mark.parametrize("params", MIXED)
+def test_the_choice_is_the_dense_argmax_of_the_processed_row(params):
+    rows = [row_of(params, seed=i, position=4 + i) for i in range(50)]
+    logits = torch.randn((50, 301), generator=torch.Generator().manual_seed(4)) * 3
+    law = torch.stack([process(own, row) for own, row in zip(logits, rows, strict=True)])
+    keys = [Key(row.seed, row.position, row.sample) for row in rows]
+    want = law.argmax(1).tolist() if params.greedy else dense(law, keys)
+    assert choose(logits, rows) == want
+
+
+def test_seed_position_and_sample_each_change_the_text():
+    logits = torch.zeros((40, 1000))
+    params = SamplingParams()
+
+    def text(seed=1, sample=0, position=0):
+        return choose(logits, [row_of(params, seed, position + i, sample) for i in range(40)])
+
+    base = text()
+    assert text() == base
+    for change in ({"seed": 2}, {"sample": 1}, {"position": 100}):
+        assert sum(a == b for a, b in zip(text(**change), base, strict=True)) < 5
+    assert text(position=1)[:-1] == base[1:]
+
+
+def test_a_temperature_too_small_for_float32_is_greedy():
+    logits = torch.randn((1, 50), generator=torch.Generator().manual_seed(0)) * 20
+    best = int(logits.argmax())
+    for temperature in (1e-5, 1e-6, 1e-30, 1e-50, 5e-324):
+        assert choose(logits, [row_of(SamplingParams(temperature=temperature))]) == [best]
