@@ -171,3 +171,23 @@ def solo_answers(decoder: Decoder, requests: list[Request]) -> list[Writer]:
 
 def renamed(request: Request, **changes: Any) -> Request:
     return replace(request, **changes)
+
+
+def write_tokenizer(directory: Path, vocab: int = 300, extra: tuple[str, ...] = ()) -> Path:
+    """A byte-level BPE with an end-of-text token, as Transformers loads it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = ["def main(argument): return argument + 1", "the quick brown fox jumps over the lazy dog", "naïve café 🙂 日本語"]
+    special = ["<|end|>", *extra]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(text * 3, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    settings["chat_template"] = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory

@@ -119,12 +119,10 @@ def _product_survives(timeout_s: float = 20.0) -> bool:
 
     pid = os.fork()
     if pid == 0:
-        import torch
-
-        torch.set_num_threads(1)
-        a = torch.ones(16, 64, dtype=torch.bfloat16)
-        torch.nn.functional.linear(a, a)
-        os._exit(0)
+        try:
+            _probe()
+        finally:
+            os._exit(0)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -134,3 +132,11 @@ def _product_survives(timeout_s: float = 20.0) -> bool:
     os.kill(pid, 9)
     os.waitpid(pid, 0)
     return False
+
+
+def _probe() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    a = torch.ones(16, 64, dtype=torch.bfloat16)
+    torch.nn.functional.linear(a, a)

@@ -51,6 +51,8 @@ def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:
                 raise DrafterFault(f"token id {tokens[i]} is outside the vocabulary of {vocab}")
             if not -1 <= parents[i] < i:
                 raise DrafterFault(f"node {i} has parent {parents[i]}")
+            if plan.rule != "match" and parents[i] != i - 1:
+                raise DrafterFault(f"rule {plan.rule!r} verifies chains, and node {i} branches")
             if not math.isfinite(survival[i]):
                 raise DrafterFault(f"node {i} has survival {survival[i]}")
     if drafts.q is not None and (tuple(drafts.q.shape) != (*shape, vocab) or not bool(drafts.q.isfinite().all())):

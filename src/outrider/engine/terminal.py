@@ -29,7 +29,7 @@ def print_summary(output: CompletionOutput) -> None:
         line += f"; {stats['method']}: {stats['tokens_per_round']:.2f} tokens per round"
     if stats["fallback_reason"]:
         line += f"; speculation was set aside: {stats['fallback_reason']}"
-    Console(stderr=True).print(line, style="dim", highlight=False, markup=False)
+    Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_comparison(result: Comparison, llm: LLM) -> None:

@@ -1,0 +1,154 @@
+"""A drafter that breaks costs speed only, and says so once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.core import Batch, Drafts, Plan
+from outrider.model import Decoder
+from outrider.sampling import SamplingParams
+from tests.support import VOCAB, Oracle, make_engine, make_request, random_decoder, run, write_family
+
+PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
+REQUESTS = [make_request([1, 2, 3], PARAMS, "r0"), make_request([7] * 40, PARAMS, "r1")]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return random_decoder(write_family(tmp_path_factory.mktemp("m"), "llama2"))
+
+
+@pytest.fixture(scope="module")
+def answers(decoder: Decoder) -> list[list[int]]:
+    return [run(make_engine(decoder), [request])[0].seq.tokens for request in REQUESTS]
+
+
+def spoil(drafts: Drafts, kind: str) -> Drafts:
+    """Break a good draft in one way."""
+    if kind == "wrong batch":
+        return replace(drafts, tokens=drafts.tokens[:1], parents=drafts.parents[:1], survival=drafts.survival[:1])
+    if kind == "wrong shape":
+        return replace(drafts, tokens=drafts.tokens.flatten())
+    if kind == "too many":
+        wide = torch.cat([drafts.tokens] * 9, 1)
+        return Drafts(wide, torch.full_like(wide, -1), torch.ones(wide.shape), torch.full_like(drafts.counts, wide.shape[1]))
+    if kind == "id too large":
+        return replace(drafts, tokens=drafts.tokens + VOCAB)
+    if kind == "negative id":
+        return replace(drafts, tokens=drafts.tokens - VOCAB)
+    if kind == "forward parent":
+        return replace(drafts, parents=drafts.parents + 1)
+    if kind == "float tokens":
+        return replace(drafts, tokens=drafts.tokens.float())
+    if kind == "nan survival":
+        return replace(drafts, survival=drafts.survival * float("nan"))
+    if kind == "nan q":
+        return replace(drafts, q=torch.full((*drafts.tokens.shape, VOCAB), float("nan")))
+    if kind == "negative count":
+        return replace(drafts, counts=drafts.counts - 10)
+    raise RuntimeError("boom")
+
+
+class Faulty(Oracle):
+    """Right for some rounds, then broken in the chosen way and verb."""
+
+    kind = "raises"
+    verb = "propose"
+    after = 2
+    calls = 0
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        self.calls += 1
+        drafts = super().propose(batch, plan)
+        return spoil(drafts, self.kind) if self.verb == "propose" and self.calls > self.after else drafts
+
+    def begin(self, seq) -> None:  # type: ignore[no-untyped-def]
+        if self.verb == "begin":
+            raise RuntimeError("boom")
+
+    def commit(self, *args) -> None:  # type: ignore[no-untyped-def]
+        if self.verb == "commit" and self.calls > self.after:
+            raise RuntimeError("boom")
+
+    def end(self, seq) -> None:  # type: ignore[no-untyped-def]
+        if self.verb == "end":
+            raise RuntimeError("boom")
+
+
+KINDS = [
+    "raises",
+    "wrong batch",
+    "wrong shape",
+    "too many",
+    "id too large",
+    "negative id",
+    "forward parent",
+    "float tokens",
+    "nan survival",
+    "nan q",
+    "negative count",
+]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_broken_drafts_change_nothing(decoder, answers, caplog, kind: str, after: int) -> None:  # type: ignore[no-untyped-def]
+    drafter = Faulty({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4)
+    drafter.kind, drafter.after = kind, after
+    engine = make_engine(decoder, drafter, 4)
+    with caplog.at_level(logging.WARNING, "outrider"):
+        writers = run(engine, REQUESTS)
+    assert [w.seq.tokens for w in writers] == answers
+    assert all(w.output().speculation["fallback_reason"] for w in writers)
+    assert len(caplog.records) == 1
+    assert engine.pages.used == 0
+
+
+@pytest.mark.parametrize("verb", ["begin", "commit", "end"])
+def test_every_verb_may_raise(decoder, answers, caplog, verb: str) -> None:  # type: ignore[no-untyped-def]
+    drafter = Faulty({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4)
+    drafter.verb = verb
+    engine = make_engine(decoder, drafter, 4)
+    with caplog.at_level(logging.WARNING, "outrider"):
+        writers = run(engine, REQUESTS)
+    assert [w.seq.tokens for w in writers] == answers
+    assert len(caplog.records) == 1
+    assert engine.pages.used == 0
+
+
+def test_a_broken_drafter_is_not_asked_again_for_the_same_sequence(decoder, answers) -> None:  # type: ignore[no-untyped-def]
+    drafter = Faulty({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4)
+    run(make_engine(decoder, drafter, 4), REQUESTS[:1])
+    assert drafter.calls == drafter.after + 1
+
+
+def test_nan_logits_fail_their_request_alone(decoder: Decoder) -> None:
+    """The sequence ends with an error, its pages are wiped, and the others go on as ever."""
+    poison = 99
+    engine = make_engine(decoder)
+    original = decoder.embedding[poison].clone()
+    try:
+        decoder.embedding[poison] = float("nan")
+        good = make_request(
+            [1, 2, 3], SamplingParams(temperature=0.8, seed=4, max_tokens=12, logit_bias={poison: -100.0}), "good"
+        )
+        bad = make_request([4, poison], SamplingParams(temperature=0.8, seed=4, max_tokens=12), "bad")
+        writers = run(engine, [bad, good])
+        alone = run(make_engine(decoder), [good])[0]
+    finally:
+        decoder.embedding[poison] = original
+    assert writers[0].seq.finish_reason == "error"
+    assert "not finite" in str(writers[0].seq.stop_reason)
+    assert writers[1].seq.tokens == alone.seq.tokens
+    assert engine.pages.used == 0
+    assert bool(engine.runner.pool.keys[:, :-1].isfinite().all())
+
+
+def test_ratio_rules_refuse_trees(decoder, answers) -> None:  # type: ignore[no-untyped-def]
+    drafter = Oracle({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4, branches=3)
+    writers = run(make_engine(decoder, drafter, 7, rule="rejection"), REQUESTS)
+    assert any("chains" in (w.seq.stats.fallback_reason or "") for w in writers)

@@ -1,0 +1,179 @@
+"""The Python API: outputs, aliases, and errors at the door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.errors import InvalidParameter, ModelError, OutriderError, UnknownMethod
+from tests.support import write_family, write_tokenizer
+
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("llm")
+    write_tokenizer(root, VOCAB)
+    return write_family(root, "llama2", dtype="bfloat16", vocab_size=VOCAB, max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, load_format="dummy", speculation="ngram")
+
+
+def test_generate_shapes(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.9, max_tokens=6, n=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    results = llm.generate(["def main", "the quick"], params)
+    assert [r.prompt for r in results] == ["def main", "the quick"]
+    for result in results:
+        assert [o.index for o in result.outputs] == [0, 1, 2]
+        assert len({tuple(o.token_ids) for o in result.outputs}) > 1
+        assert len({o.seed for o in result.outputs}) == 1
+        for output in result.outputs:
+            assert len(output.token_ids) == len(output.logprobs) == len(output.from_draft) == 6
+            assert output.cumulative_logprob == pytest.approx(
+                sum(p[t].logprob for p, t in zip(output.logprobs, output.token_ids, strict=True))
+            )
+            assert output.text == llm.tokenizer.decode(output.token_ids)
+        assert result.prompt_logprobs[0] is None
+        assert [t in p for p, t in zip(result.prompt_logprobs[1:], result.prompt_token_ids[1:], strict=True)]
+        assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    assert llm.engine.pages.used == 0
+
+
+def test_a_drawn_seed_replays(llm: LLM) -> None:
+    first = llm.generate("a b c", SamplingParams(temperature=1.0, max_tokens=12))[0].outputs[0]
+    again = llm.generate("a b c", SamplingParams(temperature=1.0, max_tokens=12, seed=first.seed))[0].outputs[0]
+    assert again.token_ids == first.token_ids
+
+
+def test_chat(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    messages = [{"role": "user", "content": "hello"}]
+    single = llm.chat(messages, params)
+    assert llm.tokenizer.decode(single[0].prompt_token_ids) == "[user]hello[assistant]"
+    both = llm.chat([messages, messages], params)
+    assert [r.outputs[0].token_ids for r in both] == [single[0].outputs[0].token_ids] * 2
+
+
+def test_stream_equals_generate_and_can_be_left(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
+    whole = llm.generate("def main", params)[0].outputs[0]
+    pieces = list(llm.stream("def main", params))
+    assert "".join(p.text for p in pieces) == whole.text
+    assert [t for p in pieces for t in p.token_ids] == whole.token_ids
+    assert pieces[-1].output.token_ids == whole.token_ids
+    for _ in llm.stream("def main", params):
+        break
+    assert llm.engine.pages.used == 0
+    assert not llm.engine.has_work
+
+
+def test_more_requests_than_slots(model: Path) -> None:
+    small = LLM(model, load_format="dummy", max_num_seqs=2)
+    params = [SamplingParams(temperature=0, max_tokens=3 + i % 4, ignore_eos=True) for i in range(7)]
+    together = small.generate([[i + 1, i + 2] for i in range(7)], params)
+    alone = [small.generate([[i + 1, i + 2]], params[i])[0] for i in range(7)]
+    assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"speculation": {"method": "draft_model", "model": "SELF", "draft_tokens": 3}},
+        {"speculative_config": {"method": "draft_model", "model": "SELF", "num_speculative_tokens": 3}},
+        {"speculative_model": "SELF", "num_speculative_tokens": 3},
+        {"speculation": "ngram", "num_speculative_tokens": 3},
+    ],
+)
+def test_spellings_of_speculation(model: Path, arguments: dict) -> None:  # type: ignore[type-arg]
+    def own(value):  # type: ignore[no-untyped-def]
+        if isinstance(value, dict):
+            return {k: own(v) for k, v in value.items()}
+        return str(model) if value == "SELF" else value
+
+    llm = LLM(model, load_format="dummy", **own(arguments))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    output = llm.generate([[1, 2, 3]], params)[0].outputs[0]
+    assert llm.speculation.draft_tokens == 3
+    assert output.token_ids == llm.generate([[1, 2, 3]], params, speculate=False)[0].outputs[0].token_ids
+    if llm.speculation.method == "draft_model":
+        assert output.speculation["accepted"] == output.speculation["drafted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ("", {}, "prompt"),
+        ([], {}, "prompt"),
+        ([1, VOCAB], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([1] * 256, {}, "prompt"),
+        ([1], {"max_tokens": 256}, "max_tokens"),
+        ([1], {"max_tokens": 2**31 - 1}, "max_tokens"),
+        ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ([1], {"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+    ],
+)
+def test_bad_requests(llm: LLM, prompt, params: dict, param: str) -> None:  # type: ignore[no-untyped-def, type-arg]
+    with pytest.raises(InvalidParameter) as caught:
+        llm.generate([prompt], SamplingParams(**params))
+    assert caught.value.param == param
+    assert llm.engine.pages.used == 0
+
+
+def test_bad_settings(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: draft_model, ngram, none"):
+        LLM(model, load_format="dummy", speculation="telepathy")
+    with pytest.raises(InvalidParameter, match="needs the draft model's directory"):
+        LLM(model, load_format="dummy", speculation="draft_model")
+    with pytest.raises(InvalidParameter, match="pass one of them"):
+        LLM(model, load_format="dummy", speculation="ngram", speculative_config={"method": "ngram"})
+    with pytest.raises(InvalidParameter, match="max_num_sequences: is not a setting.*max_num_seqs"):
+        LLM(model, load_format="dummy", max_num_sequences=3)
+    with pytest.raises(InvalidParameter, match="kv_bytes"):
+        LLM(model, load_format="dummy", kv_bytes=10)
+    with pytest.raises(InvalidParameter, match="sets of parameters"):
+        LLM(model, load_format="dummy").generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(OutriderError, match="not a model directory"):
+        LLM(tmp_path / "nothing")
+
+
+def test_mismatched_tokenizers_are_refused(model: Path, tmp_path: Path) -> None:
+    other = write_family(tmp_path / "other", "llama2", vocab_size=VOCAB)
+    write_tokenizer(other, VOCAB, extra=("<|odd|>",))
+    with pytest.raises(ModelError, match="different tokenizers.*first difference"):
+        LLM(model, load_format="dummy", speculation={"method": "draft_model", "model": str(other)})
+    bare = write_family(tmp_path / "bare", "llama2", vocab_size=VOCAB + 1)
+    with pytest.raises(ModelError, match="vocabulary of 301, the target 300"):
+        LLM(model, load_format="dummy", speculation={"method": "draft_model", "model": str(bare)})
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    llm = LLM(write_family(tmp_path, "llama2"), load_format="dummy")
+    with pytest.raises(ModelError, match="holds no tokenizer; pass token ids"):
+        llm.generate("text")
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=3))[0].outputs[0].text == ""
+
+
+def test_kv_memory_bounds_requests(model: Path) -> None:
+    llm = LLM(model, load_format="dummy", kv_bytes=2 * 64 * 2 * 4 * 2 * 4 * 16, page_size=64)
+    with pytest.raises(InvalidParameter, match="do not fit the KV memory, which holds 128"):
+        llm.generate([[1]], SamplingParams(max_tokens=200))
+
+
+def test_bad_words_never_appear(llm: LLM) -> None:
+    free = llm.generate("def main", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0].outputs[0]
+    word = llm.tokenizer.decode(free.token_ids[:1])
+    if not word.strip() or "\ufffd" in word:
+        word = llm.tokenizer.decode([llm.tokenizer.encode_bare("a")[0]])
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, bad_words=[word])
+    banned = set(llm.tokenizer.encode_bare(word)[-1:])
+    for speculate in (True, False):
+        output = llm.generate("def main", params, speculate=speculate)[0].outputs[0]
+        assert not banned & set(output.token_ids[:1])

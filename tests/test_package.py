@@ -1,0 +1,44 @@
+"""Package manners."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import outrider
+
+SOURCE = Path(outrider.__file__).parent
+
+
+def modules() -> list[str]:
+    found = [m.name for m in pkgutil.walk_packages([str(SOURCE)], "outrider.")]
+    return [name for name in found if not name.endswith("__main__")]
+
+
+def test_every_all_names_what_exists() -> None:
+    for name in modules():
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", []):
+            assert hasattr(module, public), f"{name}.{public}"
+
+
+def test_every_module_says_what_it_is() -> None:
+    for name in modules():
+        assert importlib.import_module(name).__doc__ or name.endswith("_version"), name
+
+
+def test_nothing_that_can_run_a_stranger_s_code() -> None:
+    """No pickle, eval or torch.load anywhere in the package."""
+    forbidden = re.compile(r"\b(pickle|cloudpickle|dill|torch\.load|yaml\.load|trust_remote_code=True)\b|(?<![\w.])(eval|exec)\(")
+    for path in SOURCE.rglob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert not forbidden.search(line) or '"' in line or line.lstrip().startswith("#"), f"{path}:{number}: {line}"
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys, outrider.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,85 @@
+"""The AMX trap is seen and avoided before torch can meet it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.platform import amx_state, cpu_flags, cpuid
+
+AMX = frozenset({"amx_tile", "amx_bf16", "avx512f", "hypervisor"})
+PALETTE = (0x04002000, 0x00080040, 0x10, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "leaf", "state"),
+    [
+        (frozenset({"avx2"}), None, "absent"),
+        (AMX, (0, 0, 0, 0), "hidden"),
+        (AMX, PALETTE, "usable"),
+        (AMX, None, "hidden"),
+        (AMX - {"hypervisor"}, None, "usable"),
+    ],
+)
+def test_states(flags: frozenset[str], leaf: tuple[int, int, int, int] | None, state: str) -> None:
+    assert amx_state(flags, leaf) == state
+
+
+@pytest.mark.skipif("fpu" not in cpu_flags(), reason="CPUID exists on x86 only")
+def test_cpuid_reads_the_vendor() -> None:
+    leaf = cpuid(0)
+    if leaf is None:
+        pytest.skip("this kernel forbids executable pages")
+    vendor = b"".join(word.to_bytes(4, "little") for word in (leaf[1], leaf[3], leaf[2]))
+    assert vendor in Path("/proc/cpuinfo").read_bytes()
+
+
+# A trapped processor in a fresh process: what the kernel and CPUID say is replaced before the package decides.
+TRAPPED = """
+import sys, types
+{first}
+import importlib.util, os
+spec = importlib.util.spec_from_file_location("outrider.platform", {path!r})
+platform = importlib.util.module_from_spec(spec)
+sys.modules["outrider.platform"] = platform
+spec.loader.exec_module(platform)
+platform.cpu_flags = lambda: frozenset({{"amx_tile", "hypervisor"}})
+platform.cpuid = lambda leaf, subleaf=0: (0, 0, 0, 0)
+{extra}
+import outrider
+import torch
+x = torch.ones(16, 64, dtype=torch.bfloat16)
+torch.nn.functional.linear(x, x)
+print(os.environ.get("ONEDNN_MAX_CPU_ISA"), platform.guard().bf16_products)
+"""
+
+
+def trapped(first: str = "", extra: str = "", **env: str) -> str:
+    path = str(Path(__file__).parents[1] / "src" / "outrider" / "platform.py")
+    code = TRAPPED.format(first=first, path=path, extra=extra)
+    clean = {k: v for k, v in os.environ.items() if "ISA" not in k}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_variable_is_set_before_torch() -> None:
+    assert trapped() == "AVX512_CORE_FP16 True"
+
+
+def test_also_when_torch_came_first() -> None:
+    assert trapped(first="import torch") == "AVX512_CORE_FP16 True"
+
+
+def test_products_are_widened_when_it_is_too_late() -> None:
+    """A child that dies of the instruction means: no bf16 products in this process."""
+    die = "platform._probe = lambda: os.kill(os.getpid(), 4)"
+    assert trapped(first="import torch", extra=die) == "AVX512_CORE_FP16 False"
+
+
+def test_a_users_setting_is_respected() -> None:
+    assert trapped(ONEDNN_MAX_CPU_ISA="AVX2") == "AVX2 True"
