@@ -13,7 +13,7 @@ import torch
 from outrider.cache import KVPool
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
-from outrider.core import Batch, Drafts, Needs, Plan, Request, Scores, Sequence, Verdicts
+from outrider.core import Batch, Drafts, Needs, Plan, Request, Scores, Sequence, Verdict
 from outrider.draft import Drafter
 from outrider.draft.none import NoDrafter
 from outrider.engine.commit import Writer
@@ -123,9 +123,9 @@ class Oracle:
 
     def end(self, seq: Sequence) -> None: ...
 
-    def commit(self, batch: Batch, drafts: Drafts, verdicts: Verdicts, scores: Scores) -> None:
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         counts = drafts.counts.tolist()
-        self.accepted |= {n for b, n in enumerate(verdicts.lengths.tolist()) if counts[b]}
+        self.accepted |= {len(verdict.path) for b, verdict in enumerate(verdicts) if counts[b]}
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         self._trying: set[int] = set()

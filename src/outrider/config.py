@@ -18,7 +18,12 @@ _ALIASES = {
     "prompt_lookup_max": "ngram_max",
 }
 _FIELDS = ("method", "model", "draft_tokens", "rule")
-_OPTIONS = {"ngram": ("ngram_min", "ngram_max"), "draft_model": ("dtype", "load_format")}
+_OPTIONS = {
+    "ngram": ("ngram_min", "ngram_max"),
+    "draft_model": ("dtype", "load_format"),
+    "eagle": ("beam", "branch", "depth"),
+    "medusa": (),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ __all__ = [
     "Sequence",
     "SpeculationStats",
     "Tree",
-    "Verdicts",
+    "Verdict",
     "integers",
 ]
 
@@ -138,8 +138,7 @@ class Needs:
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The controller's decision for one round."""
 
     lengths: tuple[int, ...]  # most draft nodes for each sequence of the batch; 0 = do not draft
@@ -207,23 +206,23 @@ def integers(values: Seq[Any]) -> Tensor:
 class Scores:
     """The target's raw logits for every draft node and its root, and what drafters asked for.
 
-    Row `roots[b]` is sequence b's root and row `roots[b] + 1 + i` its node i; -1 where the
-    sequence is still reading its prompt and has no logits yet.
+    Row `roots[b]` of the logits is sequence b's root and row `roots[b] + 1 + i` its node i; -1 where
+    the sequence is still reading its prompt. Taps cover every row of the forward: sequence b's fed
+    tokens from row `first_rows[b]` on, then its nodes.
     """
 
     logits: Tensor  # (R, V) float32
     roots: list[int]
-    taps: Tensor | None = None  # (R, taps * H)
+    first_rows: list[int] = field(default_factory=list)
+    taps: Tensor | None = None  # (N, taps * H)
     prompt_logits: dict[int, Tensor] = field(default_factory=dict)  # sequence index -> (chunk, V)
 
 
-@dataclass(slots=True)
-class Verdicts:
-    """The accepted path through each draft, and the tokens each sequence emits."""
+class Verdict(NamedTuple):
+    """One sequence's accepted path through its draft, and the tokens it emits."""
 
-    paths: Tensor  # (B, D) int64 node indices, valid up to lengths
-    lengths: Tensor  # (B,) int64 accepted nodes
-    tokens: Tensor  # (B, D + 1) int64: the accepted tokens, then the one after them
+    path: list[int]  # accepted nodes, from the root down
+    tokens: list[int]  # the accepted tokens, then the one after them; empty while it reads its prompt
 
 
 @dataclass(slots=True)

@@ -96,7 +96,7 @@ def texts(rule, propose, params, samples, turn=1):
         drafts = propose(active, 2)
         plan = Plan(tuple(drafts.counts.tolist()), rule, keep_q=drafts.q is not None)
         verdicts = verify(drafts, scored(active, drafts), Batch(active, [1] * len(active)), plan)
-        for seq, length, tokens in zip(active, verdicts.lengths.tolist(), verdicts.tokens.tolist(), strict=True):
+        for seq, length, tokens in zip(active, [len(v.path) for v in verdicts], [v.tokens for v in verdicts], strict=True):
             accepted[length] += 1
             seq.tokens += tokens[: length + 1]
             seq.stats.rounds += turn

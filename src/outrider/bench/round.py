@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from outrider.core import Request
 from outrider.engine.llm import LLM
-from outrider.model import Hidden, Rows, Runner
+from outrider.model import Feed, Hidden, Rows, Runner
 from outrider.sampling import Key, SamplingParams, choose, draw
 
 __all__ = ["RoundCost", "measure_noise", "measure_round"]
@@ -29,9 +30,10 @@ class RoundCost:
     temperature: float
     rounds: int
     total_us: float
-    model_us: float  # the decoder and its output matrix
+    forward_us: float  # laying out the rows, the decoder, its output matrix
+    layout_us: float  # of that, laying out the rows and planning their attention
     choice_us: float
-    outside_us: float  # everything else: scheduling, batch layout, verification, commit, text
+    outside_us: float  # everything else: scheduling, proposing, verification, commit
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,9 +60,13 @@ class _TimedRunner(Runner):
     """A runner that counts the time spent in the model itself."""
 
     watch: _Stopwatch
+    layout: _Stopwatch
 
-    def run(self, rows: Rows, taps: tuple[int, ...] = ()) -> Hidden:
-        return self.watch.around(super().run, rows, taps)  # type: ignore[no-any-return]
+    def prepare(self, feeds: Sequence[Feed]) -> Rows:
+        return self.layout.around(super().prepare, feeds)  # type: ignore[no-any-return]
+
+    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
+        return self.watch.around(super().forward, feeds, taps)  # type: ignore[no-any-return]
 
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         return self.watch.around(super().logits, last, rows)  # type: ignore[no-any-return]
@@ -70,20 +76,22 @@ def measure_round(model: str | Path | None, load_format: str, temperature: float
     """Time plain rounds at batch 1, and what of each is model and choice."""
     llm = LLM(model, load_format=load_format)
     runner = _TimedRunner(llm.engine.runner.decoder, llm.engine.runner.pool, llm.engine.runner.ops)
-    runner.watch, choosing = _Stopwatch(), _Stopwatch()
+    runner.watch, runner.layout, choosing = _Stopwatch(), _Stopwatch(), _Stopwatch()
     llm.engine.runner = runner
     prompt = [i * 7919 % llm.config.vocab for i in range(64)]
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=rounds + _WARM_UP, ignore_eos=True)
-    samples: list[tuple[float, float, float]] = []
+    samples: list[tuple[float, float, float, float]] = []
     with mock.patch("outrider.verify.batch.choose", lambda *args: choosing.around(choose, *args)):
-        start = time.perf_counter()
-        for _ in llm.stream(prompt, params):
-            samples.append(((time.perf_counter() - start) * 1e6, runner.watch.read_us(), choosing.read_us()))
+        llm.engine.submit(Request("bench", tuple(prompt), params, 1, frozenset(), rounds + _WARM_UP), "none")
+        while llm.engine.has_work:
             start = time.perf_counter()
+            llm.engine.round()
+            total = (time.perf_counter() - start) * 1e6
+            samples.append((total, runner.watch.read_us(), runner.layout.read_us(), choosing.read_us()))
     kept = samples[_WARM_UP:]
-    total, model_us, choice = (statistics.median(column) for column in zip(*kept, strict=True))
-    outside = statistics.median(whole - inside - chosen for whole, inside, chosen in kept)
-    return RoundCost(temperature, len(kept), total, model_us, choice, outside)
+    medians = [statistics.median(column) for column in zip(*kept, strict=True)]
+    outside = statistics.median(whole - forward - choice for whole, forward, _, choice in kept)
+    return RoundCost(temperature, len(kept), medians[0], medians[1], medians[2], medians[3], outside)
 
 
 def measure_noise(rows: int = 16, vocab: int = 8192, repeats: int = 300) -> dict[str, float]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.core import Drafts, Plan
 
 __all__ = ["FixedLength", "Load", "Policy", "RoundStats"]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What a round has to carry: how many draft nodes each sequence has room for."""
 
     room: Sequence[int]  # 0 where drafting is impossible: reading its prompt, near its end, or fallen back
 
 
-@dataclass(frozen=True, slots=True)
-class RoundStats:
+class RoundStats(NamedTuple):
     """What a round brought, per sequence."""
 
     drafted: Sequence[int]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdicts
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
 from outrider.model import Feed, Runner
 from outrider.sampling import CORRUPTED, Key, Row, Stream, choose, draw, law, process
@@ -63,7 +63,7 @@ class DraftModel:
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
 
-    def commit(self, batch: Batch, drafts: Drafts, verdicts: Verdicts, scores: Scores) -> None:
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         pass
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdicts
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.errors import InvalidParameter
 
 __all__ = ["NGramDrafter"]
@@ -62,7 +62,7 @@ class NGramDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         return Drafts.chains([self._draft(seq, n) if n else [] for seq, n in zip(batch.sequences, plan.lengths, strict=True)])
 
-    def commit(self, batch: Batch, drafts: Drafts, verdicts: Verdicts, scores: Scores) -> None:
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         pass
 
     def end(self, seq: Sequence) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdicts
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 
 __all__ = ["NoDrafter"]
 
@@ -22,10 +22,10 @@ class NoDrafter:
     def begin(self, seq: Sequence) -> None:
         pass
 
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:  # noqa: ARG002
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
         return Drafts.empty(len(batch.sequences))
 
-    def commit(self, batch: Batch, drafts: Drafts, verdicts: Verdicts, scores: Scores) -> None:
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         pass
 
     def end(self, seq: Sequence) -> None:

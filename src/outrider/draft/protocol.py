@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdicts
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
 
 __all__ = ["Drafter", "check_drafts"]
@@ -27,7 +27,7 @@ class Drafter(Protocol):
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         """Guesses for every sequence of the batch whose planned length is not zero."""
 
-    def commit(self, batch: Batch, drafts: Drafts, verdicts: Verdicts, scores: Scores) -> None:
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """What became of the guesses. Sequences already hold their new tokens."""
 
     def end(self, seq: Sequence) -> None:

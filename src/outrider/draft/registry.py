@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
 from outrider.draft.protocol import Drafter
 from outrider.errors import InvalidParameter, UnknownMethod
-from outrider.model import Runner
+from outrider.model import LoadOptions, Runner, locate
 
 __all__ = ["DraftContext", "build_drafter", "method_names"]
 
@@ -19,7 +22,26 @@ class DraftContext:
 
     config: SpeculationConfig
     target: Runner
-    load_companion: Callable[[str], Runner]  # a model with the target's tokenizer, KV in the same pages
+    directory: Path  # of the target
+    load_options: LoadOptions
+    load_companion: Callable[[Path], Runner]  # a model with the target's tokenizer, KV in the same pages
+
+    def companion(self, name: str) -> Path:
+        """The directory the settings name, or the one that came with the target."""
+        if self.config.model:
+            return locate(self.config.model)
+        own = self.directory / name
+        if not (own / "config.json").exists():
+            raise InvalidParameter(
+                f"{name}_model" if name == "draft" else "model",
+                f"method {self.config.method!r} needs the directory or hub id of its weights: {self.directory} brings none",
+            )
+        return own
+
+    def pool_like_the_target(self, kv_heads: int, head_dim: int) -> KVPool:
+        """One layer of KV in the target's pages."""
+        pool = self.target.pool
+        return KVPool(1, pool.pages, kv_heads, pool.page_size, head_dim)
 
 
 def _none(context: DraftContext) -> Drafter:  # noqa: ARG001
@@ -37,12 +59,35 @@ def _ngram(context: DraftContext) -> Drafter:
 def _draft_model(context: DraftContext) -> Drafter:
     from outrider.draft.draft_model import DraftModel
 
-    if not context.config.model:
-        raise InvalidParameter("draft_model", "method 'draft_model' needs the draft model's directory or hub id")
-    return DraftModel(context.load_companion(context.config.model))
+    return DraftModel(context.load_companion(context.companion("draft")))
 
 
-_FACTORIES: dict[str, Callable[[DraftContext], Drafter]] = {"none": _none, "ngram": _ngram, "draft_model": _draft_model}
+def _eagle(context: DraftContext) -> Drafter:
+    from outrider.draft.eagle import EagleDrafter, TreeShape
+    from outrider.heads import load_eagle
+
+    head = load_eagle(context.companion("eagle"), context.target.decoder, context.load_options)
+    pool = context.pool_like_the_target(head.config.shape.kv_heads, head.config.shape.head_dim)
+    return EagleDrafter(head, pool, context.target.ops, TreeShape(**context.config.options))
+
+
+def _medusa(context: DraftContext) -> Drafter:
+    from outrider.draft.medusa import MedusaDrafter
+    from outrider.heads import load_medusa
+
+    directory = context.companion("medusa")
+    heads = load_medusa(directory, context.target.decoder, context.load_options)
+    measured = json.loads((directory / "config.json").read_text()).get("outrider_accuracy")
+    return MedusaDrafter(heads, context.target.ops, measured)
+
+
+_FACTORIES: dict[str, Callable[[DraftContext], Drafter]] = {
+    "none": _none,
+    "ngram": _ngram,
+    "draft_model": _draft_model,
+    "eagle": _eagle,
+    "medusa": _medusa,
+}
 
 
 def method_names() -> list[str]:

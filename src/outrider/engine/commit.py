@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from outrider.cache import KVPool
-from outrider.core import Batch, Drafts, Scores, Sequence, Verdicts
+from outrider.core import Batch, Drafts, Scores, Sequence, Verdict
 from outrider.engine.outputs import CompletionOutput, StreamPiece, Timings
 from outrider.sampling import CORRUPTED, Logprob, logprobs_of
 from outrider.text import StopStrings, TextStream, Tokenizer
@@ -22,6 +22,7 @@ class Settled:
 
     kept: int = 0  # tokens emitted
     accepted: int = 0  # of them, guessed
+    drafted: int = 0  # nodes judged
 
 
 @dataclass(slots=True)
@@ -30,7 +31,8 @@ class Writer:
 
     seq: Sequence
     tokenizer: Tokenizer | None
-    text: str = ""
+    _text: str = ""
+    _unread: list[int] = field(default_factory=list)  # tokens not yet turned into text
     shown: int = 0  # characters already streamed
     sent: int = 0  # tokens already streamed
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -48,6 +50,16 @@ class Writer:
             self._stream = TextStream(self.tokenizer, self.seq.request.prompt_ids, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings)
 
+    @property
+    def text(self) -> str:
+        """The text so far. Tokens become text when someone looks, or at once where stop strings do."""
+        if self._stream is not None:
+            self._text += "".join(map(self._stream.push, self._unread))
+            if self.seq.finish_reason is not None and not isinstance(self.seq.stop_reason, str):
+                self._text += self._stream.flush()
+        self._unread.clear()
+        return self._text
+
     def push(self, token: int, guessed: bool) -> bool:
         """Take one token; whether the sequence ends with it."""
         seq = self.seq
@@ -57,36 +69,36 @@ class Writer:
         seq.tokens.append(token)
         self.from_draft.append(guessed)
         request = seq.request
-        checked = len(self.text)
         ends = token in request.stop_ids and seq.output_len >= request.params.min_tokens
-        if self._stream is not None and (not ends or request.params.include_stop_str_in_output):
-            self.text += self._stream.push(token)
+        if not ends or request.params.include_stop_str_in_output:
+            self._unread.append(token)
         if ends:
             own = token in (request.params.stop_token_ids or ())
             seq.finish_reason, seq.stop_reason = "stop", token if own else None
-        elif not self._hit_stop_string(checked) and seq.output_len >= request.max_tokens:
+        elif not self._hit_stop_string() and seq.output_len >= request.max_tokens:
             seq.finish_reason = "length"
-        if seq.finish_reason is not None and self._stream is not None and not isinstance(seq.stop_reason, str):
-            self.text += self._stream.flush()
         return seq.finish_reason is not None
 
-    def _hit_stop_string(self, checked: int) -> bool:
+    def _hit_stop_string(self) -> bool:
         params = self.seq.request.params
-        if not params.stop_strings or self.seq.output_len <= params.min_tokens:
+        if not params.stop_strings:
             return False
-        found = self._stops.find(self.text, checked)
+        checked, text = len(self._text), self.text
+        if self.seq.output_len <= params.min_tokens:
+            return False
+        found = self._stops.find(text, checked)
         if found is None:
             return False
         start, stop = found
-        self.text = self.text[: start + len(stop) if params.include_stop_str_in_output else start]
+        self._text = text[: start + len(stop) if params.include_stop_str_in_output else start]
         self.seq.finish_reason, self.seq.stop_reason = "stop", stop
         return True
 
     def piece(self) -> StreamPiece:
         """What is new since the last piece, held back where a stop string may still begin."""
-        done = self.seq.finish_reason is not None
-        safe = len(self.text) if done else max(self._stops.safe(self.text), self.shown)
-        text, self.shown = self.text[self.shown : safe], safe
+        done, whole = self.seq.finish_reason is not None, self.text
+        safe = len(whole) if done else max(self._stops.safe(whole), self.shown)
+        text, self.shown = whole[self.shown : safe], safe
         tokens = self.seq.tokens[self.seq.prompt_len + self.sent :]
         guessed = self.from_draft[self.sent :]
         self.sent = len(self.from_draft)
@@ -151,15 +163,15 @@ def note_prompt(writer: Writer, logits: torch.Tensor) -> None:
             writer.prompt_logprobs.append(_named(logprobs_of(row, seq.tokens[position], top), writer.tokenizer))
 
 
-def settle_kv(pool: KVPool, batch: Batch, drafts: Drafts, verdicts: Verdicts, settled: list[Settled]) -> None:
+def settle_kv(pool: KVPool, batch: Batch, drafts: Drafts, verdicts: list[Verdict], settled: list[Settled]) -> None:
     """Move accepted nodes' KV from their draft slots to their positions; chains lie there already."""
     source: list[int] = []
     target: list[int] = []
     if drafts.tokens.shape[1] == 0:
         return
-    for seq, path, kept in zip(batch.sequences, verdicts.paths.tolist(), settled, strict=True):
+    for seq, verdict, kept in zip(batch.sequences, verdicts, settled, strict=True):
         base = len(seq.tokens) - kept.kept
-        moves = [(base + node, base + i) for i, node in enumerate(path[: kept.accepted]) if node != i]
+        moves = [(base + node, base + i) for i, node in enumerate(verdict.path[: kept.accepted]) if node != i]
         source += pool.slots(seq.pages, [a for a, _ in moves])
         target += pool.slots(seq.pages, [b for _, b in moves])
     pool.move(source, target)

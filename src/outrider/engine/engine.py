@@ -11,7 +11,7 @@ from typing import TypeVar
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
 from outrider.control import Load, Policy, RoundStats
-from outrider.core import Batch, Drafts, Plan, Request, Scores, Sequence, Verdicts
+from outrider.core import Batch, Drafts, Plan, Request, Scores, Sequence, Verdict
 from outrider.draft import Drafter, check_drafts
 from outrider.engine.commit import Settled, Writer, advance, note_prompt, settle_kv
 from outrider.engine.scheduler import Scheduler
@@ -71,7 +71,7 @@ class Engine:
         scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
         verdicts = verify(drafts, scores, batch, plan)
         settled = self._commit(batch, writers, drafts, verdicts, scores)
-        self.policy.observe(RoundStats(drafts.counts.tolist(), [own.accepted for own in settled]))
+        self.policy.observe(RoundStats([own.drafted for own in settled], [own.accepted for own in settled]))
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
 
     def _room(self, seq: Sequence) -> int:
@@ -92,8 +92,9 @@ class Engine:
         propose = lambda: check_drafts(self.drafter.propose(batch, plan), plan, vocab)  # noqa: E731
         return self._guarded(planned, "propose", propose) or empty
 
-    def _commit(self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: Verdicts, scores: Scores) -> list[Settled]:
-        lengths, emitted, paths = verdicts.lengths.tolist(), verdicts.tokens.tolist(), verdicts.paths.tolist()
+    def _commit(
+        self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: list[Verdict], scores: Scores
+    ) -> list[Settled]:
         trees = drafts.on_host()
         settled = []
         for b, (seq, writer) in enumerate(zip(batch.sequences, writers, strict=True)):
@@ -104,9 +105,9 @@ class Engine:
                 seq.cached += batch.feeds[b]
                 settled.append(Settled())
                 continue
-            taken = lengths[b]
-            rows = [root, *(root + 1 + node for node in paths[b][:taken])]
-            own = advance(writer, emitted[b][: taken + 1], rows, scores)
+            rows = [root, *(root + 1 + node for node in verdicts[b].path)]
+            own = advance(writer, verdicts[b].tokens, rows, scores)
+            own.drafted = len(trees[b].parents)
             seq.stats.record(_depths(trees[b].parents), own.accepted, own.kept)
             settled.append(own)
         settle_kv(self.runner.pool, batch, drafts, verdicts, settled)

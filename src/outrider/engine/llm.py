@@ -76,7 +76,7 @@ class LLM:
             self._eos |= {self.tokenizer.eos_id}
         self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
         runner = Runner(decoder, _pool(self.config, *self._layout))
-        drafter = build_drafter(DraftContext(self.speculation, runner, self._companion))
+        drafter = build_drafter(DraftContext(self.speculation, runner, self.directory, self._options, self._companion))
         policy = FixedLength(self.speculation.draft_tokens if self.speculation.method != "none" else 0, self.speculation.rule)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
@@ -208,9 +208,8 @@ class LLM:
             raise InvalidParameter("params", f"{len(params)} sets of parameters for {n} prompts")
         return list(params)
 
-    def _companion(self, model: str) -> Runner:
+    def _companion(self, directory: Path) -> Runner:
         """Load a draft model: same token table, KV in the same pages."""
-        directory = locate(model)
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
         _same_tokens(self.directory, self.tokenizer, self.config, directory, decoder.config)

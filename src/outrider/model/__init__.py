@@ -3,7 +3,7 @@
 from outrider.model.config import ModelConfig, Rope
 from outrider.model.decoder import Attend, Decoder, Hidden
 from outrider.model.load import LoadOptions, load_decoder, locate, save_decoder, write_config
-from outrider.model.runner import Feed, Rows, Runner
+from outrider.model.runner import Feed, Rows, Runner, lay_out
 
 __all__ = [
     "Attend",
@@ -15,6 +15,7 @@ __all__ = [
     "Rope",
     "Rows",
     "Runner",
+    "lay_out",
     "load_decoder",
     "locate",
     "save_decoder",

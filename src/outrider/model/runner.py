@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +13,10 @@ from outrider.core import Batch, Drafts, Scores, integers
 from outrider.model.decoder import Decoder, Hidden
 from outrider.ops import BLOCK, AttentionPlan, Blocked, Ops, Segment, paged_attention, plan_attention
 
-__all__ = ["Feed", "Rows", "Runner"]
+__all__ = ["Feed", "Rows", "Runner", "lay_out"]
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """Rows of one sequence in a forward: committed tokens from `start`, then draft nodes."""
 
     pages: Sequence[int]
@@ -26,16 +24,39 @@ class Feed:
     tokens: Sequence[int]
     nodes: Sequence[int] = ()
     parents: Sequence[int] = ()
+    known: int = 0  # leading nodes fed before: listed in parents, not in nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """The flat batch of one forward."""
 
     tokens: Tensor  # (N,)
     positions: Tensor  # (N,)
     slots: tuple[Tensor, Tensor]  # page and offset of each row's KV
     plan: AttentionPlan
+
+
+def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None], first_key: int = 0) -> Rows:
+    """Flat rows of feeds, padded to whole blocks; padding writes to the pool's last page."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    pages: list[int] = []
+    offsets: list[int] = []
+    segments: list[Segment] = []
+    size = pool.page_size
+    for feed in feeds:
+        segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known, first_key)
+        segments.append(segment)
+        tokens += feed.tokens
+        tokens += feed.nodes
+        positions += segment.positions()
+        for slot in segment.slots():
+            pages.append(feed.pages[slot // size])
+            offsets.append(slot % size)
+    filling = [0] * (-len(tokens) % BLOCK)
+    table = integers([tokens + filling, positions + filling, pages + [pool.pages - 1] * len(filling), offsets + filling])
+    ids, where, page, offset = table.unbind()
+    return Rows(ids, where, (page, offset), plan_attention(segments, size, windows))
 
 
 class Runner:
@@ -48,8 +69,6 @@ class Runner:
         config = decoder.config
         self._windows = config.windows or (None,) * config.layers
         self._distinct_windows = frozenset(self._windows)
-        # rows added to fill a block write here: one page past those the page table hands out
-        self._scrap_page = pool.pages - 1
 
     def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
         """Hidden rows of all feeds in order (then padding), with their KV written to the pages."""
@@ -57,26 +76,7 @@ class Runner:
 
     def prepare(self, feeds: Sequence[Feed]) -> Rows:
         """Lay feeds out as flat rows, padded to whole blocks."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        segments = []
-        for feed in feeds:
-            segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents)
-            segments.append(segment)
-            tokens += feed.tokens
-            tokens += feed.nodes
-            positions += segment.positions()
-            slots += self.pool.slots(feed.pages, range(feed.start, feed.start + segment.rows))
-        padding = -len(tokens) % BLOCK
-        page_size = self.pool.page_size
-        pages, offsets = np.divmod(np.array(slots + [self._scrap_page * page_size] * padding), page_size)
-        return Rows(
-            integers(tokens + [0] * padding),
-            integers(positions + [0] * padding),
-            (torch.from_numpy(pages), torch.from_numpy(offsets)),
-            plan_attention(segments, page_size, self._distinct_windows),
-        )
+        return lay_out(feeds, self.pool, self._distinct_windows)
 
     @torch.inference_mode()
     def run(self, rows: Rows, taps: tuple[int, ...] = ()) -> Hidden:
@@ -100,11 +100,13 @@ class Runner:
         feeds: list[Feed] = []
         wanted: list[int] = []
         roots: list[int] = []
+        first_rows: list[int] = []
         prompt_rows: dict[int, range] = {}
         row = 0
         for b, (seq, fed) in enumerate(zip(batch.sequences, batch.feeds, strict=True)):
             n = len(trees[b].tokens)
             feeds.append(Feed(seq.pages, seq.cached, seq.tokens[seq.cached : seq.cached + fed], *trees[b]))
+            first_rows.append(row)
             samples = batch.samples(b)
             roots.append(len(wanted) if samples else -1)
             if samples:
@@ -114,7 +116,6 @@ class Runner:
             row += fed + n
         hidden = self.forward(feeds, taps)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
-        if not wanted:
-            return Scores(torch.empty(0, self.decoder.config.vocab), roots, None, prompt_logits)
-        tapped = torch.cat(hidden.taps, dim=-1)[wanted] if taps else None
-        return Scores(self.logits(hidden.last, wanted), roots, tapped, prompt_logits)
+        logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
+        tapped = torch.cat(hidden.taps, dim=-1) if taps else None
+        return Scores(logits, roots, first_rows, tapped, prompt_logits)

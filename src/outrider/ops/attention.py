@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,36 +24,53 @@ __all__ = ["AttentionPlan", "Segment", "paged_attention", "plan_attention"]
 Windows = frozenset[int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive rows of the flat batch that belong to one sequence.
 
     Rows are `fed` committed tokens at positions start, start + 1, ... and then one row per draft
-    node, whose KV goes to the slots after them in node order.
+    node, whose KV goes to the slots after them in node order. The first `known` nodes were fed
+    before: they have no rows, and their KV is in its slots.
     """
 
     first_row: int
     start: int
     fed: int
     pages: Sequence[int]
-    parents: Sequence[int] = ()  # of draft nodes; -1 is the last fed token
+    parents: Sequence[int] = ()  # of draft nodes; -1 is the root, the last committed token
+    known: int = 0
+    first_key: int = 0  # positions before it hold nothing
 
     @property
     def rows(self) -> int:
-        return self.fed + len(self.parents)
+        return self.fed + len(self.parents) - self.known
+
+    @property
+    def root(self) -> int:
+        """Position of the root."""
+        return self.start + self.fed - 1
 
     @property
     def is_tree(self) -> bool:
         """Whether some node does not lie at its logical position."""
-        return any(parent != i - 1 for i, parent in enumerate(self.parents))
+        return bool(self.parents) and any(parent != i - 1 for i, parent in enumerate(self.parents))
 
     def positions(self) -> list[int]:
         """Logical position of every row."""
-        root = self.start + self.fed - 1
+        fed = list(range(self.start, self.start + self.fed))
+        return fed + [self.root + depth for depth in self.depths()[self.known :]] if self.parents else fed
+
+    def slots(self) -> range:
+        """Where every row's KV goes, as positions in the sequence's pages."""
+        if self.known:
+            assert self.fed == 0, "nodes fed before leave no committed tokens to feed"
+        return range(self.start + self.known, self.start + self.fed + len(self.parents))
+
+    def depths(self) -> list[int]:
+        """Depth of every node, the root's children at 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
-        return [*range(self.start, root + 1), *(root + depth for depth in depths)]
+        return depths
 
 
 @dataclass(slots=True)
@@ -174,30 +192,31 @@ def _chain_units(segment: Segment, page_size: int, windows: Windows) -> Iterator
         chosen = positions[first : first + BLOCK]
         pages = segment.pages[: chosen[-1] // page_size + 1]
         rows = slice(segment.first_row + first, segment.first_row + first + len(chosen))
-        yield _Unit(rows, _runs(pages), _masks(chosen, len(pages), page_size, windows))
+        yield _Unit(rows, _runs(pages), _masks(chosen, len(pages) * page_size, page_size, windows, segment.first_key))
 
 
 def _tree_units(segment: Segment, page_size: int, windows: Windows) -> Iterator[_Unit]:
     """Fed tokens before the root are a chain; the root and its nodes form units with a tail."""
     if segment.fed > 1:
-        yield from _chain_units(Segment(segment.first_row, segment.start, segment.fed - 1, segment.pages), page_size, windows)
-    root = segment.start + segment.fed - 1
-    positions = segment.positions()[segment.fed - 1 :]
+        yield from _chain_units(segment._replace(fed=segment.fed - 1, parents=()), page_size, windows)
+    root, depths = segment.root, segment.depths()
     shared = (root + 1) // page_size  # pages that hold no draft slot
-    first_row = segment.first_row + segment.fed - 1
-    for first in range(0, len(positions), BLOCK):
-        chosen = positions[first : first + BLOCK]
-        pages = max(max(chosen) // page_size + 1, shared)
-        tail = _tail(segment, first, len(chosen), page_size, (shared, pages)) if pages > shared else None
+    first_row = segment.first_row + max(segment.fed - 1, 0)
+    nodes = [*([-1] if segment.fed else []), *range(segment.known, len(depths))]
+    for first in range(0, len(nodes), BLOCK):
+        chosen = nodes[first : first + BLOCK]
+        positions = [root if node < 0 else root + depths[node] for node in chosen]
+        pages = max(max(positions) // page_size + 1, shared)
+        tail = _tail(segment, chosen, page_size, (shared, pages)) if pages > shared else None
         rows = slice(first_row + first, first_row + first + len(chosen))
-        masks = _masks(chosen, pages, page_size, windows)
+        masks = _masks(positions, pages * page_size, page_size, windows, segment.first_key)
         yield _Unit(rows, _runs(segment.pages[:shared]), masks, tail)
 
 
-def _tail(segment: Segment, first: int, rows: int, page_size: int, pages: tuple[int, int]) -> _Tail:
-    """Group rows first..first + rows (row 0 is the root, row 1 + i node i) by the path that holds them."""
-    root = segment.start + segment.fed - 1
-    lineage = [_lineage(segment.parents, row - 1) for row in range(first, first + rows)]
+def _tail(segment: Segment, nodes: Sequence[int], page_size: int, pages: tuple[int, int]) -> _Tail:
+    """Group rows, each a node or the root (-1), by a root-to-leaf path that holds them."""
+    root, rows = segment.root, len(nodes)
+    lineage = [_lineage(segment.parents, node) for node in nodes]
     paths: list[list[int]] = []
     members: list[list[int]] = []
     for row in sorted(range(rows), key=lambda r: -len(lineage[r])):
@@ -230,21 +249,22 @@ def _lineage(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
-def _masks(positions: Sequence[int], pages: int, page_size: int, windows: Windows) -> dict[int | None, Tensor]:
-    """Additive masks: a row sees keys up to its own position, inside the window.
+def _masks(positions: Sequence[int], keys: int, page_size: int, windows: Windows, first_key: int) -> dict[int | None, Tensor]:
+    """Additive masks: a row sees keys from the first up to its own position, inside the window.
 
-    (pages, 1, rows, 1, page_size); padding rows see key 0. A single row's mask serves its padding too.
+    (pages, 1, rows, 1, page_size); padding rows see the first key. A single row's mask serves its padding too.
     """
     rows = 1 if len(positions) == 1 else BLOCK
     masks: dict[int | None, Tensor] = {}
     for window in windows:
-        mask = np.zeros((rows, pages * page_size), dtype=np.float32)
+        mask = np.zeros((rows, keys), dtype=np.float32)
         for row, position in enumerate(positions):
             mask[row, position + 1 :] = -np.inf
             if window is not None:
                 mask[row, : max(position + 1 - window, 0)] = -np.inf
-        mask[len(positions) :, 1:] = -np.inf
-        masks[window] = torch.from_numpy(mask.reshape(rows, pages, page_size).transpose(1, 0, 2)[:, None, :, None])
+        mask[len(positions) :, first_key + 1 :] = -np.inf
+        mask[:, :first_key] = -np.inf
+        masks[window] = torch.from_numpy(mask.reshape(rows, -1, page_size).transpose(1, 0, 2)[:, None, :, None])
     return masks
 
 

@@ -1,6 +1,6 @@
 """From logits to tokens: parameters, noise, the target's distribution and its choice."""
 
-from outrider.sampling.choice import CORRUPTED, choose, draw
+from outrider.sampling.choice import CORRUPTED, Ranked, choose, draw, rank
 from outrider.sampling.distribution import Row, law, process
 from outrider.sampling.logprobs import Logprob, logprobs_of
 from outrider.sampling.noise import Key, Stream, uniform
@@ -10,6 +10,7 @@ __all__ = [
     "CORRUPTED",
     "Key",
     "Logprob",
+    "Ranked",
     "Row",
     "SamplingParams",
     "Stream",
@@ -18,5 +19,6 @@ __all__ = [
     "law",
     "logprobs_of",
     "process",
+    "rank",
     "uniform",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from outrider.sampling.distribution import Row, process
-from outrider.sampling.noise import Key, bits, gumbel, keys_of
+from outrider.sampling.noise import Key, bits, bits_at, gumbel, keys_of
 
-__all__ = ["CORRUPTED", "choose", "draw"]
+__all__ = ["CORRUPTED", "Ranked", "choose", "draw", "rank"]
 
+_CONSIDERED = 128  # tokens a drafter's ranking looks at
 CORRUPTED = -1  # returned where the logits hold NaN or leave nothing to choose
 
 
@@ -49,6 +51,42 @@ def draw(law: Tensor, keys: Sequence[Key] | None) -> list[int]:
         kept = [key for key, good in zip(keys, sound, strict=True) if good]
         best[sound] = _noisy_argmax(array[sound], best[sound], top[sound], kept)
     return [int(token) if good else CORRUPTED for token, good in zip(best, sound, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """The likeliest choices of each row, best first, and how likely each is to be the choice."""
+
+    tokens: npt.NDArray[np.int64]  # (N, k)
+    chances: npt.NDArray[np.float64]  # (N, k)
+
+
+def rank(logits: Tensor, rows: Sequence[Row], count: int) -> Ranked:
+    """What a drafter should guess: the `count` largest of log q + the target's own noise.
+
+    Only the most probable tokens of each row are looked at: a guess may be wrong, and the ones left
+    out are rarely the choice. The chances are the softmax of the noisy scores: the noise is known, so
+    what is left in doubt is how far q is from the target's law.
+    """
+    law = _processed(logits, rows, list(range(len(rows)))) if _alike(rows) else _one_by_one(logits, rows)
+    kept, ids = torch.topk(torch.log_softmax(law, -1), min(max(_CONSIDERED, count), law.shape[1]), dim=-1)
+    tokens, scores = ids.numpy(), kept.double().numpy()
+    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if noisy:
+        keys = keys_of([Key(rows[i].seed, rows[i].position, rows[i].sample) for i in noisy])
+        scores[noisy] += gumbel(bits_at(keys, tokens[noisy], law.shape[1]))
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    chances = weights / weights.sum(axis=1, keepdims=True)
+    return Ranked(np.take_along_axis(tokens, order, 1), np.take_along_axis(chances, order, 1))
+
+
+def _alike(rows: Sequence[Row]) -> bool:
+    return all(row.params.greedy == rows[0].params.greedy for row in rows)
+
+
+def _one_by_one(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    return torch.stack([process(own, row) for own, row in zip(logits, rows, strict=True)])
 
 
 def _processed(logits: Tensor, rows: Sequence[Row], group: list[int]) -> Tensor:
@@ -84,7 +122,9 @@ def _noisy_argmax(law: _Floats, best: npt.NDArray[np.int64], top: _Floats, keys:
     # bits < 2^32 exp(law - top - floor), with a margin for the rounding of exp, of the float32 bits and of the shift
     shift = top + floor - _LOG_2_32_AND_MARGIN
     shift = (shift - np.abs(shift) * 2.0**-22).astype(np.float32)
-    bound = torch.from_numpy(law).sub(torch.from_numpy(shift)[:, None]).exp_().numpy()
+    bound = law - shift[:, None]
+    with np.errstate(over="ignore"):
+        np.exp(bound, out=bound)
     row, token = np.divmod(np.flatnonzero(words.astype(np.float32) <= bound), law.shape[1])
     score = law[row, token].astype(np.float64) + gumbel(words[row, token])
     order = np.lexsort((token, -score, row))

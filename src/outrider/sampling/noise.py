@@ -15,13 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "Key", "Stream", "bits", "bits_torch", "gumbel", "keys_of", "uniform"]
+__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "Key", "Stream", "bits", "bits_at", "bits_torch", "gumbel", "keys_of", "uniform"]
 
 Words = npt.NDArray[np.uint32]
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # a 32-bit finaliser with low bias
-_SHIFTS = (16, 15, 16)
+# Two rounds of a low-bias 32-bit finaliser, after a multiplication by the key. Its last xor-shift
+# would only stir the low bits, which two rounds have mixed already.
+_MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B))
 
 # g is monotone in the bits; these are its ends.
 GUMBEL_MAX = 22.874
@@ -54,15 +55,22 @@ def keys_of(keys: Sequence[Key]) -> Words:
 
 def bits(keys: Words, vocab: int) -> Words:
     """32 random bits for every (key, token), (rows, vocab)."""
-    x: Words = np.bitwise_xor(keys[:, :1], _token_words(vocab))
+    return _mix(np.bitwise_xor(keys[:, :1], _token_words(vocab)), keys)
+
+
+def _mix(x: Words, keys: Words) -> Words:
     x *= keys[:, 1:] | np.uint32(1)
     scratch = np.empty_like(x)
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
+    for shift, multiplier in _MIXING:
         np.right_shift(x, np.uint32(shift), out=scratch)
         x ^= scratch
-        if multiplier is not None:
-            x *= np.uint32(multiplier)
+        x *= np.uint32(multiplier)
     return x
+
+
+def bits_at(keys: Words, tokens: npt.NDArray[np.int64], vocab: int) -> Words:
+    """The same bits as `bits`, for chosen tokens of each key, (rows, chosen)."""
+    return _mix(np.bitwise_xor(keys[:, :1], _token_words(vocab)[tokens]), keys)
 
 
 def bits_torch(keys: Words, vocab: int, device: torch.device | str = "cpu") -> Tensor:
@@ -70,10 +78,8 @@ def bits_torch(keys: Words, vocab: int, device: torch.device | str = "cpu") -> T
     k = torch.from_numpy(keys.astype(np.int64)).to(device)
     x = torch.from_numpy(_token_words(vocab).astype(np.int64)).to(device) ^ k[:, :1]
     x = (x * (k[:, 1:] | 1)) & _MASK
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        x = x ^ (x >> shift)
-        if multiplier is not None:
-            x = (x * multiplier) & _MASK
+    for shift, multiplier in _MIXING:
+        x = ((x ^ (x >> shift)) * multiplier) & _MASK
     return x
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Plan, Scores, Tree, Verdicts, integers
+from outrider.core import Batch, Drafts, Plan, Scores, Tree, Verdict
 from outrider.core import Sequence as Generation
 from outrider.sampling import Key, Row, Stream, choose, draw, law, uniform
 from outrider.verify import block, rejection, typical
@@ -17,25 +16,17 @@ from outrider.verify.match import walk
 __all__ = ["rows_of", "verify"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    path: list[int]
-    emitted: list[int]
-
-
-def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> Verdicts:
+def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Verdict]:
     """Judge every sequence that samples this round; the others get an empty verdict."""
     trees = drafts.on_host()
     if plan.rule == "match":
-        found = _match(trees, scores, batch)
-    else:
-        found = [
-            _chain(tree, None if drafts.q is None else drafts.q[b], scores, batch.sequences[b], scores.roots[b], plan.rule)
-            if scores.roots[b] >= 0
-            else _Found([], [])
-            for b, tree in enumerate(trees)
-        ]
-    return _pack(found)
+        return _match(trees, scores, batch)
+    return [
+        _chain(tree, None if drafts.q is None else drafts.q[b], scores, batch.sequences[b], scores.roots[b], plan.rule)
+        if scores.roots[b] >= 0
+        else Verdict([], [])
+        for b, tree in enumerate(trees)
+    ]
 
 
 def rows_of(seq: Generation, tree_tokens: Sequence[int], tree_parents: Sequence[int]) -> list[Row]:
@@ -48,27 +39,24 @@ def rows_of(seq: Generation, tree_tokens: Sequence[int], tree_parents: Sequence[
     return [Row.at(seq, path) for path in paths]
 
 
-def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[_Found]:
-    rows = [
-        row
-        for b, tree in enumerate(trees)
-        if scores.roots[b] >= 0
-        for row in rows_of(batch.sequences[b], tree.tokens, tree.parents)
-    ]
+def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
+    rows: list[Row] = []
+    for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
+        if root >= 0:
+            rows += rows_of(seq, tree.tokens, tree.parents)
     choices = choose(scores.logits, rows)
-    found = []
-    for b, tree in enumerate(trees):
-        root = scores.roots[b]
+    verdicts = []
+    for tree, root in zip(trees, scores.roots, strict=True):
         if root < 0:
-            found.append(_Found([], []))
+            verdicts.append(Verdict([], []))
             continue
         own = choices[root : root + 1 + len(tree.tokens)]
         path = walk(tree.parents, tree.tokens, own)
-        found.append(_Found(path, [own[0], *(own[1 + node] for node in path)]))
-    return found
+        verdicts.append(Verdict(path, [own[0], *(own[1 + node] for node in path)]))
+    return verdicts
 
 
-def _chain(tree: Tree, drawn_from: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> _Found:
+def _chain(tree: Tree, drawn_from: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> Verdict:
     """The published rules, for one chain. Their coins and residuals come from streams of their own."""
     rows = rows_of(seq, tree.tokens, tree.parents)
     p = torch.stack([law(scores.logits[root + i], row) for i, row in enumerate(rows)])
@@ -84,13 +72,4 @@ def _chain(tree: Tree, drawn_from: Tensor | None, scores: Scores, seq: Generatio
         accepted, laws = module.count(judged, torch.tensor(coins, dtype=torch.float64)), judged.next
     key = Key(request.seed, base + accepted, request.index, Stream.RESIDUAL, turn)
     final = draw(laws[accepted].log().float()[None], [key])[0]
-    return _Found(list(range(accepted)), [*tree.tokens[:accepted], final])
-
-
-def _pack(found: Sequence[_Found]) -> Verdicts:
-    width = max((len(f.path) for f in found), default=0)
-    return Verdicts(
-        paths=integers([f.path + [-1] * (width - len(f.path)) for f in found]),
-        lengths=integers([len(f.path) for f in found]),
-        tokens=integers([f.emitted + [-1] * (width + 1 - len(f.emitted)) for f in found]),
-    )
+    return Verdict(list(range(accepted)), [*tree.tokens[:accepted], final])

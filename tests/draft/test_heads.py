@@ -1,0 +1,184 @@
+"""EAGLE and Medusa behind the protocol: same tokens, and the drafts the heads' definitions ask for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from outrider.cache import KVPool
+from outrider.core import Batch, Plan
+from outrider.draft.eagle import EagleDrafter, TreeShape
+from outrider.draft.medusa import MedusaDrafter, static_tree
+from outrider.errors import InvalidParameter
+from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
+from outrider.model import Decoder, ModelConfig
+from outrider.ops import Blocked, Plain
+from outrider.sampling import SamplingParams
+from tests.engine.test_same_tokens import random_params
+from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family
+
+FORMS = {
+    "eagle3": {"form": EAGLE3},
+    "eagle3 reduced": {"form": EAGLE3, "draft_vocab": 60, "own_output": True},
+    "eagle3.1": {"form": EAGLE3, "fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "eagle1": {"form": EAGLE1, "fc_bias": True},
+}
+SHAPES = {"chain": TreeShape(), "tree": TreeShape(beam=3, branch=3, depth=4), "wide": TreeShape(beam=2, branch=6, depth=3)}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return random_decoder(write_family(tmp_path_factory.mktemp("m"), "llama2", request.param, num_hidden_layers=3))
+
+
+def random_head(decoder: Decoder, form: str) -> EagleHead:
+    c = decoder.config
+    shape = ModelConfig(c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.rope)
+    taps = (c.layers,) if FORMS[form]["form"] == EAGLE1 else (0, 1, 2)
+    config = EagleConfig(shape, c.hidden, taps, **FORMS[form])
+    head = EagleHead(config, Borrowed.of(decoder), decoder.layers[0].qkv.dtype).requires_grad_(False)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in head.parameters():
+        scale = 1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.copy_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype))
+    if config.draft_vocab:
+        head.vocab_ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab].sort().values
+    return head.eval()
+
+
+def eagle(decoder: Decoder, form: str, shape: TreeShape) -> EagleDrafter:
+    head = random_head(decoder, form)
+    c = head.config.shape
+    return EagleDrafter(head, KVPool(1, 160, c.kv_heads, 16, c.head_dim), Blocked(), shape)
+
+
+def requests(seed: str, count: int) -> list:  # type: ignore[type-arg]
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 45))] for _ in range(count)]
+    return [make_request(prompt, random_params(rng, 25), f"r{i}") for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_eagle_changes_nothing(decoder: Decoder, form: str, shape: str) -> None:
+    wanted = requests(f"{form} {shape}", 5)
+    plain = [run(make_engine(decoder), [request])[0] for request in wanted]
+    drafter = eagle(decoder, form, SHAPES[shape])
+    engine = make_engine(decoder, drafter, 9)
+    fast = run(engine, wanted)
+    assert [w.seq.tokens for w in fast] == [w.seq.tokens for w in plain]
+    assert [w.logprobs for w in fast] == [w.logprobs for w in plain]
+    assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
+    assert all(w.seq.stats.drafted > 0 for w in fast)
+    assert engine.pages.used == 0
+    assert not drafter._states
+
+
+def reference_chain(decoder: Decoder, head: EagleHead, tokens: list[int], length: int) -> list[int]:
+    """The definition: run target and head over the whole text with dense attention, one token at a time."""
+    ops = Plain()
+
+    def dense(_layer, q, k, v):  # type: ignore[no-untyped-def]
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True
+        )
+        return out[0].transpose(0, 1)
+
+    n = len(tokens)
+    hidden = decoder(torch.tensor(tokens), torch.arange(n), dense, ops, head.config.taps)
+    features = head.fuse(torch.cat(hidden.taps, -1)[: n - 1], ops)
+    draft: list[int] = []
+    for _ in range(length):
+        text = torch.tensor([*tokens, *draft])
+        out = head(text[1:], features, torch.arange(len(features)), dense, ops)
+        best = int(head.logits(out[-1:], ops).argmax())
+        draft.append(best if head.vocab_ids is None else int(head.vocab_ids[best]))
+        features = torch.cat((features, out[-1:]))
+    return draft
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_greedy_chain_is_the_head_run_by_definition(decoder: Decoder, form: str) -> None:
+    if decoder.layers[0].qkv.dtype != torch.float32:
+        pytest.skip("argmax of two roundings may differ in bfloat16")
+    drafter = eagle(decoder, form, TreeShape())
+    seen = []
+    propose = drafter.propose
+
+    def watching(batch: Batch, plan: Plan):  # type: ignore[no-untyped-def]
+        drafts = propose(batch, plan)
+        for seq, tree in zip(batch.sequences, drafts.on_host(), strict=True):
+            seen.append((list(seq.tokens), tree.tokens))
+        return drafts
+
+    drafter.propose = watching  # type: ignore[method-assign]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    run(make_engine(decoder, drafter, 4), [make_request([5, 9, 2, 8] * 9, greedy, "a"), make_request([3], greedy, "b")])
+    assert len(seen) > 10
+    for tokens, draft in seen:
+        assert draft == reference_chain(decoder, drafter._head, tokens, len(draft))
+
+
+def test_trees_hold_the_chain_and_are_ranked(decoder: Decoder) -> None:
+    """A dynamic tree contains the greedy chain's first nodes and never breaks a path."""
+    drafter = eagle(decoder, "eagle3", TreeShape(beam=4, branch=4, depth=5))
+    trees = []
+    propose = drafter.propose
+
+    def watching(batch: Batch, plan: Plan):  # type: ignore[no-untyped-def]
+        drafts = propose(batch, plan)
+        trees.extend(drafts.on_host())
+        return drafts
+
+    drafter.propose = watching  # type: ignore[method-assign]
+    run(make_engine(decoder, drafter, 12), [make_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=30))])
+    full = [tree for tree in trees if len(tree.tokens) == 12]
+    assert full
+    assert any(len(set(tree.parents)) < 12 for tree in full)
+    for tree in full:
+        pairs = list(zip(tree.parents, tree.tokens, strict=True))
+        assert len(set(pairs)) == len(pairs), "siblings differ"
+
+
+@pytest.mark.parametrize("own_output", [False, True])
+def test_medusa_changes_nothing(decoder: Decoder, own_output: bool) -> None:
+    c = decoder.config
+    heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, heads=3, own_output=own_output), Borrowed.of(decoder))
+    heads.requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    wanted = requests(f"medusa {own_output}", 5)
+    plain = [run(make_engine(decoder), [request])[0].seq.tokens for request in wanted]
+    drafter = MedusaDrafter(heads.eval(), Blocked())
+    engine = make_engine(decoder, drafter, 10)
+    fast = run(engine, wanted)
+    assert [w.seq.tokens for w in fast] == plain
+    assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
+    assert all(w.seq.stats.drafted > 0 for w in fast)
+    assert not drafter._last
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 9])
+def test_the_static_tree_is_the_best_one(nodes: int) -> None:
+    accuracy = ((0.6, 0.2, 0.1), (0.5, 0.15, 0.12), (0.3, 0.2, 0.05))
+    worth = {}
+    for depth in (1, 2, 3):
+        for ranks in itertools.product(range(3), repeat=depth):
+            worth[ranks] = float(torch.tensor([accuracy[h][r] for h, r in enumerate(ranks)]).double().prod())
+    best = sorted(worth.values(), reverse=True)[:nodes]
+    tree = static_tree(accuracy, nodes)
+    paths: list[tuple[int, ...]] = []
+    for parent, head, place in tree:
+        paths.append(((*paths[parent], place) if parent >= 0 else (place,)))
+        assert len(paths[-1]) == head + 1
+    assert sorted((worth[path] for path in paths), reverse=True) == pytest.approx(best)
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(InvalidParameter, match="beam"):
+        TreeShape(beam=0)
