@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,8 +31,10 @@ _errors = Console(stderr=True)
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
-Method = Annotated[str, typer.Option(help="How to guess: none, ngram, draft_model.")]
-DraftModel = Annotated[str | None, typer.Option(help="Draft model directory or hub id, for --method draft_model.")]
+Method = Annotated[str, typer.Option(help="How to guess: none, ngram, draft_model, eagle, medusa.")]
+DraftModel = Annotated[
+    str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: what came with the model.")
+]
 DraftTokens = Annotated[int, typer.Option(min=0, max=256, help="Most tokens guessed per round.")]
 Rule = Annotated[str, typer.Option(help="Verification rule: match (same tokens), rejection, block, lossy_typical.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -179,6 +182,31 @@ def bench_round(
     print(json.dumps({"rounds": rows, "noise": measure_noise()}))
 
 
+@bench_app.command("acceptance")
+def bench_acceptance(
+    data: Annotated[Path, typer.Argument(help="JSONL of prompts: turns, prompt or text.")],
+    model: Model = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help='Comma-separated methods, each with settings after it: "ngram:8,eagle:5,eagle:24:beam=6:branch=6:depth=7".'
+        ),
+    ] = "ngram:8,draft_model:5,eagle:5,medusa:16",
+    temperatures: Annotated[str, typer.Option(help="Comma-separated temperatures.")] = "0,0.8",
+    max_tokens: MaxTokens = 200,
+    limit: Annotated[int | None, typer.Option(help="Use only this many prompts.")] = None,
+    check: Annotated[bool, typer.Option(help="Compare every token with plain decoding.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of all requests.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Tokens per round and acceptance by position, served, on outputs that do not loop."""
+    from outrider.bench.acceptance import bench_methods
+
+    _set_threads(threads)
+    rows = bench_methods(data, model, methods, [float(t) for t in temperatures.split(",")], max_tokens, limit, check, seed)
+    print(json.dumps({"rows": rows}))
+
+
 def _load(options: dict[str, Any]) -> Any:
     """An LLM from command-line options, with its settings checked before anything is loaded."""
     from outrider.config import SpeculationConfig
@@ -186,8 +214,8 @@ def _load(options: dict[str, Any]) -> Any:
 
     _set_threads(options["threads"])
     method, draft = options["method"], options["draft_model"]
-    if draft is not None and method != "draft_model":
-        raise InvalidParameter("--draft-model", f"is for --method draft_model, not {method}")
+    if draft is not None and method in ("none", "ngram"):
+        raise InvalidParameter("--draft-model", f"is for methods with weights, and {method!r} has none")
     speculation = SpeculationConfig(method, draft, options["draft_tokens"], options["rule"])
     return LLM(options["model"], speculation=speculation, dtype=options["dtype"], load_format=options["load_format"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from outrider.cache import KVPool
 from outrider.core import Batch, Plan
 from outrider.draft.eagle import EagleDrafter, TreeShape
-from outrider.draft.medusa import MedusaDrafter, static_tree
+from outrider.draft.medusa import MedusaDrafter
 from outrider.errors import InvalidParameter
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, ModelConfig
@@ -161,22 +160,6 @@ def test_medusa_changes_nothing(decoder: Decoder, own_output: bool) -> None:
     assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
     assert all(w.seq.stats.drafted > 0 for w in fast)
     assert not drafter._last
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 5, 9])
-def test_the_static_tree_is_the_best_one(nodes: int) -> None:
-    accuracy = ((0.6, 0.2, 0.1), (0.5, 0.15, 0.12), (0.3, 0.2, 0.05))
-    worth = {}
-    for depth in (1, 2, 3):
-        for ranks in itertools.product(range(3), repeat=depth):
-            worth[ranks] = float(torch.tensor([accuracy[h][r] for h, r in enumerate(ranks)]).double().prod())
-    best = sorted(worth.values(), reverse=True)[:nodes]
-    tree = static_tree(accuracy, nodes)
-    paths: list[tuple[int, ...]] = []
-    for parent, head, place in tree:
-        paths.append(((*paths[parent], place) if parent >= 0 else (place,)))
-        assert len(paths[-1]) == head + 1
-    assert sorted((worth[path] for path in paths), reverse=True) == pytest.approx(best)
 
 
 def test_shapes_are_checked() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Seq
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,13 +13,9 @@ from outrider.heads import MedusaHeads
 from outrider.ops import BLOCK, Ops
 from outrider.sampling import Row, rank
 
-__all__ = ["MedusaDrafter", "StaticTree", "static_tree"]
+__all__ = ["MedusaDrafter"]
 
-StaticTree = tuple[tuple[int, int, int], ...]  # (parent, head, rank) per node, in topological order
-
-# How often a head's guess of each rank is right, where nobody has measured it: a better guess
-# is worth more than a deeper one.
-_TYPICAL = tuple(tuple(0.55 * 0.8**head * 0.35**place for place in range(8)) for head in range(8))
+Tree = tuple[tuple[int, ...], ...]  # a node is the path of ranks that leads to it, parents first
 
 
 class MedusaDrafter:
@@ -36,12 +30,12 @@ class MedusaDrafter:
     Reference: Cai et al. 2401.10774.
     """
 
-    def __init__(self, heads: MedusaHeads, ops: Ops, accuracy: Seq[Seq[float]] | None = None) -> None:
+    def __init__(self, heads: MedusaHeads, ops: Ops) -> None:
         self.needs = Needs(taps=heads.config.taps)
         self._heads = heads
         self._ops = ops
-        self._accuracy = tuple(map(tuple, accuracy or _TYPICAL))[: heads.config.heads]
-        self._last: dict[Sequence, Tensor | None] = {}  # the tap of the newest committed token but one
+        self._trees: dict[int, Tree] = {}  # by number of nodes
+        self._last: dict[Sequence, Tensor | None] = {}  # the tap of the token before the newest
 
     def begin(self, seq: Sequence) -> None:
         self._last[seq] = None
@@ -62,20 +56,25 @@ class MedusaDrafter:
         active = [b for b, n in enumerate(plan.lengths) if n and self._last[batch.sequences[b]] is not None]
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in batch.sequences]
         if active:
-            guesses = self._guesses([batch.sequences[b] for b in active])
-            for b, own in zip(active, guesses, strict=True):
-                tree = static_tree(self._accuracy, plan.lengths[b])
-                trees[b] = ([own[head][place] for _, head, place in tree], [parent for parent, _, _ in tree])
+            chosen = [self._tree(plan.lengths[b]) for b in active]
+            width = 1 + max(max(path) for tree in chosen for path in tree)
+            for b, tree, own in zip(active, chosen, self._guesses([batch.sequences[b] for b in active], width), strict=True):
+                place = {path: i for i, path in enumerate(tree)} | {(): ROOT}
+                trees[b] = ([own[len(path) - 1][path[-1]] for path in tree], [place[path[:-1]] for path in tree])
         return Drafts.trees(trees)
 
-    def _guesses(self, sequences: Seq[Sequence]) -> list[list[list[int]]]:
+    def _tree(self, nodes: int) -> Tree:
+        if nodes not in self._trees:
+            self._trees[nodes] = self._heads.config.tree(nodes)
+        return self._trees[nodes]
+
+    def _guesses(self, sequences: Seq[Sequence], width: int) -> list[list[list[int]]]:
         """For each sequence, each head's best tokens in order."""
         taps = torch.stack([tap for seq in sequences if (tap := self._last[seq]) is not None])
         padded = torch.cat((taps, taps.new_zeros(-len(taps) % BLOCK, taps.shape[1])))
         logits = self._heads(self._heads.fuse(padded, self._ops), self._ops)[:, : len(taps)]
         if not bool(logits.isfinite().all()):
             raise DrafterFault("the heads' logits are not finite")
-        width = max(map(len, self._accuracy))
         out: list[list[list[int]]] = [[] for _ in sequences]
         for head, scores in enumerate(logits):
             # the path in between is not known yet; penalties see the text so far
@@ -83,28 +82,3 @@ class MedusaDrafter:
             for own, tokens in zip(out, rank(scores, rows, width).tokens.tolist(), strict=True):
                 own.append(tokens)
         return out
-
-
-@lru_cache(maxsize=64)
-def static_tree(accuracy: tuple[tuple[float, ...], ...], nodes: int) -> StaticTree:
-    """The `nodes` most probable combinations of ranks, heads taken as independent.
-
-    Best first: a node's children and its next sibling are never worth more than it is, so a heap
-    gives the nodes in order of worth, parents before children.
-    """
-    chosen: list[tuple[int, int, int]] = []
-    waiting = [(-accuracy[0][0], 0, (ROOT, 0, 0))]
-    order = 1
-    while waiting and len(chosen) < nodes:
-        worth, _, (parent, head, place) = heapq.heappop(waiting)
-        chosen.append((parent, head, place))
-        above = worth / accuracy[head][place]
-        following = []
-        if place + 1 < len(accuracy[head]):
-            following.append((above * accuracy[head][place + 1], (parent, head, place + 1)))
-        if head + 1 < len(accuracy):
-            following.append((worth * accuracy[head + 1][0], (len(chosen) - 1, head + 1, 0)))
-        for value, node in following:
-            heapq.heappush(waiting, (value, order, node))
-            order += 1
-    return tuple(chosen)

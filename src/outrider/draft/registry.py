@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +74,8 @@ def _medusa(context: DraftContext) -> Drafter:
     from outrider.draft.medusa import MedusaDrafter
     from outrider.heads import load_medusa
 
-    directory = context.companion("medusa")
-    heads = load_medusa(directory, context.target.decoder, context.load_options)
-    measured = json.loads((directory / "config.json").read_text()).get("outrider_accuracy")
-    return MedusaDrafter(heads, context.target.ops, measured)
+    heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
+    return MedusaDrafter(heads, context.target.ops)
 
 
 _FACTORIES: dict[str, Callable[[DraftContext], Drafter]] = {

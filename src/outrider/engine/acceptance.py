@@ -1,0 +1,108 @@
+"""Served acceptance: how many tokens a round emits on given prompts, measured through the engine."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.engine.llm import LLM
+from outrider.engine.outputs import CompletionOutput
+from outrider.errors import InvalidParameter
+from outrider.sampling import SamplingParams
+
+__all__ = ["Acceptance", "loops", "measure_acceptance", "read_prompts"]
+
+_GRAM, _TIMES = 8, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a drafter was worth on outputs that do not loop (and on all of them, for comparison)."""
+
+    temperature: float
+    outputs: int
+    looping: float  # share of outputs in which some 8-gram occurs more than three times
+    tokens_per_round: float  # over rounds that could draft, outputs that loop left out
+    tokens_per_round_all: float
+    by_position: list[float]  # of the rounds that drafted so far, the share accepted up to here
+    tok_s: float
+    equal: float | None = None  # share of outputs whose tokens equal plain decoding's, where checked
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_acceptance(
+    llm: LLM,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    plain: dict[str, list[int]] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Acceptance:
+    """Generate for each prompt alone. `plain` maps prompts to plain token ids to compare with."""
+    outputs: list[CompletionOutput] = []
+    equal = 0
+    for done, prompt in enumerate(prompts, 1):
+        output = llm.generate(prompt, params)[0].outputs[0]
+        outputs.append(output)
+        equal += plain is not None and plain[prompt] == output.token_ids
+        progress(done)
+    steady = [output for output in outputs if not loops(output.token_ids)]
+    decode = sum((len(o.token_ids) - 1) / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s)
+    return Acceptance(
+        temperature=params.temperature,
+        outputs=len(outputs),
+        looping=1 - len(steady) / len(outputs),
+        tokens_per_round=_rate(steady),
+        tokens_per_round_all=_rate(outputs),
+        by_position=_by_position(steady),
+        tok_s=sum(len(o.token_ids) - 1 for o in outputs) / decode if decode else 0.0,
+        equal=None if plain is None else equal / len(outputs),
+    )
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether some 8-gram occurs more than three times."""
+    grams = Counter(tuple(tokens[i : i + _GRAM]) for i in range(len(tokens) - _GRAM + 1))
+    return any(count > _TIMES for count in grams.values())
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """First turns (or `prompt`, `text` fields) of a JSONL file."""
+    prompts: list[str] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InvalidParameter("data", f"{path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            text = item["turns"][0] if "turns" in item else item.get("prompt") or item["text"]
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError):
+            raise InvalidParameter(
+                "data", f'{path}:{number} is not {{"turns": [...]}}, {{"prompt": ...}} or {{"text": ...}}'
+            ) from None
+        prompts.append(text)
+    if not prompts:
+        raise InvalidParameter("data", f"{path} holds no prompts")
+    return prompts[:limit]
+
+
+def _rate(outputs: Sequence[CompletionOutput]) -> float:
+    """Tokens per round; the prompt's own round drafts nothing and is left out."""
+    rounds = sum(o.speculation["rounds"] - 1 for o in outputs)
+    return sum(len(o.token_ids) - 1 for o in outputs) / rounds if rounds else 0.0
+
+
+def _by_position(outputs: Sequence[CompletionOutput]) -> list[float]:
+    drafted, accepted = Counter[int](), Counter[int]()
+    for output in outputs:
+        drafted.update(dict(enumerate(output.speculation["drafted_by_position"])))
+        accepted.update(dict(enumerate(output.speculation["accepted_by_position"])))
+    return [round(accepted[i] / drafted[i], 4) for i in range(len(drafted)) if drafted[i]]

@@ -1,0 +1,24 @@
+"""Draft networks on a frozen target, one definition for training and serving, and their files."""
+
+from outrider.heads.borrowed import Borrowed
+from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
+from outrider.heads.eagle_files import load_eagle, save_eagle
+from outrider.heads.medusa import MedusaConfig, MedusaHeads
+from outrider.heads.medusa_files import load_medusa, save_medusa
+from outrider.heads.stored import SaveOptions
+
+__all__ = [
+    "EAGLE1",
+    "EAGLE3",
+    "Borrowed",
+    "EagleConfig",
+    "EagleHead",
+    "MedusaConfig",
+    "MedusaHeads",
+    "SaveOptions",
+    "default_taps",
+    "load_eagle",
+    "load_medusa",
+    "save_eagle",
+    "save_medusa",
+]

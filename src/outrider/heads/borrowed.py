@@ -1,0 +1,28 @@
+"""What a head reads of its target and does not own: embedding, output matrix and final norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.model import Decoder
+
+__all__ = ["Borrowed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Frozen tensors of the target; no copies are made."""
+
+    embedding: Tensor  # (V, hidden)
+    output: Tensor  # (V, hidden)
+    norm: Tensor  # (hidden,)
+    norm_eps: float
+
+    @classmethod
+    def of(cls, target: Decoder) -> Borrowed:
+        """From a loaded target, which stays the owner."""
+        embedding = target.embedding.detach()
+        output = embedding if target.output is None else target.output.detach()
+        return cls(embedding, output, target.norm.detach(), target.config.norm_eps)

@@ -1,0 +1,168 @@
+"""EAGLE: one decoder layer that drafts from the target's features. One definition for training and serving.
+
+The pairing, in training and in serving: row i joins the feature of position i with the token at i + 1,
+carries the rotary position i, and predicts the token at i + 2. In a draft the head's own output for
+row i takes the place of the feature at i + 1. Rows are flat and attention is an argument, as in the
+decoder, so a KV pool of one layer serves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outrider.heads.borrowed import Borrowed
+from outrider.model import Attend, ModelConfig
+from outrider.model.decoder import Layer, RopeTable
+from outrider.ops import Ops
+
+__all__ = ["EAGLE1", "EAGLE3", "EagleConfig", "EagleHead", "EagleLayer", "default_taps"]
+
+EAGLE1, EAGLE3 = "eagle1", "eagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """A head's shape. EAGLE-1, 3 and 3.1 differ in fields.
+
+    EAGLE-1 reads one feature: the target's last hidden row *after* its final norm, as the published
+    code does. Its tap is the stream leaving the last layer, and `EagleHead.fuse` applies that norm.
+    """
+
+    shape: ModelConfig  # of the layer; layers is 1, vocab and hidden are the head's
+    target_hidden: int  # width of one tap
+    taps: tuple[int, ...]  # target layers whose input rows are read
+    form: str = EAGLE3
+    draft_vocab: int | None = None  # rows of an own output matrix over fewer tokens; None: all
+    own_embedding: bool = False  # False: the target's
+    own_output: bool = False
+    fc_bias: bool = False
+    fc_norm: bool = False  # 3.1: a norm on each tap before fc
+    norm_before_fc: bool = False  # one norm on the taps together
+    norm_output: bool = False  # 3.1: what is fed back is the output after the last norm
+    norm_before_residual: bool = False  # the residual is the normed feature
+
+    @property
+    def outputs(self) -> int:
+        """Tokens the head can propose."""
+        return self.draft_vocab or self.shape.vocab
+
+    @property
+    def wide(self) -> bool:
+        """Whether the layer's attention reads embedding and feature side by side."""
+        return self.form == EAGLE3
+
+
+class EagleLayer(Layer):
+    """A decoder layer. Under EAGLE-3 q, k and v read two rows at once; under EAGLE-1 there is no first norm."""
+
+    norm_hidden: nn.Parameter | None
+
+    def __init__(self, config: EagleConfig, dtype: torch.dtype) -> None:
+        super().__init__(config.shape, 0, dtype)
+        if config.wide:
+            self.qkv = nn.Parameter(torch.empty(self.qkv.shape[0], 2 * config.shape.hidden, dtype=dtype))
+            self.norm_hidden = nn.Parameter(torch.ones(config.shape.hidden))
+        else:
+            self.register_parameter("norm_in", None)
+            self.norm_hidden = None
+        self._norm_before_residual = config.norm_before_residual
+
+    def beside(self, embedded: Tensor, feature: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
+        """EAGLE-3: attention over the pair, residual on the feature."""
+        assert self.norm_hidden is not None
+        eps = self.config.norm_eps
+        normed = ops.rms_norm(feature, self.norm_hidden, eps)
+        pair = torch.cat((ops.rms_norm(embedded, self.norm_in, eps), normed), dim=-1)
+        residual = normed if self._norm_before_residual else feature
+        return self._finish(residual + self.attention(pair, rope, attend, ops), ops)
+
+    def bare(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
+        """EAGLE-1: attention over the row as it is."""
+        return self._finish(x + self.attention(x, rope, attend, ops), ops)
+
+    def _finish(self, x: Tensor, ops: Ops) -> Tensor:
+        return x + self.mlp(ops.rms_norm(x, self.norm_mlp, self.config.norm_eps), ops)
+
+
+class EagleHead(nn.Module):
+    """Drafts the target's next tokens, one forward per depth.
+
+    `fuse` makes features of the target's taps, `forward` turns (token, feature) rows into hidden rows
+    (the next features), `logits` scores them.
+    """
+
+    embedding: Tensor
+    output: Tensor
+    target_norm: Tensor
+    vocab_ids: Tensor | None  # (draft_vocab,) target id of each output row; None: the same ids
+
+    def __init__(self, config: EagleConfig, borrowed: Borrowed, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        assert config.shape.layers == 1, "an EAGLE head has one layer"
+        self.config = config
+        hidden, width = config.shape.hidden, config.target_hidden * len(config.taps)
+        self.layer = EagleLayer(config, dtype)
+        self.fc = nn.Parameter(torch.empty(hidden, width if config.wide else 2 * hidden, dtype=dtype))
+        self.fc_bias = nn.Parameter(torch.zeros(hidden, dtype=dtype)) if config.fc_bias else None
+        self.norm = nn.Parameter(torch.ones(hidden)) if config.wide else None
+        self.input_norm = nn.Parameter(torch.ones(width)) if config.norm_before_fc else None
+        own_norms = [nn.Parameter(torch.ones(config.target_hidden)) for _ in config.taps]
+        self.fc_norms = nn.ParameterList(own_norms) if config.fc_norm else None
+        self._place("embedding", config.own_embedding, borrowed.embedding, (config.shape.vocab, hidden))
+        self._place("output", config.own_output, borrowed.output, (config.outputs, hidden))
+        self.register_buffer("target_norm", borrowed.norm, persistent=False)
+        self._target_eps = borrowed.norm_eps
+        ids = None if config.draft_vocab is None else torch.arange(config.draft_vocab, device=borrowed.norm.device)
+        self.register_buffer("vocab_ids", ids)
+        self.rope = RopeTable(config.shape.rope, config.shape.head_dim, config.shape.context)
+
+    def fuse(self, taps: Tensor, ops: Ops) -> Tensor:
+        """Features (N, hidden) of the target's concatenated taps (N, taps * target_hidden)."""
+        if not self.config.wide:
+            return ops.rms_norm(taps, self.target_norm, self._target_eps)
+        eps = self.config.shape.norm_eps
+        if self.input_norm is not None:
+            taps = ops.rms_norm(taps, self.input_norm, eps)
+        if self.fc_norms is not None:
+            parts = torch.split(taps, self.config.target_hidden, dim=-1)
+            taps = torch.cat([ops.rms_norm(part, weight, eps) for part, weight in zip(parts, self.fc_norms, strict=True)], dim=-1)
+        return ops.linear(taps, self.fc, self.fc_bias).float()
+
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend, ops: Ops) -> Tensor:
+        """Hidden rows (N, hidden): what `logits` scores, and the feature of the position after.
+
+        Row i takes the feature of position i, the token at i + 1 and the position i.
+        """
+        embedded = nn.functional.embedding(tokens, self.embedding).float()
+        rope = self.rope(positions)
+        if not self.config.wide:
+            joined = ops.linear(torch.cat((embedded, features), dim=-1), self.fc, self.fc_bias).float()
+            return self.layer.bare(joined, rope, attend, ops)
+        hidden = self.layer.beside(embedded, features, rope, attend, ops)
+        return self._normed(hidden, ops) if self.config.norm_output else hidden
+
+    def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
+        """(N, outputs) float32; column j is token j, or vocab_ids[j] where the vocabulary is reduced."""
+        if self.config.wide and not self.config.norm_output:
+            hidden = self._normed(hidden, ops)
+        return ops.linear(hidden, self.output).float()
+
+    def _normed(self, hidden: Tensor, ops: Ops) -> Tensor:
+        assert self.norm is not None
+        return ops.rms_norm(hidden, self.norm, self.config.shape.norm_eps)
+
+    def _place(self, name: str, own: bool, borrowed: Tensor, shape: tuple[int, int]) -> None:
+        """A matrix of this head's own, or the target's as a buffer that is neither saved nor trained."""
+        if own:
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+            return
+        assert tuple(borrowed.shape) == shape, f"the target's {name} is {tuple(borrowed.shape)}, the head needs {shape}"
+        self.register_buffer(name, borrowed, persistent=False)
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """The published choice: an early, a middle and a late layer."""
+    return (min(2, layers), layers // 2, max(layers - 3, 0))

@@ -1,0 +1,105 @@
+"""Medusa: independent heads on the target's last hidden row, each for one token further ahead.
+
+Head k (from 1) reads the last hidden row of position i, after the target's final norm, and predicts
+the token at i + 1 + k; the token at i + 1 is the target's own choice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outrider.heads.borrowed import Borrowed
+from outrider.ops import Ops
+
+__all__ = ["MedusaConfig", "MedusaHeads"]
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """How many heads, and what each is made of."""
+
+    hidden: int
+    vocab: int
+    target_layers: int
+    heads: int = 4
+    blocks: int = 1  # residual blocks per head
+    own_output: bool = False  # an output matrix per head; False: the target's for all
+    # Nodes of the static tree as paths of ranks, best first, so that the first n are the best tree of n:
+    # (0, 2) is head 2's third choice below head 1's first. Empty: not measured.
+    choices: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The stream leaving the target's last layer."""
+        return (self.target_layers,)
+
+    def tree(self, nodes: int) -> tuple[tuple[int, ...], ...]:
+        """The best `nodes` paths, parents before children; a guess where none were measured."""
+        chosen = self.choices[:nodes] or _guessed(self.heads, nodes)
+        return tuple(sorted(chosen, key=lambda path: (len(path), path)))
+
+
+class MedusaHeads(nn.Module):
+    """h + SiLU(W h + b), once per block, then an output matrix."""
+
+    output: Tensor
+    target_norm: Tensor
+
+    def __init__(self, config: MedusaConfig, borrowed: Borrowed, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        count, hidden = config.heads * config.blocks, config.hidden
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(hidden, hidden, dtype=dtype)) for _ in range(count))
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(hidden, dtype=dtype)) for _ in range(count))
+        self.register_buffer("target_norm", borrowed.norm, persistent=False)
+        self._target_eps = borrowed.norm_eps
+        if config.own_output:
+            self.output = nn.Parameter(torch.empty(config.heads, config.vocab, hidden))
+        else:
+            self.register_buffer("output", borrowed.output, persistent=False)
+
+    def fuse(self, taps: Tensor, ops: Ops) -> Tensor:
+        """Last hidden rows (N, hidden) of the tap: the target's final norm."""
+        return ops.rms_norm(taps, self.target_norm, self._target_eps)
+
+    def hidden(self, last: Tensor, head: int, ops: Ops) -> Tensor:
+        """(N, hidden) of one head (from 0), before the output matrix."""
+        x = last
+        for i in range(head * self.config.blocks, (head + 1) * self.config.blocks):
+            x = x + _silu(ops.linear(x, self.weights[i], self.biases[i]).float(), ops)
+        return x
+
+    def logits(self, hidden: Tensor, head: int, ops: Ops) -> Tensor:
+        """(N, V) float32 of one head."""
+        return ops.linear(hidden, self.output[head] if self.config.own_output else self.output).float()
+
+    def forward(self, last: Tensor, ops: Ops) -> Tensor:
+        """(heads, N, V) float32 from last hidden rows after the final norm."""
+        return torch.stack([self.logits(self.hidden(last, k, ops), k, ops) for k in range(self.config.heads)])
+
+
+def _guessed(heads: int, nodes: int) -> tuple[tuple[int, ...], ...]:
+    """Paths by a product of guessed probabilities, falling with rank and with depth."""
+    frontier: list[tuple[float, tuple[int, ...]]] = [(-_guess(0, rank), (rank,)) for rank in range(nodes)]
+    heapq.heapify(frontier)
+    found: list[tuple[int, ...]] = []
+    while frontier and len(found) < nodes:
+        value, path = heapq.heappop(frontier)
+        found.append(path)
+        if len(path) < heads:
+            for rank in range(nodes):
+                heapq.heappush(frontier, (value * _guess(len(path), rank), (*path, rank)))
+    return tuple(found)
+
+
+def _guess(depth: int, rank: int) -> float:
+    return float(0.5 * 0.75**depth / (rank + 1) ** 1.5)
+
+
+def _silu(x: Tensor, ops: Ops) -> Tensor:
+    """By the decoder's gate with a second half of ones, whose bits do not depend on the neighbours."""
+    return ops.gated(torch.cat((x, torch.ones_like(x)), dim=-1))

@@ -1,0 +1,134 @@
+"""Tensors of a head on disk: safetensors and config.json. Strict: every key used, every parameter filled.
+
+Matrices may be int8 with a scale per row beside them, as the decoder's may.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from outrider.errors import InvalidParameter, ModelError, UnknownMethod
+from outrider.model import LoadOptions
+from outrider.model.load import DTYPES, SCALE, read_tensors
+
+__all__ = [
+    "Place",
+    "SaveOptions",
+    "Stored",
+    "collect",
+    "fill",
+    "read_config",
+    "read_stored",
+    "require_layout",
+    "stored_dtype",
+    "write",
+]
+
+_UNUSED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How to write a head. `standalone` adds what it borrows, for engines that do not share."""
+
+    layout: str = "eagle"
+    int8: bool = False
+    standalone: bool = False
+    target: str = ""  # name of the target, for the layouts that record it
+
+
+class Place(NamedTuple):
+    """Where a stored tensor goes: a parameter, and which of its rows."""
+
+    parameter: str
+    rows: slice
+
+
+class Stored(NamedTuple):
+    tensor: Tensor
+    file: str
+
+
+def fill(module: nn.Module, stored: Mapping[str, Stored], places: Mapping[str, Place], dtype: torch.dtype, where: Path) -> None:
+    """Put every stored tensor in its place."""
+    parameters = dict(module.named_parameters())
+    missing = set(places)
+    for name, (tensor, file) in stored.items():
+        if name.endswith(_UNUSED):
+            continue
+        if name not in places:
+            raise ModelError(f"{file} in {where} holds {name!r}, which this kind of head does not have")
+        place = places[name]
+        goal = parameters[place.parameter][place.rows]
+        if goal.dim() == 3:  # output matrices of several heads, one slice each
+            goal = goal[0]
+        if goal.shape != tensor.shape:
+            raise ModelError(f"{file} in {where}: {name!r} has shape {tuple(tensor.shape)}, expected {tuple(goal.shape)}")
+        with torch.no_grad():
+            goal.copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+        missing.discard(name)
+    if missing:
+        raise ModelError(f"{where} lacks {len(missing)} tensors, first {min(missing)!r}")
+
+
+def collect(module: nn.Module, places: Mapping[str, Place], int8: bool) -> dict[str, Tensor]:
+    """The tensors to store, by name."""
+    parameters = dict(module.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for name, place in places.items():
+        tensor = parameters[place.parameter].detach()[place.rows].cpu()
+        tensor = tensor[0] if tensor.dim() == 3 else tensor
+        if int8 and tensor.dim() == 2:
+            scale = (tensor.float().abs().amax(1) / 127.0).clamp_min(1e-12)
+            tensors[name] = (tensor.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+            tensors[name + SCALE] = scale
+        else:
+            tensors[name] = tensor.contiguous().clone()
+    return tensors
+
+
+def write(directory: Path, tensors: dict[str, Tensor], data: dict[str, Any]) -> None:
+    """model.safetensors and config.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(data, indent=2) + "\n")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The fields of config.json."""
+    path = directory / "config.json"
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: a head's directory holds config.json and *.safetensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    return data
+
+
+def read_stored(directory: Path) -> dict[str, Stored]:
+    """Every tensor of a directory; pickled files are refused."""
+    return {name: Stored(tensor, file) for name, tensor, file in read_tensors(directory)}
+
+
+def stored_dtype(options: LoadOptions, name: str) -> torch.dtype:
+    """What to hold weights in that config.json calls `name`."""
+    if options.dtype == "auto":
+        return DTYPES.get(name, torch.bfloat16)
+    if options.dtype not in DTYPES:
+        raise InvalidParameter("dtype", f"unknown {options.dtype!r}; known: auto, {', '.join(DTYPES)}")
+    return DTYPES[options.dtype]
+
+
+def require_layout(layout: str, known: Iterable[str]) -> None:
+    """Refuse a layout of another kind of head."""
+    if layout not in known:
+        raise UnknownMethod("layout", layout, list(known))

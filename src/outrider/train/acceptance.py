@@ -1,0 +1,171 @@
+"""How much of a student's draft the target would take, without an engine.
+
+On any text: agreement with the target's most probable token, every draft fed the text itself. On text
+the target wrote the fed tokens are its choices, so the same figures are what serving would give: drafts
+are walked round by round, and at a temperature both sides draw with the same noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.train.data import TokenStore
+from outrider.train.frozen import Features, FrozenTarget
+from outrider.train.generate import Written, document_starts, write_text
+from outrider.train.losses import divergence
+from outrider.train.students import Student
+
+__all__ = ["DEPTH", "Agreement", "Served", "agreement", "heldout_rows", "loops", "served", "written_for"]
+
+DEPTH = 5  # drafted tokens per round of the figures reported
+_BATCH = 8
+Matches = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A student against the target on held-out text."""
+
+    loss: float  # the student's own divergence, mean of its depths
+    by_position: list[float]  # agreement at each depth, whatever came before
+    survival: list[float]  # share of drafts whose tokens up to this depth all agree
+    tokens_per_round: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What rounds of a chain would emit on text the target wrote."""
+
+    temperature: float
+    tokens_per_round: float  # over texts that do not loop, where there are any
+    tokens_per_round_all: float
+    by_position: list[float]  # share of rounds that accept this depth
+    looping: float  # share of texts in which an 8-gram occurs more than three times
+    rounds: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def heldout_rows(store: TokenStore, context: int, most: int) -> Tensor:
+    """(n, context) evenly spread rows of a store."""
+    context = min(context, store.tokens)
+    starts = np.arange(0, store.tokens - context + 1, context)
+    starts = starts[np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(int)]
+    return torch.from_numpy(np.stack([np.asarray(store.ids[s : s + context], dtype=np.int64) for s in starts]))
+
+
+@torch.no_grad()
+def agreement(student: Student, target: FrozenTarget, rows: Tensor) -> Agreement:
+    """Greedy agreement on text."""
+    depths = min(DEPTH, student.reach)
+    device, losses, found = target.decoder.norm.device, [], []
+    for chunk in torch.split(rows, _BATCH):
+        features = target.features(chunk.to(device))
+        span = features.span(depths)
+        matches = []
+        for depth, hidden in enumerate(_chain(student, features, depths)):
+            goal = features.cut(features.logits, depth + 1, span)
+            logits = student.logits(hidden, depth)
+            same_vocabulary = goal if student.vocab_ids is None else goal[:, student.vocab_ids]
+            losses.append(float(divergence(student.kind, same_vocabulary, logits)))
+            matches.append(_proposed(student, logits) == goal.argmax(-1))
+        found.append(torch.stack(matches, dim=-1).cpu().numpy())
+    return _agreement(np.concatenate(found), sum(losses) / len(losses))
+
+
+@torch.no_grad()
+def served(student: Student, target: FrozenTarget, written: Written, temperature: float) -> Served:
+    """Tokens per round of a chain of DEPTH on written text."""
+    depths = min(DEPTH, student.reach)
+    text, outcomes = written.tokens, []
+    per_position = np.zeros(depths)
+    for start in range(0, len(text), _BATCH):
+        chunk = text[start : start + _BATCH]
+        noise = None if written.noise is None else written.noise[start : start + _BATCH]
+        matches = _matches(student, target.features(chunk), written.prompt, noise, temperature)
+        for row, tokens in zip(matches, chunk.tolist(), strict=True):
+            accepted = walk(row)
+            per_position += [sum(a > depth for a in accepted) for depth in range(depths)]
+            outcomes.append((sum(accepted) + len(accepted), len(accepted), loops(tokens[written.prompt :])))
+    straight = [o for o in outcomes if not o[2]] or outcomes
+    rounds = sum(o[1] for o in outcomes)
+    return Served(
+        temperature,
+        sum(o[0] for o in straight) / max(sum(o[1] for o in straight), 1),
+        sum(o[0] for o in outcomes) / max(rounds, 1),
+        [round(float(x), 4) for x in per_position / max(rounds, 1)],
+        sum(o[2] for o in outcomes) / len(outcomes),
+        rounds,
+    )
+
+
+def written_for(target: FrozenTarget, store: TokenStore, rows: int, count: int, temperature: float) -> Written:
+    """Continuations of the beginnings of held-out documents."""
+    prompt = min(96, target.config.context // 2)
+    prompts = torch.from_numpy(document_starts(store, rows, prompt, seed=7))
+    count = min(count, target.config.context - prompt)
+    return write_text(target.decoder, prompts, count, torch.full((rows,), temperature), 7, keep_noise=temperature > 0)
+
+
+def walk(matches: Matches) -> list[int]:
+    """Accepted tokens of each round: (starts, depths) matches of one text, the first round at start 0."""
+    accepted, at = [], 0
+    while at < len(matches):
+        row = matches[at]
+        count = len(row) if row.all() else int(row.argmin())
+        accepted.append(count)
+        at += count + 1
+    return accepted
+
+
+def loops(tokens: Sequence[int], size: int = 8, most: int = 3) -> bool:
+    """Whether some run of `size` tokens occurs more than `most` times."""
+    counts: dict[tuple[int, ...], int] = {}
+    for i in range(len(tokens) - size + 1):
+        gram = tuple(tokens[i : i + size])
+        counts[gram] = counts.get(gram, 0) + 1
+    return max(counts.values(), default=0) > most
+
+
+def _agreement(matches: Matches, loss: float) -> Agreement:
+    survival = np.logical_and.accumulate(matches, axis=-1).mean(0)
+    rounded = [round(float(x), 4) for x in survival]
+    return Agreement(loss, [round(float(x), 4) for x in matches.mean(0)], rounded, 1.0 + math.fsum(rounded))
+
+
+def _matches(student: Student, features: Features, prompt: int, noise: Tensor | None, temperature: float) -> Matches:
+    """(B, starts, depths): start s is the round whose newest token is the s-th written one."""
+    depths = min(DEPTH, student.reach)
+    rows, length = features.tokens.shape
+    span = features.span(depths)
+    first, end = prompt - 1, min(span, length - depths - 1)  # row r drafts tokens r + 2 .. r + 1 + depths
+    matches = []
+    for depth, hidden in enumerate(_chain(student, features, depths)):
+        wanted = hidden.view(rows, span, -1)[:, first:end]
+        logits = student.logits(wanted.reshape(-1, wanted.shape[-1]), depth)
+        if noise is not None:
+            begin = first + depth + 2 - prompt
+            own = noise[:, begin : begin + end - first].reshape(len(logits), -1)
+            logits = logits / temperature + (own if student.vocab_ids is None else own[:, student.vocab_ids])
+        proposed = _proposed(student, logits).view(rows, -1)
+        matches.append(proposed == features.tokens[:, first + depth + 2 : end + depth + 2])
+    return torch.stack(matches, dim=-1).cpu().numpy()
+
+
+def _chain(student: Student, features: Features, depths: int) -> list[Tensor]:
+    with torch.autocast("cuda", torch.bfloat16, enabled=features.tokens.is_cuda):
+        return student.chain(features, depths)
+
+
+def _proposed(student: Student, logits: Tensor) -> Tensor:
+    best = logits.argmax(-1)
+    return best if student.vocab_ids is None else student.vocab_ids[best]

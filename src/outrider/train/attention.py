@@ -1,0 +1,100 @@
+"""Causal attention for training: whole rows at once, no cache, torch's fused kernels.
+
+The decoder sees flat rows of tokens; here they become (B, T) again. Which kernel runs is measured
+once on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from outrider.model import Attend, ModelConfig
+
+__all__ = ["causal_attend", "fastest_kernel", "kernel"]
+
+_CANDIDATES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+_TRIALS = 4
+
+
+def causal_attend(rows: int, context: int) -> Attend:
+    """Attention within each of `rows` rows of `context` tokens that lie end to end."""
+
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # bf16 on CUDA: the fused kernels take nothing wider
+        dtype = torch.bfloat16 if q.is_cuda else q.dtype
+        query, key, value = (x.to(dtype).view(rows, context, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return mixed.transpose(1, 2).reshape(rows * context, q.shape[1], q.shape[2]).to(q.dtype)
+
+    return attend
+
+
+@contextmanager
+def kernel(name: str) -> Iterator[None]:
+    """Run attention on the named kernel; "default" leaves the choice to torch."""
+    if name == "default":
+        yield
+        return
+    with sdpa_kernel(_CANDIDATES[name]):
+        yield
+
+
+def fastest_kernel(config: ModelConfig, rows: int, context: int, device: torch.device) -> str:
+    """The fused kernel whose forward and backward is quickest here; "default" off CUDA."""
+    if device.type != "cuda":
+        return "default"
+    trials: dict[str, _Trial] = {}
+    for name in _CANDIDATES:
+        try:
+            trials[name] = _try_kernel(name, config, rows, context)
+        except RuntimeError as error:  # this build or shape has no such kernel
+            print(f"attention: {name} is not usable ({str(error).splitlines()[0]})", flush=True)
+    if not trials:
+        return "default"
+    best = min(trials, key=lambda name: trials[name].seconds)
+    if best != "flash" and "flash" in trials and not _agree(trials[best].gradient, trials["flash"].gradient):
+        print(f"attention: gradients of {best} differ from flash, so flash it is", flush=True)
+        best = "flash"
+    print("attention: " + ", ".join(f"{k} {t.seconds * 1e3:.2f} ms" for k, t in trials.items()) + f"; using {best}", flush=True)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    seconds: float
+    gradient: Tensor  # of the keys
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() < 0.05 * other.norm())
+
+
+def _try_kernel(name: str, config: ModelConfig, rows: int, context: int) -> _Trial:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        shape = (rows * context, heads, config.head_dim)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    q, k, v = random(config.heads), random(config.kv_heads), random(config.kv_heads)
+    attend = causal_attend(rows, context)
+    begin = 0.0
+    with kernel(name):
+        for trial in range(_TRIALS + 2):
+            if trial == 2:
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+            k.grad = None
+            out = attend(0, q, k, v)
+            torch.autograd.backward(out, v.detach().repeat_interleave(config.heads // config.kv_heads, dim=1))
+    torch.cuda.synchronize()
+    assert k.grad is not None
+    return _Trial((time.perf_counter() - begin) / _TRIALS, k.grad.float())

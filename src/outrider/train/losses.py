@@ -1,0 +1,43 @@
+"""How far a drafter's law is from the target's, per token drafted.
+
+Acceptance of one drafted token is the overlap of the two laws, 1 - TV. KL learns fast from scratch, TV
+is what counts: "mix" goes from one to the other as acceptance grows (LK losses, 2602.23881).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.errors import UnknownMethod
+
+__all__ = ["LOSSES", "Divergence", "divergence"]
+
+LOSSES = ("kl", "mix", "lk")
+_MIX_RATE = 3.0
+
+Divergence = str
+
+
+def divergence(kind: Divergence, target: Tensor, draft: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Mean over rows of (N, V) logits; `counted` (N,) drops rows.
+
+    kl: KL(p, q). mix: w KL + (1 - w) TV with w = exp(-3 acceptance). lk: -log acceptance.
+    """
+    if kind not in LOSSES:
+        raise UnknownMethod("loss", kind, list(LOSSES))
+    log_p, log_q = torch.log_softmax(target.float(), -1), torch.log_softmax(draft.float(), -1)
+    p = log_p.exp()
+    if kind == "kl":
+        return _mean((p * (log_p - log_q)).sum(-1), counted)
+    apart = 0.5 * (p - log_q.exp()).abs().sum(-1)
+    if kind == "lk":
+        return _mean(-torch.log((1.0 - apart).clamp_min(1e-6)), counted)
+    weight = torch.exp(-_MIX_RATE * _mean(1.0 - apart.detach(), counted))
+    return weight * _mean((p * (log_p - log_q)).sum(-1), counted) + (1.0 - weight) * _mean(apart, counted)
+
+
+def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
+    if counted is None:
+        return values.mean()
+    return (values * counted).sum() / counted.sum().clamp_min(1)

@@ -1,0 +1,54 @@
+"""A small corpus of made-up packages, and a prepared one to train on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from outrider.train.corpus import CorpusOptions
+from outrider.train.prepare import Prepared, PrepareOptions, prepare
+from outrider.train.sources import find_sources
+
+_VERBS = ("load", "store", "parse", "merge", "count", "find", "sort", "draw")
+_NOUNS = ("table", "page", "token", "branch", "record", "packet", "mirror", "engine")
+
+
+def module_text(seed: int, functions: int = 12) -> str:
+    """Plausible source; different seeds share no telling lines."""
+    rng = random.Random(seed)
+    parts = []
+    for i in range(functions):
+        verb, noun = rng.choice(_VERBS), rng.choice(_NOUNS)
+        name = f"{verb}_{noun}_{seed}_{i}"
+        parts.append(f"def {name}(value_{seed}, {noun}):\n    total_{seed} = value_{seed} + {rng.randrange(99)}\n")
+        parts.append(f"    for item_{seed}_{i} in {noun}:\n        total_{seed} += item_{seed}_{i}.{verb}()\n")
+        parts.append(f"    return total_{seed}\n\n\n")
+    return "".join(parts)
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """Five packages of four modules."""
+    root = tmp_path / "packages"
+    for p in range(5):
+        folder = root / f"package{p}"
+        folder.mkdir(parents=True)
+        for m in range(4):
+            (folder / f"module{m}.py").write_text(module_text(10 * p + m))
+    return root
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """Tokens of ten packages, one held out."""
+    root = tmp_path_factory.mktemp("prepared")
+    for p in range(10):
+        folder = root / "text" / f"package{p}"
+        folder.mkdir(parents=True)
+        for m in range(4):
+            (folder / f"module{m}.py").write_text(module_text(10 * p + m))
+    rules = CorpusOptions(heldout=("package3",), file_share=0.1, workers=1)
+    sources = find_sources([root / "text"], [".py"])
+    return prepare(sources, PrepareOptions(vocab=320, context=32, corpus=rules), root / "tokens", lambda _: None)

@@ -1,0 +1,302 @@
+"""`train draft`, `train eagle` and `train medusa` from folder to written drafter, and their figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.errors import InvalidParameter, ModelError, OutriderError
+from outrider.heads import EagleHead, load_eagle, load_medusa
+from outrider.model import ModelConfig, load_decoder
+from outrider.train.acceptance import agreement, heldout_rows, loops, served, walk, written_for
+from outrider.train.cli import app
+from outrider.train.companions import (
+    EagleShape,
+    MedusaShape,
+    begin_from,
+    export,
+    load_student,
+    new_draft,
+    new_eagle,
+    new_medusa,
+    set_vocabulary,
+)
+from outrider.train.distill import Distillation, DistillOptions
+from outrider.train.frozen import FrozenTarget, require_same_tokenizer
+from outrider.train.generate import Writing, document_starts, merged, write_text, write_until
+from outrider.train.lm import Shape, greedy
+from outrider.train.loop import Budget, LoopOptions
+from outrider.train.losses import divergence
+from outrider.train.optim import OptimOptions
+from outrider.train.prepare import Prepared
+from outrider.train.students import DraftStudent, student_loss
+from outrider.train.tree import static_tree, token_ranks
+
+CPU = torch.device("cpu")
+COMMON = ("--rows=4", "--no-compile", "--device=cpu", "--adam-lr=0.01", "--lr=0.02")
+
+
+@pytest.fixture(scope="session")
+def target(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of the prepared corpus."""
+    out = tmp_path_factory.mktemp("target") / "model"
+    size = "--layers=4 --hidden=32 --heads=4 --kv-heads=2 --ffn=48 --context=32 --rows=4 --steps=150 --no-compile --device=cpu"
+    command = ["lm", "--data", str(prepared.directory), "--out", str(out), *size.split(), "--lr=0.02", "--adam-lr=0.01"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def learn(kind: str, target: Path, prepared: Prepared, out: Path, *options: str) -> dict[str, float]:
+    """Run a command; its losses first and last, and what it judged."""
+    command = [kind, "--data", str(prepared.directory), "--target", str(target), "--out", str(out), *COMMON, *options]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((out.with_name(out.name + ".work") / "result.json").read_text())
+    assert "tokens per round" in result.output
+    return figures
+
+
+def test_train_draft(target: Path, prepared: Prepared, tmp_path: Path) -> None:
+    size = "--layers=1 --hidden=16 --heads=2 --kv-heads=1 --ffn=24"
+    short = learn("draft", target, prepared, tmp_path / "short", *size.split(), "--steps=5")
+    figures = learn("draft", target, prepared, tmp_path / "draft", *size.split(), "--steps=120", "--write-tokens=1000")
+    assert figures["heldout"]["loss"] < 0.7 * short["heldout"]["loss"]
+    assert figures["heldout"]["by_position"][0] > 0.4
+    config = ModelConfig.read(tmp_path / "draft")
+    assert (config.layers, config.hidden, config.vocab) == (1, 16, prepared.vocab)
+    assert load_decoder(tmp_path / "draft").config.context == 32
+    assert (tmp_path / "draft" / "tokenizer.json").exists()
+    assert (tmp_path / "draft.work" / "written.bin").exists()
+
+
+@pytest.mark.parametrize("form", ["eagle3", "eagle1"])
+def test_train_eagle(form: str, target: Path, prepared: Prepared, tmp_path: Path) -> None:
+    options = (f"--form={form}", "--depths=4", "--taps=1,2,4")
+    short = learn("eagle", target, prepared, tmp_path / "short", *options, "--steps=5")
+    figures = learn("eagle", target, prepared, tmp_path / "eagle", *options, "--steps=120")
+    assert figures["heldout"]["loss"] < 0.7 * short["heldout"]["loss"]
+    assert figures["heldout"]["by_position"][0] > 0.4
+    assert figures["temperature 0.0"]["tokens_per_round"] > 1.3
+    head = load_eagle(tmp_path / "eagle", load_decoder(target))
+    assert head.config.form == form
+    assert head.config.taps == ((1, 2, 4) if form == "eagle3" else (4,))
+    assert sorted(path.name for path in (tmp_path / "eagle").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_train_medusa(target: Path, prepared: Prepared, tmp_path: Path) -> None:
+    short = learn("medusa", target, prepared, tmp_path / "short", "--heads=2", "--steps=5")
+    figures = learn("medusa", target, prepared, tmp_path / "medusa", "--heads=2", "--steps=120")
+    assert figures["heldout"]["loss"] < 0.8 * short["heldout"]["loss"]
+    heads = load_medusa(tmp_path / "medusa", load_decoder(target))
+    assert (heads.config.heads, heads.config.own_output) == (2, False)
+    assert len(heads.config.choices) == 64
+
+
+def test_a_resumed_run_gives_the_same_head(target: Path, prepared: Prepared, tmp_path: Path) -> None:
+    options = ("--depths=2", "--taps=1,2,4", "--checkpoint-steps=5")
+    learn("eagle", target, prepared, tmp_path / "straight", *options, "--steps=12")
+    frozen = FrozenTarget.load(target, CPU)
+    student = new_eagle(frozen, EagleShape(taps=(1, 2, 4)), "mix", 0, 2)
+    loop = LoopOptions(Budget(steps=12), tmp_path / "broken.work", rows=4, checkpoint_steps=5)
+    run = Distillation(frozen, {"eagle": student})
+    calls = []
+
+    def fail_at_eight(features: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 8:
+            raise MemoryError("gone")
+        return student_loss(student, features)  # type: ignore[arg-type]
+
+    run._losses["eagle"] = fail_at_eight
+    with pytest.raises(MemoryError):
+        run.train(prepared.store("train"), DistillOptions(32, OptimOptions(lr=0.02, adam_lr=0.01)), loop)
+    learn("eagle", target, prepared, tmp_path / "broken", *options, "--steps=12")
+    straight, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "broken"))
+    assert straight == resumed
+
+
+def test_another_tokenizer_is_refused(target: Path, packages: Path, tmp_path: Path) -> None:
+    corpus = [sys.executable, "-m", "outrider.train", "corpus", str(packages), "--out", str(tmp_path / "other"), "--vocab=300"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*corpus, "--workers=1"], check=True, capture_output=True, env=environment)
+    command = [sys.executable, "-m", "outrider.train", "eagle", "--data", str(tmp_path / "other"), "--target", str(target)]
+    done = subprocess.run([*command, "--out", str(tmp_path / "e"), "--steps=1"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: tokenizer: ")
+    assert f"prepare it again with --tokenizer {target}" in done.stderr
+    assert not (tmp_path / "e").exists()
+
+
+def test_settings_that_cannot_be(target: Path, prepared: Prepared, tmp_path: Path) -> None:
+    def refused(kind: str, *options: str) -> str:
+        command = [kind, "--data", str(prepared.directory), "--target", str(target), "--out", str(tmp_path / "x"), *COMMON]
+        result = CliRunner().invoke(app, [*command, "--steps=1", *options])
+        assert isinstance(result.exception, OutriderError)
+        return str(result.exception)
+
+    assert "9 is not between 0 and the target's 4 layers" in refused("eagle", "--taps=1,2,9")
+    assert "not a list of numbers" in refused("eagle", "--taps=a,b")
+    assert "known: eagle1, eagle3" in refused("eagle", "--form=eagle9")
+    assert "known: kl, lk, mix" in refused("draft", "--loss=other", "--hidden=16", "--heads=2", "--kv-heads=1")
+    assert "not between 1 and the target's 32" in refused("medusa", "--context=64")
+    assert "one batch needs" in refused("medusa", "--rows=100000")
+
+
+def test_students_learn_side_by_side_as_they_do_alone(target: Path, prepared: Prepared, tmp_path: Path) -> None:
+    def make() -> tuple[FrozenTarget, DraftStudent]:
+        frozen = FrozenTarget.load(target, CPU)
+        return frozen, new_draft(frozen, Shape(1, 16, 2, 1, 24, context=32), "mix", 0)
+
+    def options(name: str) -> LoopOptions:
+        return LoopOptions(Budget(steps=6), tmp_path / name, rows=2, clip=0.0)
+
+    store, rates = prepared.store("train"), DistillOptions(32, OptimOptions(lr=0.01, adam_lr=0.01))
+    frozen, alone = make()
+    Distillation(frozen, {"draft": alone}).train(store, rates, options("alone"))
+    frozen, beside = make()
+    medusa = new_medusa(frozen, MedusaShape(2, 1), "kl")
+    Distillation(frozen, {"draft": beside, "medusa": medusa}).train(store, rates, options("beside"))
+    for one, other in zip(alone.module.parameters(), beside.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_reduced_vocabulary_is_the_frequent_part(target: Path, prepared: Prepared) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    student = new_eagle(frozen, EagleShape(draft_vocab=50, taps=(1, 2, 4)), "mix", 0, 2)
+    counts = torch.bincount(torch.from_numpy(prepared.store("train").ids.astype(np.int64)), minlength=prepared.vocab)
+    set_vocabulary(student, frozen, counts)
+    ids = student.vocab_ids
+    assert ids is not None
+    assert int(counts[ids].min()) >= int(counts.topk(51).values[-1])
+    assert torch.equal(student.module.output, frozen.decoder.embedding[ids])
+    rows = heldout_rows(prepared.store("heldout_packages"), 32, 4)
+    loss = student_loss(student, frozen.reading(student.taps).features(rows))
+    torch.autograd.backward(loss)
+    assert student.module.output.grad is not None
+    found = agreement(student, frozen.reading(student.taps), rows)
+    assert 0.0 <= found.by_position[0] <= 1.0
+
+
+def test_divergences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(6, 9, generator=generator) for _ in range(2))
+    laws = torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
+    kl = torch.distributions.kl_divergence(*laws)
+    apart = 0.5 * (laws[0].probs - laws[1].probs).abs().sum(-1)
+    torch.testing.assert_close(divergence("kl", p, q), kl.mean())
+    torch.testing.assert_close(divergence("lk", p, q), -(1 - apart).log().mean())
+    weight = torch.exp(-3 * (1 - apart).mean())
+    torch.testing.assert_close(divergence("mix", p, q), weight * kl.mean() + (1 - weight) * apart.mean())
+    counted = torch.tensor([1.0, 0, 0, 1, 0, 0])
+    torch.testing.assert_close(divergence("kl", p, q, counted), (kl[0] + kl[3]) / 2)
+    assert float(divergence("mix", p, p)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_lean_losses_are_the_same(target: Path, prepared: Prepared) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    student = new_eagle(frozen, EagleShape(taps=(1, 2, 4)), "mix", 0, 3)
+    features = frozen.reading(student.taps).features(heldout_rows(prepared.store("heldout_packages"), 32, 2))
+    gradients = []
+    for lean in (False, True):
+        student.module.zero_grad()
+        torch.autograd.backward(student_loss(student, features, lean))
+        gradients.append([param.grad.clone() for param in student.module.parameters() if param.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_text_is_written_as_the_target_decodes(target: Path, prepared: Prepared) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    prompts = torch.from_numpy(document_starts(prepared.store("train"), 2, 8, seed=1))
+    wide = frozen.decoder.float()
+    written = write_text(wide, prompts, 12, torch.zeros(2), seed=0)
+    for row, prompt in zip(written.tokens.tolist(), prompts.tolist(), strict=True):
+        expected = greedy(wide, prompt, 12)
+        assert row[8 : 8 + len(expected)] == expected
+    heated = [write_text(wide, prompts, 12, torch.ones(2), seed=s).tokens for s in (1, 1, 2)]
+    assert torch.equal(heated[0], heated[1])
+    assert not torch.equal(heated[0], heated[2])
+
+
+def test_a_drafter_that_is_the_target_is_always_accepted(target: Path, prepared: Prepared) -> None:
+    """Served figures are about the text itself: the target as its own draft model takes every token."""
+    frozen = FrozenTarget.load(target, CPU)
+    store = prepared.store("heldout_packages")
+    itself = DraftStudent(load_decoder(target))
+    for temperature in (0.0, 0.8):
+        written = written_for(frozen, store, 3, 16, temperature)
+        assert served(itself, frozen, written, temperature).tokens_per_round_all > 5.0
+    assert agreement(itself, frozen, heldout_rows(store, 32, 3)).tokens_per_round == pytest.approx(6.0)
+
+
+def test_written_text_becomes_documents(target: Path, prepared: Prepared) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    store = prepared.store("train")
+    own = write_until(frozen.decoder, store, Writing(tokens=300, rows=8, length=24, prompts=(8,)))
+    assert own.tokens >= 300
+    assert all(own.ids[end - 1] == 0 for end in own.starts[1:])
+    mixed = merged(store, own, 0.5)
+    assert mixed.tokens == int(mixed.starts[-1]) == len(mixed.ids)
+    written = sum(length for length, group in zip(np.diff(mixed.starts), mixed.groups, strict=True) if group == "written")
+    assert 0.4 < written / mixed.tokens < 0.6
+
+
+def test_rounds_are_walked() -> None:
+    matches = np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 0]], dtype=bool)
+    assert walk(matches) == [2, 1, 3]
+    assert walk(matches[:0]) == []
+    assert loops([1, 2, 3, 4, 5, 6, 7, 8] * 4)
+    assert not loops([1, 2, 3, 4, 5, 6, 7, 8] * 3)
+    assert not loops([])
+
+
+def test_the_static_tree_holds_the_paths_that_were_right_most_often() -> None:
+    ranks = np.array([[0, 0]] * 5 + [[0, 1]] * 2 + [[1, 0]] * 4 + [[2, 9]] + [[99, 0]])
+    tree = static_tree(ranks, 6)
+    assert tree == ((0,), (0, 0), (1,), (1, 0), (0, 1), (2,))
+    assert static_tree(ranks, 3) == tree[:3]
+
+
+def test_ranks_count_the_tokens_before_the_right_one(target: Path, prepared: Prepared) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    written = written_for(frozen, prepared.store("heldout_packages"), 3, 16, 0.0)
+    itself = DraftStudent(load_decoder(target), reach=2)
+    ranks = token_ranks(itself, frozen, written)
+    assert ranks.shape == (3 * 14, 2)  # starts with both tokens inside the text
+    assert (ranks == 0).mean() > 0.95
+
+
+def test_a_student_goes_on_from_an_exported_one(target: Path, tmp_path: Path) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    first, second = (new_eagle(frozen, EagleShape(taps=(1, 2, 4)), "mix", seed, 2) for seed in (0, 1))
+    export(first, target, tmp_path / "head")
+    begin_from(second, frozen, tmp_path / "head")
+    torch.testing.assert_close(second.module.fc, first.module.fc, atol=2e-3, rtol=0.02)
+    other = new_eagle(frozen, EagleShape(taps=(1, 4)), "mix", 0, 2)
+    with pytest.raises(ModelError, match="another shape"):
+        begin_from(other, frozen, tmp_path / "head")
+
+
+def test_export_is_what_is_judged(target: Path, prepared: Prepared, tmp_path: Path) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    student = new_eagle(frozen, EagleShape(taps=(1, 2, 4)), "mix", 0, 2)
+    export(student, target, tmp_path / "head")
+    again = load_student(student, frozen, tmp_path / "head")
+    assert isinstance(again.module, EagleHead)
+    assert again.module.fc.dtype == torch.bfloat16
+    torch.testing.assert_close(again.module.fc.float(), student.module.fc, atol=2e-3, rtol=0.02)
+
+
+def test_the_tokenizer_check_accepts_its_own(target: Path, prepared: Prepared) -> None:
+    require_same_tokenizer(target, prepared)
+    with pytest.raises(InvalidParameter, match="taps"):
+        FrozenTarget.load(target, CPU).reading((5,))

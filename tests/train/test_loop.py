@@ -1,0 +1,181 @@
+"""The loop: budgets, resuming with the same result, and disks that fill up."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.errors import InvalidParameter, ModelError, OutriderError
+from outrider.train.checkpoint import Position, guarded_write, load_checkpoint, save_checkpoint
+from outrider.train.data import Rows
+from outrider.train.lm import LmTask, Shape, new_decoder
+from outrider.train.loop import Budget, LoopOptions, Outcome, Schedule, train
+from outrider.train.optim import OptimOptions, build_optimizers
+from outrider.train.prepare import Prepared
+
+CPU = torch.device("cpu")
+
+
+def run(prepared: Prepared, options: LoopOptions, seed: int = 0, lr: float = 0.02) -> tuple[Outcome, torch.nn.Module]:
+    shape = Shape(layers=1, hidden=32, heads=2, kv_heads=1, ffn=48, vocab=prepared.vocab, context=32)
+    decoder = new_decoder(shape.config(0), seed, CPU)
+    task = LmTask(decoder, {"heldout": prepared.store("heldout_packages")}, eval_rows=4)
+    optimizers = build_optimizers(decoder, OptimOptions(lr=lr, adam_lr=0.01))
+    return train(task, Rows(prepared.store("train"), 32, seed), optimizers, options), decoder
+
+
+def steps(directory: Path, count: int, **fields: object) -> LoopOptions:
+    base = LoopOptions(Budget(steps=count), directory, rows=4, checkpoint_steps=5)
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_schedule_rises_holds_and_falls() -> None:
+    schedule = Schedule(warmup=0.1, decay=0.5, floor=0.0)
+    assert schedule.factor(0.05) == pytest.approx(0.5)
+    assert schedule.factor(0.3) == 1.0
+    assert schedule.factor(0.75) == pytest.approx(0.5)
+    assert schedule.factor(1.0) == 0.0
+    assert schedule.factor(0.0) > 0.0
+
+
+def test_a_budget_is_steps_or_seconds() -> None:
+    with pytest.raises(InvalidParameter):
+        Budget()
+    with pytest.raises(InvalidParameter):
+        Budget(1, 1.0)
+    with pytest.raises(InvalidParameter, match="above 0"):
+        Budget(seconds=-1.0)
+    assert Budget(seconds=10.0).progress(Position(99, 5.0)) == 0.5
+
+
+def test_loss_falls_and_metrics_are_written(prepared: Prepared, tmp_path: Path) -> None:
+    outcome, _ = run(prepared, steps(tmp_path, 60, log_every_s=0.0))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    assert len(losses) == 60
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.0
+    assert outcome.evaluation["heldout"] < 4.0
+    assert outcome.position.tokens == 60 * 4 * 32
+
+
+def test_micro_batches_give_the_same_update(prepared: Prepared, tmp_path: Path) -> None:
+    _, whole = run(prepared, steps(tmp_path / "a", 3))
+    _, parts = run(prepared, steps(tmp_path / "b", 3, micro_rows=1))
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_a_time_budget_ends_in_time(prepared: Prepared, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    outcome, _ = run(prepared, LoopOptions(Budget(seconds=0.5), tmp_path, rows=4))
+    assert 0.5 <= outcome.position.seconds < 1.0
+    assert time.monotonic() - begin < 3.0
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, straight = run(prepared, steps(tmp_path / "straight", 17))
+    batch = Rows.batch
+
+    def fail_at_12(self: Rows, step: int, rows: int) -> object:
+        if step == 12:
+            raise MemoryError("gone")
+        return batch(self, step, rows)
+
+    monkeypatch.setattr(Rows, "batch", fail_at_12)
+    with pytest.raises(MemoryError):
+        run(prepared, steps(tmp_path / "broken", 17))
+    monkeypatch.undo()
+    outcome, resumed = run(prepared, steps(tmp_path / "broken", 17), seed=0)
+    assert outcome.position.step == 17
+    assert same(straight, resumed)
+    _, other = run(prepared, steps(tmp_path / "other", 17), seed=1)
+    assert not same(straight, other)
+
+
+def test_a_killed_process_resumes_to_the_same_weights(prepared: Prepared, tmp_path: Path) -> None:
+    """SIGKILL at a random moment after the first checkpoint, then the same command again."""
+
+    def command(name: str) -> list[str]:
+        size = "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn 48 --context 32 --rows 4 --steps 200 --checkpoint-steps 7"
+        where = ["--data", str(prepared.directory), "--out", str(tmp_path / name), "--work", str(tmp_path / f"{name}.work")]
+        return [sys.executable, "-m", "outrider.train", "lm", *where, *size.split(), "--no-compile", "--device", "cpu"]
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    victim = subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL)
+    checkpoint = tmp_path / "killed.work" / "checkpoint.pt"
+    deadline = time.monotonic() + 40
+    while not checkpoint.exists() and victim.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    assert torch.load(checkpoint, weights_only=True)["step"] < 200
+    for name in ("killed", "straight"):
+        subprocess.run(command(name), env=environment, check=True, stdout=subprocess.DEVNULL)
+    ends = [torch.load(tmp_path / f"{name}.work" / "checkpoint.pt", weights_only=True) for name in ("killed", "straight")]
+    assert ends[0]["step"] == ends[1]["step"] == 200
+    assert all(torch.equal(ends[0]["module"][key], ends[1]["module"][key]) for key in ends[0]["module"])
+    exported = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "straight")]
+    assert exported[0] == exported[1]
+
+
+@contextmanager
+def small_disk(most: int) -> Iterator[None]:
+    """Writes beyond `most` bytes of a file fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_intact(prepared: Prepared, tmp_path: Path) -> None:
+    run(prepared, steps(tmp_path, 5))
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with small_disk(20_000), pytest.raises(OutriderError, match=r"checkpoint\.pt.*last good one is intact"):
+        run(prepared, steps(tmp_path, 10))
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not list(tmp_path.glob("*.part"))
+    outcome, _ = run(prepared, steps(tmp_path, 10))
+    assert outcome.position.step == 10
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with small_disk(1000), pytest.raises(OutriderError, match="nothing was left behind"), guarded_write(path) as file:
+        file.write(b"x" * 5000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    small, large = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    assert load_checkpoint(tmp_path, small, []) is None
+    save_checkpoint(tmp_path, Position(3, 1.0, 9), small, [])
+    assert load_checkpoint(tmp_path, small, []) == Position(3, 1.0, 9)
+    with pytest.raises(ModelError, match="does not fit this run"):
+        load_checkpoint(tmp_path, large, [])
+
+
+def test_a_loss_that_explodes_is_an_error(prepared: Prepared, tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="not finite"):
+        run(prepared, steps(tmp_path, 30, log_every_s=0.0, clip=0.0), lr=float("inf"))
