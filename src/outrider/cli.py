@@ -31,7 +31,10 @@ _errors = Console(stderr=True)
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
-Method = Annotated[str, typer.Option(help="How to guess: none, ngram, draft_model, eagle, medusa.")]
+Method = Annotated[
+    str | None,
+    typer.Option(help="How to guess: none, ngram, draft_model, eagle, medusa. Default: eagle for the bundled model, else ngram."),
+]
 DraftModel = Annotated[
     str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: what came with the model.")
 ]
@@ -74,7 +77,7 @@ def version() -> None:
 def generate(
     prompt: Prompt,
     model: Model = None,
-    method: Method = "ngram",
+    method: Method = None,
     draft_model: DraftModel = None,
     draft_tokens: DraftTokens = 5,
     rule: Rule = "match",
@@ -119,7 +122,7 @@ def generate(
 def compare(
     prompt: Prompt,
     model: Model = None,
-    method: Method = "ngram",
+    method: Method = None,
     draft_model: DraftModel = None,
     draft_tokens: DraftTokens = 5,
     temperature: Temperature = 0.0,
@@ -213,7 +216,7 @@ def _load(options: dict[str, Any]) -> Any:
     from outrider.engine.llm import LLM
 
     _set_threads(options["threads"])
-    method, draft = options["method"], options["draft_model"]
+    method, draft = options["method"] or ("ngram" if options["model"] else "eagle"), options["draft_model"]
     if draft is not None and method in ("none", "ngram"):
         raise InvalidParameter("--draft-model", f"is for methods with weights, and {method!r} has none")
     speculation = SpeculationConfig(method, draft, options["draft_tokens"], options["rule"])

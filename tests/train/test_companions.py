@@ -13,10 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from outrider.engine.acceptance import loops
 from outrider.errors import InvalidParameter, ModelError, OutriderError
 from outrider.heads import EagleHead, load_eagle, load_medusa
 from outrider.model import ModelConfig, load_decoder
-from outrider.train.acceptance import agreement, heldout_rows, loops, served, walk, written_for
+from outrider.train.acceptance import agreement, heldout_rows, served, walk, written_for
 from outrider.train.cli import app
 from outrider.train.companions import (
     EagleShape,
@@ -62,6 +63,8 @@ def learn(kind: str, target: Path, prepared: Prepared, out: Path, *options: str)
     assert result.exit_code == 0, result.output
     figures = json.loads((out.with_name(out.name + ".work") / "result.json").read_text())
     assert "tokens per round" in result.output
+    assert [row["temperature"] for row in figures["served"]] == [0.0, 0.8]
+    assert all(row["tokens_per_round"] >= 1.0 for row in figures["served"])
     return figures
 
 

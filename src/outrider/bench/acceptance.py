@@ -67,10 +67,12 @@ def parse_method(text: str) -> dict[str, Any]:
     return settings
 
 
-def _plain(model: str | None, prompts: Sequence[str], params: SamplingParams, progress: Progress) -> dict[str, list[int]]:
+def _plain(
+    model: str | None, prompts: Sequence[str], params: SamplingParams, progress: Progress
+) -> dict[str | tuple[int, ...], list[int]]:
     llm = LLM(model)
     task = progress.add_task(f"plain at {params.temperature:g}", total=len(prompts))
-    out = {}
+    out: dict[str | tuple[int, ...], list[int]] = {}
     for prompt in prompts:
         out[prompt] = llm.generate(prompt, params)[0].outputs[0].token_ids
         progress.advance(task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,16 @@ class Acceptance:
 
 def measure_acceptance(
     llm: LLM,
-    prompts: Sequence[str],
+    prompts: Sequence[str | tuple[int, ...]],
     params: SamplingParams,
-    plain: dict[str, list[int]] | None = None,
+    plain: Mapping[str | tuple[int, ...], list[int]] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Acceptance:
-    """Generate for each prompt alone. `plain` maps prompts to plain token ids to compare with."""
+    """Generate for each prompt (text or ids) alone. `plain` maps prompts to plain token ids to compare with."""
     outputs: list[CompletionOutput] = []
     equal = 0
     for done, prompt in enumerate(prompts, 1):
-        output = llm.generate(prompt, params)[0].outputs[0]
+        output = llm.generate([prompt], params)[0].outputs[0]
         outputs.append(output)
         equal += plain is not None and plain[prompt] == output.token_ids
         progress(done)

@@ -8,7 +8,6 @@ are walked round by round, and at a temperature both sides draw with the same no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,13 +16,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outrider.engine.acceptance import loops
 from outrider.train.data import TokenStore
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.generate import Written, document_starts, write_text
 from outrider.train.losses import divergence
 from outrider.train.students import Student
 
-__all__ = ["DEPTH", "Agreement", "Served", "agreement", "heldout_rows", "loops", "served", "written_for"]
+__all__ = ["DEPTH", "Agreement", "Served", "agreement", "heldout_rows", "served", "written_for"]
 
 DEPTH = 5  # drafted tokens per round of the figures reported
 _BATCH = 8
@@ -125,15 +125,6 @@ def walk(matches: Matches) -> list[int]:
         accepted.append(count)
         at += count + 1
     return accepted
-
-
-def loops(tokens: Sequence[int], size: int = 8, most: int = 3) -> bool:
-    """Whether some run of `size` tokens occurs more than `most` times."""
-    counts: dict[tuple[int, ...], int] = {}
-    for i in range(len(tokens) - size + 1):
-        gram = tuple(tokens[i : i + size])
-        counts[gram] = counts.get(gram, 0) + 1
-    return max(counts.values(), default=0) > most
 
 
 def _agreement(matches: Matches, loss: float) -> Agreement:

@@ -19,6 +19,7 @@ from outrider.train.generate import Writing, merged, write_until
 from outrider.train.loop import LoopOptions
 from outrider.train.prepare import Prepared
 from outrider.train.pretrain import pick_device
+from outrider.train.served import served_acceptance
 from outrider.train.students import EagleStudent, Student
 
 __all__ = ["LearnOptions", "learn"]
@@ -69,9 +70,12 @@ def learn(
         say(f"  static tree of 24: {expected:.2f} tokens per round on the text it was fitted to")
     export(student, options.target, options.out)
     figures = {} if trial is None else judge(load_student(student, target, options.out), target, trial)
-    (loop.directory / "result.json").write_text(json.dumps(figures, indent=1) + "\n")
     if figures:
         describe(figures, say)
+        figures["served"] = served_acceptance(options.target, name, options.out, _heldout(prepared))
+        for row in figures["served"]:
+            say(f"  served at temperature {row['temperature']:g}: {row['tokens_per_round']:.2f} tokens per round")
+    (loop.directory / "result.json").write_text(json.dumps(figures, indent=1) + "\n")
     return figures
 
 
@@ -93,8 +97,13 @@ def _store(target: FrozenTarget, prepared: Prepared, options: LearnOptions, work
 
 def _trial(target: FrozenTarget, prepared: Prepared, context: int) -> Trial | None:
     """Held-out text and what the target makes of its beginnings; None where nothing is held out."""
-    store = max((prepared.store(name) for name in ("heldout_packages", "heldout_files")), key=lambda s: s.tokens)
+    store = _heldout(prepared)
     if store.tokens < context:
         return None
     written = {heat: written_for(target, store, _JUDGED, 160, heat) for heat in (0.0, 0.8)}
     return Trial(heldout_rows(store, context, _JUDGED), written)
+
+
+def _heldout(prepared: Prepared) -> TokenStore:
+    """The larger of the two held-out sets."""
+    return max((prepared.store(name) for name in ("heldout_packages", "heldout_files")), key=lambda store: store.tokens)
