@@ -22,7 +22,7 @@ _OPTIONS = {
     "ngram": ("ngram_min", "ngram_max"),
     "draft_model": ("dtype", "load_format"),
     "eagle": ("beam", "branch", "depth"),
-    "medusa": (),
+    "medusa": ("dynamic",),
 }
 
 

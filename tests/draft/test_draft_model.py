@@ -60,6 +60,15 @@ def test_its_context_is_respected(decoder, tmp_path) -> None:  # type: ignore[no
     assert writer.seq.stats.fallback_reason is None
 
 
+def test_nan_in_the_draft_model_costs_speed_only(decoder, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    broken = random_decoder(write_family(tmp_path, "llama2"))
+    broken.norm.fill_(float("nan"))
+    request = make_request([5, 6], SamplingParams(temperature=0.8, seed=2, max_tokens=15))
+    writer = run(make_engine(decoder, DraftModel(Runner(broken, make_pool(broken))), 4), [request])[0]
+    assert writer.seq.tokens == run(make_engine(decoder), [request])[0].seq.tokens
+    assert "not finite" in (writer.seq.stats.fallback_reason or "")
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block", "lossy_typical"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_published_rules_run_and_repeat(decoder, rule: str, temperature: float) -> None:  # type: ignore[no-untyped-def]

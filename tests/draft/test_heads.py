@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from outrider.cache import KVPool
 from outrider.core import Batch, Plan
 from outrider.draft.eagle import EagleDrafter, TreeShape
-from outrider.draft.medusa import MedusaDrafter
+from outrider.draft.medusa import MedusaDrafter, best_paths
 from outrider.errors import InvalidParameter
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, ModelConfig
@@ -144,8 +146,9 @@ def test_trees_hold_the_chain_and_are_ranked(decoder: Decoder) -> None:
         assert len(set(pairs)) == len(pairs), "siblings differ"
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("own_output", [False, True])
-def test_medusa_changes_nothing(decoder: Decoder, own_output: bool) -> None:
+def test_medusa_changes_nothing(decoder: Decoder, own_output: bool, dynamic: bool) -> None:
     c = decoder.config
     heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, heads=3, own_output=own_output), Borrowed.of(decoder))
     heads.requires_grad_(False)
@@ -153,13 +156,26 @@ def test_medusa_changes_nothing(decoder: Decoder, own_output: bool) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
     wanted = requests(f"medusa {own_output}", 5)
     plain = [run(make_engine(decoder), [request])[0].seq.tokens for request in wanted]
-    drafter = MedusaDrafter(heads.eval(), Blocked())
+    drafter = MedusaDrafter(heads.eval(), Blocked(), dynamic)
     engine = make_engine(decoder, drafter, 10)
     fast = run(engine, wanted)
     assert [w.seq.tokens for w in fast] == plain
     assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
     assert all(w.seq.stats.drafted > 0 for w in fast)
     assert not drafter._last
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 9, 30])
+def test_best_paths_are_the_best(nodes: int) -> None:
+    chances = [[0.6, 0.2, 0.1], [0.5, 0.15, 0.12], [0.3, 0.2, 0.05]]
+    worth = {
+        ranks: math.prod(chances[head][rank] for head, rank in enumerate(ranks))
+        for depth in (1, 2, 3)
+        for ranks in itertools.product(range(3), repeat=depth)
+    }
+    paths = best_paths(chances, nodes)
+    assert [worth[path] for path in paths] == pytest.approx(sorted(worth.values(), reverse=True)[:nodes])
+    assert all(path[:-1] in ((), *paths[:i]) for i, path in enumerate(paths))
 
 
 def test_shapes_are_checked() -> None:

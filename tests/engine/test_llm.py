@@ -73,6 +73,22 @@ def test_stream_equals_generate_and_can_be_left(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
+def test_streams_may_be_interleaved(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)
+    wanted = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in ("def main", "the quick")]
+    streams = [llm.stream(prompt, params) for prompt in ("def main", "the quick")]
+    got: list[list[int]] = [[], []]
+    live = [0, 1]
+    while live:
+        for i in list(live):
+            piece = next(streams[i], None)
+            if piece is None:
+                live.remove(i)
+            else:
+                got[i] += piece.token_ids
+    assert got == wanted
+
+
 def test_more_requests_than_slots(model: Path) -> None:
     small = LLM(model, load_format="dummy", max_num_seqs=2)
     params = [SamplingParams(temperature=0, max_tokens=3 + i % 4, ignore_eos=True) for i in range(7)]
@@ -128,9 +144,9 @@ def test_bad_requests(llm: LLM, prompt, params: dict, param: str) -> None:  # ty
 
 
 def test_bad_settings(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: draft_model, ngram, none"):
+    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: draft_model, eagle, medusa, ngram, none"):
         LLM(model, load_format="dummy", speculation="telepathy")
-    with pytest.raises(InvalidParameter, match="needs the draft model's directory"):
+    with pytest.raises(InvalidParameter, match="needs the directory or hub id of its weights"):
         LLM(model, load_format="dummy", speculation="draft_model")
     with pytest.raises(InvalidParameter, match="pass one of them"):
         LLM(model, load_format="dummy", speculation="ngram", speculative_config={"method": "ngram"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +15,18 @@ from outrider.heads import MedusaHeads
 from outrider.ops import BLOCK, Ops
 from outrider.sampling import Row, rank
 
-__all__ = ["MedusaDrafter"]
+__all__ = ["MedusaDrafter", "best_paths"]
 
 Tree = tuple[tuple[int, ...], ...]  # a node is the path of ranks that leads to it, parents first
+_WIDEST = 16  # children a node may have
 
 
 class MedusaDrafter:
     """Drafts with Medusa heads.
 
     What it does: head k reads the target's last hidden row and guesses the token k places after the
-        next; the best guesses of all heads form a tree chosen once from how often each rank is right.
+        next. The guesses form a static tree, chosen once from how often each rank was right, or with
+        `dynamic` the tree of the most probable combinations by the heads' own probabilities.
     When it helps: where drafting must cost next to nothing; guesses do not know of each other, so
         long runs are rarer than with EAGLE.
     Cost: one small product per head, and the output matrix per head.
@@ -30,10 +34,11 @@ class MedusaDrafter:
     Reference: Cai et al. 2401.10774.
     """
 
-    def __init__(self, heads: MedusaHeads, ops: Ops) -> None:
+    def __init__(self, heads: MedusaHeads, ops: Ops, dynamic: bool = False) -> None:
         self.needs = Needs(taps=heads.config.taps)
         self._heads = heads
         self._ops = ops
+        self._dynamic = dynamic
         self._trees: dict[int, Tree] = {}  # by number of nodes
         self._last: dict[Sequence, Tensor | None] = {}  # the tap of the token before the newest
 
@@ -56,11 +61,13 @@ class MedusaDrafter:
         active = [b for b, n in enumerate(plan.lengths) if n and self._last[batch.sequences[b]] is not None]
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in batch.sequences]
         if active:
-            chosen = [self._tree(plan.lengths[b]) for b in active]
-            width = 1 + max(max(path) for tree in chosen for path in tree)
-            for b, tree, own in zip(active, chosen, self._guesses([batch.sequences[b] for b in active], width), strict=True):
+            lengths = [plan.lengths[b] for b in active]
+            width = min(max(lengths), _WIDEST) if self._dynamic else 1 + max(max(path) for n in lengths for path in self._tree(n))
+            for b, own in zip(active, self._guesses([batch.sequences[b] for b in active], width), strict=True):
+                chances = [guess.chances for guess in own]
+                tree = best_paths(chances, plan.lengths[b]) if self._dynamic else self._tree(plan.lengths[b])
                 place = {path: i for i, path in enumerate(tree)} | {(): ROOT}
-                trees[b] = ([own[len(path) - 1][path[-1]] for path in tree], [place[path[:-1]] for path in tree])
+                trees[b] = ([own[len(path) - 1].tokens[path[-1]] for path in tree], [place[path[:-1]] for path in tree])
         return Drafts.trees(trees)
 
     def _tree(self, nodes: int) -> Tree:
@@ -68,17 +75,43 @@ class MedusaDrafter:
             self._trees[nodes] = self._heads.config.tree(nodes)
         return self._trees[nodes]
 
-    def _guesses(self, sequences: Seq[Sequence], width: int) -> list[list[list[int]]]:
+    def _guesses(self, sequences: Seq[Sequence], width: int) -> list[list[_Guess]]:
         """For each sequence, each head's best tokens in order."""
         taps = torch.stack([tap for seq in sequences if (tap := self._last[seq]) is not None])
         padded = torch.cat((taps, taps.new_zeros(-len(taps) % BLOCK, taps.shape[1])))
         logits = self._heads(self._heads.fuse(padded, self._ops), self._ops)[:, : len(taps)]
         if not bool(logits.isfinite().all()):
             raise DrafterFault("the heads' logits are not finite")
-        out: list[list[list[int]]] = [[] for _ in sequences]
+        out: list[list[_Guess]] = [[] for _ in sequences]
         for head, scores in enumerate(logits):
             # the path in between is not known yet; penalties see the text so far
             rows = [Row.at(seq)._replace(position=len(seq.tokens) + head) for seq in sequences]
-            for own, tokens in zip(out, rank(scores, rows, width).tokens.tolist(), strict=True):
-                own.append(tokens)
+            ranked = rank(scores, rows, width)
+            for own, tokens, chances in zip(out, ranked.tokens.tolist(), ranked.chances.tolist(), strict=True):
+                own.append(_Guess(tokens, chances))
         return out
+
+
+class _Guess(NamedTuple):
+    """One head's best tokens and their chances."""
+
+    tokens: list[int]
+    chances: list[float]
+
+
+def best_paths(chances: Seq[Seq[float]], nodes: int) -> Tree:
+    """The `nodes` most probable paths of ranks, heads taken as independent, parents before children.
+
+    Best first: a path's next sibling and its first child are never worth more than it is.
+    """
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0][0], (0,))]
+    chosen: list[tuple[int, ...]] = []
+    while waiting and len(chosen) < nodes:
+        worth, path = heapq.heappop(waiting)
+        chosen.append(path)
+        own = chances[len(path) - 1]
+        if path[-1] + 1 < len(own) and own[path[-1]] > 0:
+            heapq.heappush(waiting, (worth / own[path[-1]] * own[path[-1] + 1], (*path[:-1], path[-1] + 1)))
+        if len(path) < len(chances):
+            heapq.heappush(waiting, (worth * chances[len(path)][0], (*path, 0)))
+    return tuple(chosen)

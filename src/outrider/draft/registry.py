@@ -75,7 +75,7 @@ def _medusa(context: DraftContext) -> Drafter:
     from outrider.heads import load_medusa
 
     heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
-    return MedusaDrafter(heads, context.target.ops)
+    return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", False)))
 
 
 _FACTORIES: dict[str, Callable[[DraftContext], Drafter]] = {

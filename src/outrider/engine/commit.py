@@ -94,6 +94,11 @@ class Writer:
         self.seq.finish_reason, self.seq.stop_reason = "stop", stop
         return True
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something happened since the last piece."""
+        return self.sent < len(self.from_draft) or self.seq.finish_reason is not None
+
     def piece(self) -> StreamPiece:
         """What is new since the last piece, held back where a stop string may still begin."""
         done, whole = self.seq.finish_reason is not None, self.text

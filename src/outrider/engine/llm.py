@@ -113,10 +113,16 @@ class LLM:
         """Complete one prompt piece by piece; leaving the loop early aborts the request."""
         prepared = self._prepare(prompt, params or self.default_params())
         writers = self._submit(prepared)
+        waiting = list(writers)
         try:
-            while any(writer.seq.finish_reason is None for writer in writers):
-                for writer in self.engine.round():
-                    yield writer.piece()
+            while waiting:
+                if not any(writer.has_news for writer in waiting):
+                    self.engine.round()
+                for writer in [own for own in waiting if own.has_news]:
+                    piece = writer.piece()
+                    if piece.output is not None:
+                        waiting.remove(writer)
+                    yield piece
         finally:
             for writer in writers:
                 self.engine.abort(writer)
