@@ -71,6 +71,8 @@ class SpeculationStats:
         """Count one round: the depth (from 0) of every drafted node, and what came of it."""
         self.rounds += 1
         self.emitted += emitted
+        if not depths:
+            return
         self.drafted += len(depths)
         self.accepted += accepted
         reach = max(depths, default=-1) + 1
@@ -165,6 +167,7 @@ class Drafts:
     survival: Tensor  # (B, D) float32, estimate that the node is accepted
     counts: Tensor  # (B,) int64
     q: Tensor | None = None  # (B, D, V), the law each token was drawn from; None = one-hot
+    _host: list[Tree] = field(default_factory=list, init=False, repr=False, compare=False)  # filled by on_host
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -191,10 +194,10 @@ class Drafts:
 
     def on_host(self) -> list[Tree]:
         """Each sequence's nodes as plain lists: the round's one look at the draft from the host."""
-        if self.tokens.shape[1] == 0:
-            return [Tree([], []) for _ in range(self.tokens.shape[0])]
-        rows = zip(self.counts.tolist(), self.tokens.tolist(), self.parents.tolist(), strict=True)
-        return [Tree(tokens[:n], parents[:n]) for n, tokens, parents in rows]
+        if not self._host:
+            rows = zip(self.counts.tolist(), self.tokens.tolist(), self.parents.tolist(), strict=True)
+            self._host.extend(Tree(tokens[:n], parents[:n]) for n, tokens, parents in rows)
+        return self._host
 
 
 def integers(values: Seq[Any]) -> Tensor:

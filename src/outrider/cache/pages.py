@@ -58,8 +58,9 @@ class PageTable:
     def truncate(self, pages: list[int], tokens: int) -> None:
         """Give back the pages past the first that many tokens."""
         keep = self.pages_for(tokens)
-        self.release(pages[keep:])
-        del pages[keep:]
+        if len(pages) > keep:
+            self.release(pages[keep:])
+            del pages[keep:]
 
     def share(self, pages: list[int]) -> list[int]:
         """Another reference to each page."""

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from outrider.cache import KVPool
-from outrider.core import Batch, Drafts, Scores, Sequence, Verdict
+from outrider.core import Batch, Scores, Sequence, Verdict
 from outrider.engine.outputs import CompletionOutput, StreamPiece, Timings
 from outrider.sampling import CORRUPTED, Logprob, logprobs_of
 from outrider.text import StopStrings, TextStream, Tokenizer
@@ -168,12 +168,12 @@ def note_prompt(writer: Writer, logits: torch.Tensor) -> None:
             writer.prompt_logprobs.append(_named(logprobs_of(row, seq.tokens[position], top), writer.tokenizer))
 
 
-def settle_kv(pool: KVPool, batch: Batch, drafts: Drafts, verdicts: list[Verdict], settled: list[Settled]) -> None:
+def settle_kv(pool: KVPool, batch: Batch, verdicts: list[Verdict], settled: list[Settled]) -> None:
     """Move accepted nodes' KV from their draft slots to their positions; chains lie there already."""
+    if not any(verdict.path for verdict in verdicts):
+        return
     source: list[int] = []
     target: list[int] = []
-    if drafts.tokens.shape[1] == 0:
-        return
     for seq, verdict, kept in zip(batch.sequences, verdicts, settled, strict=True):
         base = len(seq.tokens) - kept.kept
         moves = [(base + node, base + i) for i, node in enumerate(verdict.path[: kept.accepted]) if node != i]

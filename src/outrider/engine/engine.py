@@ -110,7 +110,7 @@ class Engine:
             own.drafted = len(trees[b].parents)
             seq.stats.record(_depths(trees[b].parents), own.accepted, own.kept)
             settled.append(own)
-        settle_kv(self.runner.pool, batch, drafts, verdicts, settled)
+        settle_kv(self.runner.pool, batch, verdicts, settled)
         self._guarded(batch.sequences, "commit", lambda: self.drafter.commit(batch, drafts, verdicts, scores))
         for seq in batch.sequences:
             if seq.finish_reason is not None:
