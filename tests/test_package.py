@@ -36,7 +36,7 @@ def test_nothing_that_can_run_a_stranger_s_code() -> None:
     forbidden = re.compile(r"\b(pickle|cloudpickle|dill|torch\.load|yaml\.load|trust_remote_code=True)\b|(?<![\w.])(eval|exec)\(")
     for path in SOURCE.rglob("*.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            assert not forbidden.search(line) or '"' in line or line.lstrip().startswith("#"), f"{path}:{number}: {line}"
+            assert not forbidden.search(line) or "is a pickle" in line, f"{path}:{number}: {line}"
 
 
 def test_help_does_not_load_torch() -> None:

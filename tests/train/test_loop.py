@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from outrider.errors import InvalidParameter, ModelError, OutriderError
 from outrider.train.checkpoint import Position, guarded_write, load_checkpoint, save_checkpoint
@@ -122,20 +124,26 @@ def test_a_killed_process_resumes_to_the_same_weights(prepared: Prepared, tmp_pa
 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     victim = subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL)
-    checkpoint = tmp_path / "killed.work" / "checkpoint.pt"
+    checkpoint = tmp_path / "killed.work" / "checkpoint.safetensors"
     deadline = time.monotonic() + 40
     while not checkpoint.exists() and victim.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
-    assert torch.load(checkpoint, weights_only=True)["step"] < 200
+    assert step_of(checkpoint) < 200
     for name in ("killed", "straight"):
         subprocess.run(command(name), env=environment, check=True, stdout=subprocess.DEVNULL)
-    ends = [torch.load(tmp_path / f"{name}.work" / "checkpoint.pt", weights_only=True) for name in ("killed", "straight")]
-    assert ends[0]["step"] == ends[1]["step"] == 200
-    assert all(torch.equal(ends[0]["module"][key], ends[1]["module"][key]) for key in ends[0]["module"])
+    paths = [tmp_path / f"{name}.work" / "checkpoint.safetensors" for name in ("killed", "straight")]
+    assert [step_of(path) for path in paths] == [200, 200]
+    ends = [load_file(path) for path in paths]
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
     exported = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "straight")]
     assert exported[0] == exported[1]
+
+
+def step_of(checkpoint: Path) -> int:
+    with safe_open(checkpoint, framework="pt") as file:
+        return json.loads(file.metadata()["rest"])["position"][0]
 
 
 @contextmanager
@@ -151,10 +159,10 @@ def small_disk(most: int) -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_last_checkpoint_intact(prepared: Prepared, tmp_path: Path) -> None:
     run(prepared, steps(tmp_path, 5))
-    before = (tmp_path / "checkpoint.pt").read_bytes()
-    with small_disk(20_000), pytest.raises(OutriderError, match=r"checkpoint\.pt.*last good one is intact"):
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    with small_disk(20_000), pytest.raises(OutriderError, match=r"checkpoint\.safetensors.*last good one is intact"):
         run(prepared, steps(tmp_path, 10))
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
     assert not list(tmp_path.glob("*.part"))
     outcome, _ = run(prepared, steps(tmp_path, 10))
     assert outcome.position.step == 10

@@ -86,9 +86,12 @@ def _advance(progress: Progress, task: TaskID, done: int) -> None:
 
 def _line(row: dict[str, Any]) -> str:
     """A finished row, at once: a long run that is stopped keeps what it has shown."""
-    return (
-        f"{row['method']} at {row['temperature']:g}: {row['tokens_per_round']:.2f} tokens per round, {row['looping']:.0%} looping"
-    )
+    rate = _rate(row["tokens_per_round"])
+    return f"{row['method']} at {row['temperature']:g}: {rate} tokens per round, {row['looping']:.0%} looping"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -97,8 +100,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_row(
             row["method"],
             f"{row['temperature']:g}",
-            f"{row['tokens_per_round']:.2f}",
-            f"{row['tokens_per_round_all']:.2f}",
+            _rate(row["tokens_per_round"]),
+            _rate(row["tokens_per_round_all"]),
             f"{row['looping']:.0%}",
             " ".join(f"{share:.2f}" for share in row["by_position"][:6]),
             f"{row['tok_s']:.1f}",

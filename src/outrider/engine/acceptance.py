@@ -26,8 +26,8 @@ class Acceptance:
     temperature: float
     outputs: int
     looping: float  # share of outputs in which some 8-gram occurs more than three times
-    tokens_per_round: float  # over rounds that could draft, outputs that loop left out
-    tokens_per_round_all: float
+    tokens_per_round: float | None  # over rounds that could draft, outputs that loop left out; None: all loop
+    tokens_per_round_all: float | None
     by_position: list[float]  # of the rounds that drafted so far, the share accepted up to here
     tok_s: float
     equal: float | None = None  # share of outputs whose tokens equal plain decoding's, where checked
@@ -94,10 +94,10 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     return prompts[:limit]
 
 
-def _rate(outputs: Sequence[CompletionOutput]) -> float:
+def _rate(outputs: Sequence[CompletionOutput]) -> float | None:
     """Tokens per round; the prompt's own round drafts nothing and is left out."""
     rounds = sum(o.speculation["rounds"] - 1 for o in outputs)
-    return sum(len(o.token_ids) - 1 for o in outputs) / rounds if rounds else 0.0
+    return sum(len(o.token_ids) - 1 for o in outputs) / rounds if rounds else None
 
 
 def _by_position(outputs: Sequence[CompletionOutput]) -> list[float]:

@@ -14,11 +14,11 @@ from outrider.cache import KVPool
 from outrider.config import EngineConfig, SpeculationConfig
 from outrider.control import FixedLength
 from outrider.core import Request
-from outrider.draft import DraftContext, build_drafter, method_names
+from outrider.draft import DraftContext, build_drafter, check_method
 from outrider.engine.commit import Writer
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput, StreamPiece
-from outrider.errors import InvalidParameter, ModelError, UnknownMethod
+from outrider.errors import InvalidParameter, ModelError
 from outrider.model import LoadOptions, ModelConfig, Runner, load_decoder, locate
 from outrider.model.bundled import bundled_model
 from outrider.model.load import generation_defaults
@@ -62,8 +62,7 @@ class LLM:
         **sizes: Any,
     ) -> None:
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
-        if self.speculation.method not in method_names():
-            raise UnknownMethod("method", self.speculation.method, method_names())
+        check_method(self.speculation.method)
         config = _engine_config(sizes)
         self.directory = locate(str(model or bundled_model()), revision)
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from outrider.errors import ModelError, OutriderError
 
 __all__ = ["Position", "guarded_write", "load_checkpoint", "save_checkpoint"]
 
-_FILE = "checkpoint.pt"
+_FILE = "checkpoint.safetensors"
 
 
 @dataclass(slots=True)
@@ -46,36 +47,58 @@ def guarded_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def save_checkpoint(directory: Path, position: Position, module: Any, optimizers: Sequence[Any]) -> None:
-    """Everything a run needs to go on as if it had not stopped."""
-    import torch
+    """Everything a run needs to go on as if it had not stopped, as safetensors: tensors, and the rest as JSON."""
+    from safetensors.torch import save
 
-    state = {
-        "step": position.step,
-        "seconds": position.seconds,
-        "tokens": position.tokens,
-        "module": module.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-    }
+    tensors = {f"module/{name}": tensor for name, tensor in module.state_dict().items()}
+    rest: dict[str, Any] = {"position": [position.step, position.seconds, position.tokens], "optimizers": []}
+    for i, optimizer in enumerate(optimizers):
+        state = optimizer.state_dict()
+        scalars: dict[str, Any] = {}
+        for index, own in state["state"].items():
+            for name, value in own.items():
+                if hasattr(value, "dtype"):
+                    tensors[f"optimizer/{i}/{index}/{name}"] = value
+                else:
+                    scalars[f"{index}/{name}"] = value
+        rest["optimizers"].append({"groups": state["param_groups"], "scalars": scalars})
     directory.mkdir(parents=True, exist_ok=True)
+    # tied weights appear under two names; each gets bytes of its own
+    data = save(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {"rest": json.dumps(rest)}
+    )
     with guarded_write(directory / _FILE) as file:
-        torch.save(state, file)
+        file.write(data)
 
 
 def load_checkpoint(directory: Path, module: Any, optimizers: Sequence[Any]) -> Position | None:
     """Restore the last checkpoint in place; None where there is none."""
-    import torch
+    from safetensors import SafetensorError, safe_open
 
     path = directory / _FILE
     if not path.exists():
         return None
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        module.load_state_dict(state["module"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-    except (RuntimeError, KeyError, ValueError, EOFError) as error:
+        with safe_open(path, framework="pt") as file:
+            rest = json.loads(file.metadata()["rest"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        module.load_state_dict({name.removeprefix("module/"): t for name, t in tensors.items() if name.startswith("module/")})
+        for i, (optimizer, saved) in enumerate(zip(optimizers, rest["optimizers"], strict=True)):
+            optimizer.load_state_dict({"state": _states(i, saved["scalars"], tensors), "param_groups": saved["groups"]})
+    except (SafetensorError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise ModelError(f"{path} does not fit this run: {error}; remove it or use the settings it was made with") from None
-    return Position(state["step"], state["seconds"], state["tokens"])
+    return Position(*rest["position"])
+
+
+def _states(optimizer: int, scalars: dict[str, Any], tensors: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """An optimizer's per-parameter state, put together again."""
+    prefix = f"optimizer/{optimizer}/"
+    found = scalars | {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    states: dict[int, dict[str, Any]] = {}
+    for key, value in found.items():
+        index, name = key.split("/", 1)
+        states.setdefault(int(index), {})[name] = value
+    return states
 
 
 def _sync_folder(directory: Path) -> None:

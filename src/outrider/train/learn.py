@@ -74,7 +74,9 @@ def learn(
         describe(figures, say)
         figures["served"] = served_acceptance(options.target, name, options.out, _heldout(prepared))
         for row in figures["served"]:
-            say(f"  served at temperature {row['temperature']:g}: {row['tokens_per_round']:.2f} tokens per round")
+            rate = row["tokens_per_round"] or row["tokens_per_round_all"] or 1.0
+            loop_share = f"{row['looping']:.0%} of outputs loop"
+            say(f"  served at temperature {row['temperature']:g}: {rate:.2f} tokens per round ({loop_share})")
     (loop.directory / "result.json").write_text(json.dumps(figures, indent=1) + "\n")
     return figures
 
