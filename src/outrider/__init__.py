@@ -12,9 +12,10 @@ from outrider.platform import guard
 
 guard()  # before anything here loads torch
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "register_drafter"]
 
 if TYPE_CHECKING:
+    from outrider.draft import register_drafter
     from outrider.engine.llm import LLM
     from outrider.sampling.params import SamplingParams
 
@@ -29,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from outrider.sampling.params import SamplingParams
 
         return SamplingParams
+    if name == "register_drafter":
+        from outrider.draft import register_drafter
+
+        return register_drafter
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

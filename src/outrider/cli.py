@@ -33,7 +33,10 @@ Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads sta
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
 Method = Annotated[
     str | None,
-    typer.Option(help="How to guess: none, ngram, draft_model, eagle, medusa. Default: eagle for the bundled model, else ngram."),
+    typer.Option(
+        help="How to guess: none, ngram, suffix, recycle, draft_model, eagle, medusa, or package.module:Class. "
+        "Default: eagle for the bundled model, else ngram."
+    ),
 ]
 DraftModel = Annotated[
     str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: what came with the model.")
@@ -217,7 +220,7 @@ def _load(options: dict[str, Any]) -> Any:
 
     _set_threads(options["threads"])
     method, draft = options["method"] or ("ngram" if options["model"] else "eagle"), options["draft_model"]
-    if draft is not None and method in ("none", "ngram"):
+    if draft is not None and method in ("none", "ngram", "suffix", "recycle"):
         raise InvalidParameter("--draft-model", f"is for methods with weights, and {method!r} has none")
     speculation = SpeculationConfig(method, draft, options["draft_tokens"], options["rule"])
     return LLM(options["model"], speculation=speculation, dtype=options["dtype"], load_format=options["load_format"])

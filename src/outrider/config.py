@@ -20,6 +20,8 @@ _ALIASES = {
 _FIELDS = ("method", "model", "draft_tokens", "rule")
 _OPTIONS = {
     "ngram": ("ngram_min", "ngram_max"),
+    "suffix": ("min_match", "max_match", "factor", "offset", "min_prob", "branch", "shared_tokens"),
+    "recycle": ("top", "table_tokens", "shared"),
     "draft_model": ("dtype", "load_format"),
     "eagle": ("beam", "branch", "depth"),
     "medusa": ("dynamic",),

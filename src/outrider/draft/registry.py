@@ -1,18 +1,22 @@
-"""Drafters by name. Each is imported when first asked for."""
+"""Drafters by name. Each is imported when first asked for; users bring their own by class or by registering it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
+from outrider.core import Needs
 from outrider.draft.protocol import Drafter
 from outrider.errors import InvalidParameter, UnknownMethod
 from outrider.model import LoadOptions, Runner, locate
 
-__all__ = ["DraftContext", "build_drafter", "method_names"]
+__all__ = ["DraftContext", "Factory", "build_drafter", "check_method", "method_names", "register_drafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,9 @@ class DraftContext:
         return KVPool(1, pool.pages, kv_heads, pool.page_size, head_dim)
 
 
+Factory = Callable[[DraftContext], Drafter]
+
+
 def _none(context: DraftContext) -> Drafter:  # noqa: ARG001
     from outrider.draft.none import NoDrafter
 
@@ -53,6 +60,20 @@ def _ngram(context: DraftContext) -> Drafter:
     from outrider.draft.ngram import NGramDrafter
 
     return NGramDrafter(**context.config.options)
+
+
+def _suffix(context: DraftContext) -> Drafter:
+    from outrider.draft.suffix import SuffixDrafter, SuffixShape
+
+    options = dict(context.config.options)
+    shared_tokens = options.pop("shared_tokens", 0)
+    return SuffixDrafter(SuffixShape(**options), shared_tokens)
+
+
+def _recycle(context: DraftContext) -> Drafter:
+    from outrider.draft.recycle import RecycleDrafter
+
+    return RecycleDrafter(**context.config.options)
 
 
 def _draft_model(context: DraftContext) -> Drafter:
@@ -78,23 +99,88 @@ def _medusa(context: DraftContext) -> Drafter:
     return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", False)))
 
 
-_FACTORIES: dict[str, Callable[[DraftContext], Drafter]] = {
+_FACTORIES: dict[str, Factory] = {
     "none": _none,
     "ngram": _ngram,
+    "suffix": _suffix,
+    "recycle": _recycle,
     "draft_model": _draft_model,
     "eagle": _eagle,
     "medusa": _medusa,
 }
 
 
+_REGISTERED: dict[str, Factory] = {}  # by register_drafter; the package itself never adds to it
+_VERBS = ("begin", "propose", "commit", "end")
+
+
 def method_names() -> list[str]:
-    return sorted(_FACTORIES)
+    return sorted((*_FACTORIES, *_REGISTERED))
+
+
+def register_drafter(name: str, factory: Factory) -> None:
+    """Make a drafter of your own a method, by name. Registering a name again replaces it."""
+    if name in _FACTORIES:
+        raise InvalidParameter("name", f"{name!r} is built in; choose another")
+    if not name.isidentifier():
+        raise InvalidParameter("name", f"must be letters, digits and underscores, got {name!r}")
+    if not callable(factory):
+        raise InvalidParameter("factory", f"must take a DraftContext and return a drafter, got {factory!r}")
+    _REGISTERED[name] = factory
+
+
+def check_method(name: str) -> None:
+    """Fail now, before anything is loaded, where no drafter has this name or its class is unfit."""
+    if ":" in name:
+        _imported(name)
+    elif name not in _FACTORIES and name not in _REGISTERED:
+        raise UnknownMethod("method", name, [*method_names(), "package.module:Class"])
 
 
 def build_drafter(context: DraftContext) -> Drafter:
     """The drafter the settings name."""
+    name = context.config.method
+    check_method(name)
+    if ":" in name:
+        return _checked(name, _constructed(name, context.config.options))
+    if name in _REGISTERED:
+        return _checked(name, _REGISTERED[name](context))
+    return _FACTORIES[name](context)
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """The class that `package.module:Class` names."""
+    module, _, attribute = name.partition(":")
     try:
-        factory = _FACTORIES[context.config.method]
-    except KeyError:
-        raise UnknownMethod("method", context.config.method, method_names()) from None
-    return factory(context)
+        found = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # whatever a stranger's module raises, its name belongs in the message
+        raise InvalidParameter("method", f"{name!r}: cannot import {module!r} ({type(error).__name__}: {error})") from error
+    if found is None:
+        raise InvalidParameter("method", f"{name!r}: {module!r} has no attribute {attribute!r}")
+    if not isinstance(found, type):
+        raise InvalidParameter("method", f"{name!r} is not a class but {type(found).__name__}")
+    _require_verbs(name, found)
+    return found
+
+
+def _constructed(name: str, options: Mapping[str, Any]) -> object:
+    drafter = _imported(name)
+    try:
+        inspect.signature(drafter).bind(**options)
+    except TypeError as error:
+        given = ", ".join(sorted(options)) or "none"
+        raise InvalidParameter("speculation", f"{name!r} does not take these settings ({given}): {error}") from None
+    return drafter(**options)
+
+
+def _checked(name: str, drafter: object) -> Drafter:
+    _require_verbs(name, drafter)
+    if not isinstance(getattr(drafter, "needs", None), Needs):
+        raise InvalidParameter("method", f"{name!r} has no attribute `needs` of type Needs")
+    return cast(Drafter, drafter)
+
+
+def _require_verbs(name: str, drafter: object) -> None:
+    missing = [verb for verb in _VERBS if not callable(getattr(drafter, verb, None))]
+    if missing:
+        raise InvalidParameter("method", f"{name!r} lacks {', '.join(missing)}; a drafter has {', '.join(_VERBS)} and needs")

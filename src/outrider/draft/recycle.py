@@ -1,0 +1,185 @@
+"""Token recycling: what the target last thought could follow each token is the next draft."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.errors import InvalidParameter
+
+__all__ = ["RecycleDrafter", "SuccessorTable", "read_tree"]
+
+CHANCES = (0.5, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01)  # that the target chooses each rank, as seen on greedy code
+
+
+class RecycleDrafter:
+    """Drafts from the candidates the target weighed before.
+
+    What it does: every row of every verification, rejected nodes included, leaves its `top`
+        likeliest next tokens in a table under the token it followed, what was chosen there first.
+        The draft is a tree read from that table, starting at the last token: a node's children are
+        its token's successors, and a fixed chance for each rank says which nodes are worth having.
+        Tokens of the prompt that the target was not yet asked about have as successors what
+        followed them there.
+    When it helps: everywhere a little, also on text that repeats nothing; best where verifying
+        some dozens of nodes costs about as much as one.
+    Cost: one top-k over the scored rows per round, some hundred bytes for each of at most
+        `table_tokens` tokens; independent of the context's length.
+    Needs: the target's logits at every node.
+    Reference: Luo et al. 2408.08696.
+
+    Each sequence has a table of its own. `shared=1` makes it one for all, which starts warm; but
+    then the pairs of tokens one request taught it show in how fast another's text comes out. Never
+    more than pairs, and never in the text, yet to allow it is for those whose requests are all of
+    one tenant.
+    """
+
+    needs = Needs(scores=True)
+
+    def __init__(self, top: int = 8, table_tokens: int = 65536, shared: bool | int = False) -> None:
+        if not 1 <= top <= len(CHANCES):
+            raise InvalidParameter("top", f"must be in [1, {len(CHANCES)}], got {top}")
+        if table_tokens < 1:
+            raise InvalidParameter("table_tokens", f"must be at least 1, got {table_tokens}")
+        self._top = top
+        self._table_tokens = table_tokens
+        self._common = SuccessorTable(table_tokens) if shared else None
+        self._tables: dict[Sequence, SuccessorTable] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        table = SuccessorTable(self._table_tokens) if self._common is None else self._common
+        self._tables[seq] = table
+        table.read(seq.tokens, self._top)
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        width = self._top if plan.rule == "match" else 1  # the other rules verify chains
+        trees = [
+            read_tree(self._tables[seq], seq.tokens[-1], width, n) if n else RecycledTree([], [], [])
+            for seq, n in zip(batch.sequences, plan.lengths, strict=True)
+        ]
+        drafts = Drafts.trees([(tree.tokens, tree.parents) for tree in trees])
+        width = drafts.tokens.shape[1]
+        survival = torch.tensor([[*tree.survival, *[0.0] * (width - len(tree.survival))] for tree in trees])
+        return replace(drafts, survival=survival.reshape(drafts.tokens.shape))
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        """Note the best successors at every row whose token is known."""
+        best: list[list[int]] | None = None
+        for b, (seq, tree) in enumerate(zip(batch.sequences, drafts.on_host(), strict=True)):
+            table, root = self._tables.get(seq), scores.roots[b]
+            if table is None or root < 0 or seq.finish_reason == "error":
+                continue
+            if best is None:
+                best = scores.logits.topk(min(self._top, scores.logits.shape[1])).indices.tolist()
+            own = best[root : root + 1 + len(tree.tokens)]
+            table.note(_tokens_of(seq, tree, verdicts[b]), _chosen_first(own, verdicts[b]))
+
+    def end(self, seq: Sequence) -> None:
+        self._tables.pop(seq, None)
+
+
+class SuccessorTable:
+    """The latest best successors of each token, best first; the stalest row goes when it is full."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._rows: dict[int, Seq[int]] = {}  # the latest noted last
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def after(self, token: int) -> Seq[int]:
+        return self._rows.get(token, ())
+
+    def note(self, tokens: Seq[int | None], successors: Seq[Seq[int]]) -> None:
+        """Each token's new successors; None where the token is not known."""
+        for token, row in zip(tokens, successors, strict=True):
+            if token is not None:
+                self._put(token, row)
+
+    def read(self, text: Seq[int], most: int) -> None:
+        """For tokens without a row: what followed them in a text, the latest first."""
+        found: dict[int, dict[int, None]] = {}
+        for i in range(len(text) - 1, 0, -1):
+            if text[i - 1] not in self._rows:
+                row = found.setdefault(text[i - 1], {})
+                if len(row) < most:
+                    row[text[i]] = None
+        for token, row in reversed(found.items()):
+            self._put(token, list(row))
+
+    def _put(self, token: int, row: Seq[int]) -> None:
+        self._rows.pop(token, None)
+        if len(self._rows) >= self._limit:
+            del self._rows[next(iter(self._rows))]
+        self._rows[token] = row
+
+
+class RecycledTree(NamedTuple):
+    """One sequence's draft and how likely each node is to be accepted."""
+
+    tokens: list[int]
+    parents: list[int]
+    survival: list[float]
+
+
+class _Open(NamedTuple):
+    """A node not yet drafted; the likeliest compares lowest, the earliest among equals."""
+
+    unlikely: float  # minus its survival
+    order: int
+    parent: int
+    above: float  # the parent's survival
+    siblings: Seq[int]
+    rank: int
+
+
+def read_tree(table: SuccessorTable, root: int, width: int, nodes: int) -> RecycledTree:
+    """The likeliest nodes below a token, best first: a next sibling or a child is never likelier.
+
+    With a full table the shape is the same every time; where successors are missing, the nodes
+    go to the next best places.
+    """
+    tree = RecycledTree([], [], [])
+    waiting: list[_Open] = []
+    order = itertools.count()
+
+    def wait(parent: int, above: float, siblings: Seq[int], rank: int) -> None:
+        if rank < min(len(siblings), width):
+            heapq.heappush(waiting, _Open(-above * CHANCES[rank], next(order), parent, above, siblings, rank))
+
+    wait(ROOT, 1.0, table.after(root), 0)
+    while waiting and len(tree.tokens) < nodes:
+        node = heapq.heappop(waiting)
+        token = node.siblings[node.rank]
+        tree.tokens.append(token)
+        tree.parents.append(node.parent)
+        tree.survival.append(-node.unlikely)
+        wait(node.parent, node.above, node.siblings, node.rank + 1)
+        wait(len(tree.tokens) - 1, -node.unlikely, table.after(token), 0)
+    return tree
+
+
+def _tokens_of(seq: Sequence, tree: Tree, verdict: Verdict) -> list[int | None]:
+    """The token each scored row followed: the last one before this round, then the nodes'.
+
+    A sequence that ended may have kept only some of the round's tokens, so its root is not known.
+    """
+    before = len(seq.tokens) - len(verdict.tokens)
+    root = seq.tokens[before - 1] if seq.finish_reason is None else None
+    return [root, *tree.tokens]
+
+
+def _chosen_first(successors: list[list[int]], verdict: Verdict) -> list[list[int]]:
+    """Rows with the target's choice in front, where there was one: penalties and bias are not in the logits."""
+    rows = list(successors)
+    for row, token in zip((0, *(1 + node for node in verdict.path)), verdict.tokens, strict=True):
+        if token >= 0:  # below: the logits of that row were not finite
+            rows[row] = [token, *(other for other in rows[row] if other != token)][: len(rows[row])]
+    return rows

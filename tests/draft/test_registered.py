@@ -1,0 +1,165 @@
+"""Drafters of the user's own: by class path and by registering a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import outrider
+from outrider import LLM, SamplingParams
+from outrider.config import SpeculationConfig
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft import check_method, method_names, registry
+from outrider.errors import InvalidParameter, UnknownMethod
+from tests.support import write_family, write_tokenizer
+
+
+class Echo:
+    """Guesses that the text goes on as it did `back` tokens ago."""
+
+    needs = Needs()
+
+    def __init__(self, back: int = 1) -> None:
+        self.back = back
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        tails = [seq.tokens[-self.back :] * n for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        return Drafts.chains([tail[:n] for tail, n in zip(tails, plan.lengths, strict=True)])
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None: ...
+
+    def end(self, seq: Sequence) -> None: ...
+
+
+class NoVerbs:
+    needs = Needs()
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        return Drafts.empty(len(batch.sequences))
+
+
+class NoNeeds(NoVerbs):
+    needs = None  # type: ignore[assignment]
+
+    def commit(self, *what: object) -> None: ...
+
+    def end(self, seq: Sequence) -> None: ...
+
+
+def not_a_class() -> None: ...
+
+
+ECHO = f"{__name__}:Echo"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("m")
+    write_tokenizer(directory)
+    return write_family(directory, "llama2", vocab_size=300)
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Names registered by a test are gone after it."""
+    before = dict(registry._REGISTERED)
+    yield
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(before)
+
+
+def tokens(model: Path, speculation: object) -> tuple[list[int], dict[str, object]]:
+    llm = LLM(str(model), load_format="dummy", speculation=speculation)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={7: 20.0, 8: 20.0})
+    output = llm.generate([[1, 7, 8]], params)[0].outputs[0]
+    return output.token_ids, output.speculation
+
+
+def test_a_class_by_its_path(model: Path) -> None:
+    plain, _ = tokens(model, None)
+    for back in (1, 2):
+        fast, stats = tokens(model, {"method": ECHO, "back": back, "draft_tokens": 4})
+        assert fast == plain
+        assert stats["method"] == ECHO
+        assert stats["fallback_reason"] is None
+        assert stats["drafted"]
+        assert stats["accepted"]
+
+
+def test_a_registered_name(model: Path, forgetful: None) -> None:
+    outrider.register_drafter("echo", lambda context: Echo(**context.config.options))
+    assert "echo" in method_names()
+    fast, stats = tokens(model, {"method": "echo", "back": 1})
+    assert fast == tokens(model, None)[0]
+    assert stats["method"] == "echo"
+    assert stats["accepted"]
+    outrider.register_drafter("echo", lambda context: Echo(2))  # again: replaced
+    with pytest.raises(UnknownMethod, match="known: .*echo.*package.module:Class"):
+        check_method("ecko")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("ecko", "unknown 'ecko'; known: .*ngram.*package.module:Class.*recycle.*suffix"),
+        ("no.such.package:Echo", "cannot import 'no.such.package'.*ModuleNotFoundError"),
+        (":Echo", "cannot import ''"),
+        (f"{__name__}:Missing", "has no attribute 'Missing'"),
+        (f"{__name__}:", "has no attribute ''"),
+        (f"{__name__}:not_a_class", "not a class but function"),
+        (f"{__name__}:NoVerbs", "lacks commit, end"),
+    ],
+)
+def test_unfit_names_fail_before_loading(method: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        LLM("/no/such/model", speculation=method)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        (f"{__name__}:NoNeeds", "no attribute `needs`"),
+        ({"method": ECHO, "forth": 1}, r"does not take these settings \(forth\).*forth"),
+    ],
+)
+def test_unfit_drafters_fail_when_built(model: Path, speculation: object, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        tokens(model, speculation)
+
+
+def test_factories_must_give_drafters(model: Path, forgetful: None) -> None:
+    outrider.register_drafter("hollow", lambda context: object())  # type: ignore[arg-type, return-value]
+    with pytest.raises(InvalidParameter, match="'hollow' lacks begin, propose, commit, end"):
+        tokens(model, "hollow")
+
+
+@pytest.mark.parametrize("name", ["ngram", "none", "a:b", "", "two words"])
+def test_names_that_cannot_be_registered(name: str) -> None:
+    with pytest.raises(InvalidParameter, match="name"):
+        outrider.register_drafter(name, lambda context: Echo())
+    assert method_names() == sorted(registry._FACTORIES)
+
+
+def test_a_factory_is_called() -> None:
+    with pytest.raises(InvalidParameter, match="factory"):
+        outrider.register_drafter("echo", 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "kind"),
+    [
+        ({"method": "suffix", "min_match": 2, "factor": 1.5, "shared_tokens": 9}, "SuffixDrafter"),
+        ({"method": "recycle", "top": 4, "shared": 1}, "RecycleDrafter"),
+    ],
+)
+def test_lookup_drafters_take_their_settings(model: Path, speculation: dict[str, object], kind: str) -> None:
+    llm = LLM(str(model), load_format="dummy", speculation=speculation)
+    assert type(llm.engine.drafter).__name__ == kind
+    with pytest.raises(InvalidParameter, match="unknown setting 'typo'"):
+        SpeculationConfig.parse(speculation | {"typo": 1})
