@@ -163,3 +163,21 @@ def test_lookup_drafters_take_their_settings(model: Path, speculation: dict[str,
     assert type(llm.engine.drafter).__name__ == kind
     with pytest.raises(InvalidParameter, match="unknown setting 'typo'"):
         SpeculationConfig.parse(speculation | {"typo": 1})
+
+
+def test_the_readme_s_drafter_runs() -> None:
+    """The example as printed, on the bundled model: same tokens, and its guesses were judged."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    code = text.split("## A drafter of your own")[1].split("```python\n")[1].split("```")[0]
+    names: dict[str, object] = {}
+    try:
+        exec(compile(code, "README.md", "exec"), names)
+        llm = names["llm"]
+        assert isinstance(llm, LLM)
+        params = SamplingParams(temperature=0, max_tokens=24)
+        fast, plain = (llm.generate("a = [0, 0, 0,", params, speculate=on)[0].outputs[0] for on in (True, False))
+        assert fast.token_ids == plain.token_ids
+        assert fast.speculation["drafted"] > 0
+        assert fast.speculation["fallback_reason"] is None
+    finally:
+        registry._REGISTERED.pop("echo", None)
