@@ -1,4 +1,4 @@
-"""Medusa: several heads guess several tokens ahead at once; a static tree combines their best guesses."""
+"""Medusa: several heads guess several tokens ahead at once; a tree combines their best guesses."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class MedusaDrafter:
     """Drafts with Medusa heads.
 
     What it does: head k reads the target's last hidden row and guesses the token k places after the
-        next. The guesses form a static tree, chosen once from how often each rank was right, or with
-        `dynamic` the tree of the most probable combinations by the heads' own probabilities.
+        next. The guesses form the tree of the most probable combinations by the heads' own
+        probabilities, or with `dynamic=0` a static tree chosen once from how often each rank was right.
     When it helps: where drafting must cost next to nothing; guesses do not know of each other, so
         long runs are rarer than with EAGLE.
     Cost: one small product per head, and the output matrix per head.
@@ -34,7 +34,7 @@ class MedusaDrafter:
     Reference: Cai et al. 2401.10774.
     """
 
-    def __init__(self, heads: MedusaHeads, ops: Ops, dynamic: bool = False) -> None:
+    def __init__(self, heads: MedusaHeads, ops: Ops, dynamic: bool = True) -> None:
         self.needs = Needs(taps=heads.config.taps)
         self._heads = heads
         self._ops = ops

@@ -96,7 +96,7 @@ def _medusa(context: DraftContext) -> Drafter:
     from outrider.heads import load_medusa
 
     heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
-    return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", False)))
+    return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", True)))
 
 
 _FACTORIES: dict[str, Factory] = {
