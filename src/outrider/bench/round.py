@@ -30,10 +30,10 @@ class RoundCost:
     temperature: float
     rounds: int
     total_us: float
-    forward_us: float  # laying out the rows, the decoder, its output matrix
-    layout_us: float  # of that, laying out the rows and planning their attention
+    forward_us: float  # the decoder and its output matrix
     choice_us: float
-    outside_us: float  # everything else: scheduling, proposing, verification, commit
+    outside_us: float  # everything else: scheduling, laying out rows, proposing, verification, commit
+    layout_us: float  # of that, laying out the rows and planning their attention
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,8 +65,8 @@ class _TimedRunner(Runner):
     def prepare(self, feeds: Sequence[Feed]) -> Rows:
         return self.layout.around(super().prepare, feeds)  # type: ignore[no-any-return]
 
-    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
-        return self.watch.around(super().forward, feeds, taps)  # type: ignore[no-any-return]
+    def run(self, rows: Rows, taps: tuple[int, ...] = ()) -> Hidden:
+        return self.watch.around(super().run, rows, taps)  # type: ignore[no-any-return]
 
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         return self.watch.around(super().logits, last, rows)  # type: ignore[no-any-return]
@@ -87,11 +87,11 @@ def measure_round(model: str | Path | None, load_format: str, temperature: float
             start = time.perf_counter()
             llm.engine.round()
             total = (time.perf_counter() - start) * 1e6
-            samples.append((total, runner.watch.read_us(), runner.layout.read_us(), choosing.read_us()))
+            samples.append((total, runner.watch.read_us(), choosing.read_us(), runner.layout.read_us()))
     kept = samples[_WARM_UP:]
     medians = [statistics.median(column) for column in zip(*kept, strict=True)]
-    outside = statistics.median(whole - forward - choice for whole, forward, _, choice in kept)
-    return RoundCost(temperature, len(kept), medians[0], medians[1], medians[2], medians[3], outside)
+    outside = statistics.median(whole - forward - choice for whole, forward, choice, _ in kept)
+    return RoundCost(temperature, len(kept), medians[0], medians[1], medians[2], outside, medians[3])
 
 
 def measure_noise(rows: int = 16, vocab: int = 8192, repeats: int = 300) -> dict[str, float]:
