@@ -37,6 +37,8 @@ class EngineConfig:
     max_batch_rows: int = 512  # prompt rows read in one round, shared by all sequences
     page_size: int = 64
     kv_bytes: int | None = None
+    prefix_cache: bool = True  # full pages stay findable by their tokens until their memory is needed
+    max_queue: int | None = None  # requests that may wait; more are refused
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_rows", "page_size"):

@@ -47,6 +47,8 @@ class Request:
     max_tokens: int
     index: int = 0  # which of n samples this is; part of the noise key
     speculate: bool = True  # False: plain decoding for this request
+    tenant: str | None = None  # nothing of one tenant's text is cached or drafted for another
+    priority: int = 0  # lower ones go first
 
 
 @dataclass(slots=True)
@@ -100,14 +102,16 @@ class SpeculationStats:
 class Sequence:
     """One generation in flight. Owned and changed by the engine alone."""
 
-    __slots__ = ("cached", "finish_reason", "pages", "request", "reserved", "stats", "stop_reason", "tokens")
+    __slots__ = ("cached", "finish_reason", "keys", "named", "order", "pages", "request", "stats", "stop_reason", "tokens")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens: list[int] = list(request.prompt_ids)
         self.pages: list[int] = []
-        self.reserved = 0  # pages set aside for the whole of its life
+        self.keys: list[bytes] = []  # what its leading full pages hold, as the prefix cache names it
+        self.named = 0  # leading pages the prefix cache knows
         self.cached = 0  # leading tokens whose KV is in the pages
+        self.order = (request.priority, 0)  # seniority
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.stats = SpeculationStats()

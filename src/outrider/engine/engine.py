@@ -61,12 +61,15 @@ class Engine:
 
     def round(self) -> list[Writer]:
         """Advance every running sequence; the writers that changed."""
-        for seq in self.scheduler.admit():
+        batch, started, stopped = self.scheduler.next()
+        for seq in stopped:
+            self._guarded([seq], "end", partial(self.drafter.end, seq))
+        for seq in started:
             self._guarded([seq], "begin", partial(self.drafter.begin, seq))
-        batch = self.scheduler.next()
         writers = [self._writers[seq] for seq in batch.sequences]
         load = Load([self._room(seq) for seq in batch.sequences])
         plan = self.policy.plan(load)
+        plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
         drafts = self.policy.select(self._propose(batch, plan), load)
         scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
         verdicts = verify(drafts, scores, batch, plan)
@@ -82,8 +85,6 @@ class Engine:
 
     def _propose(self, batch: Batch, plan: Plan) -> Drafts:
         """The drafter's guesses, or none where it breaks: speed is lost, never the text."""
-        for b, (seq, length) in enumerate(zip(batch.sequences, plan.lengths, strict=True)):
-            self.pages.extend(seq.pages, seq.cached + batch.feeds[b] + length)
         empty = Drafts.empty(len(batch.sequences))
         if not any(plan.lengths):
             return empty
@@ -99,7 +100,7 @@ class Engine:
         settled = []
         for b, (seq, writer) in enumerate(zip(batch.sequences, writers, strict=True)):
             if b in scores.prompt_logits:
-                note_prompt(writer, scores.prompt_logits[b])
+                note_prompt(writer, seq.cached, scores.prompt_logits[b])
             root = scores.roots[b]
             if root < 0:
                 seq.cached += batch.feeds[b]
@@ -113,15 +114,15 @@ class Engine:
         settle_kv(self.runner.pool, batch, verdicts, settled)
         self._guarded(batch.sequences, "commit", lambda: self.drafter.commit(batch, drafts, verdicts, scores))
         for seq in batch.sequences:
+            if seq.finish_reason != "error":
+                self.scheduler.settle(seq)
             if seq.finish_reason is not None:
                 self._finish(seq)
-            else:
-                self.pages.truncate(seq.pages, len(seq.tokens))
         return settled
 
     def _finish(self, seq: Sequence) -> None:
         if seq.finish_reason == "error":
-            self.runner.pool.clear(seq.pages)
+            self.runner.pool.clear(self.pages.disown(seq.pages))
         self._writers.pop(seq, None)
         if self.scheduler.remove(seq):
             self._guarded([seq], "end", partial(self.drafter.end, seq))
