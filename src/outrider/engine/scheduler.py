@@ -77,7 +77,8 @@ class Scheduler:
         for first in [first for first in self._parked if first.cached >= first.prompt_len]:
             self._unpark(first)
         budget = self._config.max_batch_rows
-        batch, stopped = Batch([], []), []
+        batch = Batch([], [])
+        stopped: list[Sequence] = []
         for seq in list(self._running):
             if seq in stopped:
                 break  # so are all its juniors
