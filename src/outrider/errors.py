@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DrafterFault", "InvalidParameter", "ModelError", "OutriderError", "QueueFull", "UnknownMethod"]
+__all__ = ["DrafterFault", "EngineDead", "InvalidParameter", "ModelError", "OutriderError", "QueueFull", "UnknownMethod"]
 
 
 class OutriderError(Exception):
@@ -34,3 +34,7 @@ class DrafterFault(OutriderError):
 
 class QueueFull(OutriderError):
     """More requests are waiting than the engine was told to hold."""
+
+
+class EngineDead(OutriderError):
+    """The engine's thread has ended; nothing more can be asked of it."""
