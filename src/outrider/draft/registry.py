@@ -12,6 +12,7 @@ from typing import Any, cast
 from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
 from outrider.core import Needs
+from outrider.draft.deadline import DEADLINE_S, Deadline
 from outrider.draft.protocol import Drafter
 from outrider.errors import InvalidParameter, UnknownMethod
 from outrider.model import LoadOptions, Runner, locate
@@ -141,11 +142,12 @@ def build_drafter(context: DraftContext) -> Drafter:
     """The drafter the settings name."""
     name = context.config.method
     check_method(name)
-    if ":" in name:
-        return _checked(name, _constructed(name, context.config.options))
-    if name in _REGISTERED:
-        return _checked(name, _REGISTERED[name](context))
-    return _FACTORIES[name](context)
+    if name in _FACTORIES:
+        return _FACTORIES[name](context)
+    options = dict(context.config.options)
+    seconds = options.pop("deadline_s", DEADLINE_S)
+    stranger = _constructed(name, options) if ":" in name else _REGISTERED[name](context)
+    return Deadline(_checked(name, stranger), seconds)
 
 
 def _imported(name: str) -> Callable[..., Any]:
