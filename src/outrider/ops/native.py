@@ -37,7 +37,7 @@ _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 class _LayerSpec(ctypes.Structure):
     _fields_ = (
         *((name, _pointer) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _pointer) for name in ("norm_in", "norm_hidden", "norm_mlp", "q_norm", "k_norm")),
+        *((name, _pointer) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")),
         ("window", _int),
     )
 
@@ -46,7 +46,7 @@ class _StackSpec(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "form", "residual_normed")),
         ("eps", _float),
-        *((name, _pointer) for name in ("layer", "joined", "norm", "embedding", "cos", "sin")),
+        *((name, _pointer) for name in ("layer", "joined", "norm", "norm_hidden", "embedding", "cos", "sin")),
     )
 
 
@@ -159,7 +159,6 @@ class LayerWeights:
     down: PackedLinear
     norm_in: Tensor | None
     norm_mlp: Tensor
-    norm_hidden: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int | None = None
@@ -181,7 +180,8 @@ class StackWeights:
     sin: Tensor
     norm: Tensor | None  # the last one
     form: int = TOKENS
-    joined: PackedLinear | None = None
+    joined: PackedLinear | None = None  # of JOINED
+    norm_hidden: Tensor | None = None  # of BESIDE: the feature's
     residual_normed: bool = False
 
 
@@ -242,13 +242,13 @@ class Stack:
         return StackRows(stream, last, tapped)
 
     def _layer(self, layer: LayerWeights) -> _LayerSpec:
-        norms = {name: self._keep(getattr(layer, name)) for name in ("norm_in", "norm_hidden", "norm_mlp", "q_norm", "k_norm")}
+        norms = {name: self._keep(getattr(layer, name)) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")}
         products = {name: getattr(layer, name).handle for name in ("qkv", "out", "gate_up", "down")}
         return _LayerSpec(**products, **norms, window=layer.window or 0)
 
     def _stack(self, w: StackWeights) -> _StackSpec:
         sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
-        tables = {name: self._keep(getattr(w, name)) for name in ("norm", "embedding", "cos", "sin")}
+        tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
         joined = None if w.joined is None else w.joined.handle
         return _StackSpec(
             **sizes, **tables, layers=len(w.layers), eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers)

@@ -10,7 +10,7 @@ namespace outrider {
 
 struct LayerSpec {
     const Linear *qkv, *out, *gate_up, *down;
-    const float *norm_in, *norm_hidden, *norm_mlp;  // null: no norm there
+    const float *norm_in, *norm_mlp;  // null: no norm there
     const float *q_norm, *k_norm;
     int64_t window;  // 0: none
 };
@@ -27,7 +27,8 @@ struct StackSpec {
     double eps;
     const LayerSpec* layer;
     const Linear* joined;    // of kJoined
-    const float* norm;       // the last norm, or null
+    const float* norm;         // the last norm, or null
+    const float* norm_hidden;  // of kBeside: the feature's
     const float* embedding;  // (vocab, hidden)
     const float *cos, *sin;  // (positions, head_dim / 2)
 };
@@ -258,7 +259,7 @@ class Forward {
             for (int r = mine.begin; r < mine.end; r++) {
                 float* pair = o.wide_ + r * o.wide_stride_;
                 normed(pair, pair, l.norm_in);
-                normed(pair + o.hidden_, pair + o.hidden_, l.norm_hidden);
+                normed(pair + o.hidden_, pair + o.hidden_, o.s_.norm_hidden);
                 if (o.s_.residual_normed) std::memcpy(o.x_ + r * o.x_stride_, pair + o.hidden_, o.hidden_ * sizeof(float));
             }
             barrier();
