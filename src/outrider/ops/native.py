@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.errors import InvalidParameter
 from outrider.platform import cpu_flags
 
-__all__ = ["BESIDE", "JOINED", "TOKENS", "Core", "LayerWeights", "PackedLinear", "Span", "Stack", "StackWeights", "find_core"]
+__all__ = ["BESIDE", "JOINED", "TOKENS", "Core", "LayerWeights", "PackedLinear", "Span", "Stack", "StackWeights", "find_core", "usable_builds"]
 
 # Builds, best first, and the processor flags each needs; pyproject.toml has the compiler's side of it.
 _BUILDS: dict[str, frozenset[str]] = {
@@ -96,17 +96,26 @@ def find_core() -> tuple[Core | None, str]:
         if not Path(chosen).exists():
             raise InvalidParameter("OUTRIDER_CORE", f"{chosen} does not exist")
         return Core(Path(chosen)), f"{chosen}, from OUTRIDER_CORE"
-    folder, flags = Path(__file__).parent / "cpu", cpu_flags()
-    built = {name: path for name in _BUILDS for path in sorted(folder.glob(f"_core_{name}.*so"))}
-    if not built:
+    if not _built():
         return None, "not built: no C++ compiler was found when outrider was installed"
-    for name, path in built.items():
-        if _BUILDS[name] <= flags:
-            try:
-                return Core(path), f"built for {name}"
-            except OSError as error:
-                return None, str(error)
-    return None, f"the processor has none of: {', '.join(built)}"
+    usable = usable_builds()
+    if not usable:
+        return None, f"the processor can run none of: {', '.join(_built())}"
+    name, path = next(iter(usable.items()))
+    try:
+        return Core(path), f"built for {name}"
+    except OSError as error:
+        return None, str(error)
+
+
+def usable_builds() -> dict[str, Path]:
+    """Libraries this processor can run, best first."""
+    return {name: path for name, path in _built().items() if _BUILDS[name] <= cpu_flags()}
+
+
+def _built() -> dict[str, Path]:
+    folder = Path(__file__).parent / "cpu"
+    return {name: path for name in _BUILDS for path in sorted(folder.glob(f"_core_{name}.*so"))}
 
 
 class PackedLinear:
