@@ -21,6 +21,8 @@ from outrider.sampling import SamplingParams
 from tests.engine.test_same_tokens import random_params
 from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 FORMS = {
     "eagle3": {"form": EAGLE3},
     "eagle3 reduced": {"form": EAGLE3, "draft_vocab": 60, "own_output": True},
