@@ -21,3 +21,14 @@ settings.load_profile("outrider")
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["torch", "native"])
+def both_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test on the torch path and on the native core."""
+    from outrider.ops import find_core
+
+    if request.param == "native" and find_core()[0] is None:
+        pytest.skip(find_core()[1])
+    monkeypatch.setenv("OUTRIDER_OPS", request.param)
+    return str(request.param)

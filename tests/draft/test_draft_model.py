@@ -10,6 +10,8 @@ from outrider.model import Runner
 from outrider.sampling import SamplingParams
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 
 class Watching(Runner):
     """Notes what is fed."""

@@ -16,10 +16,12 @@ from outrider.draft.medusa import MedusaDrafter, best_paths
 from outrider.errors import InvalidParameter
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, ModelConfig
-from outrider.ops import Blocked, Plain
+from outrider.ops import Plain, serving_ops
 from outrider.sampling import SamplingParams
 from tests.engine.test_same_tokens import random_params
 from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family
+
+pytestmark = pytest.mark.usefixtures("both_paths")
 
 FORMS = {
     "eagle3": {"form": EAGLE3},
@@ -53,7 +55,7 @@ def random_head(decoder: Decoder, form: str) -> EagleHead:
 def eagle(decoder: Decoder, form: str, shape: TreeShape) -> EagleDrafter:
     head = random_head(decoder, form)
     c = head.config.shape
-    return EagleDrafter(head, KVPool(1, 160, c.kv_heads, 16, c.head_dim), Blocked(), shape)
+    return EagleDrafter(head, KVPool(1, 160, c.kv_heads, 16, c.head_dim), serving_ops(), shape)
 
 
 def requests(seed: str, count: int) -> list:  # type: ignore[type-arg]
@@ -156,7 +158,7 @@ def test_medusa_changes_nothing(decoder: Decoder, own_output: bool, dynamic: boo
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
     wanted = requests(f"medusa {own_output}", 5)
     plain = [run(make_engine(decoder), [request])[0].seq.tokens for request in wanted]
-    drafter = MedusaDrafter(heads.eval(), Blocked(), dynamic)
+    drafter = MedusaDrafter(heads.eval(), serving_ops(), dynamic)
     engine = make_engine(decoder, drafter, 10)
     fast = run(engine, wanted)
     assert [w.seq.tokens for w in fast] == plain

@@ -13,6 +13,8 @@ from outrider.model import Decoder
 from outrider.sampling import SamplingParams
 from tests.support import VOCAB, Oracle, make_engine, make_request, random_decoder, run, write_family
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
 REQUESTS = [make_request([1, 2, 3], PARAMS, "r0"), make_request([7] * 40, PARAMS, "r1")]
 

@@ -17,6 +17,8 @@ from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
 from tests.support import FAMILIES, VOCAB, Oracle, make_engine, make_pool, make_request, random_decoder, run, write_family
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 _decoders: dict[tuple[str, str, int], Decoder] = {}
 
 

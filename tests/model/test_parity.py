@@ -10,6 +10,8 @@ import torch
 from outrider.model import Feed, Runner, load_decoder
 from tests.support import BASE, FAMILIES, VOCAB, make_pool
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 LENGTH = 70
 PAGES = [3, 9, 1, 7, 4]
 # token, parent: two branches from the root, one of them forking again

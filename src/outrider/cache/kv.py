@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ class KVPool:
     Kept in float32 so that attention reads pages in place without widening a copy of the context.
     The width is head_dim filled up with zeros to a multiple of 16: products of odd widths are where
     matrix libraries treat rows differently. Slot s lies in page s // page_size at s % page_size.
+    The native core keeps the keys of a page and head as width by slot, in the same memory.
     """
 
     def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int) -> None:
@@ -24,13 +26,16 @@ class KVPool:
         self.pages = pages
         self.head_dim = head_dim
         shape = (layers, pages, kv_heads, page_size, _filled(head_dim))
-        # calloc'd memory: a large pool costs nothing until its pages are written
-        self.keys = torch.from_numpy(np.zeros(shape, dtype=np.float32))
-        self.values = torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        self.keys, self.values = _zeros(shape), _zeros(shape)
+        self._by_column = False
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
         return 2 * 4 * layers * kv_heads * _filled(head_dim)
+
+    def keep_keys_by_column(self) -> None:
+        """Keys are width by slot from now on. The pool must be empty, or kept so already."""
+        self._by_column = True
 
     def slots(self, pages: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Physical slots of a sequence's storage positions."""
@@ -48,14 +53,30 @@ class KVPool:
         if not source:
             return
         src, dst, size = torch.tensor(source), torch.tensor(target), self.page_size
-        for pool in (self.keys, self.values):
+        for pool in (self._keys_by_slot(), self.values):
             pool[:, dst // size, :, dst % size] = pool[:, src // size, :, src % size]
+
+    def _keys_by_slot(self) -> Tensor:
+        """A view of the keys as (layers, pages, KV heads, page_size, width), however they are kept."""
+        if not self._by_column:
+            return self.keys
+        *outer, page_size, width = self.keys.shape
+        return self.keys.view(*outer, width, page_size).mT
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages, so that a NaN in them cannot reach a later owner through a masked product."""
         index = torch.tensor(list(pages), dtype=torch.int64)
         self.keys[:, index] = 0.0
         self.values[:, index] = 0.0
+
+
+def _zeros(shape: tuple[int, ...]) -> Tensor:
+    """Calloc'd memory: a large pool costs nothing until its pages are written.
+
+    Whole vectors of the last page's keys may be read past its end, hence the 16 values more.
+    """
+    size = math.prod(shape)
+    return torch.from_numpy(np.zeros(size + 16, dtype=np.float32))[:size].view(shape)
 
 
 def _filled(head_dim: int) -> int:

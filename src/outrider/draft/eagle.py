@@ -11,14 +11,12 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault, InvalidParameter
-from outrider.heads import EagleHead
-from outrider.model import Feed, lay_out
-from outrider.ops import BLOCK, Ops, paged_attention
+from outrider.heads import EagleHead, EagleRunner
+from outrider.model import Feed
+from outrider.ops import Ops
 from outrider.sampling import Row, rank
 
 __all__ = ["EagleDrafter", "TreeShape"]
-
-_NO_WINDOW: frozenset[int | None] = frozenset({None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,7 @@ class EagleDrafter:
         c = head.config
         self.needs = Needs(taps=c.taps, kv_bytes_per_token=KVPool.bytes_per_token(1, c.shape.kv_heads, c.shape.head_dim))
         self._head = head
-        self._pool = pool
-        self._ops = ops
+        self._runner = EagleRunner(head, pool, ops)
         self._shape = shape
         self._states: dict[Sequence, _State] = {}
 
@@ -139,9 +136,9 @@ class EagleDrafter:
             if state.done + len(taps) != len(tokens) - 1:
                 raise DrafterFault(f"features for {state.done + len(taps)} of {len(tokens) - 1} tokens")
             feeds.append(Feed(own.seq.pages, state.done + 1, tokens[state.done + 1 :]))
-            features.append(self._fused(taps))
+            features.append(self._runner.fuse(taps))
             state.done, state.taps = len(tokens) - 1, []
-        hidden, row = self._forward(feeds, torch.cat(features)), -1
+        hidden, row = self._runner.forward(feeds, torch.cat(features)), -1
         for own, feed in zip(active, feeds, strict=True):
             row += len(feed.tokens)
             own.hidden[ROOT] = hidden[row]
@@ -180,28 +177,13 @@ class EagleDrafter:
             features += [own.hidden[own.parents[node]] for node in own.frontier]
             grown += [(own, node) for node in own.frontier]
         if grown:
-            hidden = self._forward(feeds, torch.stack(features))
+            hidden = self._runner.forward(feeds, torch.stack(features))
             for row, (own, node) in enumerate(grown):
                 own.hidden[node] = hidden[row]
 
-    def _forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """The head over rows of (feature, next token); row i lies in slot i + 1, beside its token."""
-        rows = lay_out(feeds, self._pool, _NO_WINDOW, first_key=1)
-
-        def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._pool.write(0, rows.slots, k, v)
-            return paged_attention(q, self._pool.keys[0], self._pool.values[0], rows.plan)
-
-        padded = _padded(features, rows.tokens.shape[0])
-        return self._head(rows.tokens, padded, (rows.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
-
-    def _fused(self, taps: Tensor) -> Tensor:
-        whole = self._head.fuse(_padded(taps, -(-len(taps) // BLOCK) * BLOCK), self._ops)
-        return whole[: len(taps)]
-
     def _logits(self, hidden: Tensor) -> Tensor:
         """Scores over the target's vocabulary, -inf where the head has no say."""
-        own = self._head.logits(_padded(hidden, -(-len(hidden) // BLOCK) * BLOCK), self._ops)[: len(hidden)]
+        own = self._runner.logits(hidden)
         if not bool(own.isfinite().all()):
             raise DrafterFault("the head's logits are not finite")
         ids = self._head.vocab_ids
@@ -210,7 +192,3 @@ class EagleDrafter:
         whole = torch.full((len(hidden), self._head.config.shape.vocab), float("-inf"))
         whole[:, ids] = own
         return whole
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
-    return rows if len(rows) == count else torch.cat((rows, rows.new_zeros(count - len(rows), rows.shape[1])))

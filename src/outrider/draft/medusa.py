@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
-from outrider.heads import MedusaHeads
-from outrider.ops import BLOCK, Ops
+from outrider.heads import MedusaHeads, MedusaRunner
+from outrider.ops import Ops
 from outrider.sampling import Row, rank
 
 __all__ = ["MedusaDrafter", "best_paths"]
@@ -37,7 +37,7 @@ class MedusaDrafter:
     def __init__(self, heads: MedusaHeads, ops: Ops, dynamic: bool = True) -> None:
         self.needs = Needs(taps=heads.config.taps)
         self._heads = heads
-        self._ops = ops
+        self._runner = MedusaRunner(heads, ops)
         self._dynamic = dynamic
         self._trees: dict[int, Tree] = {}  # by number of nodes
         self._last: dict[Sequence, Tensor | None] = {}  # the tap of the token before the newest
@@ -78,8 +78,7 @@ class MedusaDrafter:
     def _guesses(self, sequences: Seq[Sequence], width: int) -> list[list[_Guess]]:
         """For each sequence, each head's best tokens in order."""
         taps = torch.stack([tap for seq in sequences if (tap := self._last[seq]) is not None])
-        padded = torch.cat((taps, taps.new_zeros(-len(taps) % BLOCK, taps.shape[1])))
-        logits = self._heads(self._heads.fuse(padded, self._ops), self._ops)[:, : len(taps)]
+        logits = self._runner.logits(taps)
         if not bool(logits.isfinite().all()):
             raise DrafterFault("the heads' logits are not finite")
         out: list[list[_Guess]] = [[] for _ in sequences]

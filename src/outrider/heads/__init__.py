@@ -5,6 +5,7 @@ from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
+from outrider.heads.runners import EagleRunner, MedusaRunner
 from outrider.heads.stored import SaveOptions
 
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "Borrowed",
     "EagleConfig",
     "EagleHead",
+    "EagleRunner",
     "MedusaConfig",
     "MedusaHeads",
+    "MedusaRunner",
     "SaveOptions",
     "default_taps",
     "load_eagle",

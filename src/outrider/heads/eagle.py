@@ -123,13 +123,17 @@ class EagleHead(nn.Module):
         """Features (N, hidden) of the target's concatenated taps (N, taps * target_hidden)."""
         if not self.config.wide:
             return ops.rms_norm(taps, self.target_norm, self._target_eps)
+        return ops.linear(self.normed_taps(taps, ops), self.fc, self.fc_bias).float()
+
+    def normed_taps(self, taps: Tensor, ops: Ops) -> Tensor:
+        """Taps as `fc` reads them."""
         eps = self.config.shape.norm_eps
         if self.input_norm is not None:
             taps = ops.rms_norm(taps, self.input_norm, eps)
         if self.fc_norms is not None:
             parts = torch.split(taps, self.config.target_hidden, dim=-1)
             taps = torch.cat([ops.rms_norm(part, weight, eps) for part, weight in zip(parts, self.fc_norms, strict=True)], dim=-1)
-        return ops.linear(taps, self.fc, self.fc_bias).float()
+        return taps
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend, ops: Ops) -> Tensor:
         """Hidden rows (N, hidden): what `logits` scores, and the feature of the position after.

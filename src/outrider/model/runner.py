@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Scores, integers
 from outrider.model.decoder import Decoder, Hidden
-from outrider.ops import BLOCK, AttentionPlan, Blocked, Ops, Segment, paged_attention, plan_attention
+from outrider.model.stack import decoder_stack, lay_out_rows, output_product
+from outrider.ops import BLOCK, AttentionPlan, Ops, Segment, paged_attention, plan_attention, serving_ops
 
 __all__ = ["Feed", "Rows", "Runner", "lay_out"]
 
@@ -65,8 +67,10 @@ class Runner:
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
         self.decoder = decoder
         self.pool = pool
-        self.ops = ops or Blocked()
-        config = decoder.config
+        self.ops = ops or serving_ops()
+        config, core = decoder.config, self.ops.core
+        self.stack = None if core is None else decoder_stack(decoder, pool, core)
+        self._output = None if core is None else output_product(decoder, core)
         self._windows = config.windows or (None,) * config.layers
         self._distinct_windows = frozenset(self._windows)
 
@@ -74,13 +78,17 @@ class Runner:
         """Hidden rows of all feeds in order (then padding), with their KV written to the pages."""
         return self.run(self.prepare(feeds), taps)
 
-    def prepare(self, feeds: Sequence[Feed]) -> Rows:
-        """Lay feeds out as flat rows, padded to whole blocks."""
+    def prepare(self, feeds: Sequence[Feed]) -> Rows | array[int]:
+        """Lay feeds out as flat rows: padded to whole blocks, or as the native core reads them."""
+        if self.stack is not None:
+            return lay_out_rows(feeds)
         return lay_out(feeds, self.pool, self._distinct_windows)
 
     @torch.inference_mode()
-    def run(self, rows: Rows, taps: tuple[int, ...] = ()) -> Hidden:
+    def run(self, rows: Rows | array[int], taps: tuple[int, ...] = ()) -> Hidden:
         """The decoder over prepared rows."""
+        if isinstance(rows, array):
+            return self._run_native(rows, taps)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, rows.slots, k, v)
@@ -88,9 +96,17 @@ class Runner:
 
         return self.decoder(rows.tokens, rows.positions, attend, self.ops, taps)  # type: ignore[no-any-return]
 
+    def _run_native(self, rows: array[int], taps: tuple[int, ...]) -> Hidden:
+        assert self.stack is not None
+        found = self.stack.forward(rows, torch.tensor(taps, dtype=torch.int32) if taps else None)
+        assert found.last is not None
+        return Hidden(found.last, [] if found.taps is None else list(found.taps.unbind(1)))
+
     @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V)."""
+        if self._output is not None:
+            return self._output(last if len(rows) == len(last) else last[list(rows)])
         padded = [*rows, *[rows[0]] * (-len(rows) % BLOCK)]
         return self.decoder.logits(last[padded], self.ops)[: len(rows)]
 

@@ -1,10 +1,33 @@
 """The arithmetic of the decoder, behind one small seam.
 
 `Plain` is ordinary torch on any device: the specification, and what training differentiates.
-`Blocked` gives a row the same bits whatever its neighbours, and is what serving uses on a CPU.
+`Blocked` gives a row the same bits whatever its neighbours, in torch; `Native` does so with the core in
+ops/cpu, where it was built. `serving_ops` chooses between the two.
 """
 
 from outrider.ops.attention import AttentionPlan, Segment, paged_attention, plan_attention
-from outrider.ops.plain import BLOCK, Blocked, Ops, Plain
+from outrider.ops.native import BESIDE, JOINED, TOKENS, Core, LayerWeights, PackedLinear, Span, Stack, StackWeights, find_core
+from outrider.ops.plain import BLOCK, Blocked, Native, Ops, Plain, serving_ops
 
-__all__ = ["BLOCK", "AttentionPlan", "Blocked", "Ops", "Plain", "Segment", "paged_attention", "plan_attention"]
+__all__ = [
+    "BESIDE",
+    "BLOCK",
+    "JOINED",
+    "TOKENS",
+    "AttentionPlan",
+    "Blocked",
+    "Core",
+    "LayerWeights",
+    "Native",
+    "Ops",
+    "PackedLinear",
+    "Plain",
+    "Segment",
+    "Span",
+    "Stack",
+    "StackWeights",
+    "find_core",
+    "paged_attention",
+    "plan_attention",
+    "serving_ops",
+]

@@ -7,19 +7,27 @@ scalar tail differs from its vector body; exp, division and multiplication do no
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["BLOCK", "Blocked", "Ops", "Plain", "rotate"]
+from outrider.errors import InvalidParameter
+from outrider.ops.native import Core, find_core
+
+__all__ = ["BLOCK", "Blocked", "Native", "Ops", "Plain", "rotate", "serving_ops"]
+
+_PATHS = ("auto", "native", "torch")
 
 BLOCK = 16  # rows of every product; batches are padded to a multiple of it
 
 
 class Ops(Protocol):
     """What the decoder asks of a device. Rows are tokens: x is (N, width)."""
+
+    core: Core | None  # runs whole stacks and packed products where there is one
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -32,6 +40,8 @@ class Ops(Protocol):
 
 class Plain:
     """Ordinary torch. Differentiable; rows may know their neighbours."""
+
+    core: Core | None = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x times weight transposed, computed in the weight's dtype."""
@@ -71,6 +81,24 @@ class Blocked(Plain):
         """silu by exp and division: their bits do not depend on where in memory an element lies."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return gate / torch.exp(-gate).add_(1.0) * up
+
+
+class Native(Blocked):
+    """The native core for stacks and products, torch for what is left."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+
+def serving_ops(path: str | None = None) -> Ops:
+    """What serves: "native", "torch", or "auto" for the core where there is one. Default: OUTRIDER_OPS, or auto."""
+    path = path or os.environ.get("OUTRIDER_OPS", "auto")
+    if path not in _PATHS:
+        raise InvalidParameter("ops", f"unknown {path!r}; known: {', '.join(_PATHS)}")
+    core, found = (None, "") if path == "torch" else find_core()
+    if core is None and path == "native":
+        raise InvalidParameter("ops", f"the native core cannot serve: {found}")
+    return Blocked() if core is None else Native(core)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,127 @@
+"""Heads as serving runs them: by the native core where there is one, else by torch in whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.cache import KVPool
+from outrider.heads.eagle import EagleHead
+from outrider.heads.medusa import MedusaHeads
+from outrider.model import Feed, lay_out
+from outrider.model.stack import lay_out_rows, layer_weights
+from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, Stack, StackWeights, paged_attention
+
+__all__ = ["EagleRunner", "MedusaRunner"]
+
+_NO_WINDOW: frozenset[int | None] = frozenset({None})
+_PLACED = Span(first_key=1, rotary_lag=1)  # row i lies in slot i + 1, beside its token
+
+
+class EagleRunner:
+    """An EAGLE head over its layer of KV."""
+
+    def __init__(self, head: EagleHead, pool: KVPool, ops: Ops) -> None:
+        self.head = head
+        self._pool = pool
+        self._ops = ops
+        self._stack = None
+        if ops.core is not None:
+            kind = _kind(head.fc)
+            self._fc = PackedLinear(ops.core, kind, head.fc, head.fc_bias)
+            self._output = PackedLinear(ops.core, kind, head.output)
+            self._stack = _eagle_stack(head, pool, ops.core, self._fc)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Features (N, hidden) of the target's taps (N, taps * target_hidden)."""
+        if self._stack is None or not self.head.config.wide:
+            return self.head.fuse(_filled(taps), self._ops)[: len(taps)]
+        return self._fc(self.head.normed_taps(taps, self._ops))
+
+    def forward(self, feeds: Sequence[Feed], features: Tensor) -> Tensor:
+        """Hidden rows of (feature, next token) pairs, with their KV written."""
+        if self._stack is not None:
+            found = self._stack.forward(lay_out_rows(feeds), span=_PLACED, features=features)
+            return found.last if self.head.config.norm_output and found.last is not None else found.stream
+        rows = lay_out(feeds, self._pool, _NO_WINDOW, first_key=1)
+
+        def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._pool.write(0, rows.slots, k, v)
+            return paged_attention(q, self._pool.keys[0], self._pool.values[0], rows.plan)
+
+        return self.head(rows.tokens, _filled(features), (rows.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, outputs) float32."""
+        if self._stack is None:
+            return self.head.logits(_filled(hidden), self._ops)[: len(hidden)]
+        c = self.head.config
+        return self._output(hidden, self.head.norm if c.wide and not c.norm_output else None, c.shape.norm_eps)
+
+
+class MedusaRunner:
+    """Medusa heads. By the core, all heads read the last row at once and share one pass over the output matrix."""
+
+    def __init__(self, heads: MedusaHeads, ops: Ops) -> None:
+        self._heads = heads
+        self._ops = ops
+        self._blocks: list[PackedLinear] = []
+        if (core := ops.core) is not None:
+            c, kind = heads.config, _kind(heads.weights[0])
+            firsts = range(0, c.heads * c.blocks, c.blocks)
+            first = [torch.cat([part[i] for i in firsts]) for part in (heads.weights, heads.biases)]
+            self._blocks = [PackedLinear(core, kind, *first)]
+            self._blocks += [PackedLinear(core, kind, w, b) for w, b in zip(heads.weights, heads.biases, strict=True)]
+            outputs = heads.output if c.own_output else [heads.output]
+            self._outputs = [PackedLinear(core, kind, output) for output in outputs]
+
+    def logits(self, taps: Tensor) -> Tensor:
+        """(heads, N, V) float32 from the stream leaving the target's last layer."""
+        if not self._blocks:
+            return self._heads(self._heads.fuse(_filled(taps), self._ops), self._ops)[:, : len(taps)]  # type: ignore[no-any-return]
+        c, rows = self._heads.config, len(taps)
+        last = self._heads.fuse(taps, self._ops)
+        opened = self._blocks[0](last).view(rows, c.heads, c.hidden).transpose(0, 1)
+        x = last + torch.nn.functional.silu(opened)  # (heads, N, hidden)
+        for head in range(c.heads):
+            for block in range(1, c.blocks):
+                x[head] += torch.nn.functional.silu(self._blocks[1 + head * c.blocks + block](x[head]))
+        if c.own_output:
+            return torch.stack([output(own) for output, own in zip(self._outputs, x, strict=True)])
+        return self._outputs[0](x.reshape(-1, c.hidden)).view(c.heads, rows, c.vocab)
+
+
+def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear) -> Stack:
+    c, shape = head.config, head.config.shape
+    pool.keep_keys_by_column()
+    layer = layer_weights(head.layer, core, _kind(head.fc))
+    weights = StackWeights(
+        layers=[layer],
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        eps=shape.norm_eps,
+        embedding=head.embedding,
+        cos=head.rope.cos,
+        sin=head.rope.sin,
+        norm=head.norm,
+        form=BESIDE if c.wide else JOINED,
+        joined=joined,
+        norm_hidden=head.layer.norm_hidden,
+        residual_normed=c.norm_before_residual,
+    )
+    return Stack(core, weights, pool.keys, pool.values, pool.page_size)
+
+
+def _kind(weight: Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Rows filled up to whole blocks."""
+    missing = -len(rows) % BLOCK
+    return rows if missing == 0 else torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))

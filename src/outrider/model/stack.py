@@ -1,0 +1,73 @@
+"""A decoder as the native core runs it: packed weights and rows laid out as integers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outrider.cache import KVPool
+from outrider.model.decoder import Decoder, Layer
+from outrider.ops import Core, LayerWeights, PackedLinear, Stack, StackWeights
+
+if TYPE_CHECKING:
+    from outrider.model.runner import Feed
+
+__all__ = ["decoder_stack", "lay_out_rows", "layer_weights", "output_product"]
+
+
+def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
+    """Feeds as the integers read_layout of core.cpp takes apart again."""
+    heads: list[int] = []
+    tokens: list[int] = []
+    pages: list[int] = []
+    parents: list[int] = []
+    for feed in feeds:
+        heads += (feed.start, len(feed.tokens), len(feed.parents), feed.known, len(feed.pages))
+        tokens += feed.tokens
+        tokens += feed.nodes
+        pages += feed.pages
+        parents += feed.parents
+    return array("i", [len(feeds), len(tokens), *heads, *tokens, *pages, *parents])
+
+
+def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
+    """The decoder's layers over a pool, whose keys are kept by column from now on."""
+    c = decoder.config
+    pool.keep_keys_by_column()
+    windows = c.windows or (None,) * c.layers
+    layers = [layer_weights(layer, core, c.dtype, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
+    weights = StackWeights(
+        layers=layers,
+        hidden=c.hidden,
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        ffn=c.ffn,
+        eps=c.norm_eps,
+        embedding=decoder.embedding,
+        cos=decoder.rope.cos,
+        sin=decoder.rope.sin,
+        norm=decoder.norm,
+    )
+    return Stack(core, weights, pool.keys, pool.values, pool.page_size)
+
+
+def output_product(decoder: Decoder, core: Core) -> PackedLinear:
+    """The output matrix."""
+    return PackedLinear(core, decoder.config.dtype, decoder.embedding if decoder.output is None else decoder.output)
+
+
+def layer_weights(layer: Layer, core: Core, kind: str, window: int | None = None) -> LayerWeights:
+    """One layer's products and norms."""
+    return LayerWeights(
+        qkv=PackedLinear(core, kind, layer.qkv, layer.qkv_bias),
+        out=PackedLinear(core, kind, layer.out, layer.out_bias),
+        gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, paired=True),
+        down=PackedLinear(core, kind, layer.down, layer.down_bias),
+        norm_in=layer.norm_in,
+        norm_mlp=layer.norm_mlp,
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        window=window,
+    )

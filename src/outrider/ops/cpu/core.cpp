@@ -1,0 +1,353 @@
+// The layer stack in one call, and the C interface that ctypes binds (ops/native.py mirrors the structs).
+//
+// All threads run the same code over the same rows and meet at barriers; each computes its share of the
+// columns, heads or rows. Nothing is summed across threads, so the bits do not depend on their number.
+
+#include "attention.h"
+#include "threads.h"
+
+namespace outrider {
+
+struct LayerSpec {
+    const Linear *qkv, *out, *gate_up, *down;
+    const float *norm_in, *norm_mlp;  // null: no norm there
+    const float *q_norm, *k_norm;
+    int64_t window;  // 0: none
+};
+
+// How rows enter the first layer.
+enum Form : int64_t {
+    kTokens = 0,  // embeddings, or hidden rows that left an earlier layer
+    kJoined = 1,  // a linear layer over embedding and feature side by side (EAGLE-1)
+    kBeside = 2,  // features; the layer's q, k, v read normed embedding and feature side by side (EAGLE-3)
+};
+
+struct StackSpec {
+    int64_t hidden, heads, kv_heads, head_dim, ffn, layers, form, residual_normed;
+    double eps;
+    const LayerSpec* layer;
+    const Linear* joined;    // of kJoined
+    const float* norm;         // the last norm, or null
+    const float* norm_hidden;  // of kBeside: the feature's
+    const float* embedding;  // (vocab, hidden)
+    const float *cos, *sin;  // (positions, head_dim / 2)
+};
+
+struct ForwardSpec {
+    const int32_t* layout;  // see read_layout
+    float *keys, *values;   // (layers, pages, KV heads, page_size x width)
+    int64_t pages, page_size;
+    int64_t first_layer, last_layer;
+    int64_t first_key;        // positions before it hold nothing
+    int64_t rotary_lag;       // rotary position = position - lag
+    const float* features;    // (rows, hidden): features, or the stream entering first_layer; null: embed tokens
+    const int32_t* tapped;    // layers whose input rows are wanted
+    int64_t taps;
+    float* tap_rows;          // (rows, taps, hidden)
+    float* stream;            // (rows, hidden) leaving last_layer, or null
+    float* last;              // the same after the last norm, or null
+    int64_t threads;
+};
+
+// The rows of a forward, laid out.
+struct Layout {
+    int rows = 0;
+    const int32_t* tokens = nullptr;
+    std::vector<Feed> feeds;
+    std::vector<Row> row;
+    std::vector<int32_t> paths;
+};
+
+// layout: feeds, rows, then per feed (start, fed, nodes, known, pages), then tokens of all rows, then the
+// pages of each feed, then the parents of each feed's nodes.
+void read_layout(const int32_t* in, Layout& l) {
+    const int feeds = in[0];
+    l.rows = in[1];
+    const int32_t* head = in + 2;
+    l.tokens = head + 5 * feeds;
+    const int32_t* rest = l.tokens + l.rows;
+    l.feeds.clear(), l.row.clear(), l.paths.clear();
+    for (int f = 0; f < feeds; f++, head += 5) {
+        l.feeds.push_back({head[0], head[1], head[2], head[3], rest, nullptr, false});
+        rest += head[4];
+    }
+    size_t steps = 0;
+    for (Feed& feed : l.feeds) {
+        feed.parents = rest;
+        rest += feed.nodes;
+        for (int i = 0; i < feed.nodes; i++) feed.tree |= feed.parents[i] != i - 1;
+        if (feed.tree) steps += static_cast<size_t>(feed.nodes) * feed.nodes;
+    }
+    l.paths.reserve(steps);  // rows point into it
+    std::vector<int> depth;
+    for (const Feed& feed : l.feeds) {
+        for (int i = 0; i < feed.fed; i++) l.row.push_back({&feed, feed.start + i, feed.start + i, nullptr});
+        depth.assign(feed.nodes, 1);
+        for (int i = 0; i < feed.nodes; i++) {
+            if (feed.parents[i] >= 0) depth[i] = depth[feed.parents[i]] + 1;
+            if (i < feed.known) continue;
+            const int32_t* path = nullptr;
+            if (feed.tree) {
+                l.paths.resize(l.paths.size() + depth[i]);
+                path = l.paths.data() + l.paths.size() - depth[i];
+                for (int node = i, at = depth[i]; node >= 0; node = feed.parents[node])
+                    const_cast<int32_t*>(path)[--at] = feed.root() + 1 + node;
+            }
+            l.row.push_back({&feed, feed.root() + depth[i], feed.root() + 1 + i, path});
+        }
+    }
+}
+
+// Rows between layers, kept from call to call.
+struct Workspace {
+    std::vector<float> x, wide, qkv, mixed, gated;
+    std::vector<uint32_t> words;
+    std::vector<std::vector<float>> scratch;  // per thread
+    Layout layout;
+
+    static float* grow(std::vector<float>& v, int width) {
+        v.resize(std::max(v.size(), static_cast<size_t>(kChunk) * width));
+        return v.data();
+    }
+};
+
+class Forward {
+   public:
+    Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w, int threads) : s_(s), f_(f), layout_(w.layout), w_(w) {
+        hidden_ = static_cast<int>(s.hidden);
+        x_stride_ = round_up(hidden_, kLanes);
+        wide_stride_ = round_up(2 * hidden_, kLanes);
+        qkv_stride_ = round_up(static_cast<int>((s.heads + 2 * s.kv_heads) * s.head_dim), kLanes);
+        mixed_stride_ = round_up(static_cast<int>(s.heads * s.head_dim), kLanes);
+        gated_stride_ = round_up(static_cast<int>(s.ffn), kLanes);
+        x_ = Workspace::grow(w.x, x_stride_);
+        wide_ = Workspace::grow(w.wide, wide_stride_);
+        qkv_ = Workspace::grow(w.qkv, qkv_stride_);
+        mixed_ = Workspace::grow(w.mixed, mixed_stride_);
+        gated_ = Workspace::grow(w.gated, gated_stride_);
+        const int widest = std::max({wide_stride_, mixed_stride_, gated_stride_}) + kStepBytes;
+        w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * widest));
+        w.scratch.resize(std::max(w.scratch.size(), static_cast<size_t>(threads)));
+    }
+
+    // What every thread runs.
+    void run(int thread, int threads) {
+        Member m{*this, thread, threads, {w_.words.data(), {}}};
+        for (int first = 0; first < layout_.rows; first += kChunk) m.chunk(first, std::min(kChunk, layout_.rows - first));
+    }
+
+   private:
+    // One thread's part of the work on one chunk of rows.
+    struct Member {
+        Forward& o;
+        int thread, threads;
+        Packed packed;
+        int first = 0, rows = 0;
+
+        void chunk(int at, int count) {
+            first = at, rows = count;
+            enter();
+            for (int i = static_cast<int>(o.f_.first_layer); i < o.f_.last_layer; i++) {
+                tap(i);
+                layer(o.s_.layer[i], i);
+            }
+            tap(static_cast<int>(o.f_.last_layer));
+            leave();
+        }
+
+        void barrier() const { team().barrier(); }
+        Share share(int count) const { return Share(count, thread, threads); }
+
+        // A product of rows that are ready; the result is ready for all threads when it returns.
+        void linear_after(const Linear& l, const Input& in, const Output& out) {
+            pack_rows(packed, l, in, thread, threads);
+            barrier();
+            linear(l, packed, rows, out, thread, threads);
+            barrier();
+        }
+
+        void layer(const LayerSpec& l, int index) {
+            const StackSpec& s = o.s_;
+            const auto eps = static_cast<float>(s.eps);
+            const Input rows_in = s.form == kBeside ? beside(l) : Input{o.x_, o.x_stride_, rows, o.hidden_, l.norm_in, eps};
+            linear_after(*l.qkv, rows_in, {o.qkv_, o.qkv_stride_, static_cast<int>(o.qkv_stride_), Then::kStore});
+            attention(l, index);
+            linear_after(*l.out, {o.mixed_, o.mixed_stride_, rows, static_cast<int>(s.heads * s.head_dim)},
+                         {o.x_, o.x_stride_, static_cast<int>(o.x_stride_), Then::kAdd});
+            linear_after(*l.gate_up, {o.x_, o.x_stride_, rows, o.hidden_, l.norm_mlp, eps},
+                         {o.gated_, o.gated_stride_, static_cast<int>(o.gated_stride_), Then::kGate});
+            linear_after(*l.down, {o.gated_, o.gated_stride_, rows, static_cast<int>(s.ffn)},
+                         {o.x_, o.x_stride_, static_cast<int>(o.x_stride_), Then::kAdd});
+        }
+
+        void attention(const LayerSpec& l, int index) {
+            const StackSpec& s = o.s_;
+            const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
+            const size_t layer_size = static_cast<size_t>(o.f_.pages) * kv_heads * o.f_.page_size * width;
+            const Pages kv{o.f_.keys + layer_size * index, o.f_.values + layer_size * index, kv_heads,
+                           static_cast<int>(o.f_.page_size), dim, width};
+            const int heads = static_cast<int>(s.heads + 2 * s.kv_heads);
+            const Share mine = share(rows * heads);
+            for (int i = mine.begin; i < mine.end; i++) place_head(l, kv, i / heads, i % heads);
+            barrier();
+            const Attention attention{kv, &o.layout_.row[first], static_cast<int>(s.heads / s.kv_heads),
+                                      static_cast<int>(l.window), static_cast<int>(o.f_.first_key)};
+            const int most = std::max(1, kQueries / attention.group);
+            int turn = 0;
+            for (int begin = 0, end; begin < rows; begin = end) {
+                for (end = begin + 1; end < rows && end - begin < most && row(end).feed == row(begin).feed;) end++;
+                for (int head = 0; head < kv_heads; head++)
+                    if (turn++ % threads == thread) {
+                        const Unit unit{begin, end - begin, head};
+                        attention.run(unit, o.qkv_, o.qkv_stride_, o.mixed_, o.mixed_stride_, o.w_.scratch[thread]);
+                    }
+            }
+            barrier();
+        }
+
+        const Row& row(int r) const { return o.layout_.row[first + r]; }
+
+        // Norm and rotate one head of q or k in place, scale q, and bring k and v to their slot.
+        void place_head(const LayerSpec& l, const Pages& kv, int r, int head) {
+            const StackSpec& s = o.s_;
+            const int dim = kv.head_dim, half = dim / 2;
+            float* x = o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim;
+            const bool is_q = head < s.heads, is_v = head >= s.heads + s.kv_heads;
+            const int slot = row(r).slot, page = row(r).feed->pages[slot / kv.page_size], offset = slot % kv.page_size;
+            if (is_v) {
+                const int own = head - static_cast<int>(s.heads + s.kv_heads);
+                std::memcpy(kv.values_of(page, own) + static_cast<size_t>(offset) * kv.width, x, dim * sizeof(float));
+                return;
+            }
+            if (const float* norm = is_q ? l.q_norm : l.k_norm) {
+                const float inverse = inverse_rms(x, dim, static_cast<float>(s.eps));
+                for (int i = 0; i < dim; i++) x[i] = x[i] * inverse * norm[i];
+            }
+            const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - o.f_.rotary_lag, 0)) * half;
+            const float scale = is_q ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f;
+            for (int i = 0; i < half; i++) {
+                const float a = x[i], b = x[i + half], c = s.cos[turn + i], n = s.sin[turn + i];
+                x[i] = (a * c - b * n) * scale;
+                x[i + half] = (b * c + a * n) * scale;
+            }
+            if (is_q) return;
+            float* key = kv.keys_of(page, head - static_cast<int>(s.heads)) + offset;
+            for (int i = 0; i < dim; i++) key[static_cast<size_t>(i) * kv.page_size] = x[i];
+        }
+
+        // The chunk's rows as they enter the first layer.
+        void enter() {
+            const StackSpec& s = o.s_;
+            const Share mine = share(rows);
+            for (int r = mine.begin; r < mine.end; r++) {
+                const float* token = s.embedding + static_cast<size_t>(o.layout_.tokens[first + r]) * o.hidden_;
+                const float* given = o.f_.features ? o.f_.features + static_cast<size_t>(first + r) * o.hidden_ : token;
+                std::memcpy(o.x_ + r * o.x_stride_, given, o.hidden_ * sizeof(float));
+                if (s.form == kTokens) continue;
+                std::memcpy(o.wide_ + r * o.wide_stride_, token, o.hidden_ * sizeof(float));
+                std::memcpy(o.wide_ + r * o.wide_stride_ + o.hidden_, given, o.hidden_ * sizeof(float));
+            }
+            barrier();
+            if (s.form == kJoined)
+                linear_after(*s.joined, {o.wide_, o.wide_stride_, rows, 2 * o.hidden_},
+                             {o.x_, o.x_stride_, static_cast<int>(o.x_stride_), Then::kStore});
+        }
+
+        // Normed embedding and normed feature side by side; the residual is the feature, normed or not.
+        Input beside(const LayerSpec& l) {
+            const Share mine = share(rows);
+            for (int r = mine.begin; r < mine.end; r++) {
+                float* pair = o.wide_ + r * o.wide_stride_;
+                normed(pair, pair, l.norm_in);
+                normed(pair + o.hidden_, pair + o.hidden_, o.s_.norm_hidden);
+                if (o.s_.residual_normed) std::memcpy(o.x_ + r * o.x_stride_, pair + o.hidden_, o.hidden_ * sizeof(float));
+            }
+            barrier();
+            return {o.wide_, o.wide_stride_, rows, 2 * o.hidden_};
+        }
+
+        void normed(float* to, const float* from, const float* norm) const {
+            const float inverse = inverse_rms(from, o.hidden_, static_cast<float>(o.s_.eps));
+            for (int i = 0; i < o.hidden_; i++) to[i] = from[i] * inverse * norm[i];
+        }
+
+        void tap(int index) const {
+            const Share mine = share(rows);
+            for (int t = 0; t < o.f_.taps; t++)
+                for (int r = mine.begin; o.f_.tapped[t] == index && r < mine.end; r++)
+                    std::memcpy(o.f_.tap_rows + (static_cast<size_t>(first + r) * o.f_.taps + t) * o.hidden_,
+                                o.x_ + r * o.x_stride_, o.hidden_ * sizeof(float));
+        }
+
+        // Rows as they leave, and the chunk's memory is free again.
+        void leave() const {
+            const Share mine = share(rows);
+            for (int r = mine.begin; r < mine.end; r++) {
+                const float* x = o.x_ + r * o.x_stride_;
+                const size_t at = static_cast<size_t>(first + r) * o.hidden_;
+                if (o.f_.stream) std::memcpy(o.f_.stream + at, x, o.hidden_ * sizeof(float));
+                if (o.f_.last) normed(o.f_.last + at, x, o.s_.norm);
+            }
+            barrier();
+        }
+    };
+
+    const StackSpec& s_;
+    const ForwardSpec& f_;
+    const Layout& layout_;
+    Workspace& w_;
+    int hidden_;
+    size_t x_stride_, wide_stride_, qkv_stride_, mixed_stride_, gated_stride_;
+    float *x_, *wide_, *qkv_, *mixed_, *gated_;
+};
+
+Workspace& workspace() {
+    static thread_local Workspace w;
+    return w;
+}
+
+}  // namespace outrider
+
+using namespace outrider;
+
+#define OUTRIDER_API extern "C" __attribute__((visibility("default")))
+
+// Sizes of the structs above, so that the Python side can tell whether it describes this build.
+OUTRIDER_API void outrider_sizes(int64_t* out) { out[0] = sizeof(LayerSpec), out[1] = sizeof(StackSpec), out[2] = sizeof(ForwardSpec); }
+
+OUTRIDER_API Linear* outrider_pack(int32_t kind, int32_t columns, int32_t inner, int32_t paired, const void* weight, int32_t is_bf16,
+                      const float* bias) {
+    return pack_linear(static_cast<Kind>(kind), columns, inner, paired != 0, weight, is_bf16 != 0, bias);
+}
+
+OUTRIDER_API void outrider_free(Linear* l) { delete l; }
+
+OUTRIDER_API int64_t outrider_bytes(const Linear* l) { return static_cast<int64_t>(l->panel_bytes()) * l->panels; }
+
+// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias.
+OUTRIDER_API void outrider_linear(const Linear* l, const float* x, int64_t rows, const float* norm, double eps, float* out, int64_t threads) {
+    Workspace& w = workspace();
+    w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l->inner + kStepBytes)));
+    uint32_t* words = w.words.data();
+    team().run(static_cast<int>(threads), [&](int thread, int all) {
+        Packed packed{words, {}};
+        for (int64_t first = 0; first < rows; first += kChunk) {
+            const int count = static_cast<int>(std::min<int64_t>(kChunk, rows - first));
+            pack_rows(packed, *l, {x + first * l->inner, static_cast<size_t>(l->inner), count, l->inner, norm, static_cast<float>(eps)},
+                      thread, all);
+            team().barrier();
+            linear(*l, packed, count, {out + first * l->columns, static_cast<size_t>(l->columns), l->columns, Then::kStore},
+                   thread, all);
+            team().barrier();
+        }
+    });
+}
+
+OUTRIDER_API void outrider_forward(const StackSpec* stack, const ForwardSpec* forward) {
+    Workspace& w = workspace();
+    read_layout(forward->layout, w.layout);
+    const int threads = static_cast<int>(forward->threads);
+    Forward work(*stack, *forward, w, threads);
+    team().run(threads, [&](int thread, int all) { work.run(thread, all); });
+}
+

@@ -1,0 +1,337 @@
+// Linear layers: weights packed once, activations packed per product, one kernel for every row count.
+//
+// Weights lie in panels of 16 output columns, each a contiguous run of steps (simd.h). A block of up to
+// kBlock rows is multiplied with a panel while the panel streams by once; every accumulator is a register.
+// The number of rows picks how many panels share the loop, never the order of additions.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "simd.h"
+
+namespace outrider {
+
+enum Kind : int32_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
+
+constexpr int kStepBytes = 64;
+constexpr int kGroup = 8;                            // panels whose results wait for their epilogue together
+constexpr int kBlock = kRegisters == 32 ? 16 : 4;    // rows of one pass over a panel
+constexpr int kChunk = 64;                           // rows that share one pass over all weights
+constexpr int kPrefetch = 2048;                      // bytes ahead in each stream
+
+inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
+
+// Memory for a large read-only array, in huge pages where the kernel grants them.
+inline void* allocate(size_t bytes) {
+    const size_t huge = size_t{2} << 20, align = bytes >= huge ? huge : 64;
+    bytes = (bytes + align - 1) / align * align;
+    void* p = std::aligned_alloc(align, bytes);
+    if (p && align == huge) madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+
+struct Linear {
+    Kind kind;
+    int columns, inner, panels, steps;
+    bool paired;                  // panels alternate between two halves of the columns: gate 0, up 0, gate 1, ...
+    char* weights;                // [panels][steps][16 columns][4 / size values]
+    const float* bias;            // as packed, or null
+    std::vector<float> padded_bias, scale;  // per packed column; scale for int8
+    std::vector<int32_t> offset;  // int8: 128 x the column's sum, which the shifted activations add too much
+
+    ~Linear() { std::free(weights); }
+    size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes; }
+
+    // Which row of the stored matrix a packed column comes from; -1 fills a panel up.
+    int source(int packed) const {
+        if (!paired) return packed < columns ? packed : -1;
+        const int half = columns / 2, panel = packed / kLanes, column = panel / 2 * kLanes + packed % kLanes;
+        return column < half ? column + panel % 2 * half : -1;
+    }
+};
+
+// `weight` is (columns, inner) row-major, float32 or bf16. int8 takes the largest magnitude of a row as 127.
+inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const void* weight, bool is_bf16, const float* bias) {
+    auto* l = new Linear;
+    const int per_step = kind == kF32 ? 1 : kind == kBF16 ? 2 : 4;
+    l->kind = kind, l->columns = columns, l->inner = inner, l->paired = paired;
+    l->panels = paired ? 2 * ((columns / 2 + kLanes - 1) / kLanes) : (columns + kLanes - 1) / kLanes;
+    l->steps = round_up((inner + per_step - 1) / per_step, 4);
+    const int packed = l->panels * kLanes;
+    l->weights = static_cast<char*>(allocate(l->panel_bytes() * l->panels + kPrefetch));
+    if (bias) l->padded_bias.assign(packed, 0.0f);
+    if (kind == kI8) l->scale.assign(packed, 0.0f), l->offset.assign(packed, 0);
+    std::vector<float> row(static_cast<size_t>(l->steps) * per_step, 0.0f);
+    for (int column = 0; column < packed; column++) {
+        const int from = l->source(column);
+        std::fill(row.begin(), row.end(), 0.0f);
+        if (from >= 0) {
+            for (int k = 0; k < inner; k++) {
+                const size_t i = static_cast<size_t>(from) * inner + k;
+                row[k] = is_bf16 ? from_bf16(static_cast<const uint16_t*>(weight)[i]) : static_cast<const float*>(weight)[i];
+            }
+            if (bias) l->padded_bias[column] = bias[from];
+        }
+        float top = 0.0f;
+        for (float w : row) top = std::max(top, std::fabs(w));
+        const float scale = top / 127.0f;
+        if (kind == kI8) l->scale[column] = scale;
+        char* out = l->weights + l->panel_bytes() * (column / kLanes) + column % kLanes * 4;
+        for (int step = 0; step < l->steps; step++, out += kStepBytes) {
+            const float* w = &row[static_cast<size_t>(step) * per_step];
+            if (kind == kF32) std::memcpy(out, w, 4);
+            if (kind == kBF16) {
+                const uint16_t pair[2] = {to_bf16(w[0]), to_bf16(w[1])};
+                std::memcpy(out, pair, 4);
+            }
+            if (kind == kI8) {
+                for (int i = 0; i < 4; i++) {
+                    const auto q = static_cast<int8_t>(scale > 0 ? std::lrint(w[i] / scale) : 0);
+                    out[i] = static_cast<char>(q);
+                    l->offset[column] += 128 * q;
+                }
+            }
+        }
+    }
+    l->bias = bias ? l->padded_bias.data() : nullptr;
+    return l;
+}
+
+// A share [begin, end) of `count` things for one of several threads.
+struct Share {
+    int begin, end;
+    Share(int count, int thread, int threads)
+        : begin(static_cast<int>(int64_t{count} * thread / threads)),
+          end(static_cast<int>(int64_t{count} * (thread + 1) / threads)) {}
+};
+
+// Rows of float32 that a product reads, and what is done to them first.
+struct Input {
+    const float* x;
+    size_t stride;
+    int rows, width;
+    const float* norm = nullptr;  // weights of a root-mean-square norm over the row, or null
+    float eps = 0.0f;
+};
+
+inline float inverse_rms(const float* x, int width, float eps) {
+    f32x16 squares = splat(0.0f);
+    int i = 0;
+    for (; i + kLanes <= width; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+    if (i < width) {
+        const f32x16 rest = load_first(x + i, width - i);
+        squares = fma(rest, rest, squares);
+    }
+    return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
+}
+
+// Activations as the kernel reads them: per block of rows, [steps][rows of the block] words.
+// Threads pack shares of the inner dimension, so no two write to one cache line of a block often.
+struct Packed {
+    uint32_t* words;
+    float scale[kChunk];  // of each row, for int8; every thread has its own copy
+
+    template <class K>
+    void fill(const Input& in, int steps, int thread, int threads) {
+        float inverse[kChunk];
+        for (int r = 0; r < in.rows; r++) {
+            inverse[r] = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
+            if (std::is_same<K, I8>::value) scale[r] = quantum(in, r, inverse[r]);
+        }
+        const int unit = kLanes / K::per_step;  // steps in sixteen values
+        const int units = (steps + unit - 1) / unit;
+        const Share mine(units, thread, threads);
+        for (int first = 0; first < in.rows; first += kBlock) {
+            const int rows = std::min(kBlock, in.rows - first);
+            uint32_t* block = words + static_cast<size_t>(first) * steps;
+            for (int r = 0; r < rows; r++)
+                for (int u = mine.begin; u < mine.end; u++) {
+                    uint32_t out[kLanes];
+                    encode<K>(values(in, first + r, inverse[first + r], u * kLanes), scale[first + r], out);
+                    const int count = std::min(unit, steps - u * unit);
+                    for (int s = 0; s < count; s++) block[static_cast<size_t>(u * unit + s) * rows + r] = out[s];
+                }
+        }
+    }
+
+   private:
+    static f32x16 values(const Input& in, int row, float inverse, int at) {
+        const int left = in.width - at;
+        if (left <= 0) return splat(0.0f);
+        const float* x = in.x + row * in.stride + at;
+        if (!in.norm) return left >= kLanes ? load(x) : load_first(x, left);
+        if (left >= kLanes) return load(x) * splat(inverse) * load(in.norm + at);
+        return load_first(x, left) * splat(inverse) * load_first(in.norm + at, left);
+    }
+
+    // The row's largest magnitude becomes 127.
+    static float quantum(const Input& in, int row, float inverse) {
+        f32x16 top = splat(0.0f);
+        for (int at = 0; at < in.width; at += kLanes) top = maximum(magnitude(values(in, row, inverse, at)), top);
+        return largest(top) / 127.0f;
+    }
+
+    template <class K>
+    static void encode(f32x16 v, float scale, uint32_t* out) {
+        if constexpr (std::is_same<K, F32>::value) store_words(out, as_words(v));
+        if constexpr (std::is_same<K, BF16>::value) {
+#if defined(__AVX512BF16__)
+            const __m256bh half = _mm512_cvtneps_pbh(v.v);
+            std::memcpy(out, &half, sizeof half);
+#else
+            float x[kLanes];
+            uint16_t half[kLanes];
+            store(x, v);
+            for (int i = 0; i < kLanes; i++) half[i] = to_bf16(x[i]);
+            std::memcpy(out, half, sizeof half);
+#endif
+        }
+        if constexpr (std::is_same<K, I8>::value) {
+            int32_t q[kLanes];
+            uint8_t bytes[kLanes];
+            store_words(q, nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f)));
+            for (int i = 0; i < kLanes; i++) bytes[i] = static_cast<uint8_t>(q[i] + 128);
+            std::memcpy(out, bytes, sizeof bytes);
+        }
+    }
+};
+
+// Results of one group of panels: 16 floats per panel and row.
+struct Tile {
+    alignas(64) float value[kGroup][kBlock][kLanes];
+};
+
+template <class K, int R, int C>
+inline void multiply(const uint32_t* x, const char* w, size_t panel, int steps, Tile& out, int at) {
+    typename K::Acc acc[R][C];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) acc[r][c] = K::zero();
+    for (int s = 0; s < steps; s++, x += R, w += kStepBytes) {
+        Words column[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) {
+            column[c] = load_words(w + c * panel);
+            _mm_prefetch(w + c * panel + kPrefetch, _MM_HINT_T0);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const Words row = splat_word(x[r]);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) acc[r][c] = K::join(acc[r][c], column[c], row);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) std::memcpy(out.value[at + c][r], &acc[r][c], kStepBytes);
+}
+
+// All panels of a group for R rows, as many at a time as the registers hold.
+template <class K, int R, int C = kGroup>
+inline void multiply_group(const uint32_t* x, const char* w, size_t panel, int steps, int panels, Tile& out, int done = 0) {
+    if constexpr (R * C <= kRegisters - kRegisters / 4)
+        for (; done + C <= panels; done += C) multiply<K, R, C>(x, w + done * panel, panel, steps, out, done);
+    if constexpr (C > 1) multiply_group<K, R, C / 2>(x, w, panel, steps, panels, out, done);
+}
+
+using GroupKernel = void (*)(const uint32_t*, const char*, size_t, int, int, Tile&, int);
+template <class K, int... R>
+constexpr void fill_kernels(GroupKernel* table, std::integer_sequence<int, R...>) {
+    ((table[R] = multiply_group<K, R + 1>), ...);
+}
+template <class K>
+struct Kernels {
+    GroupKernel of[kBlock];
+    constexpr Kernels() : of() { fill_kernels<K>(of, std::make_integer_sequence<int, kBlock>{}); }
+};
+
+// Panels of this thread times all rows; `take(first row, row count, first panel, panel count, tile)` gets float results.
+template <class K, class Take>
+void product(const Linear& l, const Packed& x, int rows, int thread, int threads, Take take) {
+    static constexpr Kernels<K> kernels;
+    const Share pairs((l.panels + 1) / 2, thread, threads);
+    const int end = std::min(2 * pairs.end, l.panels);
+    Tile tile;
+    for (int panel = 2 * pairs.begin; panel < end; panel += kGroup) {
+        const int count = std::min(kGroup, end - panel);
+        for (int first = 0; first < rows; first += kBlock) {
+            const int own = std::min(kBlock, rows - first);
+            kernels.of[own - 1](x.words + static_cast<size_t>(first) * l.steps, l.weights + l.panel_bytes() * panel,
+                                l.panel_bytes(), l.steps, count, tile, 0);
+            for (int p = 0; p < count; p++) {
+                const int column = (panel + p) * kLanes;
+                for (int r = 0; r < own; r++) {
+                    float* v = tile.value[p][r];
+                    if (std::is_same<K, I8>::value) {
+                        const Words exact = sub_words(load_words(v), load_words(&l.offset[column]));
+                        store(v, to_float(exact) * load(&l.scale[column]) * splat(x.scale[first + r]));
+                    }
+                    if (l.bias) store(v, load(v) + load(l.bias + column));
+                }
+            }
+            take(first, own, panel, count, tile);
+        }
+    }
+}
+
+// What becomes of a product's results.
+enum class Then {
+    kStore,  // out = y
+    kAdd,    // out += y
+    kGate,   // paired columns: out = silu(gate) * up
+};
+
+struct Output {
+    float* out;
+    size_t stride;
+    int width;  // columns that may be written
+    Then then;
+};
+
+inline void put(float* at, f32x16 v, int room) {
+    if (room >= kLanes)
+        store(at, v);
+    else
+        store_first(at, v, room);
+}
+
+template <class K>
+void linear_of(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
+    product<K>(l, x, rows, thread, threads, [&](int first, int count, int panel, int panels, const Tile& tile) {
+        const int stride = o.then == Then::kGate ? 2 : 1;
+        for (int p = 0; p < panels; p += stride) {
+            const int column = (panel + p) / stride * kLanes, room = o.width - column;
+            for (int r = 0; r < count; r++) {
+                float* at = o.out + (first + r) * o.stride + column;
+                f32x16 v = load(tile.value[p][r]);
+                if (o.then == Then::kGate)
+                    v = v / (splat(1.0f) + exponential(splat(0.0f) - v)) * load(tile.value[p + 1][r]);
+                if (o.then == Then::kAdd) v += room >= kLanes ? load(at) : load_first(at, room);
+                put(at, v, room);
+            }
+        }
+    });
+}
+
+inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
+    if (l.kind == kF32) linear_of<F32>(l, x, rows, o, thread, threads);
+    if (l.kind == kBF16) linear_of<BF16>(l, x, rows, o, thread, threads);
+    if (l.kind == kI8) linear_of<I8>(l, x, rows, o, thread, threads);
+}
+
+inline void pack_rows(Packed& x, const Linear& l, const Input& in, int thread, int threads) {
+    if (l.kind == kF32) x.fill<F32>(in, l.steps, thread, threads);
+    if (l.kind == kBF16) x.fill<BF16>(in, l.steps, thread, threads);
+    if (l.kind == kI8) x.fill<I8>(in, l.steps, thread, threads);
+}
+
+}  // namespace outrider

@@ -1,0 +1,274 @@
+"""The native CPU core: ctypes over the shared library that was built at install.
+
+`find_core` picks the library this processor can run, and says why where there is none. `PackedLinear`
+and `Stack` hold weights in the core's layout; ops/cpu has the layouts and why rows keep their bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.errors import InvalidParameter
+from outrider.platform import cpu_flags
+
+__all__ = ["BESIDE", "JOINED", "TOKENS", "Core", "LayerWeights", "PackedLinear", "Span", "Stack", "StackWeights", "find_core", "usable_builds"]
+
+# Builds, best first, and the processor flags each needs; pyproject.toml has the compiler's side of it.
+_BUILDS: dict[str, frozenset[str]] = {
+    "avx512bf16": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    "avx2": frozenset({"avx2", "fma"}),
+}
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
+
+_pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class _LayerSpec(ctypes.Structure):
+    _fields_ = (
+        *((name, _pointer) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _pointer) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")),
+        ("window", _int),
+    )
+
+
+class _StackSpec(ctypes.Structure):
+    _fields_ = (
+        *((name, _int) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "form", "residual_normed")),
+        ("eps", _float),
+        *((name, _pointer) for name in ("layer", "joined", "norm", "norm_hidden", "embedding", "cos", "sin")),
+    )
+
+
+class _ForwardSpec(ctypes.Structure):
+    _fields_ = (
+        *((name, _pointer) for name in ("layout", "keys", "values")),
+        *((name, _int) for name in ("pages", "page_size", "first_layer", "last_layer", "first_key", "rotary_lag")),
+        *((name, _pointer) for name in ("features", "tapped")),
+        ("taps", _int),
+        *((name, _pointer) for name in ("tap_rows", "stream", "last")),
+        ("threads", _int),
+    )
+
+
+class Core:
+    """A loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name.removeprefix("_core_").split(".")[0]
+        library = ctypes.CDLL(str(path))
+        sizes = (ctypes.c_int64 * 3)()
+        library.outrider_sizes(sizes)
+        ours = [ctypes.sizeof(spec) for spec in (_LayerSpec, _StackSpec, _ForwardSpec)]
+        if list(sizes) != ours:
+            raise OSError(f"{path} was built from other sources; install again")
+        self.pack = library.outrider_pack
+        self.pack.restype = _pointer
+        self.pack.argtypes = [*[ctypes.c_int32] * 4, _pointer, ctypes.c_int32, _pointer]
+        self.free = library.outrider_free
+        self.free.argtypes = [_pointer]
+        self.bytes = library.outrider_bytes
+        self.bytes.restype, self.bytes.argtypes = _int, [_pointer]
+        self.linear = library.outrider_linear
+        self.linear.argtypes = [_pointer, _pointer, _int, _pointer, _float, _pointer, _int]
+        self.forward = library.outrider_forward
+        self.forward.argtypes = [_pointer, _pointer]
+
+
+@lru_cache(maxsize=1)
+def find_core() -> tuple[Core | None, str]:
+    """The best library built for this processor, and what was found.
+
+    OUTRIDER_CORE names a library to load instead: one built with sanitizers, or for fewer instructions.
+    """
+    chosen = os.environ.get("OUTRIDER_CORE")
+    if chosen:
+        if not Path(chosen).exists():
+            raise InvalidParameter("OUTRIDER_CORE", f"{chosen} does not exist")
+        return Core(Path(chosen)), f"{chosen}, from OUTRIDER_CORE"
+    if not _built():
+        return None, "not built: no C++ compiler was found when outrider was installed"
+    usable = usable_builds()
+    if not usable:
+        return None, f"the processor can run none of: {', '.join(_built())}"
+    name, path = next(iter(usable.items()))
+    try:
+        return Core(path), f"built for {name}"
+    except OSError as error:
+        return None, str(error)
+
+
+def usable_builds() -> dict[str, Path]:
+    """Libraries this processor can run, best first."""
+    return {name: path for name, path in _built().items() if _BUILDS[name] <= cpu_flags()}
+
+
+def _built() -> dict[str, Path]:
+    folder = Path(__file__).parent / "cpu"
+    return {name: path for name in _BUILDS for path in sorted(folder.glob(f"_core_{name}.*so"))}
+
+
+class PackedLinear:
+    """A weight matrix (columns, inner) in the core's layout, with its bias."""
+
+    def __init__(self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False) -> None:
+        weight = weight.detach().contiguous()
+        if weight.dtype not in (torch.float32, torch.bfloat16):
+            weight = weight.float()
+        self.columns, self.inner = weight.shape
+        self._core = core
+        bias = None if bias is None else bias.detach().float().contiguous()
+        self.handle = core.pack(
+            _KINDS[kind],
+            self.columns,
+            self.inner,
+            paired,
+            weight.data_ptr(),
+            weight.dtype == torch.bfloat16,
+            _address(bias),
+        )
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._core.free(self.handle)
+
+    @property
+    def bytes(self) -> int:
+        """What a product reads of it."""
+        return int(self._core.bytes(self.handle))
+
+    def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """(rows, columns) float32 of rows (rows, inner) float32, normed first where weights for it are given."""
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], self.columns)
+        if x.shape[0]:
+            self._core.linear(
+                self.handle, x.data_ptr(), x.shape[0], _address(norm), eps, out.data_ptr(), torch.get_num_threads()
+            )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Matrices are (out, in); norms that are None are left out."""
+
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear  # paired
+    down: PackedLinear
+    norm_in: Tensor | None
+    norm_mlp: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StackWeights:
+    """A stack of layers and what surrounds it."""
+
+    layers: Sequence[LayerWeights]
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    eps: float
+    embedding: Tensor  # (V, hidden) float32
+    cos: Tensor  # (positions, head_dim / 2)
+    sin: Tensor
+    norm: Tensor | None  # the last one
+    form: int = TOKENS
+    joined: PackedLinear | None = None  # of JOINED
+    norm_hidden: Tensor | None = None  # of BESIDE: the feature's
+    residual_normed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which part of a stack runs, and how its rows are placed."""
+
+    first_layer: int = 0
+    last_layer: int | None = None
+    first_key: int = 0  # positions before it hold nothing
+    rotary_lag: int = 0  # rotary position = position - lag
+
+
+@dataclass(frozen=True, slots=True)
+class StackRows:
+    """What a forward gives for every row, float32."""
+
+    stream: Tensor  # (N, hidden) leaving the last layer of the span
+    last: Tensor | None  # after the last norm
+    taps: Tensor | None  # (N, taps, hidden)
+
+
+class Stack:
+    """Layers over paged KV, run in one call."""
+
+    def __init__(self, core: Core, weights: StackWeights, keys: Tensor, values: Tensor, page_size: int) -> None:
+        self._core = core
+        self._weights = weights
+        self._pool = (keys, values)  # (layers, pages, KV heads, page_size, width), keys as width by slot
+        self._kept: list[Tensor] = []  # what the specifications point to
+        specs = [self._layer(layer) for layer in weights.layers]
+        self._layers = (_LayerSpec * len(specs))(*specs)
+        self._spec = self._stack(weights)
+        self._forward = _ForwardSpec(
+            keys=keys.data_ptr(), values=values.data_ptr(), pages=keys.shape[1], page_size=page_size
+        )
+
+    def forward(self, layout: array[int], taps: Tensor | None = None, span: Span = Span(), features: Tensor | None = None) -> StackRows:  # noqa: B008 (frozen)
+        """Run rows through a span of layers; their KV is written. `layout` is that of `lay_out_rows`.
+
+        `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
+        `taps` are layer numbers, int32.
+        """
+        f, rows, hidden = self._forward, layout[1], self._weights.hidden
+        last_layer = len(self._layers) if span.last_layer is None else span.last_layer
+        stream = torch.empty(rows, hidden)
+        last = torch.empty(rows, hidden) if self._weights.norm is not None and last_layer == len(self._layers) else None
+        tapped = None if taps is None else torch.empty(rows, len(taps), hidden)
+        features = None if features is None else features.contiguous()
+        f.layout = layout.buffer_info()[0]
+        f.first_layer, f.last_layer = span.first_layer, last_layer
+        f.first_key, f.rotary_lag = span.first_key, span.rotary_lag
+        f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
+        f.taps = 0 if taps is None else len(taps)
+        f.tapped, f.tap_rows = _address(taps), _address(tapped)
+        f.threads = torch.get_num_threads()
+        self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f))
+        return StackRows(stream, last, tapped)
+
+    def _layer(self, layer: LayerWeights) -> _LayerSpec:
+        norms = {name: self._keep(getattr(layer, name)) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")}
+        products = {name: getattr(layer, name).handle for name in ("qkv", "out", "gate_up", "down")}
+        return _LayerSpec(**products, **norms, window=layer.window or 0)
+
+    def _stack(self, w: StackWeights) -> _StackSpec:
+        sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
+        tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
+        joined = None if w.joined is None else w.joined.handle
+        return _StackSpec(
+            **sizes, **tables, layers=len(w.layers), eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers)
+        )
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self._kept.append(tensor.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

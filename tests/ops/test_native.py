@@ -1,0 +1,279 @@
+"""The native core against plain torch, and its rows against themselves, on every build this processor runs."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.cache import KVPool
+from outrider.model import Decoder, Feed, ModelConfig, Rope, Runner
+from outrider.model.load import DTYPES
+from outrider.ops import Core, Native, PackedLinear, Plain, find_core, serving_ops
+from outrider.ops.native import usable_builds
+
+pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
+
+KINDS = ("float32", "bfloat16", "int8")
+SHAPES = [(16, 16), (1, 1), (77, 33), (60, 100), (130, 257), (512, 704), (2048, 96)]  # inner, columns
+LONG = 70
+PAGES = [3, 9, 1, 7, 4, 12, 0, 5, 8, 11]
+TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4), (9, 6), (9, 4), (3, -1)]
+
+
+@pytest.fixture(params=usable_builds(), scope="module")
+def core(request: pytest.FixtureRequest) -> Core:
+    return Core(usable_builds()[request.param])
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def test_the_core_is_built_where_it_can_be() -> None:
+    """Otherwise every test here would be skipped unseen."""
+    if platform.machine() == "x86_64" and shutil.which("c++"):
+        assert serving_ops("native").core is not None
+
+
+# Plain torch twins
+
+
+def rounded_rows(x: Tensor, kind: str) -> Tensor:
+    """Activations as the core multiplies them, in float64."""
+    if kind != "int8":
+        return x.to(DTYPES[kind]).double()
+    scale = (x.abs().amax(1, keepdim=True) / 127.0).clamp_min(1e-30)
+    return (x / scale).round().double() * scale.double()
+
+
+def rounded_weight(weight: Tensor, kind: str) -> Tensor:
+    return rounded_rows(weight, kind)  # per output channel: a row of the stored matrix
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_is_the_product(core: Core, kind: str, shape: tuple[int, int], with_bias: bool) -> None:
+    """Float32 sums of exact products: the error is a few roundings of the sum of magnitudes."""
+    inner, columns = shape
+    generator = torch.Generator().manual_seed(inner)
+    weight, bias = torch.randn(columns, inner, generator=generator), torch.randn(columns, generator=generator)
+    x = torch.randn(19, inner, generator=generator)
+    got = PackedLinear(core, kind, weight, bias if with_bias else None)(x)
+    exact, w = rounded_rows(x, kind), rounded_weight(weight, kind)
+    want = exact @ w.T + (bias.double() if with_bias else 0.0)
+    allowed = 4e-7 * (exact.abs() @ w.abs().T + 1.0)
+    if kind == "int8":  # a quotient on a tie may round to either side
+        allowed += (x.abs().amax(1, keepdim=True) / 127.0) * w.abs().amax(1) * 1.01
+    assert bool(((got.double() - want).abs() <= allowed).all())
+
+
+def test_bf16_weights_are_taken_as_they_are(core: Core) -> None:
+    weight, x = torch.randn(50, 40).to(torch.bfloat16), torch.randn(3, 40)
+    same = PackedLinear(core, "bfloat16", weight.float())
+    assert torch.equal(PackedLinear(core, "bfloat16", weight)(x), same(x))
+
+
+def test_norm_before_a_product_is_the_norm(core: Core) -> None:
+    for width in (1, 15, 16, 60, 512):
+        x, norm = torch.randn(5, width), torch.randn(width)
+        got = PackedLinear(core, "float32", torch.eye(width))(x, norm, 1e-5)
+        torch.testing.assert_close(got, Plain().rms_norm(x, norm, 1e-5), rtol=2e-6, atol=1e-6)
+
+
+def make_decoder(dtype: str, **changes: object) -> Decoder:
+    """A decoder with random weights of every kind the configuration asks for."""
+    fields: dict[str, object] = dict(
+        architecture="LlamaForCausalLM", vocab=97, hidden=48, layers=2, heads=4, kv_heads=2, head_dim=12,
+        ffn=72, context=256, rope=Rope(), tied=False, dtype=dtype,
+    )  # fmt: skip
+    decoder = Decoder(ModelConfig(**(fields | changes)), DTYPES.get(dtype, torch.float32)).requires_grad_(False).eval()  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    for parameter in decoder.parameters():
+        scale = 0.3 if parameter.dim() == 1 else parameter.shape[1] ** -0.5
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + (parameter.dim() == 1))
+    return decoder
+
+
+def make_runner(core: Core, decoder: Decoder, page_size: int = 16) -> Runner:
+    c = decoder.config
+    return Runner(decoder, KVPool(c.layers, 14, c.kv_heads, page_size, c.head_dim), Native(core))
+
+
+class Rounding(Plain):
+    """Products of rounded rows and rounded weights with float32 results, as the core computes them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = rounded_rows(x.float(), self.kind) @ rounded_weight(weight.float(), self.kind).T
+        return (y if bias is None else y + bias.double()).float()
+
+
+def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
+    """The definition: dense attention over the whole text."""
+    windows = decoder.config.windows or (None,) * decoder.config.layers
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group, n = q.shape[1] // k.shape[1], q.shape[0]
+        k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+        scores = torch.einsum("nhd,mhd->hnm", q.double(), k) * q.shape[-1] ** -0.5
+        apart = torch.arange(n)[:, None] - torch.arange(n)
+        window = windows[layer]
+        hidden = (apart < 0) if window is None else (apart < 0) | (apart >= window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hnm,mhd->nhd", weights, v).float()
+
+    ops = Rounding(decoder.config.dtype)
+    rows = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend, ops)
+    return decoder.logits(rows.last, ops)
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "narrow heads": {"heads": 3, "kv_heads": 1, "head_dim": 10},
+    "wide heads": {"head_dim": 80, "kv_heads": 4},
+    "many queries per head": {"heads": 20, "kv_heads": 1, "head_dim": 6},
+    "windows": {"windows": (21, None), "tied": True},
+    "short window": {"windows": (3, 3)},
+    "biases and norms": {"attention_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True},
+    "odd widths": {"hidden": 50, "ffn": 37, "vocab": 53},
+    "wide": {"hidden": 272, "ffn": 528, "heads": 8, "kv_heads": 2, "head_dim": 34},
+}
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 10])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_stack_is_the_decoder(core: Core, variant: str, page_size: int) -> None:
+    """In float32 nothing but the order of additions differs."""
+    decoder = make_decoder("float32", **VARIANTS[variant])
+    text = [i * 37 % decoder.config.vocab for i in range(LONG)]
+    runner = make_runner(core, decoder, page_size)
+    got = runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG))
+    want = dense_logits(decoder, text)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_the_stack_rounds_where_it_says(core: Core, kind: str) -> None:
+    """A twin that rounds at the same places. What differs is an ulp before a rounding, which it may turn into
+    one step of bf16 (2^-8) or int8 (2^-7) in one value of a row: well below 1 % of the logits' norm."""
+    decoder = make_decoder(kind, hidden=128, ffn=192, heads=4, head_dim=32)
+    text = [i * 37 % 97 for i in range(LONG)]
+    runner = make_runner(core, decoder)
+    got = runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG))
+    want = dense_logits(decoder, text)
+    assert float((got - want).norm() / want.norm()) < 1e-2
+
+
+# Rows do not know their neighbours
+
+
+@pytest.mark.parametrize("shape", [(512, 704), (77, 33), (1408, 48)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_at_every_place_and_count(core: Core, kind: str, shape: tuple[int, int]) -> None:
+    weight, x = torch.randn(shape[1], shape[0]), torch.randn(80, shape[0])
+    product, norm = PackedLinear(core, kind, weight, torch.randn(shape[1])), torch.rand(shape[0])
+    alone = torch.cat([product(x[i : i + 1], norm, 1e-5) for i in range(80)])
+    for count in [*range(1, 34), 48, 63, 64, 65, 80]:
+        for first in {0, 1, (80 - count) // 2, 80 - count} & set(range(80 - count + 1)):
+            assert torch.equal(product(x[first : first + count], norm, 1e-5), alone[first : first + count]), (count, first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_threads_does_not_matter(core: Core, kind: str) -> None:
+    decoder = make_decoder(kind, **VARIANTS["wide"])
+    text = [i * 37 % 97 for i in range(LONG)]
+    seen = []
+    for threads in (1, 2, 3, 7, 2):
+        torch.set_num_threads(threads)
+        runner = make_runner(core, decoder)
+        seen.append(runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)))
+    assert all(torch.equal(seen[0], other) for other in seen)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 10])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_decode_chunks_and_trees_agree(core: Core, kind: str, variant: str, page_size: int) -> None:
+    decoder = make_decoder(kind, **VARIANTS[variant])
+    vocab = decoder.config.vocab
+    text = [i * 37 % vocab for i in range(LONG)]
+    runner = make_runner(core, decoder, page_size)
+
+    def logits(*feeds: Feed) -> Tensor:
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
+        return runner.logits(runner.forward(list(feeds)).last, range(rows))
+
+    whole = logits(Feed(PAGES, 0, text))
+    for size in (1, 5, 16, 33):
+        parts = [logits(Feed(PAGES, at, text[at : at + size])) for at in range(0, LONG, size)]
+        assert torch.equal(torch.cat(parts), whole), f"chunks of {size}"
+
+    tokens, parents = zip(*[(token % vocab, parent) for token, parent in TREE], strict=True)
+    other = Feed([13, 10], 0, text[:7])
+    tree = logits(other, Feed(PAGES, LONG - 3, text[-3:], tokens, parents))[7 + 2 :]
+    assert torch.equal(tree[0], whole[-1]), "the root beside its tree"
+    grown = [logits(Feed(PAGES, LONG, (), tokens[known : known + 2], parents[: known + 2], known)) for known in range(0, 10, 2)]
+    assert torch.equal(torch.cat(grown), tree[1:]), "a tree grown level by level"
+    for node in range(len(TREE)):
+        path, here = [], node
+        while here >= 0:
+            path.insert(0, tokens[here])
+            here = parents[here]
+        alone = logits(Feed(PAGES, LONG, path))[-1]
+        assert torch.equal(tree[node + 1], alone), f"node {node} decoded alone"
+
+
+def test_a_span_of_layers_and_the_rest_are_the_whole(core: Core) -> None:
+    from outrider.model.stack import lay_out_rows
+    from outrider.ops import Span
+
+    decoder = make_decoder("bfloat16", layers=4)
+    runner, again = make_runner(core, decoder), make_runner(core, decoder)
+    rows = lay_out_rows([Feed(PAGES, 0, list(range(40)))])
+    assert runner.stack is not None
+    assert again.stack is not None
+    whole = runner.stack.forward(rows, torch.tensor([0, 3, 4], dtype=torch.int32))
+    early = again.stack.forward(rows, span=Span(0, 3))
+    late = again.stack.forward(rows, span=Span(3), features=early.stream)
+    assert whole.taps is not None
+    assert late.last is not None
+    assert early.last is None
+    assert torch.equal(whole.taps[:, 1], early.stream)
+    assert torch.equal(whole.taps[:, 2], late.stream)
+    assert torch.equal(whole.stream, late.stream)
+    assert torch.equal(whole.last, late.last)  # type: ignore[arg-type]
+
+
+def test_garbage_beyond_a_row_does_not_matter(core: Core) -> None:
+    """Slots past a row's position may hold anything finite."""
+    decoder = make_decoder("float32")
+    runner, text = make_runner(core, decoder), list(range(40))
+    before = runner.forward([Feed(PAGES, 0, text)]).last.clone()
+    runner.forward([Feed(PAGES, 20, [96] * 30)])
+    runner.pool.keys[:, 13] = 1e30
+    assert torch.equal(runner.forward([Feed(PAGES, 0, text)]).last, before)
+
+
+def test_a_tied_draft_moves_with_the_pool(core: Core) -> None:
+    """Accepted nodes of a tree are moved to their positions; what follows sees them there."""
+    decoder = make_decoder("float32")
+    runner, text = make_runner(core, decoder), list(range(30))
+    tokens, parents = zip(*TREE, strict=True)
+    runner.forward([Feed(PAGES, 0, text, tokens, parents)])
+    path = [0, 2, 4, 6]  # nodes of one branch
+    pool = runner.pool
+    pool.move(pool.slots(PAGES, [30 + node for node in path]), pool.slots(PAGES, range(30, 34)))
+    moved = runner.forward([Feed(PAGES, 34, [50])]).last
+    plain = make_runner(core, decoder)
+    plain.forward([Feed(PAGES, 0, text + [tokens[node] for node in path])])
+    assert torch.equal(moved, plain.forward([Feed(PAGES, 34, [50])]).last)
