@@ -26,7 +26,7 @@ DRAFTERS: dict[str, Make] = {
     "ngram": lambda: NGramDrafter(1, 3),
     "suffix": SuffixDrafter,
     "suffix tree": lambda: SuffixDrafter(SuffixShape(min_prob=0.0, branch=3)),
-    "suffix shared": lambda: SuffixDrafter(shared_tokens=64, tenant_of=lambda _: "all"),
+    "suffix shared": lambda: SuffixDrafter(shared_tokens=64),
     "recycle": RecycleDrafter,
     "recycle shared": lambda: RecycleDrafter(shared=True),
 }
@@ -52,7 +52,7 @@ def decoder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Deco
 
 
 def sequence(tokens: list[int], name: str = "r") -> Sequence:
-    return Sequence(make_request(tokens, SamplingParams(), name))
+    return Sequence(make_request(tokens, SamplingParams(), name, tenant="all"))
 
 
 def few_symbols(rng: random.Random, most: int = 40) -> list[int]:
@@ -239,6 +239,7 @@ def test_same_tokens_as_plain_decoding(make: Make, decoder_of, dtype: str, tempe
                 temperature=temperature, seed=rng.randrange(2**40), max_tokens=40, frequency_penalty=penalty, top_k=20
             ),
             f"r{i}",
+            tenant="all",
         )
         for i, penalty in enumerate([0.0, 0.0, 0.0, 0.3, 0.0, 0.0])
     ]
