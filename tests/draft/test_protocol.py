@@ -11,6 +11,7 @@ import torch
 
 from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Verdict
 from outrider.draft import Drafter, check_drafts
+from outrider.draft.lookahead import LookaheadDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.none import NoDrafter
 from outrider.draft.recycle import RecycleDrafter
@@ -29,6 +30,8 @@ DRAFTERS: dict[str, Make] = {
     "suffix shared": lambda: SuffixDrafter(shared_tokens=64),
     "recycle": RecycleDrafter,
     "recycle shared": lambda: RecycleDrafter(shared=True),
+    "lookahead": LookaheadDrafter,
+    "lookahead small": lambda: LookaheadDrafter(window=2, ngram=2, pool_tokens=40),
 }
 GUESSING = [name for name in DRAFTERS if name != "none"]
 _decoders: dict[str, Decoder] = {}

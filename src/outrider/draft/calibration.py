@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Seq
 
-__all__ = ["Calibration"]
+from outrider.core import ROOT
+
+__all__ = ["Calibration", "came_true"]
 
 
 class Calibration:
@@ -24,8 +27,23 @@ class Calibration:
         true, tried = self._seen.get(kind, (0.0, 0.0))
         return (true + self._weight * prior) / (tried + self._weight)
 
-    def record(self, kind: Hashable, came_true: bool) -> None:
-        true, tried = self._seen.get(kind, (0.0, 0.0))
+    def record(self, kind: Hashable, true: bool) -> None:
+        before, tried = self._seen.get(kind, (0.0, 0.0))
         if tried >= self._memory:
-            true, tried = true / 2, tried / 2
-        self._seen[kind] = (true + came_true, tried + 1)
+            before, tried = before / 2, tried / 2
+        self._seen[kind] = (before + true, tried + 1)
+
+
+def came_true(tokens: Seq[int], parents: Seq[int], text: Seq[int]) -> Iterator[tuple[int, bool]]:
+    """The nodes of a tree that the text which followed has judged, and how: those below a node it took.
+
+    The text judges any tree, also one that was never verified.
+    """
+    reached = {ROOT: 0}  # nodes the text took, and how many of its tokens lead there
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        depth = reached.get(parent)
+        if depth is not None and depth < len(text):
+            taken = token == text[depth]
+            if taken:
+                reached[node] = depth + 1
+            yield node, taken

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
-from outrider.draft.calibration import Calibration
+from outrider.draft.calibration import Calibration, came_true
 from outrider.draft.protocol import Guess
 from outrider.errors import InvalidParameter
 
@@ -92,10 +92,9 @@ class NGramDrafter:
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Note which tokens of the latest copies came true; the text says so, whoever's draft was judged."""
         for seq, last in self._last.items():
-            for i, (guessed, came) in enumerate(zip(last.tokens, seq.tokens[last.base :], strict=False)):
-                self._calibration.record((seq.request.params.greedy, last.matched, i == 0), guessed == came)
-                if guessed != came:
-                    break
+            chain = range(-1, len(last.tokens) - 1)
+            for node, true in came_true(last.tokens, chain, seq.tokens[last.base :]):
+                self._calibration.record((seq.request.params.greedy, last.matched, node == 0), true)
         self._last.clear()
 
     def end(self, seq: Sequence) -> None:

@@ -76,6 +76,12 @@ def _recycle(context: DraftContext) -> Drafter:
     return RecycleDrafter(**context.config.options)
 
 
+def _lookahead(context: DraftContext) -> Drafter:
+    from outrider.draft.lookahead import LookaheadDrafter
+
+    return LookaheadDrafter(**context.config.options)
+
+
 def _draft_model(context: DraftContext) -> Drafter:
     from outrider.draft.draft_model import DraftModel
 
@@ -104,6 +110,7 @@ _FACTORIES: dict[str, Factory] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "recycle": _recycle,
+    "lookahead": _lookahead,
     "draft_model": _draft_model,
     "eagle": _eagle,
     "medusa": _medusa,

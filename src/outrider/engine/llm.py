@@ -63,7 +63,8 @@ class LLM:
         **sizes: Any,
     ) -> None:
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
-        check_method(self.speculation.method)
+        for method in self.speculation.methods():
+            check_method(method)
         config = _engine_config(sizes)
         self.directory = locate(str(model or bundled_model()), revision)
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
