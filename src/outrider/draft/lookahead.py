@@ -37,7 +37,7 @@ class LookaheadDrafter:
 
     needs = Needs(follows=True)
 
-    def __init__(self, window: int = 5, ngram: int = 4, pool_tokens: int = 65536, from_prompt: bool | int = True) -> None:
+    def __init__(self, window: int = 3, ngram: int = 5, pool_tokens: int = 65536, from_prompt: bool | int = True) -> None:
         if not 0 <= window <= 64:
             raise InvalidParameter("window", f"must be in [0, 64], got {window}")
         if not 2 <= ngram <= 16:
