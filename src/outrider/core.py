@@ -47,7 +47,7 @@ class Request:
     max_tokens: int
     index: int = 0  # which of n samples this is; part of the noise key
     speculate: bool = True  # False: plain decoding for this request
-    tenant: str | None = None  # nothing of one tenant's text is cached or drafted for another
+    tenant: str | None = None  # whose text it is: caches and drafters share text within a key only
     priority: int = 0  # lower ones go first
 
 
@@ -142,6 +142,7 @@ class Needs:
     taps: tuple[int, ...] = ()  # layers whose input hidden rows it reads
     scores: bool = False  # reads logits of every node, rejected ones too
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
+    follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
 
 
 class Plan(NamedTuple):
@@ -181,20 +182,27 @@ class Drafts:
         return Drafts(none, none, torch.empty((batch, 0)), torch.zeros(batch, dtype=torch.int64))
 
     @classmethod
-    def chains(cls, chains: Seq[Seq[int]], q: Tensor | None = None) -> Drafts:
+    def chains(cls, chains: Seq[Seq[int]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None) -> Drafts:
         """One chain of tokens per sequence, possibly empty."""
-        return cls.trees([(chain, range(-1, len(chain) - 1)) for chain in chains], q)
+        return cls.trees([(chain, range(-1, len(chain) - 1)) for chain in chains], q, survival)
 
     @classmethod
-    def trees(cls, trees: Seq[tuple[Seq[int], Seq[int]]], q: Tensor | None = None) -> Drafts:
-        """One (tokens, parents) pair per sequence."""
+    def trees(
+        cls, trees: Seq[tuple[Seq[int], Seq[int]]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None
+    ) -> Drafts:
+        """One (tokens, parents) pair per sequence, and the survival of its nodes where the drafter knows better than 1."""
         counts = [len(tokens) for tokens, _ in trees]
         width = max(counts, default=0)
         if width == 0:
             return cls.empty(len(trees))
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in trees]
         links = [[*parents, *[ROOT] * (width - len(parents))] for _, parents in trees]
-        return cls(integers(padded), integers(links), torch.ones(len(trees), width), integers(counts), q)
+        if survival is None:
+            chances = torch.ones(len(trees), width)
+        else:
+            filled = [[*own, *[0.0] * (width - len(own))] for own in survival]
+            chances = torch.from_numpy(np.array(filled, dtype=np.float32))
+        return cls(integers(padded), integers(links), chances, integers(counts), q)
 
     def on_host(self) -> list[Tree]:
         """Each sequence's nodes as plain lists: the round's one look at the draft from the host."""
@@ -230,6 +238,7 @@ class Verdict(NamedTuple):
 
     path: list[int]  # accepted nodes, from the root down
     tokens: list[int]  # the accepted tokens, then the one after them; empty while it reads its prompt
+    choices: Seq[int] = ()  # under `match`: the target's choice at the root and at every node, rejected ones too
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import torch
 
 from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Verdict
 from outrider.draft import Drafter, check_drafts
+from outrider.draft.lookahead import LookaheadDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.none import NoDrafter
 from outrider.draft.recycle import RecycleDrafter
@@ -26,9 +27,11 @@ DRAFTERS: dict[str, Make] = {
     "ngram": lambda: NGramDrafter(1, 3),
     "suffix": SuffixDrafter,
     "suffix tree": lambda: SuffixDrafter(SuffixShape(min_prob=0.0, branch=3)),
-    "suffix shared": lambda: SuffixDrafter(shared_tokens=64, tenant_of=lambda _: "all"),
+    "suffix shared": lambda: SuffixDrafter(shared_tokens=64),
     "recycle": RecycleDrafter,
     "recycle shared": lambda: RecycleDrafter(shared=True),
+    "lookahead": LookaheadDrafter,
+    "lookahead small": lambda: LookaheadDrafter(window=2, ngram=2, pool_tokens=40),
 }
 GUESSING = [name for name in DRAFTERS if name != "none"]
 _decoders: dict[str, Decoder] = {}
@@ -52,7 +55,7 @@ def decoder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Deco
 
 
 def sequence(tokens: list[int], name: str = "r") -> Sequence:
-    return Sequence(make_request(tokens, SamplingParams(), name))
+    return Sequence(make_request(tokens, SamplingParams(), name, tenant="all"))
 
 
 def few_symbols(rng: random.Random, most: int = 40) -> list[int]:
@@ -239,6 +242,7 @@ def test_same_tokens_as_plain_decoding(make: Make, decoder_of, dtype: str, tempe
                 temperature=temperature, seed=rng.randrange(2**40), max_tokens=40, frequency_penalty=penalty, top_k=20
             ),
             f"r{i}",
+            tenant="all",
         )
         for i, penalty in enumerate([0.0, 0.0, 0.0, 0.3, 0.0, 0.0])
     ]

@@ -50,23 +50,6 @@ def bench_methods(
     return rows
 
 
-def parse_method(text: str) -> dict[str, Any]:
-    """ "eagle:24:beam=6" to settings: a method, its draft tokens, and its own options."""
-    method, *rest = text.split(":")
-    settings: dict[str, Any] = {"name": text, "method": method}
-    for part in rest:
-        key, _, value = part.partition("=")
-        if not value:
-            key, value = "draft_tokens", part
-        try:
-            settings[key] = value if key == "model" else int(value)
-        except ValueError:
-            raise InvalidParameter(
-                "methods", f"{part!r} in {text!r} is neither a number of draft tokens nor name=number"
-            ) from None
-    return settings
-
-
 def _plain(
     model: str | None, prompts: Sequence[str], params: SamplingParams, progress: Progress
 ) -> dict[str | tuple[int, ...], list[int]]:

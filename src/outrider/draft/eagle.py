@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.protocol import Guess
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.heads import EagleHead, EagleRunner
 from outrider.model import Feed
@@ -67,12 +68,16 @@ class _Growing:
             node = self.parents[node]
         return out[::-1]
 
-    def best(self) -> tuple[list[int], list[int]]:
+    def best(self) -> Guess:
         """The `room` nodes of most value. A parent is never worth less than its child, so the tree stays whole."""
         order = sorted(range(len(self.tokens)), key=lambda node: (-self.value[node], node))[: self.room]
         kept = sorted(order)
         place = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
-        return [self.tokens[node] for node in kept], [place[self.parents[node]] for node in kept]
+        return Guess(
+            [self.tokens[node] for node in kept],
+            [place[self.parents[node]] for node in kept],
+            [self.value[node] for node in kept],
+        )
 
 
 class EagleDrafter:
@@ -125,7 +130,8 @@ class EagleDrafter:
             self._branch(active)
             if level < (self._shape.depth or max(plan.lengths)):
                 self._expand(active)
-        return Drafts.trees([own.best() for own in growing])
+        best = [own.best() for own in growing]
+        return Drafts.trees([(own.tokens, own.parents) for own in best], survival=[own.survival for own in best])
 
     def _catch_up(self, active: Seq[_Growing]) -> None:
         """Rows for all features the target has given since the last draft; the last one sees the newest token."""

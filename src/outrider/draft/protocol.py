@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
 
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
 
-__all__ = ["Drafter", "check_drafts"]
+__all__ = ["Drafter", "Guess", "Lookup", "check_drafts"]
 
 
 class Drafter(Protocol):
@@ -32,6 +33,25 @@ class Drafter(Protocol):
 
     def end(self, seq: Sequence) -> None:
         """A sequence is over; forget it."""
+
+
+class Guess(NamedTuple):
+    """One sequence's draft: a tree, parents first, and how likely each node is to be accepted."""
+
+    tokens: list[int]
+    parents: list[int]
+    survival: list[float]
+
+
+class Lookup(Drafter, Protocol):
+    """A drafter (`needs.follows`) that can also guess after text that is not committed yet.
+
+    That is what lets it draft for a drafter: below a model in a cascade, behind another's branches in a
+    mixture.
+    """
+
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
+        """At most this many nodes after a sequence and a path of guessed tokens. Nothing is recorded."""
 
 
 def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:

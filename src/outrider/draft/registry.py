@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
 from outrider.core import Needs
 from outrider.draft.deadline import DEADLINE_S, Deadline
-from outrider.draft.protocol import Drafter
+from outrider.draft.protocol import Drafter, Lookup
 from outrider.errors import InvalidParameter, UnknownMethod
 from outrider.model import LoadOptions, Runner, locate
 
@@ -77,6 +77,12 @@ def _recycle(context: DraftContext) -> Drafter:
     return RecycleDrafter(**context.config.options)
 
 
+def _lookahead(context: DraftContext) -> Drafter:
+    from outrider.draft.lookahead import LookaheadDrafter
+
+    return LookaheadDrafter(**context.config.options)
+
+
 def _draft_model(context: DraftContext) -> Drafter:
     from outrider.draft.draft_model import DraftModel
 
@@ -100,14 +106,45 @@ def _medusa(context: DraftContext) -> Drafter:
     return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", True)))
 
 
+def _cascade(context: DraftContext) -> Drafter:
+    from outrider.draft.cascade import CascadeDrafter, ModelLevel
+
+    lowest, *_ = configs = context.config.nested()
+    lookup = None
+    if lowest.method != "draft_model":
+        lookup = build_drafter(replace(context, config=lowest))
+        configs = configs[1:]
+        if not lookup.needs.follows:
+            raise InvalidParameter("levels", f"{lowest.method!r} cannot draft for a model: it guesses after committed text alone")
+    for own in configs:
+        if own.method != "draft_model":
+            raise InvalidParameter("levels", f"levels above the lowest must be draft_model, got {own.method!r}")
+    models = [
+        ModelLevel(context.load_companion(replace(context, config=own).companion("draft")), own.draft_tokens) for own in configs
+    ]
+    return CascadeDrafter(models, cast("Lookup | None", lookup), lowest.draft_tokens)
+
+
+def _mixture(context: DraftContext) -> Drafter:
+    from outrider.draft.mixture import Member, MixtureDrafter
+
+    configs = context.config.nested()
+    members = [Member(build_drafter(replace(context, config=own)), own.draft_tokens) for own in configs]
+    options = {name: context.config.options[name] for name in ("merge", "splice", "enough") if name in context.config.options}
+    return MixtureDrafter(members, **options)
+
+
 _FACTORIES: dict[str, Factory] = {
     "none": _none,
     "ngram": _ngram,
     "suffix": _suffix,
     "recycle": _recycle,
+    "lookahead": _lookahead,
     "draft_model": _draft_model,
     "eagle": _eagle,
     "medusa": _medusa,
+    "cascade": _cascade,
+    "mixture": _mixture,
 }
 
 

@@ -38,6 +38,7 @@ class _Prepared:
     text: str | None
     ids: tuple[int, ...]
     params: SamplingParams
+    tenant: str | None = None
 
 
 class LLM:
@@ -62,7 +63,8 @@ class LLM:
         **sizes: Any,
     ) -> None:
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
-        check_method(self.speculation.method)
+        for method in self.speculation.methods():
+            check_method(method)
         config = _engine_config(sizes)
         self.directory = locate(str(model or bundled_model()), revision)
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
@@ -89,28 +91,33 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         speculate: bool = True,
+        tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text or token ids). `params` is one for all, or one each.
 
-        `speculate=False` decodes plainly; the tokens are the same.
+        `speculate=False` decodes plainly; the tokens are the same. `tenant` says whose texts these are:
+        a drafter set to share earlier outputs does so within one tenant, and never without a key.
         """
         batch = _as_batch(prompts)
         each = self._params_for(len(batch), params)
-        prepared = [self._prepare(prompt, own) for prompt, own in zip(batch, each, strict=True)]
+        prepared = [self._prepare(prompt, own, tenant) for prompt, own in zip(batch, each, strict=True)]
         return self._run(prepared, speculate)
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
         if not messages:
             raise InvalidParameter("messages", "must not be empty")
         several = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        return self.generate([self._tokenizer().chat(own) for own in several], params)  # type: ignore[arg-type]
+        return self.generate([self._tokenizer().chat(own) for own in several], params, tenant=tenant)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, tenant: str | None = None) -> Iterator[StreamPiece]:
         """Complete one prompt piece by piece; leaving the loop early aborts the request."""
-        prepared = self._prepare(prompt, params or self.default_params())
+        prepared = self._prepare(prompt, params or self.default_params(), tenant)
         writers = self._submit(prepared)
         waiting = list(writers)
         try:
@@ -155,17 +162,19 @@ class LLM:
         limit = room if params.max_tokens is None else params.max_tokens
         method = self.speculation.method if speculate else "none"
         return [
-            self.engine.submit(Request(name, prepared.ids, params, seed, stop_ids, limit, index, speculate), method)
+            self.engine.submit(
+                Request(name, prepared.ids, params, seed, stop_ids, limit, index, speculate, prepared.tenant), method
+            )
             for index in range(params.n)
         ]
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Prepared:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, tenant: str | None = None) -> _Prepared:
         text = prompt if isinstance(prompt, str) else None
         ids = tuple(self._tokenizer().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
         self._check(ids, params)
         if params.bad_words:
             params = replace(params, bad_word_ids=self._bad_words(params.bad_words))
-        return _Prepared(text, ids, params)
+        return _Prepared(text, ids, params, tenant)
 
     def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab = self.config.vocab
