@@ -151,6 +151,7 @@ class Plan(NamedTuple):
     lengths: tuple[int, ...]  # most draft nodes for each sequence of the batch; 0 = do not draft
     rule: str = "match"
     keep_q: bool = False  # the rule needs the law each draft token was drawn from
+    arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
 
 
 class Tree(NamedTuple):
@@ -203,6 +204,15 @@ class Drafts:
             filled = [[*own, *[0.0] * (width - len(own))] for own in survival]
             chances = torch.from_numpy(np.array(filled, dtype=np.float32))
         return cls(integers(padded), integers(links), chances, integers(counts), q)
+
+    def subset(self, kept: Seq[Seq[int]]) -> Drafts:
+        """The same drafts with only these nodes, in order; a kept node's parent is kept."""
+        survival = self.survival.tolist()
+        trees: list[tuple[list[int], list[int]]] = []
+        for (tokens, parents), nodes in zip(self.on_host(), kept, strict=True):
+            place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+            trees.append(([tokens[node] for node in nodes], [place[parents[node]] for node in nodes]))
+        return Drafts.trees(trees, survival=[[own[node] for node in nodes] for own, nodes in zip(survival, kept, strict=True)])
 
     def on_host(self) -> list[Tree]:
         """Each sequence's nodes as plain lists: the round's one look at the draft from the host."""

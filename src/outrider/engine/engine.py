@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from time import perf_counter
 
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
@@ -66,19 +67,32 @@ class Engine:
         if self._suspects:
             batch = self._one_suspect(batch)
         writers = [self._writers[seq] for seq in batch.sequences]
-        load = Load([self._room(seq) for seq in batch.sequences])
+        load = self._load(batch)
         plan = self.policy.plan(load)
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
-        drafts = self.policy.select(self.drafter.propose(batch, plan), load)
+        begun = perf_counter()
+        drafts = self.drafter.propose(batch, plan)
+        proposed = perf_counter()
+        drafts = self.policy.select(drafts, load)
+        chosen = perf_counter()
         try:
             scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
         except Exception as error:
             return self._forward_failed(batch, writers, error)
+        scored = perf_counter()
         self._suspects.difference_update(batch.sequences)
         verdicts = verify(drafts, scores, batch, plan)
         settled = self._commit(batch, writers, drafts, verdicts, scores)
-        self.policy.observe(RoundStats([own.drafted for own in settled], [own.accepted for own in settled]))
+        drafted = [own.drafted for own in settled]
+        paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
+        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposed - begun, scored - chosen))
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
+
+    def _load(self, batch: Batch) -> Load:
+        sequences = batch.sequences
+        emitting = sum(map(batch.samples, range(len(sequences))))
+        context = sum(len(seq.tokens) for seq in sequences)
+        return Load([self._room(seq) for seq in sequences], sequences, sum(batch.feeds), context, emitting)
 
     def _room(self, seq: Sequence) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""
@@ -118,6 +132,7 @@ class Engine:
             self.runner.pool.clear(self.pages.disown(seq.pages))
         self._writers.pop(seq, None)
         self._suspects.discard(seq)
+        self.policy.forget(seq)
         if self.scheduler.remove(seq):
             self.drafter.end(seq)
 
