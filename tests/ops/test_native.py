@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +28,12 @@ PAGES = [3, 9, 1, 7, 4, 12, 0, 5, 8, 11]
 TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4), (9, 6), (9, 4), (3, -1)]
 
 
-@pytest.fixture(params=usable_builds(), scope="module")
+BUILDS = {"chosen": Path(os.environ["OUTRIDER_CORE"])} if "OUTRIDER_CORE" in os.environ else usable_builds()
+
+
+@pytest.fixture(params=BUILDS, scope="module")
 def core(request: pytest.FixtureRequest) -> Core:
-    return Core(usable_builds()[request.param])
+    return Core(BUILDS[request.param])
 
 
 @pytest.fixture(autouse=True)
