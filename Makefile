@@ -3,19 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CORE := $(wildcard src/outrider/ops/cpu/*.cpp src/outrider/ops/cpu/*.h)
+SANITIZED := build/_core_sanitized.so
 
-.PHONY: test check demo doctor clean
+.PHONY: test check demo doctor sanitize clean
 .DEFAULT_GOAL := test
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
 	touch $@
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests recipes
-	$(BIN)/ruff format --check src tests recipes
+	$(BIN)/ruff check setup.py src tests recipes
+	$(BIN)/ruff format --check setup.py src tests recipes
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
@@ -24,6 +26,18 @@ test: check
 
 demo: $(STAMP)
 	$(BIN)/outrider compare "$$(printf 'import json\nfrom pathlib import Path\n\n\ndef load_config(path: Path) -> dict:\n    ')"
+
+# The native core's tests with AddressSanitizer and UndefinedBehaviorSanitizer, for this processor.
+$(SANITIZED): setup.py $(CORE)
+	mkdir -p build
+	$(CXX) -O1 -g -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthread \
+	  -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer \
+	  -DOUTRIDER_SOURCES="\"$$(cat $(sort $(wildcard src/outrider/ops/cpu/*.h) $(wildcard src/outrider/ops/cpu/*.cpp)) | sha256sum | cut -d' ' -f1)\"" \
+	  src/outrider/ops/cpu/core.cpp -o $@
+
+sanitize: $(STAMP) $(SANITIZED)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py
 
 doctor: $(STAMP)
 	$(BIN)/outrider doctor

@@ -3,14 +3,26 @@
 Optional: without a compiler, or on another kind of processor, installation goes on and torch serves.
 """
 
+import hashlib
 import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 FOLDER = Path("src/outrider/ops/cpu")
-# -ffp-contract=off: products are fused where the source says so, in every loop alike
-FLAGS = ["-O2", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+SOURCES = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
+# which sources a library was built from, so that a stale one is noticed; see Core in ops/native.py
+DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
+FLAGS = [
+    "-O2",
+    "-std=c++17",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # products are fused where the source says so, in every loop alike
+    "-Wno-uninitialized",  # gcc 12 says so of its own vector headers
+    "-Wno-maybe-uninitialized",
+    f'-DOUTRIDER_SOURCES="{DIGEST}"',
+]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 BUILDS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"]}
@@ -20,7 +32,7 @@ setup(
         Extension(
             f"outrider.ops.cpu._core_{name}",
             [str(FOLDER / "core.cpp")],
-            depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
+            depends=[str(path) for path in SOURCES],
             extra_compile_args=[*FLAGS, *flags],
             language="c++",
             optional=True,

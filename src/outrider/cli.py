@@ -52,7 +52,7 @@ Seed = Annotated[int | None, typer.Option(help="Same seed, same text. Default: d
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weights and rows; native core).")]
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -186,6 +186,26 @@ def bench_round(
     _set_threads(threads)
     rows = [measure_round(model, load_format, temperature, rounds).as_dict() for temperature in (0.0, 0.8)]
     print(json.dumps({"rounds": rows, "noise": measure_noise()}))
+
+
+@bench_app.command("forward")
+def bench_forward(
+    models: Annotated[
+        str, typer.Option(help="Comma-separated: pyrite, draft, random models 40m, 150m, 1.1b, or directories.")
+    ] = "pyrite,draft,150m",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, int8, float32.")] = "bfloat16,int8",
+    rows: Annotated[str, typer.Option(help="Comma-separated row counts.")] = "1,2,4,8,16,32",
+    context: Annotated[int, typer.Option(min=1, help="Positions before the rows.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each row count runs, interleaved; medians are shown.")] = 40,
+    threads: Threads = None,
+) -> None:
+    """What a forward costs for 1 to 32 rows, beside the time its bytes need at the bandwidth of the same run."""
+    from outrider.bench.forward import Setting
+    from outrider.bench.forward import bench_forward as measure
+
+    _set_threads(threads)
+    setting = Setting([int(count) for count in rows.split(",")], context, repeats)
+    print(json.dumps(measure(models.split(","), dtypes.split(","), setting)))
 
 
 @bench_app.command("acceptance")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +28,12 @@ PAGES = [3, 9, 1, 7, 4, 12, 0, 5, 8, 11]
 TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4), (9, 6), (9, 4), (3, -1)]
 
 
-@pytest.fixture(params=usable_builds(), scope="module")
+BUILDS = {"chosen": Path(os.environ["OUTRIDER_CORE"])} if "OUTRIDER_CORE" in os.environ else usable_builds()
+
+
+@pytest.fixture(params=BUILDS, scope="module")
 def core(request: pytest.FixtureRequest) -> Core:
-    return Core(usable_builds()[request.param])
+    return Core(BUILDS[request.param])
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +96,8 @@ def test_norm_before_a_product_is_the_norm(core: Core) -> None:
 
 def make_decoder(dtype: str, **changes: object) -> Decoder:
     """A decoder with random weights of every kind the configuration asks for."""
-    fields: dict[str, object] = dict(
-        architecture="LlamaForCausalLM", vocab=97, hidden=48, layers=2, heads=4, kv_heads=2, head_dim=12,
-        ffn=72, context=256, rope=Rope(), tied=False, dtype=dtype,
-    )  # fmt: skip
-    decoder = Decoder(ModelConfig(**(fields | changes)), DTYPES.get(dtype, torch.float32)).requires_grad_(False).eval()  # type: ignore[arg-type]
+    shape = ModelConfig("LlamaForCausalLM", 97, 48, 2, 4, 2, head_dim=12, ffn=72, context=256, rope=Rope(), dtype=dtype)
+    decoder = Decoder(replace(shape, **changes), DTYPES.get(dtype, torch.float32)).requires_grad_(False).eval()  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)
     for parameter in decoder.parameters():
         scale = 0.3 if parameter.dim() == 1 else parameter.shape[1] ** -0.5

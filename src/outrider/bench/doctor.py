@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 from outrider._version import __version__
-from outrider.ops import BLOCK, Blocked, Ops, Plain, Segment, paged_attention, plan_attention
+from outrider.ops import (
+    BLOCK,
+    Blocked,
+    Core,
+    Ops,
+    PackedLinear,
+    Plain,
+    Segment,
+    find_core,
+    paged_attention,
+    plan_attention,
+    serving_ops,
+)
 from outrider.platform import cpu_flags, cpu_name, guard
 
 __all__ = ["Finding", "diagnose"]
@@ -53,25 +65,54 @@ def _machine() -> list[Finding]:
         Finding("machine", "AMX tiles", f"{state.amx}; {state.action}", state.bf16_products),
         Finding("machine", "threads", str(torch.get_num_threads())),
         Finding("machine", "CUDA device", cuda),
-        Finding("kernels", "linear", f"torch, every product in blocks of {BLOCK} rows"),
-        Finding("kernels", "attention", "torch, paged, reduced by logical position"),
+        Finding("kernels", "native core", _core_in_use()),
+        Finding("kernels", "without it", f"torch, every product in blocks of {BLOCK} rows, attention by logical position"),
         Finding("kernels", "bf16 products", "bf16" if state.bf16_products else "in float32", state.bf16_products),
     ]
 
 
+def _core_in_use() -> str:
+    """Whether the native core serves, and why."""
+    core, found = find_core()
+    if core is None:
+        return f"not in use: {found}; torch serves, slower and with the same promises"
+    return f"in use: {found}" if serving_ops().core is not None else "not in use: OUTRIDER_OPS=torch"
+
+
 def _invariance() -> list[Finding]:
-    found = []
+    found = _native_invariance()
     for dtype in (torch.float32, torch.bfloat16):
         if dtype == torch.bfloat16 and not guard().bf16_products:
             continue
         name = str(dtype).removeprefix("torch.")
-        for label, ops in (("torch as it comes", Plain()), ("blocked (in use)", Blocked())):
+        for label, ops in (("torch as it comes", Plain()), ("blocked", Blocked())):
             equal = sum(linear_is_invariant(ops, dtype, shape) for shape in _SHAPES)
             text = f"{equal} of {len(_SHAPES)} shapes give a row the same bits at any row count"
             found.append(Finding("rows", f"linear {name}, {label}", text, equal == len(_SHAPES) or isinstance(ops, Plain)))
     same = attention_is_invariant()
     found.append(Finding("rows", "attention", "tree nodes equal decoding one by one" if same else "differs", same))
     return found
+
+
+def _native_invariance() -> list[Finding]:
+    core = serving_ops().core
+    if core is None:
+        return []
+    found = []
+    for kind in ("float32", "bfloat16", "int8"):
+        equal = sum(native_is_invariant(core, kind, shape) for shape in _SHAPES)
+        text = f"{equal} of {len(_SHAPES)} shapes give a row the same bits at any row count"
+        found.append(Finding("rows", f"linear {kind}, native core", text, equal == len(_SHAPES)))
+    return found
+
+
+def native_is_invariant(core: Core, kind: str, shape: tuple[int, int]) -> bool:
+    """Whether a row keeps its bits among others in a product of the native core."""
+    generator = torch.Generator().manual_seed(1)
+    product = PackedLinear(core, kind, torch.randn(shape[1], shape[0], generator=generator))
+    x = torch.randn(max(_ROW_COUNTS), shape[0], generator=generator)
+    alone = torch.cat([product(row[None]) for row in x])
+    return all(torch.equal(product(x[-count:]), alone[-count:]) for count in _ROW_COUNTS)
 
 
 def linear_is_invariant(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,10 +63,10 @@ class _TimedRunner(Runner):
     watch: _Stopwatch
     layout: _Stopwatch
 
-    def prepare(self, feeds: Sequence[Feed]) -> Rows:
+    def prepare(self, feeds: Sequence[Feed]) -> Rows | array[int]:
         return self.layout.around(super().prepare, feeds)  # type: ignore[no-any-return]
 
-    def run(self, rows: Rows, taps: tuple[int, ...] = ()) -> Hidden:
+    def run(self, rows: Rows | array[int], taps: tuple[int, ...] = ()) -> Hidden:
         return self.watch.around(super().run, rows, taps)  # type: ignore[no-any-return]
 
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ Tensors tell what a head owns: what a file leaves out of embedding and output ma
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ from outrider.heads.stored import (
     read_config,
     read_stored,
     require_layout,
-    stored_dtype,
     write,
 )
 from outrider.model import Decoder, LoadOptions, ModelConfig
-from outrider.model.load import names
+from outrider.model.load import DTYPES, names, served_dtype
 
 __all__ = ["load_eagle", "save_eagle"]
 
@@ -39,7 +39,8 @@ def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOpti
     """An EAGLE head for a target, ready for inference."""
     data, stored = read_config(directory), read_stored(directory)
     config = _eagle_config(data, stored, target.config, str(directory / "config.json"))
-    dtype = stored_dtype(options, config.shape.dtype)
+    name = served_dtype(options.dtype, config.shape.dtype)
+    config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
     head = EagleHead(config, Borrowed.of(target), torch.float32 if options.widen else dtype)
     head.requires_grad_(False)
     _take_vocabulary(head, stored, directory)

@@ -12,8 +12,9 @@ import torch
 from outrider.errors import ModelError
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
-from outrider.heads.stored import Place, SaveOptions, collect, fill, read_config, read_stored, require_layout, stored_dtype, write
+from outrider.heads.stored import Place, SaveOptions, collect, fill, read_config, read_stored, require_layout, write
 from outrider.model import Decoder, LoadOptions
+from outrider.model.load import DTYPES, served_dtype
 
 __all__ = ["load_medusa", "save_medusa"]
 
@@ -30,7 +31,8 @@ def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOpt
     own = any(name.startswith("lm_heads.") or name == f"0.{blocks}.weight" for name in stored)
     choices = tuple(tuple(int(rank) for rank in path) for path in data.get("medusa_choices") or ())
     config = MedusaConfig(target.config.hidden, target.config.vocab, target.config.layers, heads, blocks, own, choices)
-    dtype = stored_dtype(options, str(data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
+    name = served_dtype(options.dtype, str(data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
+    dtype = DTYPES.get(name, torch.bfloat16)  # the heads are small beside the output matrix: no int8
     module = MedusaHeads(config, Borrowed.of(target), torch.float32 if options.widen else dtype)
     module.requires_grad_(False)
     biased = not vllm or any(name.endswith(".bias") for name in stored)

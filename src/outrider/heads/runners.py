@@ -11,6 +11,7 @@ from outrider.cache import KVPool
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, lay_out
+from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_weights
 from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, Stack, StackWeights, paged_attention
 
@@ -29,7 +30,7 @@ class EagleRunner:
         self._ops = ops
         self._stack = None
         if ops.core is not None:
-            kind = _kind(head.fc)
+            kind = _kind(head)
             self._fc = PackedLinear(ops.core, kind, head.fc, head.fc_bias)
             self._output = PackedLinear(ops.core, kind, head.output)
             self._stack = _eagle_stack(head, pool, ops.core, self._fc)
@@ -69,10 +70,10 @@ class MedusaRunner:
         self._ops = ops
         self._blocks: list[PackedLinear] = []
         if (core := ops.core) is not None:
-            c, kind = heads.config, _kind(heads.weights[0])
+            c, kind = heads.config, _name(heads.weights[0])
             firsts = range(0, c.heads * c.blocks, c.blocks)
-            first = [torch.cat([part[i] for i in firsts]) for part in (heads.weights, heads.biases)]
-            self._blocks = [PackedLinear(core, kind, *first)]
+            weight, bias = (torch.cat([part[i] for i in firsts]) for part in (heads.weights, heads.biases))
+            self._blocks = [PackedLinear(core, kind, weight, bias)]
             self._blocks += [PackedLinear(core, kind, w, b) for w, b in zip(heads.weights, heads.biases, strict=True)]
             outputs = heads.output if c.own_output else [heads.output]
             self._outputs = [PackedLinear(core, kind, output) for output in outputs]
@@ -96,7 +97,7 @@ class MedusaRunner:
 def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear) -> Stack:
     c, shape = head.config, head.config.shape
     pool.keep_keys_by_column()
-    layer = layer_weights(head.layer, core, _kind(head.fc))
+    layer = layer_weights(head.layer, core, _kind(head))
     weights = StackWeights(
         layers=[layer],
         hidden=shape.hidden,
@@ -117,7 +118,12 @@ def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear
     return Stack(core, weights, pool.keys, pool.values, pool.page_size)
 
 
-def _kind(weight: Tensor) -> str:
+def _kind(head: EagleHead) -> str:
+    """int8 where the head was loaded so, else what its weights are."""
+    return INT8 if head.config.shape.dtype == INT8 else _name(head.fc)
+
+
+def _name(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 

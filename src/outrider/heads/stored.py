@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outrider.errors import InvalidParameter, ModelError, UnknownMethod
-from outrider.model import LoadOptions
-from outrider.model.load import DTYPES, SCALE, read_tensors
+from outrider.errors import ModelError, UnknownMethod
+from outrider.model.load import SCALE, read_tensors
 
 __all__ = [
     "Place",
@@ -28,7 +27,6 @@ __all__ = [
     "read_config",
     "read_stored",
     "require_layout",
-    "stored_dtype",
     "write",
 ]
 
@@ -117,15 +115,6 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_stored(directory: Path) -> dict[str, Stored]:
     """Every tensor of a directory; pickled files are refused."""
     return {name: Stored(tensor, file) for name, tensor, file in read_tensors(directory)}
-
-
-def stored_dtype(options: LoadOptions, name: str) -> torch.dtype:
-    """What to hold weights in that config.json calls `name`."""
-    if options.dtype == "auto":
-        return DTYPES.get(name, torch.bfloat16)
-    if options.dtype not in DTYPES:
-        raise InvalidParameter("dtype", f"unknown {options.dtype!r}; known: auto, {', '.join(DTYPES)}")
-    return DTYPES[options.dtype]
 
 
 def require_layout(layout: str, known: Iterable[str]) -> None:

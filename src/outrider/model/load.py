@@ -26,10 +26,12 @@ __all__ = [
     "names",
     "read_tensors",
     "save_decoder",
+    "served_dtype",
     "write_config",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+INT8 = "int8"  # weights per output channel and rows in int8, by the native core; torch holds them in float32
 SCALE = ".scale"  # int8 weights carry a float32 scale per output row beside them
 _IGNORED = ("rotary_emb.inv_freq",)
 _SHARD_BYTES = 15 * 2**20
@@ -72,8 +74,8 @@ def locate(model: str, revision: str | None = None) -> Path:
 def load_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:  # noqa: B008 (frozen)
     """A decoder with its weights, ready for inference."""
     config = ModelConfig.read(directory)
-    dtype = _dtype(options.dtype, config)
-    config = replace(config, dtype=str(dtype).removeprefix("torch."))
+    name = served_dtype(options.dtype, config.dtype)
+    config, dtype = replace(config, dtype=name), DTYPES.get(name, torch.float32)
     with torch.device("meta"):
         decoder = Decoder(config, torch.float32 if options.widen else dtype)
     decoder.to_empty(device="cpu")
@@ -196,12 +198,13 @@ def generation_defaults(directory: Path, config: ModelConfig) -> tuple[dict[str,
     return defaults, frozenset(eos)
 
 
-def _dtype(name: str, config: ModelConfig) -> torch.dtype:
-    if name == "auto":
-        return DTYPES.get(config.dtype, torch.bfloat16)  # float16 checkpoints are served as bfloat16
-    if name not in DTYPES:
-        raise InvalidParameter("dtype", f"unknown {name!r}; known: auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+def served_dtype(asked: str, stored: str) -> str:
+    """What the products of a model run in; "auto" is what config.json calls its weights."""
+    if asked == "auto":
+        return stored if stored in DTYPES else "bfloat16"  # float16 checkpoints are served as bfloat16
+    if asked not in (*DTYPES, INT8):
+        raise InvalidParameter("dtype", f"unknown {asked!r}; known: auto, {', '.join(DTYPES)}, {INT8}")
+    return asked
 
 
 def _files(directory: Path) -> list[Path]:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Scores, integers
+from outrider.errors import InvalidParameter
 from outrider.model.decoder import Decoder, Hidden
+from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows, output_product
-from outrider.ops import BLOCK, AttentionPlan, Ops, Segment, paged_attention, plan_attention, serving_ops
+from outrider.ops import BLOCK, AttentionPlan, Ops, Segment, find_core, paged_attention, plan_attention, serving_ops
 
 __all__ = ["Feed", "Rows", "Runner", "lay_out"]
 
@@ -69,10 +71,17 @@ class Runner:
         self.pool = pool
         self.ops = ops or serving_ops()
         config, core = decoder.config, self.ops.core
+        if config.dtype == INT8 and core is None:
+            raise InvalidParameter("dtype", f"int8 needs the native core, which is not in use: {find_core()[1]}")
         self.stack = None if core is None else decoder_stack(decoder, pool, core)
         self._output = None if core is None else output_product(decoder, core)
         self._windows = config.windows or (None,) * config.layers
         self._distinct_windows = frozenset(self._windows)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the native core reads of the weights in a forward with logits; 0 where torch serves."""
+        return 0 if self.stack is None or self._output is None else self.stack.bytes + self._output.bytes
 
     def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
         """Hidden rows of all feeds in order (then padding), with their KV written to the pages."""

@@ -7,6 +7,7 @@ and `Stack` hold weights in the core's layout; ops/cpu has the layouts and why r
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from array import array
 from collections.abc import Sequence
@@ -20,9 +21,22 @@ from torch import Tensor
 from outrider.errors import InvalidParameter
 from outrider.platform import cpu_flags
 
-__all__ = ["BESIDE", "JOINED", "TOKENS", "Core", "LayerWeights", "PackedLinear", "Span", "Stack", "StackWeights", "find_core", "usable_builds"]
+__all__ = [
+    "BESIDE",
+    "JOINED",
+    "TOKENS",
+    "Core",
+    "LayerWeights",
+    "PackedLinear",
+    "Span",
+    "Stack",
+    "StackRows",
+    "StackWeights",
+    "find_core",
+    "usable_builds",
+]
 
-# Builds, best first, and the processor flags each needs; pyproject.toml has the compiler's side of it.
+# Builds, best first, and the processor flags each needs; setup.py has the compiler's side of it.
 _BUILDS: dict[str, frozenset[str]] = {
     "avx512bf16": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}),
     "avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
@@ -67,11 +81,9 @@ class Core:
     def __init__(self, path: Path) -> None:
         self.name = path.name.removeprefix("_core_").split(".")[0]
         library = ctypes.CDLL(str(path))
-        sizes = (ctypes.c_int64 * 3)()
-        library.outrider_sizes(sizes)
-        ours = [ctypes.sizeof(spec) for spec in (_LayerSpec, _StackSpec, _ForwardSpec)]
-        if list(sizes) != ours:
-            raise OSError(f"{path} was built from other sources; install again")
+        library.outrider_sources.restype = ctypes.c_char_p
+        if library.outrider_sources().decode() != _digest():
+            raise OSError(f"{path.name} was built from other sources; install outrider again")
         self.pack = library.outrider_pack
         self.pack.restype = _pointer
         self.pack.argtypes = [*[ctypes.c_int32] * 4, _pointer, ctypes.c_int32, _pointer]
@@ -81,6 +93,8 @@ class Core:
         self.bytes.restype, self.bytes.argtypes = _int, [_pointer]
         self.linear = library.outrider_linear
         self.linear.argtypes = [_pointer, _pointer, _int, _pointer, _float, _pointer, _int]
+        self.read = library.outrider_read
+        self.read.restype, self.read.argtypes = _float, [_pointer, _int, _int]
         self.forward = library.outrider_forward
         self.forward.argtypes = [_pointer, _pointer]
 
@@ -106,6 +120,14 @@ def find_core() -> tuple[Core | None, str]:
         return Core(path), f"built for {name}"
     except OSError as error:
         return None, str(error)
+
+
+@lru_cache(maxsize=1)
+def _digest() -> str:
+    """Of the C++ sources installed beside the libraries; setup.py computes the same."""
+    folder = Path(__file__).parent / "cpu"
+    sources = sorted([*folder.glob("*.h"), *folder.glob("*.cpp")])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def usable_builds() -> dict[str, Path]:
@@ -152,9 +174,7 @@ class PackedLinear:
         x = x.contiguous()
         out = torch.empty(x.shape[0], self.columns)
         if x.shape[0]:
-            self._core.linear(
-                self.handle, x.data_ptr(), x.shape[0], _address(norm), eps, out.data_ptr(), torch.get_num_threads()
-            )
+            self._core.linear(self.handle, x.data_ptr(), x.shape[0], _address(norm), eps, out.data_ptr(), torch.get_num_threads())
         return out
 
 
@@ -204,6 +224,9 @@ class Span:
     rotary_lag: int = 0  # rotary position = position - lag
 
 
+_WHOLE = Span()
+
+
 @dataclass(frozen=True, slots=True)
 class StackRows:
     """What a forward gives for every row, float32."""
@@ -224,17 +247,17 @@ class Stack:
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
         self._spec = self._stack(weights)
-        self._forward = _ForwardSpec(
-            keys=keys.data_ptr(), values=values.data_ptr(), pages=keys.shape[1], page_size=page_size
-        )
+        self._forward = _ForwardSpec(keys=keys.data_ptr(), values=values.data_ptr(), pages=keys.shape[1], page_size=page_size)
 
-    def forward(self, layout: array[int], taps: Tensor | None = None, span: Span = Span(), features: Tensor | None = None) -> StackRows:  # noqa: B008 (frozen)
+    def forward(
+        self, layout: array[int], taps: Tensor | None = None, span: Span | None = None, features: Tensor | None = None
+    ) -> StackRows:
         """Run rows through a span of layers; their KV is written. `layout` is that of `lay_out_rows`.
 
         `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
         `taps` are layer numbers, int32.
         """
-        f, rows, hidden = self._forward, layout[1], self._weights.hidden
+        f, rows, hidden, span = self._forward, layout[1], self._weights.hidden, span or _WHOLE
         last_layer = len(self._layers) if span.last_layer is None else span.last_layer
         stream = torch.empty(rows, hidden)
         last = torch.empty(rows, hidden) if self._weights.norm is not None and last_layer == len(self._layers) else None
@@ -250,6 +273,11 @@ class Stack:
         self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f))
         return StackRows(stream, last, tapped)
 
+    @property
+    def bytes(self) -> int:
+        """What one forward reads of the layers' weights."""
+        return sum(part.bytes for w in self._weights.layers for part in (w.qkv, w.out, w.gate_up, w.down))
+
     def _layer(self, layer: LayerWeights) -> _LayerSpec:
         norms = {name: self._keep(getattr(layer, name)) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")}
         products = {name: getattr(layer, name).handle for name in ("qkv", "out", "gate_up", "down")}
@@ -259,9 +287,7 @@ class Stack:
         sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
         tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
         joined = None if w.joined is None else w.joined.handle
-        return _StackSpec(
-            **sizes, **tables, layers=len(w.layers), eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers)
-        )
+        return _StackSpec(**sizes, **tables, layers=len(w.layers), eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers))
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

@@ -312,8 +312,12 @@ using namespace outrider;
 
 #define OUTRIDER_API extern "C" __attribute__((visibility("default")))
 
-// Sizes of the structs above, so that the Python side can tell whether it describes this build.
-OUTRIDER_API void outrider_sizes(int64_t* out) { out[0] = sizeof(LayerSpec), out[1] = sizeof(StackSpec), out[2] = sizeof(ForwardSpec); }
+#ifndef OUTRIDER_SOURCES
+#define OUTRIDER_SOURCES ""
+#endif
+
+// A digest of the sources this was built from.
+OUTRIDER_API const char* outrider_sources() { return OUTRIDER_SOURCES; }
 
 OUTRIDER_API Linear* outrider_pack(int32_t kind, int32_t columns, int32_t inner, int32_t paired, const void* weight, int32_t is_bf16,
                       const float* bias) {
@@ -351,3 +355,21 @@ OUTRIDER_API void outrider_forward(const StackSpec* stack, const ForwardSpec* fo
     team().run(threads, [&](int thread, int all) { work.run(thread, all); });
 }
 
+
+// Reads memory as a forward reads weights, for measuring bandwidth. The sum keeps the reads from vanishing.
+OUTRIDER_API double outrider_read(const float* memory, int64_t bytes, int64_t threads) {
+    std::vector<float> sums(threads * kLanes);
+    team().run(static_cast<int>(threads), [&](int thread, int all) {
+        const Share mine(static_cast<int>(bytes / 256), thread, all);
+        f32x16 acc[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+        for (const float *p = memory + int64_t{mine.begin} * 64, *end = memory + int64_t{mine.end} * 64; p < end; p += 64)
+            for (int i = 0; i < 4; i++) {
+                _mm_prefetch(reinterpret_cast<const char*>(p + i * kLanes) + kPrefetch, _MM_HINT_T0);
+                acc[i] += load(p + i * kLanes);
+            }
+        sums[thread * kLanes] = sum(acc[0] + acc[1] + acc[2] + acc[3]);
+    });
+    double total = 0.0;
+    for (float each : sums) total += each;
+    return total;
+}
