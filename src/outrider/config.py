@@ -66,7 +66,11 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise UnknownMethod("rule", self.rule, list(RULES))
-        if isinstance(self.draft_tokens, bool) or not isinstance(self.draft_tokens, int) or not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+        if (
+            isinstance(self.draft_tokens, bool)
+            or not isinstance(self.draft_tokens, int)
+            or not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS
+        ):
             raise InvalidParameter("draft_tokens", f"must be an integer in [0, {MOST_DRAFT_TOKENS}], got {self.draft_tokens!r}")
 
     def nested(self) -> tuple[SpeculationConfig, ...]:

@@ -192,7 +192,10 @@ def test_guesses_are_accepted(tmp_path: Path) -> None:
     assert stats.tokens_per_round > 2
 
 
-@pytest.mark.parametrize(("settings", "name"), [({"top": 0}, "top"), ({"top": 9}, "top"), ({"table_tokens": 0}, "table_tokens"), ({"tenants": 0}, "tenants")])
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"top": 0}, "top"), ({"top": 9}, "top"), ({"table_tokens": 0}, "table_tokens"), ({"tenants": 0}, "tenants")],
+)
 def test_settings_are_checked(settings: dict[str, int], name: str) -> None:
     with pytest.raises(InvalidParameter, match=name):
         RecycleDrafter(**settings)

@@ -150,7 +150,10 @@ class ModelLevel:
 
     def choices(self, chains: Seq[_Chain], guesses: Seq[list[int]], apart: bool) -> list[_Chosen]:
         """Check a guess after each chain, all in one forward."""
-        feeds, wanted, rows, total = [], [], [], 0
+        feeds: list[Feed] = []
+        wanted: list[int] = []  # rows of the forward whose logits are looked at
+        rows: list[Row] = []
+        total = 0
         for chain, guess in zip(chains, guesses, strict=True):
             feeds.append(self._feed(chain, guess))
             total += len(feeds[-1].tokens)
@@ -214,10 +217,10 @@ def _best_chain(guess: Guess) -> list[int]:
     for node, parent in enumerate(guess.parents):
         if parent not in best or guess.survival[node] > guess.survival[best[parent]]:
             best[parent] = node
-    path, node = [], best.get(ROOT)
-    while node is not None:
+    path, node = [], ROOT
+    while node in best:
+        node = best[node]
         path.append(guess.tokens[node])
-        node = best.get(node)
     return path
 
 

@@ -63,9 +63,7 @@ class LookaheadDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         none = Guess([], [], [])
         chains = plan.rule != "match"  # the other rules verify chains, and choose nothing at the window
-        guesses = [
-            self._draft(seq, n, chains).guess if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)
-        ]
+        guesses = [self._draft(seq, n, chains).guess if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         return Drafts.trees([(own.tokens, own.parents) for own in guesses], survival=[own.survival for own in guesses])
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
@@ -148,7 +146,8 @@ class LookaheadDrafter:
 
     def _advance(self, state: _State, tree: Tree, verdict: Verdict) -> None:
         """Drop the oldest level, add the newest, and keep the columns that still lie ahead of the text."""
-        if not state.columns or not verdict.choices:
+        if not state.columns:  # the window was not part of this round
+            state.levels = [level[len(verdict.tokens) :] for level in state.levels]
             return
         place = {(parent, token): node for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True))}
         newest = []
@@ -161,6 +160,7 @@ class LookaheadDrafter:
             newest.append(verdict.choices[1 + node])
         passed = len(verdict.tokens) - 1
         state.levels = [level[passed:] for level in (*state.levels[1:], newest)]
+        state.columns = 0
 
 
 class _Chances(NamedTuple):
@@ -205,7 +205,7 @@ class _State:
 
     pool: NGramPool
     levels: list[list[int]] = field(default_factory=list)  # oldest first; column c of level r guesses c + r tokens ahead
-    columns: int = 0
+    columns: int = 0  # of the window in the draft that waits for its verdict
     last: _Growing | None = None
 
 

@@ -18,7 +18,7 @@ from outrider.errors import InvalidParameter
 
 __all__ = ["Member", "MixtureDrafter"]
 
-_SILENT, _OTHERWISE = -99, -98  # what a member says of a node below a place where it guesses nothing, or other tokens
+_SILENT, _OTHERWISE, _AGREES = -99, -98, -97  # a member guesses nothing where a node is, or other tokens, or this one too
 _SURE = 6  # claims are told apart up to odds of e^6
 _WORTH_FOLLOWING = 0.05  # survival below which no lookup is asked to go on
 
@@ -86,6 +86,7 @@ class MixtureDrafter:
             if merged is not None and seq.finish_reason is None:
                 for node, true in came_true(merged.tokens, merged.parents, verdict.tokens):
                     self._record.record(merged.kind(node), true)
+                    self._record.record(merged.stance(node), true)
         for member in self._members:
             own = replace(scores, taps=_columns(scores.taps, self.needs.taps, member.drafter.needs.taps))
             member.drafter.commit(batch, drafts, verdicts, own)
@@ -143,9 +144,9 @@ class MixtureDrafter:
                 merged.add(m, cast(Lookup, drafter).follow(seq, path, room), node)
 
     def _chance(self, merged: _Merged, node: int) -> float:
-        """How often a node of which this was claimed came true; before anything was seen, the boldest claim."""
-        claims = [claim for claim in merged.claims[node] if claim is not None]
-        return self._record.chance(merged.kind(node), max(claims))
+        """How often a node of which this was claimed came true; before much was seen, of which roughly this was."""
+        bold = max(claim for claim in merged.claims[node] if claim is not None)
+        return self._record.chance(merged.kind(node), self._record.chance(merged.stance(node), bold))
 
     def _expected(self, merged: _Merged, member: int | None = None) -> float:
         """Tokens that the nodes (of one member) should bring."""
@@ -201,14 +202,23 @@ class _Merged:
 
     def kind(self, node: int) -> Hashable:
         """What is claimed about a node, roughly, by everyone."""
-        above = self.parents[node]
+        return self.greedy, *(absent if claim is None else _level(claim) for claim, absent in self._said(node))
+
+    def stance(self, node: int) -> Hashable:
+        """Who is boldest about a node and how bold, and whether each of the others agrees."""
+        said = self._said(node)
+        boldest = max(range(self.members), key=lambda m: said[m][0] or 0.0)
         return (
             self.greedy,
-            *(
-                _level(claim) if claim is not None else _OTHERWISE if (above, m) in self._speaks else _SILENT
-                for m, claim in enumerate(self.claims[node])
-            ),
+            boldest,
+            _level(said[boldest][0] or 0.0),
+            tuple(_AGREES if claim else absent for claim, absent in said),
         )
+
+    def _said(self, node: int) -> list[tuple[float | None, int]]:
+        """Each member's claim about a node, and what its having none would mean."""
+        above = self.parents[node]
+        return [(claim, _OTHERWISE if (above, m) in self._speaks else _SILENT) for m, claim in enumerate(self.claims[node])]
 
 
 def _level(chance: float) -> int:
@@ -220,5 +230,5 @@ def _columns(taps: Tensor | None, all_taps: tuple[int, ...], own: tuple[int, ...
     """The taps one member asked for, in its order."""
     if taps is None or own == all_taps or not own:
         return taps if own else None
-    width = taps.shape[1] // len(all_taps)
-    return taps.unflatten(1, (len(all_taps), width))[:, [all_taps.index(tap) for tap in own]].flatten(1)
+    layers = taps.reshape(len(taps), len(all_taps), -1)
+    return layers[:, [all_taps.index(tap) for tap in own]].reshape(len(taps), -1)

@@ -80,9 +80,7 @@ class SuffixDrafter:
         branch = self._shape.branch if plan.rule == "match" else 1  # the other rules verify chains
         none = Guess([], [], [])
         guesses = [self._draft(seq, n, branch) if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        return Drafts.trees(
-            [(guess.tokens, guess.parents) for guess in guesses], survival=[guess.survival for guess in guesses]
-        )
+        return Drafts.trees([(guess.tokens, guess.parents) for guess in guesses], survival=[guess.survival for guess in guesses])
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         pass
