@@ -78,12 +78,15 @@ def _recycle(context: DraftContext) -> Drafter:
 
 def _draft_model(context: DraftContext) -> Drafter:
     from outrider.draft.draft_model import DraftModel
+    from outrider.draft.growth import TreeShape
 
-    return DraftModel(context.load_companion(context.companion("draft")))
+    shape = {key: value for key, value in context.config.options.items() if key in ("beam", "branch", "depth")}
+    return DraftModel(context.load_companion(context.companion("draft")), TreeShape(**shape))
 
 
 def _eagle(context: DraftContext) -> Drafter:
-    from outrider.draft.eagle import EagleDrafter, TreeShape
+    from outrider.draft.eagle import EagleDrafter
+    from outrider.draft.growth import TreeShape
     from outrider.heads import load_eagle
 
     head = load_eagle(context.companion("eagle"), context.target.decoder, context.load_options)
@@ -96,7 +99,8 @@ def _medusa(context: DraftContext) -> Drafter:
     from outrider.heads import load_medusa
 
     heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
-    return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", True)))
+    dynamic = bool(context.config.options.get("dynamic", True))
+    return MedusaDrafter(heads, context.target.ops, dynamic, context.target.pool.page_size)
 
 
 _FACTORIES: dict[str, Factory] = {

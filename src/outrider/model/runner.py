@@ -25,6 +25,7 @@ class Feed(NamedTuple):
     nodes: Sequence[int] = ()
     parents: Sequence[int] = ()
     known: int = 0  # leading nodes fed before: listed in parents, not in nodes
+    first_key: int = 0  # slots before it hold nothing
 
 
 class Rows(NamedTuple):
@@ -36,7 +37,7 @@ class Rows(NamedTuple):
     plan: AttentionPlan
 
 
-def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None], first_key: int = 0) -> Rows:
+def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None]) -> Rows:
     """Flat rows of feeds, padded to whole blocks; padding writes to the pool's last page."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -45,7 +46,7 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None],
     segments: list[Segment] = []
     size = pool.page_size
     for feed in feeds:
-        segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known, first_key)
+        segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known, feed.first_key)
         segments.append(segment)
         tokens += feed.tokens
         tokens += feed.nodes
