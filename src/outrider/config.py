@@ -22,7 +22,7 @@ _OPTIONS = {
     "ngram": ("ngram_min", "ngram_max"),
     "suffix": ("min_match", "max_match", "factor", "offset", "min_prob", "branch", "shared_tokens"),
     "recycle": ("top", "table_tokens", "shared"),
-    "draft_model": ("dtype", "load_format", "beam", "branch", "depth"),
+    "draft_model": ("dtype", "load_format", "beam", "branch", "depth", "vocabulary"),
     "eagle": ("beam", "branch", "depth"),
     "medusa": ("dynamic",),
 }

@@ -40,7 +40,7 @@ class DraftModel:
         self._vocabulary = vocabulary or SameTokens()
         self._reader = Reader(runner, self._vocabulary.foreign)
         self._shape = shape
-        self._sharpener = Sharpener(shape.branch)
+        self._sharpener = Sharpener(tree=shape.branch > 1)
         self._laws: dict[Sequence, dict[tuple[int, ...], Law]] = {}  # of the last draft, by path
 
     def begin(self, seq: Sequence) -> None:

@@ -55,7 +55,7 @@ class EagleDrafter:
         self._pool = pool
         self._ops = ops
         self._shape = shape
-        self._sharpener = Sharpener(shape.branch)
+        self._sharpener = Sharpener(tree=shape.branch > 1)
         self._book = PageBook(pool.page_size)
         self._states: dict[Sequence, _State] = {}
 

@@ -44,7 +44,7 @@ class MedusaDrafter:
         self._trees: dict[int, Tree] = {}  # by number of nodes
         self._last: dict[Sequence, Tensor | None] = {}  # the tap of the token before the newest
         self._book = PageBook(page_size)  # keeps the last tap of each page
-        self._sharpener = Sharpener(by_depth=True)
+        self._sharpener = Sharpener(tree=True, by_depth=True)
         self._laws: dict[Sequence, list[Law]] = {}  # of the last draft, by head
 
     def begin(self, seq: Sequence) -> None:

@@ -15,6 +15,7 @@ from outrider.core import Needs
 from outrider.draft.protocol import Drafter
 from outrider.errors import InvalidParameter, UnknownMethod
 from outrider.model import LoadOptions, Runner, locate
+from outrider.text import Tokenizer
 
 __all__ = ["DraftContext", "Factory", "build_drafter", "check_method", "method_names", "register_drafter"]
 
@@ -27,7 +28,8 @@ class DraftContext:
     target: Runner
     directory: Path  # of the target
     load_options: LoadOptions
-    load_companion: Callable[[Path], Runner]  # a model with the target's tokenizer, KV in the same pages
+    load_companion: Callable[[Path], Runner]  # another model, its KV in as many pages
+    tokenizer: Tokenizer | None = None  # the target's
 
     def companion(self, name: str) -> Path:
         """The directory the settings name, or the one that came with the target."""
@@ -79,9 +81,20 @@ def _recycle(context: DraftContext) -> Drafter:
 def _draft_model(context: DraftContext) -> Drafter:
     from outrider.draft.draft_model import DraftModel
     from outrider.draft.growth import TreeShape
+    from outrider.draft.retokenized import RetokenizedModel
+    from outrider.draft.vocabulary import Side, relate
 
+    directory = context.companion("draft")
+    runner, tokenizer = context.load_companion(directory), Tokenizer.load(directory)
+    ours = Side(str(context.directory), context.tokenizer, context.target.decoder.config.vocab)
+    theirs = Side(str(directory), tokenizer, runner.decoder.config.vocab)
+    vocabulary = relate(ours, theirs, context.config.options.get("vocabulary", "auto"))
+    if vocabulary is None:
+        assert context.tokenizer is not None
+        assert tokenizer is not None
+        return RetokenizedModel(runner, context.tokenizer, tokenizer)
     shape = {key: value for key, value in context.config.options.items() if key in ("beam", "branch", "depth")}
-    return DraftModel(context.load_companion(context.companion("draft")), TreeShape(**shape))
+    return DraftModel(runner, TreeShape(**shape), vocabulary)
 
 
 def _eagle(context: DraftContext) -> Drafter:

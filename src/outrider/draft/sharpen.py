@@ -16,7 +16,7 @@ from outrider.core import Scores, Verdict
 from outrider.sampling import Row, SamplingParams, process
 from outrider.sampling.noise import Key, bits, gumbel, keys_of
 
-__all__ = ["TEMPERATURES", "Law", "Sharpener", "hits"]
+__all__ = ["TEMPERATURES", "Law", "Sharpener", "hits", "likelihood"]
 
 TEMPERATURES = (1.0, 0.9, 1.15, 0.8, 0.7, 1.3, 0.6, 0.5, 0.4)  # nearest to no change first: the first wins a tie
 _TOKENS = 64  # of q, the most probable
@@ -24,6 +24,7 @@ _DRAWS = 16
 _ENOUGH = 48  # positions seen before anything changes
 _YOUNG = 256  # positions seen before only every _RARELY-th is looked at
 _RARELY = 8
+_LEAST = -7.0  # no choice counts for less than this log chance
 _MEMORY = 0.998  # weight of the past at each position
 
 _Floats = npt.NDArray[np.float64]
@@ -39,7 +40,7 @@ class Law(NamedTuple):
 
 @dataclass(slots=True)
 class _Record:
-    """How often each temperature would have been right."""
+    """How well each temperature would have guessed."""
 
     right: _Floats = field(default_factory=lambda: np.zeros(len(TEMPERATURES)))
     seen: int = 0
@@ -51,12 +52,13 @@ class Sharpener:
 
     The rule `match` accepts a guess where argmax(log q / t + g) is argmax(log p + g). After a round
     both laws are known at every node of the text, so the share of noises g under which the two agree
-    can be estimated for every t at once, instead of waiting for single acceptances. Only the past
-    decides, and the same past decides the same. At temperature 0 there is nothing to sharpen.
+    can be estimated for every t at once, instead of waiting for single acceptances. A tree wants
+    the chances of its guesses to be right, so there the likelihood of the choice decides. Only the
+    past counts, and the same past decides the same. At temperature 0 there is nothing to sharpen.
     """
 
-    def __init__(self, guesses: int = 1, by_depth: bool = False) -> None:
-        self._guesses = guesses  # a choice among this many best counts as guessed
+    def __init__(self, tree: bool = False, by_depth: bool = False) -> None:
+        self._worth = likelihood if tree else hits
         self._by_depth = by_depth  # whether laws of different depths are of different kinds, as Medusa's heads are
         self._records: dict[tuple[float, int], _Record] = {}
 
@@ -77,27 +79,45 @@ class Sharpener:
             record.rounds += 1
             if record.seen < _YOUNG or record.rounds % _RARELY == 0:
                 logp = torch.log_softmax(process(logits, law.row).double(), -1)[torch.from_numpy(law.ids[:_TOKENS])].numpy()
-                record.right = record.right * _MEMORY + hits(law.logq[:_TOKENS], logp, self._guesses)
+                record.right = record.right * _MEMORY + self._worth(law.logq[:_TOKENS], logp)
                 record.seen += 1
 
     def _class(self, params: SamplingParams, depth: int) -> tuple[float, int]:
         return round(params.temperature, 1), depth if self._by_depth else 0
 
 
-def hits(logq: _Floats, logp: _Floats, guesses: int) -> _Floats:
-    """For each temperature, the share of noises under which the target's choice is among the guesses.
+def hits(logq: _Floats, logp: _Floats) -> _Floats:
+    """For each temperature, the share of noises under which the draft's best guess is the target's choice.
 
-    logq and logp are of the same tokens. The rest of p counts as one more token: the largest of its
-    noisy scores is distributed as if it were one.
+    logq and logp are of the same tokens.
+    """
+    scores, chosen = _noisy(logq, logp)
+    return np.asarray((scores.argmax(2) == chosen).sum(1) / _DRAWS)
+
+
+def likelihood(logq: _Floats, logp: _Floats) -> _Floats:
+    """For each temperature, the mean log chance that the noisy scores give to the target's choice.
+
+    A tree shares its nodes out by these chances: what counts is that they are right, not only which
+    guess is the first.
+    """
+    scores, chosen = _noisy(logq, logp)
+    own = np.take_along_axis(scores, np.broadcast_to(chosen, scores.shape[:2])[..., None], 2)[..., 0]
+    top = scores.max(2)
+    total = top + np.log(np.exp(scores - top[..., None]).sum(2))
+    return np.asarray(np.maximum(own - total, _LEAST).sum(1) / _DRAWS)
+
+
+def _noisy(logq: _Floats, logp: _Floats) -> tuple[_Floats, npt.NDArray[np.int64]]:
+    """Noisy draft scores (temperatures, draws, tokens) and the choices (draws,), of draws that choose one of the tokens.
+
+    The rest of p counts as one more token: the largest of its noisy scores is distributed as if it were one.
     """
     rest = max(1.0 - float(np.exp(logp).sum()), 1e-12)
     noise = _noise(len(logp) + 1)
-    chosen = (np.append(logp, np.log(rest)) + noise).argmax(1)  # (draws,)
+    chosen = (np.append(logp, np.log(rest)) + noise).argmax(1)
     known = np.flatnonzero(chosen < len(logp))
-    scores = logq / np.array(TEMPERATURES)[:, None, None] + noise[known, :-1]  # (temperatures, draws, tokens)
-    own = np.take_along_axis(scores, chosen[known][None, :, None], 2)
-    right = ((scores > own).sum(2) < guesses) & np.isfinite(own[..., 0])
-    return np.asarray(right.sum(1) / len(noise))
+    return logq / np.array(TEMPERATURES)[:, None, None] + noise[known, :-1], chosen[known]
 
 
 def _visited(verdict: Verdict, scores: Scores, root: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
