@@ -25,6 +25,7 @@ _OPTIONS = {
     "draft_model": ("dtype", "load_format", "beam", "branch", "depth", "vocabulary"),
     "eagle": ("beam", "branch", "depth"),
     "medusa": ("dynamic",),
+    "early_exit": ("exit_layer", "tail"),
 }
 
 

@@ -116,6 +116,12 @@ def _medusa(context: DraftContext) -> Drafter:
     return MedusaDrafter(heads, context.target.ops, dynamic, context.target.pool.page_size)
 
 
+def _early_exit(context: DraftContext) -> Drafter:
+    from outrider.draft.early_exit import EarlyExit
+
+    return EarlyExit(context.target, **context.config.options)
+
+
 _FACTORIES: dict[str, Factory] = {
     "none": _none,
     "ngram": _ngram,
@@ -124,6 +130,7 @@ _FACTORIES: dict[str, Factory] = {
     "draft_model": _draft_model,
     "eagle": _eagle,
     "medusa": _medusa,
+    "early_exit": _early_exit,
 }
 
 
