@@ -24,9 +24,10 @@ _OPTIONS = {
     "suffix": ("min_match", "max_match", "factor", "offset", "min_prob", "branch", "shared_tokens"),
     "recycle": ("top", "table_tokens", "shared", "tenants"),
     "lookahead": ("window", "ngram", "pool_tokens", "from_prompt"),
-    "draft_model": ("dtype", "load_format"),
+    "draft_model": ("dtype", "load_format", "beam", "branch", "depth", "vocabulary"),
     "eagle": ("beam", "branch", "depth"),
     "medusa": ("dynamic",),
+    "early_exit": ("exit_layer", "tail"),
     "cascade": ("levels", "dtype", "load_format"),
     "mixture": ("members", "merge", "splice", "enough", "dtype", "load_format"),
 }

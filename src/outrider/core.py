@@ -24,6 +24,7 @@ __all__ = [
     "Needs",
     "Plan",
     "Request",
+    "Resume",
     "Scores",
     "Sequence",
     "SpeculationStats",
@@ -161,6 +162,14 @@ class Tree(NamedTuple):
     parents: list[int]
 
 
+class Resume(NamedTuple):
+    """Where the target may go on: rows whose first layers are run already, their KV of those layers in its slots."""
+
+    layer: int  # the first layer still to run
+    hidden: Tensor  # (rows, H) the residual stream entering it: of each sequence, its root and then its first nodes
+    counts: Seq[int]  # such rows of each sequence, 0 where there are none
+
+
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Proposed tokens as trees, one struct of arrays per batch; a chain has one branch.
@@ -173,6 +182,7 @@ class Drafts:
     survival: Tensor  # (B, D) float32, estimate that the node is accepted
     counts: Tensor  # (B,) int64
     q: Tensor | None = None  # (B, D, V), the law each token was drawn from; None = one-hot
+    resume: Resume | None = None  # only from drafters that run the target's own layers
     _host: list[Tree] = field(default_factory=list, init=False, repr=False, compare=False)  # filled by on_host
 
     @staticmethod

@@ -66,7 +66,7 @@ def bench_methods(
             plain[temperature] = [output.token_ids for output in outputs]
         for method in methods.split(","):
             llm = LLM(model, speculation=parse_method(method), max_num_seqs=batch)
-            llm.engine.drafter = timed = TimedDrafter(llm.engine.drafter)
+            llm.engine.drafter.drafter = timed = TimedDrafter(llm.engine.drafter.drafter)
             outputs = _generate(llm, requests)
             row = {"method": method, "batch": batch} | summarise(outputs[: len(workload.prompts)], temperature).as_dict()
             row |= {"propose_ms": _median_ms(timed.proposals), "commit_ms": _median_ms(timed.commits)}

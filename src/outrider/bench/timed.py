@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft import Drafter
 
 __all__ = ["TimedDrafter"]
@@ -14,10 +14,13 @@ class TimedDrafter:
     """Another drafter, and the seconds of each proposal and of each commit after one."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.needs = drafter.needs
         self.proposals: list[float] = []
         self.commits: list[float] = []
         self._drafter = drafter
+
+    @property
+    def needs(self) -> Needs:
+        return self._drafter.needs
 
     def begin(self, seq: Sequence) -> None:
         self._drafter.begin(seq)

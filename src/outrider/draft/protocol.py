@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
 
 __all__ = ["Drafter", "Guess", "Lookup", "check_drafts"]
@@ -20,7 +20,9 @@ class Drafter(Protocol):
     inside a later `propose`.
     """
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """What it wants from the engine; asked every round."""
 
     def begin(self, seq: Sequence) -> None:
         """A sequence starts."""
@@ -77,4 +79,13 @@ def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:
                 raise DrafterFault(f"node {i} has survival {survival[i]}")
     if drafts.q is not None and (tuple(drafts.q.shape) != (*shape, vocab) or not bool(drafts.q.isfinite().all())):
         raise DrafterFault("the draft's probabilities have the wrong shape or are not finite")
+    if drafts.resume is not None:
+        _check_resume(drafts.resume, drafts.counts.tolist())
     return drafts
+
+
+def _check_resume(resume: Resume, nodes: list[int]) -> None:
+    if len(resume.counts) != len(nodes) or any(not 0 <= n <= 1 + own for n, own in zip(resume.counts, nodes, strict=True)):
+        raise DrafterFault(f"rows to resume from, {list(resume.counts)}, do not fit drafts of {nodes} nodes")
+    if resume.hidden.shape[0] != sum(resume.counts) or not bool(resume.hidden.isfinite().all()):
+        raise DrafterFault("the rows to resume from are too few or not finite")

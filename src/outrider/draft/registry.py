@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
@@ -16,6 +16,10 @@ from outrider.draft.deadline import DEADLINE_S, Deadline
 from outrider.draft.protocol import Drafter, Lookup
 from outrider.errors import InvalidParameter, UnknownMethod
 from outrider.model import LoadOptions, Runner, locate
+from outrider.text import Tokenizer
+
+if TYPE_CHECKING:
+    from outrider.draft.vocabulary import Vocabulary
 
 __all__ = ["DraftContext", "Factory", "build_drafter", "check_method", "method_names", "register_drafter"]
 
@@ -28,7 +32,8 @@ class DraftContext:
     target: Runner
     directory: Path  # of the target
     load_options: LoadOptions
-    load_companion: Callable[[Path], Runner]  # a model with the target's tokenizer, KV in the same pages
+    load_companion: Callable[[Path], Runner]  # another model, its KV in as many pages
+    tokenizer: Tokenizer | None = None  # the target's
 
     def companion(self, name: str) -> Path:
         """The directory the settings name, or the one that came with the target."""
@@ -85,12 +90,31 @@ def _lookahead(context: DraftContext) -> Drafter:
 
 def _draft_model(context: DraftContext) -> Drafter:
     from outrider.draft.draft_model import DraftModel
+    from outrider.draft.growth import TreeShape
+    from outrider.draft.retokenized import RetokenizedModel
 
-    return DraftModel(context.load_companion(context.companion("draft")))
+    runner, tokenizer, vocabulary = _related(context, context.config.options.get("vocabulary", "auto"))
+    if vocabulary is None:
+        assert context.tokenizer is not None
+        assert tokenizer is not None
+        return RetokenizedModel(runner, context.tokenizer, tokenizer)
+    shape = {key: value for key, value in context.config.options.items() if key in ("beam", "branch", "depth")}
+    return DraftModel(runner, TreeShape(**shape), vocabulary)
+
+
+def _related(context: DraftContext, way: str = "auto") -> tuple[Runner, Tokenizer | None, Vocabulary | None]:
+    """A draft model, its tokenizer, and how its tokens become the target's (None: by way of text)."""
+    from outrider.draft.vocabulary import Side, relate
+
+    directory = context.companion("draft")
+    runner, tokenizer = context.load_companion(directory), Tokenizer.load(directory)
+    ours = Side(str(context.directory), context.tokenizer, context.target.decoder.config.vocab)
+    return runner, tokenizer, relate(ours, Side(str(directory), tokenizer, runner.decoder.config.vocab), way)
 
 
 def _eagle(context: DraftContext) -> Drafter:
-    from outrider.draft.eagle import EagleDrafter, TreeShape
+    from outrider.draft.eagle import EagleDrafter
+    from outrider.draft.growth import TreeShape
     from outrider.heads import load_eagle
 
     head = load_eagle(context.companion("eagle"), context.target.decoder, context.load_options)
@@ -103,11 +127,19 @@ def _medusa(context: DraftContext) -> Drafter:
     from outrider.heads import load_medusa
 
     heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
-    return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", True)))
+    dynamic = bool(context.config.options.get("dynamic", True))
+    return MedusaDrafter(heads, context.target.ops, dynamic, context.target.pool.page_size)
+
+
+def _early_exit(context: DraftContext) -> Drafter:
+    from outrider.draft.early_exit import EarlyExit
+
+    return EarlyExit(context.target, **context.config.options)
 
 
 def _cascade(context: DraftContext) -> Drafter:
     from outrider.draft.cascade import CascadeDrafter, ModelLevel
+    from outrider.draft.vocabulary import SameTokens
 
     lowest, *_ = configs = context.config.nested()
     lookup = None
@@ -119,9 +151,12 @@ def _cascade(context: DraftContext) -> Drafter:
     for own in configs:
         if own.method != "draft_model":
             raise InvalidParameter("levels", f"levels above the lowest must be draft_model, got {own.method!r}")
-    models = [
-        ModelLevel(context.load_companion(replace(context, config=own).companion("draft")), own.draft_tokens) for own in configs
-    ]
+    models = []
+    for own in configs:
+        runner, _, vocabulary = _related(replace(context, config=own))
+        if not isinstance(vocabulary, SameTokens):
+            raise InvalidParameter("levels", f"{own.model or 'the draft model'} must have the target's tokenizer")
+        models.append(ModelLevel(runner, own.draft_tokens))
     return CascadeDrafter(models, cast("Lookup | None", lookup), lowest.draft_tokens)
 
 
@@ -143,6 +178,7 @@ _FACTORIES: dict[str, Factory] = {
     "draft_model": _draft_model,
     "eagle": _eagle,
     "medusa": _medusa,
+    "early_exit": _early_exit,
     "cascade": _cascade,
     "mixture": _mixture,
 }

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from outrider.core import Batch, Drafts, Plan, Scores, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Verdict
 from outrider.core import Sequence as Generation
 from outrider.draft import Drafter, check_drafts
 
@@ -29,12 +29,15 @@ class GuardedDrafter:
 
     def __init__(self, drafter: Drafter, vocab: int) -> None:
         self.drafter = drafter
-        self.needs = drafter.needs
         self._vocab = vocab
         self._faults = 0
         self._pause = _FIRST_PAUSE
         self._resting = 0  # rounds left
         self._said: set[str] = set()  # each kind of fault is told once
+
+    @property
+    def needs(self) -> Needs:
+        return self.drafter.needs
 
     def begin(self, seq: Generation) -> None:
         self._call([seq], "begin", lambda: self.drafter.begin(seq))

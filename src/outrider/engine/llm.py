@@ -77,7 +77,8 @@ class LLM:
             self._eos |= {self.tokenizer.eos_id}
         self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
         runner = Runner(decoder, _pool(self.config, *self._layout))
-        drafter = build_drafter(DraftContext(self.speculation, runner, self.directory, self._options, self._companion))
+        context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
+        drafter = build_drafter(context)
         policy = FixedLength(self.speculation.draft_tokens if self.speculation.method != "none" else 0, self.speculation.rule)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
@@ -223,10 +224,9 @@ class LLM:
         return list(params)
 
     def _companion(self, directory: Path) -> Runner:
-        """Load a draft model: same token table, KV in the same pages."""
+        """Load a draft model, its KV in as many pages as the target's."""
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
-        _same_tokens(self.directory, self.tokenizer, self.config, directory, decoder.config)
         return Runner(decoder, _pool(decoder.config, *self._layout))
 
 
@@ -276,25 +276,6 @@ def _page_count(engine: EngineConfig, model: ModelConfig, max_model_len: int) ->
 def _pool(model: ModelConfig, pages: int, page_size: int) -> KVPool:
     # one page more than the page table knows: rows that fill up a block write there
     return KVPool(model.layers, pages + 1, model.kv_heads, page_size, model.head_dim)
-
-
-def _same_tokens(target_dir: Path, target: Tokenizer | None, config: ModelConfig, draft_dir: Path, draft: ModelConfig) -> None:
-    """A draft model must share the target's whole token table."""
-    other = Tokenizer.load(draft_dir)
-    if target is None or other is None:
-        if config.vocab != draft.vocab:
-            raise ModelError(
-                f"{draft_dir} has a vocabulary of {draft.vocab}, the target {config.vocab}; a draft model must share it"
-            )
-        return
-    ours, theirs = target.table(), other.table()
-    if ours == theirs:
-        return
-    odd = min(set(ours.items()) ^ set(theirs.items()))
-    raise ModelError(
-        f"{draft_dir} and {target_dir} have different tokenizers ({len(theirs)} and {len(ours)} tokens; "
-        f"first difference: token {odd[0]!r}, id {odd[1]}); a draft model must share the target's"
-    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

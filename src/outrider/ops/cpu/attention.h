@@ -23,6 +23,7 @@ struct Pages {
 // Rows of one sequence: `fed` committed tokens from `start`, then draft nodes in the slots after them.
 struct Feed {
     int start, fed, nodes, known;
+    int first_key;  // slots before it hold nothing
     const int32_t *pages, *parents;
     bool tree;  // some node does not lie at its logical position
 
@@ -93,9 +94,8 @@ inline void accumulate_all(int rows, int vectors, const float* x, size_t x_strid
 struct Attention {
     const Pages& kv;
     const Row* rows;
-    int group;      // queries per head of keys
-    int window;     // positions a row sees, itself included; 0: all
-    int first_key;  // positions before it hold nothing
+    int group;   // queries per head of keys
+    int window;  // positions a row sees, itself included; 0: all
 
     // q is (rows, heads, head_dim), scaled and rotated; out likewise. `scratch` is the calling thread's.
     void run(const Unit& u, const float* q, size_t q_stride, float* out, size_t stride, std::vector<float>& scratch) const {
@@ -143,7 +143,7 @@ struct Attention {
     }
 
    private:
-    int begin_of(const Row& row) const { return std::max(first_key, window > 0 ? row.position + 1 - window : 0); }
+    int begin_of(const Row& row) const { return std::max(row.feed->first_key, window > 0 ? row.position + 1 - window : 0); }
 
     size_t place(const Unit& u, int query, size_t stride) const {
         return (u.first + query / group) * stride + static_cast<size_t>(u.head * group + query % group) * kv.head_dim;
