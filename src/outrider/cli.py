@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -213,7 +212,7 @@ def bench_forward(
 
 @bench_app.command("acceptance")
 def bench_acceptance(
-    data: Annotated[Path, typer.Argument(help="JSONL of prompts: turns, prompt or text.")],
+    data: Annotated[str, typer.Argument(help="JSONL of prompts (turns, prompt or text), or `editing`: 20 prompts to edit code.")],
     model: Model = None,
     methods: Annotated[
         str | None,
@@ -234,17 +233,18 @@ def bench_acceptance(
     """Tokens per round, acceptance by position and the cost of a proposal, served; one JSON line per row, then a table."""
     from outrider.bench.acceptance import EVERY_METHOD, Workload, bench_methods, show_rows
     from outrider.bench.conditions import conditions
+    from outrider.bench.workloads import find_prompts
     from outrider.engine.acceptance import read_prompts
 
     _set_threads(threads)
-    workload = Workload(read_prompts(data, limit), max_tokens, shaped, seed)
+    workload = Workload(read_prompts(find_prompts(data), limit), max_tokens, shaped, seed)
     cases = [(t, b) for b in _numbers("--batches", batches, int) for t in _numbers("--temperatures", temperatures, float)]
     print(json.dumps(conditions() | {"prompts": len(workload.prompts)}), flush=True)
     rows = []
     for row in bench_methods(workload, model, methods or EVERY_METHOD, cases, check):
         rows.append(row)
         print(json.dumps(row), flush=True)
-    show_rows(rows, _errors)
+    show_rows(rows, Console(stderr=True, width=max(_errors.width, 150)))
     if any(row.get("equal", 1.0) < 1.0 for row in rows):
         raise typer.Exit(1)
 

@@ -71,7 +71,9 @@ class CascadeDrafter:
     def _draft(self, height: int, chains: Seq[_Chain], apart: bool) -> None:
         """Fill chains with the choices of one level, checking what the level below guesses as far as it goes."""
         level = self._levels[height]
-        while active := [own for own in chains if len(own.tokens) < min(own.wanted, level.context - own.start)]:
+        for own in chains:
+            own.wanted = min(own.wanted, level.context - own.start)
+        while active := [own for own in chains if len(own.tokens) < own.wanted]:
             guesses = self._below(height, active, apart)
             for own, chosen in zip(active, level.choices(active, guesses, apart), strict=True):
                 own.tokens += chosen.tokens

@@ -228,9 +228,10 @@ class NGramPool:
                     yield length, tokens
 
     def add(self, gram: Seq[int]) -> None:
-        """An n-gram, or the shorter one a text begins with."""
+        """An n-gram, or the shorter one a text begins with; its last two tokens are known as a pair at once."""
+        self._put(tuple(gram[-2:-1]), tuple(gram[-1:]))
         for length in (1, 2):
-            if len(gram) > length:
+            if len(gram) > max(length, 2):
                 self._put(tuple(gram[:length]), tuple(gram[length:]))
 
     def add_all(self, before: Seq[int], tree: Tree, verdict: Verdict) -> None:
@@ -247,7 +248,11 @@ class NGramPool:
     def _put(self, context: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         known = self._after.pop(context, {})
         self.size -= len(known)
-        known.pop(tokens, None)
+        for other in known:
+            if other[: len(tokens)] == tokens or tokens[: len(other)] == other:
+                tokens = max(tokens, other, key=len)  # the same, known further
+                del known[other]
+                break
         known[tokens] = None
         if len(known) > self._EACH:
             del known[next(iter(known))]
