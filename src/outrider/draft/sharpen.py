@@ -122,6 +122,8 @@ def _noisy(logq: _Floats, logp: _Floats) -> tuple[_Floats, npt.NDArray[np.int64]
 
 def _visited(verdict: Verdict, scores: Scores, root: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """The paths of a round that became text, shortest first, and the target's raw logits after each."""
+    if root < 0:  # it still reads its prompt
+        return
     for depth, node in enumerate((-1, *verdict.path)):
         yield tuple(verdict.tokens[:depth]), scores.logits[root + 1 + node]
 
