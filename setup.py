@@ -14,7 +14,7 @@ SOURCES = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
 # which sources a library was built from, so that a stale one is noticed; see Core in ops/native.py
 DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 FLAGS = [
-    "-O2",
+    "-O3",
     "-std=c++17",
     "-pthread",
     "-fvisibility=hidden",

@@ -111,7 +111,7 @@ def test_a_registered_name(model: Path, forgetful: None) -> None:
         ("no.such.package:Echo", "cannot import 'no.such.package'.*ModuleNotFoundError"),
         (":Echo", "cannot import ''"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
-        (f"{__name__}:", "has no attribute ''"),
+        (f"{__name__}:", "neither a number of draft tokens nor name=value"),
         (f"{__name__}:not_a_class", "not a class but function"),
         (f"{__name__}:NoVerbs", "lacks commit, end"),
     ],

@@ -125,15 +125,19 @@ def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
     """The definition: dense attention over the whole text."""
     windows = decoder.config.windows or (None,) * decoder.config.layers
 
+    kept = torch.float32 if decoder.config.dtype == "float32" else torch.bfloat16  # q, k, v and the weights
+
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group, n = q.shape[1] // k.shape[1], q.shape[0]
-        k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-        scores = torch.einsum("nhd,mhd->hnm", q.double(), k) * q.shape[-1] ** -0.5
+        q, k, v = ((x.to(kept).double()) for x in (q * q.shape[-1] ** -0.5, k, v))
+        scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(group, 1))
         apart = torch.arange(n)[:, None] - torch.arange(n)
         window = windows[layer]
         hidden = (apart < 0) if window is None else (apart < 0) | (apart >= window)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        return torch.einsum("hnm,mhd->nhd", weights, v).float()
+        scores = scores.masked_fill(hidden, -torch.inf)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        mixed = torch.einsum("hnm,mhd->nhd", weights.to(kept).double(), v.repeat_interleave(group, 1))
+        return (mixed / weights.sum(-1).T[..., None]).float()
 
     ops = Rounding(decoder.config.dtype)
     rows = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend, ops)

@@ -18,7 +18,7 @@ class KVPool:
     Kept in float32 so that attention reads pages in place without widening a copy of the context.
     The width is head_dim filled up with zeros to a multiple of 16: products of odd widths are where
     matrix libraries treat rows differently. Slot s lies in page s // page_size at s % page_size.
-    The native core keeps the keys of a page and head as width by slot, in the same memory.
+    The native core keeps its own order inside a page and head, see `keep_words`.
     """
 
     def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int) -> None:
@@ -27,15 +27,28 @@ class KVPool:
         self.head_dim = head_dim
         shape = (layers, pages, kv_heads, page_size, _filled(head_dim))
         self.keys, self.values = _zeros(shape), _zeros(shape)
-        self._by_column = False
+        self._per_word = 0  # 0: rows of slots; 1 or 2: the native core's words
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
         return 2 * 4 * layers * kv_heads * _filled(head_dim)
 
-    def keep_keys_by_column(self) -> None:
-        """Keys are width by slot from now on. The pool must be empty, or kept so already."""
-        self._by_column = True
+    def keep_words(self, bf16: bool) -> None:
+        """Take the layout of ops/cpu/attention.h: keys as [width][slot], values as [slot][width], in words of one
+        float32 or of two bf16. Two slots of a value share a word, so odd pages stay float32. The pool must be empty,
+        or be kept so already.
+        """
+        per_word = 2 if bf16 and self.page_size % 2 == 0 else 1
+        if self._per_word == per_word:
+            return
+        assert self._per_word == 0, "a pool has one layout"
+        layers, pages, kv_heads, size, width = self.keys.shape
+        outer, self._per_word = (layers, pages, kv_heads), per_word
+        flat = [
+            pool.view(-1).view(torch.bfloat16)[: pool.numel()] if per_word == 2 else pool for pool in (self.keys, self.values)
+        ]
+        self.keys = flat[0].view(*outer, width // per_word, size, per_word)
+        self.values = flat[1].view(*outer, size // per_word, width, per_word)
 
     def slots(self, pages: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Physical slots of a sequence's storage positions."""
@@ -52,16 +65,15 @@ class KVPool:
         """Copy slots to slots in every layer; sources are read before any target is written."""
         if not source:
             return
-        src, dst, size = torch.tensor(source), torch.tensor(target), self.page_size
-        for pool in (self._keys_by_slot(), self.values):
-            pool[:, dst // size, :, dst % size] = pool[:, src // size, :, src % size]
-
-    def _keys_by_slot(self) -> Tensor:
-        """A view of the keys as (layers, pages, KV heads, page_size, width), however they are kept."""
-        if not self._by_column:
-            return self.keys
-        *outer, page_size, width = self.keys.shape
-        return self.keys.view(*outer, width, page_size).mT
+        src, dst, size, per_word = torch.tensor(source), torch.tensor(target), self.page_size, self._per_word
+        if per_word == 0:
+            for pool in (self.keys, self.values):
+                pool[:, dst // size, :, dst % size] = pool[:, src // size, :, src % size]
+            return
+        self.keys[:, dst // size, :, :, dst % size] = self.keys[:, src // size, :, :, src % size]
+        to, at = dst % size, src % size
+        moved = self.values[:, src // size, :, at // per_word, :, at % per_word]
+        self.values[:, dst // size, :, to // per_word, :, to % per_word] = moved
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages, so that a NaN in them cannot reach a later owner through a masked product."""

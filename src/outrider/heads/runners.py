@@ -96,8 +96,9 @@ class MedusaRunner:
 
 def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear) -> Stack:
     c, shape = head.config, head.config.shape
-    pool.keep_keys_by_column()
-    layer = layer_weights(head.layer, core, _kind(head))
+    kind = _kind(head)
+    pool.keep_words(bf16=kind != "float32")
+    layer = layer_weights(head.layer, core, kind)
     weights = StackWeights(
         layers=[layer],
         hidden=shape.hidden,

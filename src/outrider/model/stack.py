@@ -32,9 +32,9 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 
 
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
-    """The decoder's layers over a pool, whose keys are kept by column from now on."""
+    """The decoder's layers over a pool, which takes the core's layout: bf16, unless the weights are float32."""
     c = decoder.config
-    pool.keep_keys_by_column()
+    pool.keep_words(bf16=c.dtype != "float32")
     windows = c.windows or (None,) * c.layers
     layers = [layer_weights(layer, core, c.dtype, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
     weights = StackWeights(

@@ -42,6 +42,7 @@ _BUILDS: dict[str, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
     "avx2": frozenset({"avx2", "fma"}),
 }
+_WIDEST_HEAD = 512  # kWidest in core.cpp
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
 
@@ -67,7 +68,7 @@ class _StackSpec(ctypes.Structure):
 class _ForwardSpec(ctypes.Structure):
     _fields_ = (
         *((name, _pointer) for name in ("layout", "keys", "values")),
-        *((name, _int) for name in ("pages", "page_size", "first_layer", "last_layer", "rotary_lag")),
+        *((name, _int) for name in ("pages", "page_size", "per_word", "first_layer", "last_layer", "rotary_lag")),
         *((name, _pointer) for name in ("features", "tapped")),
         ("taps", _int),
         *((name, _pointer) for name in ("tap_rows", "stream", "last")),
@@ -239,14 +240,23 @@ class Stack:
     """Layers over paged KV, run in one call."""
 
     def __init__(self, core: Core, weights: StackWeights, keys: Tensor, values: Tensor, page_size: int) -> None:
+        """Keys and values are (layers, pages, KV heads, ...) in the layout of ops/cpu/attention.h, float32 or bf16."""
+        if weights.head_dim > _WIDEST_HEAD:
+            raise InvalidParameter("ops", f"the native core takes heads of at most {_WIDEST_HEAD}, not {weights.head_dim}")
         self._core = core
         self._weights = weights
-        self._pool = (keys, values)  # (layers, pages, KV heads, page_size, width), keys as width by slot
+        self._pool = (keys, values)
         self._kept: list[Tensor] = []  # what the specifications point to
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
         self._spec = self._stack(weights)
-        self._forward = _ForwardSpec(keys=keys.data_ptr(), values=values.data_ptr(), pages=keys.shape[1], page_size=page_size)
+        self._forward = _ForwardSpec(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            pages=keys.shape[1],
+            page_size=page_size,
+            per_word=4 // keys.element_size(),
+        )
 
     def forward(
         self, layout: array[int], taps: Tensor | None = None, span: Span | None = None, features: Tensor | None = None

@@ -35,8 +35,8 @@ struct StackSpec {
 
 struct ForwardSpec {
     const int32_t* layout;  // see read_layout
-    float *keys, *values;   // (layers, pages, KV heads, page_size x width)
-    int64_t pages, page_size;
+    uint32_t *keys, *values;  // (layers, pages, KV heads, words of a page); see attention.h
+    int64_t pages, page_size, per_word;
     int64_t first_layer, last_layer;
     int64_t rotary_lag;       // rotary position = position - lag
     const float* features;    // (rows, hidden): features, or the stream entering first_layer; null: embed tokens
@@ -110,6 +110,8 @@ struct Workspace {
     }
 };
 
+constexpr int kWidest = 512;  // values of a head; Stack (ops/native.py) refuses wider ones
+
 class Forward {
    public:
     Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w, int threads) : s_(s), f_(f), layout_(w.layout), w_(w) {
@@ -182,12 +184,21 @@ class Forward {
         void attention(const LayerSpec& l, int index) {
             const StackSpec& s = o.s_;
             const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
-            const size_t layer_size = static_cast<size_t>(o.f_.pages) * kv_heads * o.f_.page_size * width;
+            const size_t layer_size = static_cast<size_t>(o.f_.pages) * kv_heads * o.f_.page_size * width / o.f_.per_word;
             const Pages kv{o.f_.keys + layer_size * index, o.f_.values + layer_size * index, kv_heads,
-                           static_cast<int>(o.f_.page_size), dim, width};
+                           static_cast<int>(o.f_.page_size), dim, width, static_cast<int>(o.f_.per_word)};
+            if (kv.per_word == 1)
+                attend<F32>(l, kv);
+            else
+                attend<BF16>(l, kv);
+        }
+
+        template <class K>
+        void attend(const LayerSpec& l, const Pages& kv) {
+            const StackSpec& s = o.s_;
             const int heads = static_cast<int>(s.heads + 2 * s.kv_heads);
             const Share mine = share(rows * heads);
-            for (int i = mine.begin; i < mine.end; i++) place_head(l, kv, i / heads, i % heads);
+            for (int i = mine.begin; i < mine.end; i++) place_head<K>(l, kv, i / heads, i % heads);
             barrier();
             const Attention attention{kv, &o.layout_.row[first], static_cast<int>(s.heads / s.kv_heads),
                                       static_cast<int>(l.window)};
@@ -195,43 +206,40 @@ class Forward {
             int turn = 0;
             for (int begin = 0, end; begin < rows; begin = end) {
                 for (end = begin + 1; end < rows && end - begin < most && row(end).feed == row(begin).feed;) end++;
-                for (int head = 0; head < kv_heads; head++)
-                    if (turn++ % threads == thread) {
-                        const Unit unit{begin, end - begin, head};
-                        attention.run(unit, o.qkv_, o.qkv_stride_, o.mixed_, o.mixed_stride_, o.w_.scratch[thread]);
-                    }
+                for (int head = 0; head < kv.kv_heads; head++)
+                    if (turn++ % threads == thread)
+                        attention.run<K>({begin, end - begin, head}, o.qkv_, o.qkv_stride_, o.mixed_, o.mixed_stride_,
+                                         o.w_.scratch[thread]);
             }
             barrier();
         }
 
         const Row& row(int r) const { return o.layout_.row[first + r]; }
 
-        // Norm and rotate one head of q or k in place, scale q, and bring k and v to their slot.
+        // Norm and rotate one head of q or k, scale q where it lies, and bring k and v to their slot.
+        template <class K>
         void place_head(const LayerSpec& l, const Pages& kv, int r, int head) {
             const StackSpec& s = o.s_;
-            const int dim = kv.head_dim, half = dim / 2;
-            float* x = o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim;
-            const bool is_q = head < s.heads, is_v = head >= s.heads + s.kv_heads;
+            const int dim = kv.head_dim, half = dim / 2, heads = static_cast<int>(s.heads), kv_heads = kv.kv_heads;
+            float* given = o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim;
             const int slot = row(r).slot, page = row(r).feed->pages[slot / kv.page_size], offset = slot % kv.page_size;
-            if (is_v) {
-                const int own = head - static_cast<int>(s.heads + s.kv_heads);
-                std::memcpy(kv.values_of(page, own) + static_cast<size_t>(offset) * kv.width, x, dim * sizeof(float));
-                return;
-            }
-            if (const float* norm = is_q ? l.q_norm : l.k_norm) {
+            float x[kWidest] = {};
+            std::memcpy(x, given, dim * sizeof(float));
+            if (head >= heads + kv_heads) return kv.put_value<K>(page, head - heads - kv_heads, offset, x);
+            if (const float* norm = head < heads ? l.q_norm : l.k_norm) {
                 const float inverse = inverse_rms(x, dim, static_cast<float>(s.eps));
                 for (int i = 0; i < dim; i++) x[i] = x[i] * inverse * norm[i];
             }
             const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - o.f_.rotary_lag, 0)) * half;
-            const float scale = is_q ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f;
-            for (int i = 0; i < half; i++) {
-                const float a = x[i], b = x[i + half], c = s.cos[turn + i], n = s.sin[turn + i];
-                x[i] = (a * c - b * n) * scale;
-                x[i + half] = (b * c + a * n) * scale;
-            }
-            if (is_q) return;
-            float* key = kv.keys_of(page, head - static_cast<int>(s.heads)) + offset;
-            for (int i = 0; i < dim; i++) key[static_cast<size_t>(i) * kv.page_size] = x[i];
+            const float *cos = s.cos + turn, *sin = s.sin + turn;
+            const float scale = head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f;
+            float turned[kWidest] = {};
+            for (int i = 0; i < half; i++) turned[i] = (x[i] * cos[i] - x[i + half] * sin[i]) * scale;
+            for (int i = 0; i < half; i++) turned[i + half] = (x[i + half] * cos[i] + x[i] * sin[i]) * scale;
+            if (head < heads)
+                std::memcpy(given, turned, dim * sizeof(float));
+            else
+                kv.put_key<K>(page, head - heads, offset, turned);
         }
 
         // The chunk's rows as they enter the first layer.

@@ -132,6 +132,40 @@ inline float inverse_rms(const float* x, int width, float eps) {
     return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
 }
 
+// Sixteen values as the words a product reads; `scale` is what one unit of int8 stands for.
+    template <class K>
+    inline void encode(f32x16 v, float scale, uint32_t* out) {
+        if constexpr (std::is_same<K, F32>::value) store_words(out, as_words(v));
+        if constexpr (std::is_same<K, BF16>::value) {
+#if defined(__AVX512BF16__)
+            const __m256bh half = _mm512_cvtneps_pbh(v.v);
+            std::memcpy(out, &half, sizeof half);
+#else
+            float x[kLanes];
+            uint16_t half[kLanes];
+            store(x, v);
+            for (int i = 0; i < kLanes; i++) half[i] = to_bf16(x[i]);
+            std::memcpy(out, half, sizeof half);
+#endif
+        }
+        if constexpr (std::is_same<K, I8>::value) {
+            int32_t q[kLanes];
+            uint8_t bytes[kLanes];
+            store_words(q, nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f)));
+            for (int i = 0; i < kLanes; i++) bytes[i] = static_cast<uint8_t>(q[i] + 128);
+            std::memcpy(out, bytes, sizeof bytes);
+        }
+    }
+
+template <class K>
+inline void encode_row(const float* x, int width, uint32_t* out) {
+    for (int at = 0; at < width; at += kLanes, out += kLanes / K::per_step) {
+        uint32_t words[kLanes];
+        encode<K>(width - at >= kLanes ? load(x + at) : load_first(x + at, width - at), 1.0f, words);
+        std::memcpy(out, words, kLanes / K::per_step * sizeof(uint32_t));
+    }
+}
+
 // Activations as the kernel reads them: per block of rows, [steps][rows of the block] words.
 // Threads pack shares of the inner dimension, so no two write to one cache line of a block often.
 struct Packed {
@@ -176,30 +210,6 @@ struct Packed {
         f32x16 top = splat(0.0f);
         for (int at = 0; at < in.width; at += kLanes) top = maximum(magnitude(values(in, row, inverse, at)), top);
         return largest(top) / 127.0f;
-    }
-
-    template <class K>
-    static void encode(f32x16 v, float scale, uint32_t* out) {
-        if constexpr (std::is_same<K, F32>::value) store_words(out, as_words(v));
-        if constexpr (std::is_same<K, BF16>::value) {
-#if defined(__AVX512BF16__)
-            const __m256bh half = _mm512_cvtneps_pbh(v.v);
-            std::memcpy(out, &half, sizeof half);
-#else
-            float x[kLanes];
-            uint16_t half[kLanes];
-            store(x, v);
-            for (int i = 0; i < kLanes; i++) half[i] = to_bf16(x[i]);
-            std::memcpy(out, half, sizeof half);
-#endif
-        }
-        if constexpr (std::is_same<K, I8>::value) {
-            int32_t q[kLanes];
-            uint8_t bytes[kLanes];
-            store_words(q, nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f)));
-            for (int i = 0; i < kLanes; i++) bytes[i] = static_cast<uint8_t>(q[i] + 128);
-            std::memcpy(out, bytes, sizeof bytes);
-        }
     }
 };
 
