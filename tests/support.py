@@ -88,9 +88,11 @@ def make_engine(decoder: Decoder, drafter: Drafter | None = None, length: int = 
     )
 
 
-def make_request(prompt: list[int], params: SamplingParams, name: str = "r", index: int = 0) -> Request:
+def make_request(
+    prompt: list[int], params: SamplingParams, name: str = "r", index: int = 0, tenant: str | None = None
+) -> Request:
     stop = frozenset(params.stop_token_ids or ())
-    return Request(name, tuple(prompt), params, params.seed or 0, stop, params.max_tokens or 16, index)
+    return Request(name, tuple(prompt), params, params.seed or 0, stop, params.max_tokens or 16, index, tenant=tenant)
 
 
 def run(engine: Engine, requests: list[Request], method: str = "test") -> list[Writer]:

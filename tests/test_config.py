@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.config import EngineConfig, SpeculationConfig
+from outrider.config import EngineConfig, SpeculationConfig, parse_method
 from outrider.control import FixedLength, Load
 from outrider.errors import InvalidParameter
 
@@ -18,6 +18,7 @@ from outrider.errors import InvalidParameter
         ({"model": "a/b", "num_speculative_tokens": 3}, "draft_model", "a/b", 3),
         ({"method": "draft_model", "model": "x", "draft_tokens": 2}, "draft_model", "x", 2),
         ({"model": "[ngram]", "prompt_lookup_max": 3}, "ngram", None, 5),
+        ("eagle:24:beam=6:model=some/dir", "eagle", "some/dir", 24),
     ],
 )
 def test_spellings(given, method, model, tokens) -> None:  # type: ignore[no-untyped-def]
@@ -41,6 +42,63 @@ def test_options_reach_the_drafter() -> None:
     ],
 )
 def test_bad_speculation(given, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InvalidParameter, match=message):
+        SpeculationConfig.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("ngram", {"method": "ngram"}),
+        ("suffix:8:min_prob=0.2:branch=2", {"method": "suffix", "draft_tokens": 8, "min_prob": 0.2, "branch": 2}),
+        ("package.module:Class:4:size=3", {"method": "package.module:Class", "draft_tokens": 4, "size": 3}),
+        ("module:Class:model=1", {"method": "module:Class", "model": "1"}),
+        ("cascade:8:levels=ngram+draft_model", {"method": "cascade", "draft_tokens": 8, "levels": ["ngram", "draft_model"]}),
+        (
+            "mixture:24:members=(suffix:16:min_match=2)+(cascade:levels=(ngram:4)+draft_model)",
+            {
+                "method": "mixture",
+                "draft_tokens": 24,
+                "members": [
+                    {"method": "suffix", "draft_tokens": 16, "min_match": 2},
+                    {"method": "cascade", "levels": [{"method": "ngram", "draft_tokens": 4}, "draft_model"]},
+                ],
+            },
+        ),
+    ],
+)
+def test_methods_in_one_word(text: str, settings: dict[str, object]) -> None:
+    assert parse_method(text) == settings
+
+
+@pytest.mark.parametrize("text", ["eagle:many", "eagle:2.5", "mixture:members=(suffix", "mixture:members=suffix)+(eagle"])
+def test_words_that_are_no_methods(text: str) -> None:
+    with pytest.raises(InvalidParameter, match="neither a number|do not match"):
+        parse_method(text)
+
+
+def test_drafters_made_of_drafters() -> None:
+    config = SpeculationConfig.parse("mixture:24:members=(suffix:8)+(cascade:levels=ngram+draft_model)")
+    suffix, cascade = config.nested()
+    assert (suffix.method, suffix.draft_tokens) == ("suffix", 8)
+    assert cascade.draft_tokens == 256  # no limit of its own
+    assert [own.method for own in cascade.nested()] == ["ngram", "draft_model"]
+    assert list(config.methods()) == ["mixture", "suffix", "cascade", "ngram", "draft_model"]
+    assert SpeculationConfig.parse({"method": "mixture", "members": "ngram"}).nested()[0].method == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("mixture", "members: method 'mixture' needs its drafters"),
+        ({"method": "cascade", "levels": []}, "levels"),
+        ({"method": "cascade", "levels": ["ngram", 7]}, "7 is neither"),
+        ("mixture:members=(ngram:typo=1)", "unknown setting 'typo' for method 'ngram'"),
+        ("mixture:members=(ngram:rule=block)", "'rule' belongs to 'mixture'"),
+        ("cascade:levels=ngram+(draft_model:dtype=float32)", "'dtype' belongs to 'cascade'"),
+    ],
+)
+def test_bad_parts(given, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidParameter, match=message):
         SpeculationConfig.parse(given)
 

@@ -43,6 +43,9 @@ METHODS = {
     "eagle": {"method": "eagle", "draft_tokens": 5},
     "eagle tree": {"method": "eagle", "draft_tokens": 24, "beam": 6, "branch": 6, "depth": 7},
     "medusa": {"method": "medusa", "draft_tokens": 24},
+    "lookahead": "lookahead:24",
+    "cascade draft": "cascade:6:levels=ngram+draft_model",
+    "mixture with eagle": "mixture:16:members=suffix+(eagle:beam=3:branch=4:depth=6)",
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,20 +28,22 @@ bench_app = typer.Typer(help="Measure this machine and this engine.", no_args_is
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 _errors = Console(stderr=True)
+Number = TypeVar("Number", int, float)
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
 Method = Annotated[
     str | None,
     typer.Option(
-        help="How to guess: none, ngram, suffix, recycle, draft_model, eagle, medusa, or package.module:Class. "
+        help="How to guess: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, cascade, mixture, or "
+        'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
         "Default: eagle for the bundled model, else ngram."
     ),
 ]
 DraftModel = Annotated[
     str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: what came with the model.")
 ]
-DraftTokens = Annotated[int, typer.Option(min=0, max=256, help="Most tokens guessed per round.")]
+DraftTokens = Annotated[int | None, typer.Option(min=0, max=256, help="Most tokens guessed per round. Default: 5.")]
 Rule = Annotated[str, typer.Option(help="Verification rule: match (same tokens), rejection, block, lossy_typical.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much of the mass.")]
@@ -82,7 +84,7 @@ def generate(
     model: Model = None,
     method: Method = None,
     draft_model: DraftModel = None,
-    draft_tokens: DraftTokens = 5,
+    draft_tokens: DraftTokens = None,
     rule: Rule = "match",
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -127,7 +129,7 @@ def compare(
     model: Model = None,
     method: Method = None,
     draft_model: DraftModel = None,
-    draft_tokens: DraftTokens = 5,
+    draft_tokens: DraftTokens = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -210,39 +212,77 @@ def bench_forward(
 
 @bench_app.command("acceptance")
 def bench_acceptance(
-    data: Annotated[Path, typer.Argument(help="JSONL of prompts: turns, prompt or text.")],
+    data: Annotated[str, typer.Argument(help="JSONL of prompts (turns, prompt or text), or `editing`: 20 prompts to edit code.")],
     model: Model = None,
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help='Comma-separated methods, each with settings after it: "ngram:8,eagle:5,eagle:24:beam=6:branch=6:depth=7".'
+            help='Comma-separated methods, each with settings after it: "ngram:8,mixture:24:members=suffix+(eagle:beam=6)". '
+            "Default: every drafter."
         ),
-    ] = "ngram:8,draft_model:5,eagle:5,medusa:16",
+    ] = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated temperatures.")] = "0,0.8",
-    max_tokens: MaxTokens = 200,
+    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
+    max_tokens: MaxTokens = 256,
     limit: Annotated[int | None, typer.Option(help="Use only this many prompts.")] = None,
-    check: Annotated[bool, typer.Option(help="Compare every token with plain decoding.")] = False,
+    shaped: Annotated[int, typer.Option(min=0, help="Further requests with penalties and stop strings, for equality.")] = 0,
+    check: Annotated[bool, typer.Option(help="Compare every token with plain decoding, one request at a time.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of all requests.")] = 0,
     threads: Threads = None,
 ) -> None:
-    """Tokens per round and acceptance by position, served, on outputs that do not loop."""
-    from outrider.bench.acceptance import bench_methods
+    """Tokens per round, acceptance by position and the cost of a proposal, served; one JSON line per row, then a table."""
+    from outrider.bench.acceptance import EVERY_METHOD, Workload, bench_methods, show_rows
+    from outrider.bench.conditions import conditions
+    from outrider.bench.workloads import find_prompts
+    from outrider.engine.acceptance import read_prompts
 
     _set_threads(threads)
-    rows = bench_methods(data, model, methods, [float(t) for t in temperatures.split(",")], max_tokens, limit, check, seed)
-    print(json.dumps({"rows": rows}))
+    workload = Workload(read_prompts(find_prompts(data), limit), max_tokens, shaped, seed)
+    cases = [(t, b) for b in _numbers("--batches", batches, int) for t in _numbers("--temperatures", temperatures, float)]
+    print(json.dumps(conditions() | {"prompts": len(workload.prompts)}), flush=True)
+    rows = []
+    for row in bench_methods(workload, model, methods or EVERY_METHOD, cases, check):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    show_rows(rows, Console(stderr=True, width=max(_errors.width, 150)))
+    if any(row.get("equal", 1.0) < 1.0 for row in rows):
+        raise typer.Exit(1)
+
+
+@bench_app.command("proposal")
+def bench_proposal(
+    contexts: Annotated[str, typer.Option(help="Comma-separated context lengths.")] = "1024,2048,4096,8192,16384",
+    rounds: Annotated[int, typer.Option(min=10, help="Rounds to time at each.")] = 200,
+    threads: Threads = None,
+) -> None:
+    """What a round of each lookup drafter costs as the context grows; needs no model's forward."""
+    from outrider.bench.conditions import conditions
+    from outrider.bench.proposal import measure_proposals
+
+    _set_threads(threads)
+    rows = list(measure_proposals(_numbers("--contexts", contexts, int), rounds))
+    print(json.dumps(conditions() | {"rows": rows}, indent=1))
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidParameter(option, f"must be numbers separated by commas, got {text!r}") from None
 
 
 def _load(options: dict[str, Any]) -> Any:
     """An LLM from command-line options, with its settings checked before anything is loaded."""
-    from outrider.config import SpeculationConfig
+    from outrider.config import SpeculationConfig, parse_method
     from outrider.engine.llm import LLM
 
     _set_threads(options["threads"])
-    method, draft = options["method"] or ("ngram" if options["model"] else "eagle"), options["draft_model"]
-    if draft is not None and method in ("none", "ngram", "suffix", "recycle"):
-        raise InvalidParameter("--draft-model", f"is for methods with weights, and {method!r} has none")
-    speculation = SpeculationConfig(method, draft, options["draft_tokens"], options["rule"])
+    settings = parse_method(options["method"] or ("ngram" if options["model"] else "eagle"))
+    draft, method = options["draft_model"], settings["method"]
+    if draft is not None and method not in ("draft_model", "eagle", "medusa"):
+        raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {method!r} has none")
+    given = {"model": draft, "draft_tokens": options["draft_tokens"], "rule": options["rule"]}
+    speculation = SpeculationConfig.parse(settings | {name: value for name, value in given.items() if value is not None})
     return LLM(options["model"], speculation=speculation, dtype=options["dtype"], load_format=options["load_format"])
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Needs",
     "Plan",
     "Request",
+    "Resume",
     "Scores",
     "Sequence",
     "SpeculationStats",
@@ -47,6 +48,8 @@ class Request:
     max_tokens: int
     index: int = 0  # which of n samples this is; part of the noise key
     speculate: bool = True  # False: plain decoding for this request
+    tenant: str | None = None  # whose text it is: caches and drafters share text within a key only
+    priority: int = 0  # lower ones go first
 
 
 @dataclass(slots=True)
@@ -100,14 +103,16 @@ class SpeculationStats:
 class Sequence:
     """One generation in flight. Owned and changed by the engine alone."""
 
-    __slots__ = ("cached", "finish_reason", "pages", "request", "reserved", "stats", "stop_reason", "tokens")
+    __slots__ = ("cached", "finish_reason", "keys", "named", "order", "pages", "request", "stats", "stop_reason", "tokens")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens: list[int] = list(request.prompt_ids)
         self.pages: list[int] = []
-        self.reserved = 0  # pages set aside for the whole of its life
+        self.keys: list[bytes] = []  # what its leading full pages hold, as the prefix cache names it
+        self.named = 0  # leading pages the prefix cache knows
         self.cached = 0  # leading tokens whose KV is in the pages
+        self.order = (request.priority, 0)  # seniority
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.stats = SpeculationStats()
@@ -138,6 +143,7 @@ class Needs:
     taps: tuple[int, ...] = ()  # layers whose input hidden rows it reads
     scores: bool = False  # reads logits of every node, rejected ones too
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
+    follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
 
 
 class Plan(NamedTuple):
@@ -146,6 +152,7 @@ class Plan(NamedTuple):
     lengths: tuple[int, ...]  # most draft nodes for each sequence of the batch; 0 = do not draft
     rule: str = "match"
     keep_q: bool = False  # the rule needs the law each draft token was drawn from
+    arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
 
 
 class Tree(NamedTuple):
@@ -153,6 +160,14 @@ class Tree(NamedTuple):
 
     tokens: list[int]
     parents: list[int]
+
+
+class Resume(NamedTuple):
+    """Where the target may go on: rows whose first layers are run already, their KV of those layers in its slots."""
+
+    layer: int  # the first layer still to run
+    hidden: Tensor  # (rows, H) the residual stream entering it: of each sequence, its root and then its first nodes
+    counts: Seq[int]  # such rows of each sequence, 0 where there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +182,7 @@ class Drafts:
     survival: Tensor  # (B, D) float32, estimate that the node is accepted
     counts: Tensor  # (B,) int64
     q: Tensor | None = None  # (B, D, V), the law each token was drawn from; None = one-hot
+    resume: Resume | None = None  # only from drafters that run the target's own layers
     _host: list[Tree] = field(default_factory=list, init=False, repr=False, compare=False)  # filled by on_host
 
     @staticmethod
@@ -177,20 +193,36 @@ class Drafts:
         return Drafts(none, none, torch.empty((batch, 0)), torch.zeros(batch, dtype=torch.int64))
 
     @classmethod
-    def chains(cls, chains: Seq[Seq[int]], q: Tensor | None = None) -> Drafts:
+    def chains(cls, chains: Seq[Seq[int]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None) -> Drafts:
         """One chain of tokens per sequence, possibly empty."""
-        return cls.trees([(chain, range(-1, len(chain) - 1)) for chain in chains], q)
+        return cls.trees([(chain, range(-1, len(chain) - 1)) for chain in chains], q, survival)
 
     @classmethod
-    def trees(cls, trees: Seq[tuple[Seq[int], Seq[int]]], q: Tensor | None = None) -> Drafts:
-        """One (tokens, parents) pair per sequence."""
+    def trees(
+        cls, trees: Seq[tuple[Seq[int], Seq[int]]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None
+    ) -> Drafts:
+        """One (tokens, parents) pair per sequence, and the survival of its nodes where the drafter knows better than 1."""
         counts = [len(tokens) for tokens, _ in trees]
         width = max(counts, default=0)
         if width == 0:
             return cls.empty(len(trees))
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in trees]
         links = [[*parents, *[ROOT] * (width - len(parents))] for _, parents in trees]
-        return cls(integers(padded), integers(links), torch.ones(len(trees), width), integers(counts), q)
+        if survival is None:
+            chances = torch.ones(len(trees), width)
+        else:
+            filled = [[*own, *[0.0] * (width - len(own))] for own in survival]
+            chances = torch.from_numpy(np.array(filled, dtype=np.float32))
+        return cls(integers(padded), integers(links), chances, integers(counts), q)
+
+    def subset(self, kept: Seq[Seq[int]]) -> Drafts:
+        """The same drafts with only these nodes, in order; a kept node's parent is kept."""
+        survival = self.survival.tolist()
+        trees: list[tuple[list[int], list[int]]] = []
+        for (tokens, parents), nodes in zip(self.on_host(), kept, strict=True):
+            place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+            trees.append(([tokens[node] for node in nodes], [place[parents[node]] for node in nodes]))
+        return Drafts.trees(trees, survival=[[own[node] for node in nodes] for own, nodes in zip(survival, kept, strict=True)])
 
     def on_host(self) -> list[Tree]:
         """Each sequence's nodes as plain lists: the round's one look at the draft from the host."""
@@ -226,6 +258,7 @@ class Verdict(NamedTuple):
 
     path: list[int]  # accepted nodes, from the root down
     tokens: list[int]  # the accepted tokens, then the one after them; empty while it reads its prompt
+    choices: Seq[int] = ()  # under `match`: the target's choice at the root and at every node, rejected ones too
 
 
 @dataclass(slots=True)

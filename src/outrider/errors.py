@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DrafterFault", "InvalidParameter", "ModelError", "OutriderError", "UnknownMethod"]
+__all__ = ["DrafterFault", "EngineDead", "InvalidParameter", "ModelError", "OutriderError", "QueueFull", "UnknownMethod"]
 
 
 class OutriderError(Exception):
@@ -30,3 +30,11 @@ class ModelError(OutriderError):
 
 class DrafterFault(OutriderError):
     """A drafter broke its contract; the engine goes on without it."""
+
+
+class QueueFull(OutriderError):
+    """More requests are waiting than the engine was told to hold."""
+
+
+class EngineDead(OutriderError):
+    """The engine's thread has ended; nothing more can be asked of it."""

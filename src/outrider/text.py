@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
 from outrider.errors import InvalidParameter, ModelError
 
-__all__ = ["StopStrings", "TextStream", "Tokenizer"]
+__all__ = ["Span", "StopStrings", "TextStream", "Tokenizer"]
+
+
+class Span(NamedTuple):
+    """A token and the characters it covers; pieces of one character overlap."""
+
+    token: int
+    start: int
+    end: int
 
 
 class Tokenizer:
@@ -61,8 +72,51 @@ class Tokenizer:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
 
     def table(self) -> dict[str, int]:
-        """Every token and its id: what two models must share to draft for each other."""
+        """Every token and its id: two models that share it have the same tokens."""
         return self.fast.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
+
+    @property
+    def bos_ids(self) -> list[int]:
+        """What `encode` puts before every text."""
+        first, around = self._hf.bos_token_id, self.encode("")
+        return [first] if first is not None and around[:1] == [first] else []
+
+    def spans(self, text: str) -> list[Span]:
+        """Tokens of a piece of text with the characters they cover, without special tokens."""
+        found = self.fast.encode(text, add_special_tokens=False)
+        return [Span(token, *place) for token, place in zip(found.ids, found.offsets, strict=True)]
+
+    def spellings(self) -> dict[int, tuple[bool, bytes]]:
+        """What each token writes, and whether it is an added one, such as a control token.
+
+        Byte-level tokens spell bytes, those of SentencePiece spell text with a marked space or one
+        byte; tokens of other kinds are left out.
+        """
+        added = {i: token.content for i, token in self.fast.get_added_tokens_decoder().items()}
+        state = getattr(self.fast.decoder, "__getstate__", bytes)() or b"{}"
+        kinds = {part.get("type") for part in _parts(json.loads(state))}
+        out: dict[int, tuple[bool, bytes]] = {}
+        for token, i in self.table().items():
+            if i in added:
+                out[i] = True, added[i].encode()
+            elif "ByteLevel" in kinds and all(letter in _letters() for letter in token):
+                out[i] = False, bytes(_letters()[letter] for letter in token)
+            elif kinds & {"Metaspace", "Replace"}:
+                byte = re.fullmatch("<0x([0-9A-F]{2})>", token) if "ByteFallback" in kinds else None
+                out[i] = False, bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
+        return out
+
+
+def _parts(decoder: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+
+
+@lru_cache(maxsize=1)
+def _letters() -> dict[str, int]:
+    """The letter by which byte-level tokenizers write each byte: itself where it shows, else one past 255."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 class TextStream:
@@ -93,6 +147,11 @@ class TextStream:
             return ""
         self._pending.clear()
         return piece
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """Tokens of a character that is still open."""
+        return self._pending
 
     def flush(self) -> str:
         """What is left at the end, open characters as U+FFFD."""

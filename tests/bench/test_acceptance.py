@@ -1,37 +1,78 @@
-"""The acceptance benchmark: method strings, rows, and equality counted."""
+"""The acceptance benchmark: rows, batches, shaped requests, and equality counted."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import io
 
 import pytest
+from rich.console import Console
 
-from outrider.bench.acceptance import bench_methods, parse_method
-from outrider.errors import InvalidParameter
+from outrider.bench.acceptance import EVERY_METHOD, Workload, bench_methods, show_rows
+from outrider.bench.workloads import find_prompts
+from outrider.config import SpeculationConfig
+from outrider.draft import method_names
+from outrider.engine import llm as llm_module
+from outrider.engine.acceptance import read_prompts
+from outrider.sampling import SamplingParams
 
-
-def test_method_strings() -> None:
-    assert parse_method("ngram") == {"name": "ngram", "method": "ngram"}
-    assert parse_method("eagle:24:beam=6:model=some/dir") == {
-        "name": "eagle:24:beam=6:model=some/dir",
-        "method": "eagle",
-        "draft_tokens": 24,
-        "beam": 6,
-        "model": "some/dir",
-    }
-    with pytest.raises(InvalidParameter, match="neither a number"):
-        parse_method("eagle:many")
+PROMPTS = ["import os\n", "def f(x):\n    return"]
 
 
-def test_rows(tmp_path: Path) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": text}) for text in ("import os\n", "def f(x):\n    return")))
-    rows = bench_methods(data, None, "none,ngram:4,eagle:3", [0.0], max_tokens=16, check=True)
-    assert [row["method"] for row in rows] == ["none", "ngram:4", "eagle:3"]
+def test_rows() -> None:
+    methods = "none,ngram:4,mixture:6:members=ngram+(eagle:3)"
+    rows = list(bench_methods(Workload(PROMPTS, 16, shaped=3), None, methods, [(0.0, 1), (0.8, 2)], check=True))
+    assert [(row["method"], row["temperature"], row["batch"]) for row in rows] == [
+        (method, temperature, batch) for temperature, batch in ((0.0, 1), (0.8, 2)) for method in methods.split(",")
+    ]
     for row in rows:
         assert row["equal"] == 1.0
-        assert row["outputs"] == 2
-        assert len(row["by_position"]) <= 4
+        assert (row["outputs"], row["compared"], row["fallbacks"]) == (2, 5, 0)
+        assert row["propose_ms"] is None if row["method"] == "none" else row["propose_ms"] > 0
     assert rows[0]["tokens_per_round_all"] == 1.0
     assert rows[2]["tokens_per_round_all"] > 1.5
+    text = io.StringIO()
+    show_rows(rows, Console(file=text, width=160))
+    assert "mixture:6" in text.getvalue()
+    assert "100%" in text.getvalue()
+
+
+def test_a_difference_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter under another rule emits other tokens, and the table says so."""
+    real = llm_module.LLM.generate
+
+    def spoilt(self, prompts, params=None, **kwargs):  # type: ignore[no-untyped-def]
+        results = real(self, prompts, params, **kwargs)
+        if self.speculation.method == "ngram":
+            results[0].outputs[0].token_ids[-1] += 1
+        return results
+
+    monkeypatch.setattr(llm_module.LLM, "generate", spoilt)
+    row = next(iter(bench_methods(Workload(PROMPTS, 6), None, "ngram:4", [(0.0, 1)], check=True)))
+    assert row["equal"] == 0.5
+
+
+def test_shaped_requests_come_after_the_plain_ones() -> None:
+    requests = Workload(PROMPTS, 9, shaped=5, seed=4).requests(0.8)
+    assert [prompt for prompt, _ in requests] == [*PROMPTS, *PROMPTS, *PROMPTS, PROMPTS[0]]
+    assert {own for _, own in requests[:2]} == {SamplingParams(temperature=0.8, seed=4, max_tokens=9)}
+    shaped = [own for _, own in requests[2:]]
+    assert any(own.stop_strings for own in shaped)
+    assert any(own.repetition_penalty != 1.0 for own in shaped)
+    assert any(own.frequency_penalty for own in shaped)
+
+
+def test_every_drafter_is_measured_by_default() -> None:
+    configs = [SpeculationConfig.parse(text) for text in EVERY_METHOD.split(",")]
+    assert {config.method for config in configs} == set(method_names()) - {"none"}
+
+
+def test_bundled_prompts() -> None:
+    prompts = read_prompts(find_prompts("editing"))
+    assert len(prompts) == len(set(prompts)) == 20
+    for prompt in prompts:
+        code, _, rest = prompt.partition("\n\n\n# ")
+        asked, _, copy = rest.rpartition("# ")[2].partition("\n")
+        assert asked.startswith("The same")
+        assert copy
+        assert code.startswith(copy.split("(")[0].splitlines()[0][:8])
+    assert str(find_prompts("other.jsonl")) == "other.jsonl"

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.cache import KVPool, OutOfPages, PageTable
+from outrider.cache import KVPool, OutOfPages, PageTable, next_key, root_key
 
 COUNT, SIZE = 12, 4
 
@@ -53,6 +53,24 @@ class Books(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.owned) - 1))
         self.table.release(self.owned.pop(index))
 
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), content=st.integers(0, 3))
+    def name(self, data: st.DataObject, content: int) -> None:
+        pages = data.draw(st.sampled_from(self.owned))
+        if pages:
+            self.table.name(pages[0], bytes([content]))
+
+    @rule(contents=st.lists(st.integers(0, 3), max_size=3))
+    def find(self, contents: list[int]) -> None:
+        self.owned.append(self.table.find([bytes([content]) for content in contents]))
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def disown(self, data: st.DataObject) -> None:
+        pages = data.draw(st.sampled_from(self.owned))
+        own = self.table.disown(pages)
+        assert all(self.table.references(page) == 1 for page in own)
+
     @invariant()
     def references_are_owners(self) -> None:
         for page in range(COUNT):
@@ -71,6 +89,30 @@ def test_pages_come_in_order_so_that_runs_are_long() -> None:
     table.release(first[:1])
     assert first == [0, 1, 2]
     assert table.allocate(2) == [0, 3]
+
+
+def test_named_pages_are_found_until_their_memory_is_needed() -> None:
+    table = PageTable(4, 4)
+    old, new = table.allocate(2), table.allocate(1)
+    for page, key in zip([*old, *new], (b"a", b"b", b"c"), strict=True):
+        table.name(page, key)
+    births = [table.birth(page) for page in range(4)]
+    table.release(old)
+    table.release(new)
+    assert (table.used, table.cached) == (0, 3)
+    assert table.find([b"a", b"b", b"x", b"c"]) == old
+    table.release(old)  # now the youngest, its end older than its beginning
+    assert table.allocate(3) == [1, 2, 3]  # the free one, the oldest, and the end of old; the beginning stays
+    assert table.find([b"c"]) == table.find([b"b"]) == []
+    assert table.find([b"a"]) == [0]
+    assert [table.birth(page) - before for page, before in enumerate(births)] == [0, 1, 1, 1]
+
+
+def test_keys_tell_texts_and_tenants_apart() -> None:
+    root = root_key(None)
+    assert next_key(root, [1, 2]) != next_key(root, [2, 1])
+    assert next_key(next_key(root, [1]), [2]) != next_key(next_key(root, [3]), [2])
+    assert len({root_key(None), root_key(""), root_key("a"), root_key("b")}) == 4
 
 
 def test_misuse_is_refused() -> None:

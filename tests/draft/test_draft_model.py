@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from outrider.core import Batch, Plan, Sequence
 from outrider.draft.draft_model import DraftModel
-from outrider.model import Runner
-from outrider.sampling import SamplingParams
+from outrider.draft.growth import TreeShape
+from outrider.model import Feed, Runner
+from outrider.sampling import Row, SamplingParams, rank
+from tests.engine.test_same_tokens import random_params
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -17,7 +21,7 @@ class Watching(Runner):
     """Notes what is fed."""
 
     def forward(self, feeds, taps=()):  # type: ignore[no-untyped-def]
-        self.fed = getattr(self, "fed", []) + [(feed.start, list(feed.tokens)) for feed in feeds]
+        self.fed = getattr(self, "fed", []) + [(feed.start + feed.known, [*feed.tokens, *feed.nodes]) for feed in feeds]
         return super().forward(feeds, taps)
 
 
@@ -49,7 +53,7 @@ def test_feeds_after_full_partial_and_no_acceptance(decoder) -> None:  # type: i
     propose()
     assert runner.fed[0] == (9, [70])
     drafter.end(seq)
-    assert not drafter._states
+    assert not drafter._reader._states
 
 
 def test_its_context_is_respected(decoder, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -87,3 +91,80 @@ def test_published_rules_run_and_repeat(decoder, rule: str, temperature: float) 
         assert runs[0].seq.stats.accepted == runs[0].seq.stats.drafted
     if temperature == 0.0 and rule != "lossy_typical":
         assert runs[0].seq.tokens == run(make_engine(decoder), [request])[0].seq.tokens
+
+
+TREES = {
+    "tree": TreeShape(beam=3, branch=3, depth=4),
+    "wide": TreeShape(beam=2, branch=6, depth=3),
+    "deep": TreeShape(beam=2, branch=2),
+}
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trees_change_nothing(tmp_path, dtype: str, shape: str) -> None:  # type: ignore[no-untyped-def]
+    target = random_decoder(write_family(tmp_path / "t", "qwen3", dtype))
+    draft = random_decoder(write_family(tmp_path / "d", "llama2", dtype), seed=4)
+    rng = random.Random(f"{shape} {dtype}")
+    requests = [
+        make_request([rng.randrange(7) for _ in range(rng.randint(1, 40))], random_params(rng, 25), f"r{i}") for i in range(5)
+    ]
+    plain = [run(make_engine(target), [request])[0].seq.tokens for request in requests]
+    for own in (draft, target):  # a poor model and a perfect one
+        drafter = DraftModel(Runner(own, make_pool(own)), TREES[shape])
+        engine = make_engine(target, drafter, 9)
+        fast = run(engine, requests)
+        assert [w.seq.tokens for w in fast] == plain
+        assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
+        assert engine.pages.used == 0
+        assert not drafter._reader._states
+        assert not drafter._laws
+    assert sum(w.seq.stats.accepted for w in fast) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_is_the_best_nodes_of_all(decoder, temperature: float) -> None:  # type: ignore[no-untyped-def]
+    """Against every path of two tokens, scored by the definition: softmax of log q plus the target's noise."""
+    drafter = DraftModel(Runner(decoder, make_pool(decoder)), TreeShape(beam=64, branch=4, depth=2))
+    seq = Sequence(make_request([1, 2, 3], SamplingParams(temperature=temperature, seed=3, max_tokens=50)))
+    seq.pages = list(range(8))
+    drafter.begin(seq)
+    drafts = drafter.propose(Batch([seq], [1]), Plan((11,)))
+
+    def children(path: list[int]) -> dict[int, float]:
+        fresh = Runner(decoder, make_pool(decoder))
+        text = [*seq.tokens, *path]
+        logits = fresh.logits(fresh.forward([Feed(range(8), 0, text)]).last, [len(text) - 1])
+        found = rank(logits, [Row.at(seq, path)], 4)
+        return dict(zip(found.tokens[0].tolist(), found.chances[0].tolist(), strict=True))
+
+    worth = {(token,): chance for token, chance in children([]).items()}
+    for path in list(worth):
+        worth |= {(*path, token): worth[path] * chance for token, chance in children(list(path)).items()}
+    best = sorted(worth.values(), reverse=True)[:11]
+    tree, survival = drafts.on_host()[0], drafts.survival[0].tolist()
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((token,) if parent < 0 else (*paths[parent], token))
+    assert len(set(paths)) == 11
+    assert [worth[path] for path in paths] == pytest.approx(survival, rel=1e-5)
+    assert sorted(survival, reverse=True) == pytest.approx(best, rel=1e-5)
+
+
+def test_accepted_branches_are_read_again(decoder) -> None:  # type: ignore[no-untyped-def]
+    """Nodes that lay out of order are not taken for text: after any tree the next draft is a fresh reader's."""
+    rng = random.Random(0)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=50)
+    seq = Sequence(make_request([1, 2, 3], params))
+    seq.pages = list(range(8))
+    drafter = DraftModel(Runner(decoder, make_pool(decoder)), TREES["tree"])
+    drafter.begin(seq)
+    for _ in range(8):
+        tree = drafter.propose(Batch([seq], [1]), Plan((8,))).on_host()[0]
+        fresh = DraftModel(Runner(decoder, make_pool(decoder)), TREES["tree"])
+        fresh.begin(seq)
+        assert fresh.propose(Batch([seq], [1]), Plan((8,))).on_host()[0] == tree
+        node, path = rng.randrange(8), []
+        while node >= 0:
+            path, node = [tree.tokens[node], *path], tree.parents[node]
+        seq.tokens += [*path, rng.randrange(50)]

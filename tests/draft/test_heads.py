@@ -11,7 +11,8 @@ import torch
 
 from outrider.cache import KVPool
 from outrider.core import Batch, Plan
-from outrider.draft.eagle import EagleDrafter, TreeShape
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.growth import TreeShape
 from outrider.draft.medusa import MedusaDrafter, best_paths
 from outrider.errors import InvalidParameter
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads

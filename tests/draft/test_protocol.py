@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Verdict
 from outrider.draft import Drafter, check_drafts
+from outrider.draft.cascade import CascadeDrafter, ModelLevel
+from outrider.draft.lookahead import LookaheadDrafter
+from outrider.draft.mixture import Member, MixtureDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.none import NoDrafter
 from outrider.draft.recycle import RecycleDrafter
 from outrider.draft.suffix import SuffixDrafter, SuffixShape
 from outrider.engine.engine import Engine
-from outrider.model import Decoder
+from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
-from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family
+from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
 
 Make = Callable[[], Drafter]
+
+
+@functools.cache
+def small_model() -> Decoder:
+    with tempfile.TemporaryDirectory() as directory:
+        return random_decoder(write_family(Path(directory) / "small", "llama2"), seed=3)
+
+
+def cascade() -> Drafter:
+    return CascadeDrafter([ModelLevel(Runner(small_model(), make_pool(small_model())))], NGramDrafter(1, 3))
+
+
+def mixture(**options: bool | float) -> Drafter:
+    members = [Member(NGramDrafter(1, 3)), Member(SuffixDrafter(), 8), Member(RecycleDrafter()), Member(LookaheadDrafter())]
+    return MixtureDrafter(members, **options)  # type: ignore[arg-type]
+
+
 DRAFTERS: dict[str, Make] = {
     "none": NoDrafter,
     "ngram": lambda: NGramDrafter(1, 3),
     "suffix": SuffixDrafter,
     "suffix tree": lambda: SuffixDrafter(SuffixShape(min_prob=0.0, branch=3)),
-    "suffix shared": lambda: SuffixDrafter(shared_tokens=64, tenant_of=lambda _: "all"),
+    "suffix shared": lambda: SuffixDrafter(shared_tokens=64),
     "recycle": RecycleDrafter,
     "recycle shared": lambda: RecycleDrafter(shared=True),
+    "lookahead": LookaheadDrafter,
+    "cascade": cascade,
+    "mixture": mixture,
+    "mixture winner": lambda: mixture(merge=False),
+    "mixture frugal": lambda: mixture(enough=2.0),
+    "mixture with a model": lambda: MixtureDrafter([Member(SuffixDrafter()), Member(cascade(), 3)]),
+    "lookahead small": lambda: LookaheadDrafter(window=2, ngram=2, pool_tokens=40),
 }
-GUESSING = [name for name in DRAFTERS if name != "none"]
+GUESSING = [name for name in DRAFTERS if name not in ("none", "cascade")]
 _decoders: dict[str, Decoder] = {}
 
 
@@ -52,7 +82,9 @@ def decoder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Deco
 
 
 def sequence(tokens: list[int], name: str = "r") -> Sequence:
-    return Sequence(make_request(tokens, SamplingParams(), name))
+    seq = Sequence(make_request(tokens, SamplingParams(), name, tenant="all"))
+    seq.pages = list(range(100))  # for drafters with KV; what lies there matters to their guesses alone
+    return seq
 
 
 def few_symbols(rng: random.Random, most: int = 40) -> list[int]:
@@ -188,9 +220,24 @@ def test_a_sequence_may_sit_out(make: Make) -> None:
     proposed(drafter, [b], [4])
 
 
-def held(drafter: Drafter) -> list[Sequence]:
-    """Sequences found anywhere in the drafter's own attributes."""
-    return [key for value in vars(drafter).values() if isinstance(value, dict) for key in value if isinstance(key, Sequence)]
+def held(drafter: Any) -> list[Sequence]:
+    """Sequences found anywhere in the drafter's own attributes, and in those of the drafters it is made of."""
+    found: list[Sequence] = []
+    for value in vars(drafter).values():
+        if isinstance(value, dict):
+            found += [key for key in value if isinstance(key, Sequence)]
+        for part in value if isinstance(value, list | tuple) else [value]:
+            inner = part.drafter if isinstance(part, Member) else part
+            if type(inner).__module__.startswith("outrider.draft."):
+                found += held(inner) if hasattr(inner, "__dict__") else []
+    return found
+
+
+def test_held_looks_inside() -> None:
+    for name in ("ngram", "cascade", "mixture"):
+        drafter = DRAFTERS[name]()
+        drafter.begin(sequence([1, 2]))
+        assert held(drafter)
 
 
 def test_begin_and_end_leave_nothing(make: Make) -> None:
@@ -239,6 +286,7 @@ def test_same_tokens_as_plain_decoding(make: Make, decoder_of, dtype: str, tempe
                 temperature=temperature, seed=rng.randrange(2**40), max_tokens=40, frequency_penalty=penalty, top_k=20
             ),
             f"r{i}",
+            tenant="all",
         )
         for i, penalty in enumerate([0.0, 0.0, 0.0, 0.3, 0.0, 0.0])
     ]

@@ -16,8 +16,8 @@ from outrider.sampling import SamplingParams
 from tests.support import make_engine, make_request, random_decoder, run, write_family
 
 
-def started(drafter: RecycleDrafter, tokens: list[int]) -> Sequence:
-    seq = Sequence(make_request(tokens, SamplingParams()))
+def started(drafter: RecycleDrafter, tokens: list[int], tenant: str | None = "all") -> Sequence:
+    seq = Sequence(make_request(tokens, SamplingParams(), tenant=tenant))
     drafter.begin(seq)
     return seq
 
@@ -151,14 +151,28 @@ def test_sequences_keep_to_themselves_unless_shared() -> None:
         assert drafted(drafter, started(drafter, [9, 1]), 2)[0] == ([2, 3] if shared else [])
 
 
+def test_a_shared_table_is_of_one_tenant_alone() -> None:
+    drafter = RecycleDrafter(shared=1)
+    started(drafter, [1, 2, 3], "a")
+    assert drafted(drafter, started(drafter, [9, 1], "a"), 2)[0] == [2, 3]
+    assert drafted(drafter, started(drafter, [9, 1], "b"), 2)[0] == []
+    assert drafted(drafter, started(drafter, [9, 1], None), 2)[0] == []
+
+
+def test_tables_of_many_tenants_are_bounded() -> None:
+    drafter = RecycleDrafter(shared=1, tenants=3)
+    for tenant in "abcadb":
+        drafter.end(started(drafter, [1, 2, 3], tenant))
+    assert list(drafter._common) == ["a", "d", "b"]
+
+
 def test_a_shared_table_stays_bounded_and_warm() -> None:
     drafter = RecycleDrafter(table_tokens=5, shared=True)
     for i in range(20):
         seq = started(drafter, [i, i + 1, i + 2])
         drafter.end(seq)
     assert not drafter._tables
-    assert drafter._common is not None
-    assert len(drafter._common) == 5
+    assert [len(table) for table in drafter._common.values()] == [5]
 
 
 def test_a_sequence_with_spoilt_logits_teaches_nothing() -> None:
@@ -167,8 +181,7 @@ def test_a_sequence_with_spoilt_logits_teaches_nothing() -> None:
     seq.finish_reason = "error"
     nan = torch.full((2, 50), float("nan"))
     drafter.commit(Batch([seq], [1]), Drafts.chains([[5]]), [Verdict([], [-1])], Scores(nan, [0]))
-    assert drafter._common is not None
-    assert len(drafter._common) == 0
+    assert [len(table) for table in drafter._common.values()] == [0]
 
 
 def test_guesses_are_accepted(tmp_path: Path) -> None:
@@ -179,7 +192,10 @@ def test_guesses_are_accepted(tmp_path: Path) -> None:
     assert stats.tokens_per_round > 2
 
 
-@pytest.mark.parametrize(("settings", "name"), [({"top": 0}, "top"), ({"top": 9}, "top"), ({"table_tokens": 0}, "table_tokens")])
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"top": 0}, "top"), ({"top": 9}, "top"), ({"table_tokens": 0}, "table_tokens"), ({"tenants": 0}, "tenants")],
+)
 def test_settings_are_checked(settings: dict[str, int], name: str) -> None:
     with pytest.raises(InvalidParameter, match=name):
         RecycleDrafter(**settings)

@@ -160,7 +160,7 @@ def test_a_factory_is_called() -> None:
 )
 def test_lookup_drafters_take_their_settings(model: Path, speculation: dict[str, object], kind: str) -> None:
     llm = LLM(str(model), load_format="dummy", speculation=speculation)
-    assert type(llm.engine.drafter).__name__ == kind
+    assert type(llm.engine.drafter.drafter).__name__ == kind
     with pytest.raises(InvalidParameter, match="unknown setting 'typo'"):
         SpeculationConfig.parse(speculation | {"typo": 1})
 

@@ -162,26 +162,26 @@ def test_other_rules_get_chains() -> None:
     assert draft(drafter, seq, 6, "rejection")[1] == [-1, 0, 1, 2, 3, 4]
 
 
-def by_request(seq: Sequence) -> str | None:
-    """Tenant in the test's own way: the request's name before the dash."""
-    return seq.request.id.partition("-")[0] or None
+def of_tenant(name: str, tokens: list[int]) -> Sequence:
+    """A sequence whose tenant is the request's name before the dash."""
+    return Sequence(make_request(tokens, SamplingParams(), name, tenant=name.partition("-")[0] or None))
 
 
 def finished(drafter: SuffixDrafter, name: str, output: list[int]) -> None:
-    seq = Sequence(make_request([99], SamplingParams(), name))
+    seq = of_tenant(name, [99])
     drafter.begin(seq)
     seq.tokens += output
     drafter.end(seq)
 
 
 def guess_for(drafter: SuffixDrafter, name: str, tokens: list[int], length: int = 4) -> list[int]:
-    seq = Sequence(make_request(tokens, SamplingParams(), name))
+    seq = of_tenant(name, tokens)
     drafter.begin(seq)
     return draft(drafter, seq, length)[0]
 
 
 def test_outputs_are_shared_within_a_tenant_alone() -> None:
-    drafter = SuffixDrafter(shared_tokens=100, tenant_of=by_request)
+    drafter = SuffixDrafter(shared_tokens=100)
     finished(drafter, "a-1", [1, 2, 3, 4, 5, 6])
     assert guess_for(drafter, "a-2", [9, 2, 3]) == [4, 5, 6]
     assert guess_for(drafter, "b-1", [9, 2, 3]) == []
@@ -189,14 +189,14 @@ def test_outputs_are_shared_within_a_tenant_alone() -> None:
 
 
 def test_nothing_is_shared_by_default() -> None:
-    for drafter in (SuffixDrafter(), SuffixDrafter(shared_tokens=100), SuffixDrafter(tenant_of=by_request)):
-        finished(drafter, "a-1", [1, 2, 3, 4])
-        assert guess_for(drafter, "a-2", [9, 1, 2]) == []
+    for drafter, tenant in ((SuffixDrafter(), "a"), (SuffixDrafter(shared_tokens=100), "")):
+        finished(drafter, f"{tenant}-1", [1, 2, 3, 4])
+        assert guess_for(drafter, f"{tenant}-2", [9, 1, 2]) == []
         assert drafter._shared.size == 0
 
 
 def test_no_match_runs_across_two_outputs() -> None:
-    drafter = SuffixDrafter(shared_tokens=100, tenant_of=by_request)
+    drafter = SuffixDrafter(shared_tokens=100)
     finished(drafter, "a-1", [1, 2, 3])
     finished(drafter, "a-2", [4, 5, 6])
     assert guess_for(drafter, "a-3", [9, 2, 3]) == []
@@ -204,7 +204,7 @@ def test_no_match_runs_across_two_outputs() -> None:
 
 
 def test_the_better_expected_draft_wins() -> None:
-    drafter = SuffixDrafter(shared_tokens=100, tenant_of=by_request)
+    drafter = SuffixDrafter(shared_tokens=100)
     finished(drafter, "a-1", [1, 2, 3, 4, 5])
     assert guess_for(drafter, "a-2", [3, 7, 1, 2, 3], 2) == [4, 5]  # three tokens matched there, one here
     assert guess_for(drafter, "a-2", [2, 3, 7, 7, 2, 3, 7, 7, 2, 3], 2) == [7, 7]
@@ -229,7 +229,7 @@ def test_shared_texts_stay_small_apart_and_fresh(limit: int, added: list[tuple[s
 
 
 def test_the_oldest_output_goes_first() -> None:
-    drafter = SuffixDrafter(shared_tokens=12, tenant_of=by_request)
+    drafter = SuffixDrafter(shared_tokens=12)
     for i in range(4):
         finished(drafter, f"a-{i}", [10 * i, 10 * i + 1, 10 * i + 2])
     assert [guess_for(drafter, "a-x", [9, 10 * i]) for i in range(4)] == [[], [11, 12], [21, 22], [31, 32]]

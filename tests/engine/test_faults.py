@@ -154,3 +154,70 @@ def test_ratio_rules_refuse_trees(decoder, answers) -> None:  # type: ignore[no-
     drafter = Oracle({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4, branches=3)
     writers = run(make_engine(decoder, drafter, 7, rule="rejection"), REQUESTS)
     assert any("chains" in (w.seq.stats.fallback_reason or "") for w in writers)
+
+
+class Moody(Oracle):
+    """Raises in chosen calls of propose."""
+
+    broken: frozenset[int] = frozenset()
+    calls = 0
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        self.calls += 1
+        if self.calls in self.broken:
+            raise RuntimeError("boom")
+        return super().propose(batch, plan)
+
+
+def test_the_breaker_opens_after_repeated_faults_and_probes_again(decoder, answers, caplog) -> None:  # type: ignore[no-untyped-def]
+    drafter = Moody({"r0": answers[0]}, 4)
+    drafter.broken = frozenset({1, 2, 3, 5})
+    engine = make_engine(decoder, drafter, 4)
+    request = replace(REQUESTS[0], params=replace(PARAMS, max_tokens=30))
+    with caplog.at_level(logging.WARNING, "outrider"):
+        outcomes = []
+        for _ in range(14):
+            writer = run(engine, [request])[0]
+            assert writer.seq.tokens == answers[0]
+            outcomes.append((writer.seq.stats.fallback_reason or "drafted").split(":")[0])
+    rest = "the drafter rests after repeated faults"
+    assert outcomes[:3] == ["Moody.propose"] * 3
+    assert outcomes[3:5] == [rest] * 2  # 64 rounds: the rest of the third request, the fourth, some of the fifth
+    assert "drafted" in outcomes[5:]
+    assert drafter.calls > 5
+    assert [r.getMessage() for r in caplog.records if "rests for 64 rounds" in r.getMessage()]
+
+
+class Flaky:
+    """A runner's score that raises in chosen calls, or whenever a chosen sequence takes part."""
+
+    def __init__(self, score, calls: set[int], victim: str | None = None) -> None:  # type: ignore[no-untyped-def]
+        self.score, self.calls, self.victim, self.count = score, calls, victim, 0
+
+    def __call__(self, batch: Batch, *rest):  # type: ignore[no-untyped-def]
+        self.count += 1
+        if self.count in self.calls or any(seq.request.id == self.victim for seq in batch.sequences):
+            raise RuntimeError("boom")
+        return self.score(batch, *rest)
+
+
+@pytest.mark.parametrize("calls", [{1}, {2}, {4, 7}, {3, 9}])
+def test_a_forward_that_raises_once_fails_nobody(decoder, answers, calls: set[int]) -> None:  # type: ignore[no-untyped-def]
+    drafter = Oracle({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4, branches=1)
+    engine = make_engine(decoder, drafter, 5)
+    engine.runner.score = Flaky(engine.runner.score, calls)  # type: ignore[method-assign]
+    writers = run(engine, REQUESTS)
+    assert [w.seq.tokens for w in writers] == answers
+    assert max(drafter.accepted) > 1, "drafting went on"
+    assert engine.pages.used == 0
+
+
+def test_a_forward_that_keeps_failing_fails_the_culprit_alone(decoder, answers) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(decoder)
+    engine.runner.score = Flaky(engine.runner.score, set(), "bad")  # type: ignore[method-assign]
+    bad = make_request([4, 5], PARAMS, "bad")
+    writers = run(engine, [REQUESTS[0], bad, REQUESTS[1]])
+    assert [writers[0].seq.tokens, writers[2].seq.tokens] == answers
+    assert writers[1].seq.finish_reason == "error"
+    assert "boom" in str(writers[1].seq.stop_reason)
+    assert engine.pages.used == 0

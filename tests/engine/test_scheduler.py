@@ -2,68 +2,250 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
-from outrider.core import Sequence
-from outrider.engine.scheduler import Scheduler
+from outrider.core import Batch, Sequence
+from outrider.engine.scheduler import Scheduler, Turn
+from outrider.errors import QueueFull
 from outrider.sampling import SamplingParams
-from tests.support import make_request
+from tests.support import make_request, renamed
+
+SIZE = 4
 
 
-def sequence(prompt: int, output: int) -> Sequence:
-    return Sequence(make_request([1] * prompt, SamplingParams(max_tokens=output)))
+def sequence(prompt: int | list[int], output: int = 4, name: str = "r", **fields: object) -> Sequence:
+    tokens = [1] * prompt if isinstance(prompt, int) else prompt
+    return Sequence(renamed(make_request(tokens, SamplingParams(max_tokens=output), name), **fields))
 
 
-def scheduler(pages: int = 10, seqs: int = 4, rows: int = 16) -> Scheduler:
-    return Scheduler(PageTable(pages, 4), EngineConfig(max_num_seqs=seqs, max_batch_rows=rows, page_size=4))
+def scheduler(pages: int = 10, seqs: int = 4, rows: int = 16, **settings: object) -> Scheduler:
+    config = EngineConfig(max_num_seqs=seqs, max_batch_rows=rows, page_size=SIZE, **settings)  # type: ignore[arg-type]
+    return Scheduler(PageTable(pages, SIZE), config)
 
 
-def test_admission_is_in_order_and_within_pages() -> None:
-    work = scheduler(pages=10)
-    first, large, small = sequence(4, 4), sequence(20, 16), sequence(4, 4)
-    for seq in (first, large, small):
+def submit(work: Scheduler, *sequences: Sequence) -> None:
+    for seq in sequences:
         work.submit(seq)
-    assert work.admit() == [first]  # large needs 9 of the 8 left; small waits behind it
+
+
+def play(work: Scheduler, token: int = 7) -> Turn:
+    """One round in which every sequence that may emit emits one token; the finished leave."""
+    turn = work.next()
+    for seq, fed in zip(turn.batch.sequences, turn.batch.feeds, strict=True):
+        seq.cached += fed
+        if seq.cached == len(seq.tokens):
+            seq.tokens.append(token)
+        work.settle(seq)
+        if seq.output_len >= seq.request.max_tokens:
+            seq.finish_reason = "length"
+            work.remove(seq)
+    return turn
+
+
+def test_admission_is_in_order_and_by_the_pages_needed_now() -> None:
+    work = scheduler(pages=10, rows=100, prefix_cache=False)
+    first, large, small = sequence(12), sequence(24), sequence(4)
+    submit(work, first, large, small)
+    assert work.next().started == [first]  # 4 pages with its next token; large needs 7; small waits behind it
     work.remove(first)
-    assert work.admit() == [large]
-    assert work.admit() == []
-    work.remove(large)
-    assert work.admit() == [small]
+    assert work.next().started == [large, small]
+
+
+def test_lower_priority_numbers_go_first() -> None:
+    work = scheduler(seqs=1)
+    usual, late, urgent = sequence(4), sequence(4), sequence(4, priority=-1)
+    submit(work, usual, late, urgent)
+    assert work.next().started == [urgent]
+    work.remove(urgent)
+    assert work.next().started == [usual]
 
 
 def test_admission_is_within_sequences() -> None:
     work = scheduler(pages=100, seqs=2)
     queue = [sequence(1, 1) for _ in range(3)]
-    for seq in queue:
-        work.submit(seq)
-    assert work.admit() == queue[:2]
+    submit(work, *queue)
+    assert work.next().started == queue[:2]
 
 
 def test_prompt_rows_are_shared_and_decode_rows_always_run() -> None:
-    work = scheduler(pages=100, rows=16)
-    decoding, long, longer = sequence(3, 9), sequence(12, 4), sequence(40, 4)
-    for seq in (decoding, long, longer):
-        work.submit(seq)
-    work.admit()
-    decoding.cached = 2
-    batch = work.next()
+    work = scheduler(pages=100, rows=16, prefix_cache=False)
+    decoding, long, longer = sequence(3, 9), sequence(12), sequence(40)
+    submit(work, decoding)
+    play(work)
+    submit(work, long, longer)
+    batch = work.next().batch
     assert batch.sequences == [decoding, long, longer]
     assert batch.feeds == [1, 12, 4]
     assert [batch.samples(b) for b in range(3)] == [True, True, False]
 
 
 def test_a_sequence_without_budget_waits_a_round() -> None:
-    work = scheduler(pages=100, rows=12)
-    long, longer = sequence(12, 4), sequence(40, 4)
-    for seq in (long, longer):
-        work.submit(seq)
-    work.admit()
-    assert work.next().sequences == [long]
+    work = scheduler(pages=100, rows=12, prefix_cache=False)
+    long, longer = sequence(12), sequence(40)
+    submit(work, long, longer)
+    assert work.next().batch.sequences == [long]
+
+
+def test_the_most_junior_gives_way_and_comes_back_with_its_tokens() -> None:
+    work = scheduler(pages=4, rows=100, prefix_cache=False)
+    senior, junior = sequence(4, 12), sequence(4, 8)
+    submit(work, senior, junior)
+    stopped: list[Sequence] = []
+    while not stopped:
+        stopped = play(work).stopped
+    assert stopped == [junior]
+    assert junior.cached == 0
+    assert not junior.pages
+    kept = list(junior.tokens)
+    assert len(kept) > 4
+    while senior.finish_reason is None:
+        play(work)
+    turn = play(work)
+    assert turn.started == [junior]
+    assert turn.batch == Batch([junior], [len(kept)])  # its output is read again, never turned into prompt
+    assert junior.tokens[: len(kept)] == kept
+    assert junior.prompt_len == 4
+    assert work.preemptions == 1
+
+
+def test_drafts_take_only_pages_that_are_left_over() -> None:
+    work = scheduler(pages=4, rows=100, prefix_cache=False)
+    one, two = sequence(4, 4), sequence(4, 4)
+    submit(work, one, two)
+    batch = work.next().batch
+    assert work.pages.free == 2
+    assert work.reserve(batch, (6, 6)) == (6, 0)
+    assert work.pages.free == 0
+    for seq in batch.sequences:
+        work.settle(seq)
+    assert work.pages.free == 2
+
+
+def test_a_prompt_seen_before_is_not_read_again() -> None:
+    work = scheduler(pages=20, rows=100)
+    prompt = list(range(11))
+    first = sequence(prompt, 6)
+    submit(work, first)
+    while work.has_work:
+        play(work)
+    assert work.pages.used == 0
+    assert work.pages.cached == 4  # 16 of its 17 tokens were read
+    again = sequence(prompt)
+    submit(work, again)
+    turn = work.next()
+    assert again.cached == 8
+    assert turn.batch.feeds == [3]
+    work.remove(again)
+    longer = sequence([*first.tokens, 5])
+    submit(work, longer)
+    assert work.next().batch.feeds == [18 - 16]
+
+
+def test_tenants_never_meet_in_the_prefix_cache() -> None:
+    work = scheduler(pages=40, rows=100)
+    prompt = list(range(9))
+    for tenant in (None, "a", "b", ""):
+        seq = sequence(prompt, 1, tenant=tenant)
+        submit(work, seq)
+        assert play(work).batch.feeds == [9], tenant
+    again = sequence(prompt, 1, tenant="a")
+    submit(work, again)
+    assert play(work).batch.feeds == [1]
+
+
+def test_prompt_log_probabilities_need_every_row() -> None:
+    work = scheduler(pages=20, rows=100)
+    submit(work, sequence(9, 1))
+    play(work)
+    seq = Sequence(make_request([1] * 9, SamplingParams(max_tokens=2, prompt_logprobs=1)))
+    submit(work, seq)
+    assert work.next().batch.feeds == [9]
+
+
+def test_samples_of_one_request_share_the_prompt() -> None:
+    work = scheduler(pages=40, rows=8)
+    samples = [sequence(list(range(13)), 4, "one", index=i) for i in range(3)]
+    submit(work, *samples)
+    assert play(work).batch.sequences == samples[:1]
+    assert play(work).batch.sequences == samples[:1]  # the rest of its prompt
+    turn = play(work)
+    assert turn.started == samples[1:]
+    assert turn.batch.feeds == [1, 1, 1]
+    assert samples[1].pages[:3] == samples[0].pages[:3]
+    while work.has_work:
+        play(work)
+    assert work.pages.used == 0
+
+
+def test_samples_go_on_when_the_first_is_aborted() -> None:
+    work = scheduler(pages=40, rows=8)
+    samples = [sequence(list(range(13)), 4, "one", index=i) for i in range(3)]
+    submit(work, *samples)
+    for gone in (samples[2], samples[0]):  # parked, then the one they wait for
+        gone.finish_reason = "abort"
+        work.remove(gone)
+    assert play(work).batch.sequences == [samples[1]]
+    while work.has_work:
+        play(work)
+
+
+def test_the_queue_is_bounded_when_told_so() -> None:
+    work = scheduler(seqs=1, max_queue=2)
+    submit(work, sequence(4), sequence(4))
+    with pytest.raises(QueueFull, match="max_queue"):
+        work.submit(sequence(4))
 
 
 def test_waiting_sequences_can_be_removed() -> None:
     work = scheduler()
-    seq = sequence(4, 4)
-    work.submit(seq)
+    seq = sequence(4)
+    submit(work, seq)
+    seq.finish_reason = "abort"
     assert not work.remove(seq)
+    assert not work.has_work
+    other = sequence(4)
+    submit(work, other)
+    assert play(work).batch.sequences == [other]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_everyone_finishes_and_every_page_returns(seed: int) -> None:
+    """Random arrivals, sizes, drafts and aborts in few pages; shared prefixes; books balanced after every round."""
+    rng = random.Random(seed)
+    work = scheduler(pages=rng.randint(9, 20), seqs=rng.randint(1, 6), rows=rng.randint(2, 30))
+    alive: list[Sequence] = []
+    everyone: list[Sequence] = []
+    for turn_number in range(600):
+        if turn_number < 60 and rng.random() < 0.5:
+            prompt = [rng.randrange(2)] * rng.randint(1, 20)
+            seq = sequence(prompt, rng.randint(1, 15), f"r{turn_number}", priority=rng.randint(0, 1), tenant=rng.choice("ab"))
+            work.submit(seq)
+            everyone.append(seq)
+            alive.append(seq)
+        if not work.has_work:
+            continue
+        turn = work.next()
+        assert turn.batch.sequences, "somebody always runs"
+        work.reserve(turn.batch, tuple(rng.randint(0, 9) for _ in turn.batch.sequences))
+        for seq, fed in zip(turn.batch.sequences, turn.batch.feeds, strict=True):
+            assert len(seq.pages) * SIZE >= seq.cached + fed
+            seq.cached += fed
+            if seq.cached == len(seq.tokens):
+                seq.tokens.append(7)
+            work.settle(seq)
+            ended = seq.output_len >= seq.request.max_tokens
+            if ended or rng.random() < 0.02:
+                seq.finish_reason = "length" if ended else "abort"
+                work.remove(seq)
+        owners = [page for seq in work.running for page in seq.pages]
+        for page in range(work.pages.count):
+            assert work.pages.references(page) == owners.count(page)
+        alive = [seq for seq in alive if seq.finish_reason is None]
+    assert not alive
+    assert everyone
+    assert work.pages.used == 0
     assert not work.has_work

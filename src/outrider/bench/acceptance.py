@@ -1,110 +1,109 @@
-"""`outrider bench acceptance`: every method on the same prompts, one row each."""
+"""`outrider bench acceptance`: every method on the same prompts, one row for each temperature and batch size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from outrider.engine.acceptance import measure_acceptance, read_prompts
+from outrider.bench.timed import TimedDrafter
+from outrider.config import parse_method
+from outrider.engine.acceptance import summarise
 from outrider.engine.llm import LLM
-from outrider.errors import InvalidParameter
+from outrider.engine.outputs import CompletionOutput
 from outrider.sampling import SamplingParams
 
-__all__ = ["bench_methods", "parse_method"]
+__all__ = ["EVERY_METHOD", "Workload", "bench_methods", "show_rows"]
+
+_TREE = "beam=6:branch=6:depth=7"
+EVERY_METHOD = (
+    "ngram:8,suffix:8,recycle:24,lookahead:31,draft_model:5,cascade:8:levels=ngram+draft_model,medusa:24,"
+    f"eagle:5,eagle:24:{_TREE},mixture:24:members=suffix+(eagle:{_TREE})"
+)
+_SHAPES: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.15, "presence_penalty": 0.2},
+    {"stop": ["\n\n\n", "return"]},
+    {"frequency_penalty": 0.3, "min_p": 0.02, "stop": ["\n\ndef"]},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is generated: each prompt, and some of them again with penalties and stop strings."""
+
+    prompts: Sequence[str]
+    max_tokens: int = 256
+    shaped: int = 0  # further requests, counted for equality alone
+    seed: int = 0
+
+    def requests(self, temperature: float) -> list[tuple[str, SamplingParams]]:
+        params = SamplingParams(temperature=temperature, seed=self.seed, max_tokens=self.max_tokens)
+        shapes = [replace(params, **_SHAPES[i % len(_SHAPES)]) for i in range(self.shaped)]
+        again = [(self.prompts[i % len(self.prompts)], own) for i, own in enumerate(shapes)]
+        return [*((prompt, params) for prompt in self.prompts), *again]
 
 
 def bench_methods(
-    data: Path,
+    workload: Workload,
     model: str | None,
     methods: str,
-    temperatures: Sequence[float],
-    max_tokens: int,
-    limit: int | None = None,
+    cases: Iterable[tuple[float, int]],
     check: bool = False,
-    seed: int = 0,
-) -> list[dict[str, Any]]:
-    """Measure, show a table on standard error, and give the rows."""
-    prompts = read_prompts(data, limit)
-    settings = [parse_method(text) for text in methods.split(",")]
-    console = Console(stderr=True)
-    rows: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        for temperature in temperatures:
-            params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-            plain = _plain(model, prompts, params, progress) if check else None
-            for own in settings:
-                task = progress.add_task(f"{own['name']} at {temperature:g}", total=len(prompts))
-                llm = LLM(model, speculation={k: v for k, v in own.items() if k != "name"})
-                found = measure_acceptance(llm, prompts, params, plain, partial(_advance, progress, task))
-                rows.append({"method": own["name"]} | found.as_dict())
-                progress.remove_task(task)
-                console.print(_line(rows[-1]), highlight=False)
-    console.print(_table(rows))
-    return rows
+) -> Iterator[dict[str, Any]]:
+    """A row for every (temperature, batch size) and method, as it is measured.
+
+    With `check`, every output is compared with plain decoding, one request at a time.
+    """
+    plain: dict[float, list[list[int]]] = {}
+    for temperature, batch in cases:
+        requests = workload.requests(temperature)
+        if check and temperature not in plain:
+            outputs = _generate(LLM(model, max_num_seqs=1), requests)
+            plain[temperature] = [output.token_ids for output in outputs]
+        for method in methods.split(","):
+            llm = LLM(model, speculation=parse_method(method), max_num_seqs=batch)
+            llm.engine.drafter.drafter = timed = TimedDrafter(llm.engine.drafter.drafter)
+            outputs = _generate(llm, requests)
+            row = {"method": method, "batch": batch} | summarise(outputs[: len(workload.prompts)], temperature).as_dict()
+            row |= {"propose_ms": _median_ms(timed.proposals), "commit_ms": _median_ms(timed.commits)}
+            row |= {"fallbacks": sum(output.speculation["fallback_reason"] is not None for output in outputs)}
+            if check:
+                same = [output.token_ids == ids for output, ids in zip(outputs, plain[temperature], strict=True)]
+                row |= {"compared": len(same), "equal": sum(same) / len(same)}
+            yield row
 
 
-def parse_method(text: str) -> dict[str, Any]:
-    """ "eagle:24:beam=6" to settings: a method, its draft tokens, and its own options."""
-    method, *rest = text.split(":")
-    settings: dict[str, Any] = {"name": text, "method": method}
-    for part in rest:
-        key, _, value = part.partition("=")
-        if not value:
-            key, value = "draft_tokens", part
-        try:
-            settings[key] = value if key == "model" else int(value)
-        except ValueError:
-            raise InvalidParameter(
-                "methods", f"{part!r} in {text!r} is neither a number of draft tokens nor name=number"
-            ) from None
-    return settings
-
-
-def _plain(
-    model: str | None, prompts: Sequence[str], params: SamplingParams, progress: Progress
-) -> dict[str | tuple[int, ...], list[int]]:
-    llm = LLM(model)
-    task = progress.add_task(f"plain at {params.temperature:g}", total=len(prompts))
-    out: dict[str | tuple[int, ...], list[int]] = {}
-    for prompt in prompts:
-        out[prompt] = llm.generate(prompt, params)[0].outputs[0].token_ids
-        progress.advance(task)
-    progress.remove_task(task)
-    return out
-
-
-def _advance(progress: Progress, task: TaskID, done: int) -> None:
-    progress.update(task, completed=done)
-
-
-def _line(row: dict[str, Any]) -> str:
-    """A finished row, at once: a long run that is stopped keeps what it has shown."""
-    rate = _rate(row["tokens_per_round"])
-    return f"{row['method']} at {row['temperature']:g}: {rate} tokens per round, {row['looping']:.0%} looping"
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("method", "T", "tokens/round", "all", "loop", "accepted by position", "tok/s", "equal")
+def show_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """The rows as a table."""
+    table = Table("method", "T", "batch", "tokens/round", "all", "loop", "accepted by position", "propose ms", "equal")
     for row in rows:
         table.add_row(
             row["method"],
             f"{row['temperature']:g}",
-            _rate(row["tokens_per_round"]),
-            _rate(row["tokens_per_round_all"]),
+            str(row["batch"]),
+            _number(row["tokens_per_round"]),
+            _number(row["tokens_per_round_all"]),
             f"{row['looping']:.0%}",
             " ".join(f"{share:.2f}" for share in row["by_position"][:6]),
-            f"{row['tok_s']:.1f}",
-            "-" if row["equal"] is None else f"{row['equal']:.0%}",
+            _number(row["propose_ms"]),
+            f"{row['equal']:.0%}" if "equal" in row else "-",
         )
-    return table
+    console.print(table)
+
+
+def _generate(llm: LLM, requests: Sequence[tuple[str, SamplingParams]]) -> list[CompletionOutput]:
+    """All requests, as many at a time as the engine runs."""
+    prompts, params = [prompt for prompt, _ in requests], [own for _, own in requests]
+    return [result.outputs[0] for result in llm.generate(prompts, params)]
+
+
+def _median_ms(seconds: Sequence[float]) -> float | None:
+    return statistics.median(seconds) * 1e3 if seconds else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -66,8 +66,10 @@ class _TimedRunner(Runner):
     def prepare(self, feeds: Sequence[Feed]) -> Rows | array[int]:
         return self.layout.around(super().prepare, feeds)  # type: ignore[no-any-return]
 
-    def run(self, rows: Rows | array[int], taps: tuple[int, ...] = ()) -> Hidden:
-        return self.watch.around(super().run, rows, taps)  # type: ignore[no-any-return]
+    def run(
+        self, rows: Rows | array[int], taps: tuple[int, ...] = (), layers: range | None = None, x: Tensor | None = None
+    ) -> Hidden:
+        return self.watch.around(super().run, rows, taps, layers, x)  # type: ignore[no-any-return]
 
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         return self.watch.around(super().logits, last, rows)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""KV memory: the page table (plain Python) and the tensors behind it."""
+"""KV memory: the page table and prefix cache (plain Python) and the tensors behind them."""
 
 from outrider.cache.kv import KVPool
-from outrider.cache.pages import OutOfPages, PageTable
+from outrider.cache.pages import Key, OutOfPages, PageTable, next_key, root_key
 
-__all__ = ["KVPool", "OutOfPages", "PageTable"]
+__all__ = ["KVPool", "Key", "OutOfPages", "PageTable", "next_key", "root_key"]

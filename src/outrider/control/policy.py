@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from outrider.core import Drafts, Plan
@@ -11,16 +12,24 @@ __all__ = ["FixedLength", "Load", "Policy", "RoundStats"]
 
 
 class Load(NamedTuple):
-    """What a round has to carry: how many draft nodes each sequence has room for."""
+    """What a round has to carry, per sequence and in all."""
 
-    room: Sequence[int]  # 0 where drafting is impossible: reading its prompt, near its end, or fallen back
+    room: Seq[int]  # draft nodes it has room for; 0 where drafting is impossible: reading its prompt, near its end, fallen back
+    keys: Seq[Hashable]  # who they are
+    rows: int  # rows of the forward without any draft
+    context: int  # tokens those rows attend to
+    emitting: int  # sequences that emit a token whatever is drafted
+    arms: Seq[Seq[int] | None] = ()  # arms a sequence may use; None: all
 
 
 class RoundStats(NamedTuple):
-    """What a round brought, per sequence."""
+    """What a round brought, per sequence, and what it cost."""
 
-    drafted: Sequence[int]
-    accepted: Sequence[int]
+    drafted: Seq[int]  # nodes judged
+    paths: Seq[Seq[int]]  # those accepted, from the root down
+    rows: int = 0  # of the forward, drafts included
+    propose_s: float = 0.0
+    forward_s: float = 0.0
 
 
 class Policy(Protocol):
@@ -34,6 +43,9 @@ class Policy(Protocol):
 
     def observe(self, stats: RoundStats) -> None:
         """After the round."""
+
+    def forget(self, key: Hashable) -> None:
+        """A sequence is over."""
 
 
 class FixedLength:
@@ -51,4 +63,7 @@ class FixedLength:
         return drafts
 
     def observe(self, stats: RoundStats) -> None:
+        pass
+
+    def forget(self, key: Hashable) -> None:
         pass

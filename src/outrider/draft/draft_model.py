@@ -1,110 +1,124 @@
-"""An independent smaller model of the same tokenizer drafts a chain."""
+"""An independent smaller model drafts a chain or a tree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
+from outrider.draft.reader import Reader, Text
+from outrider.draft.sharpen import Law, Sharpener
+from outrider.draft.vocabulary import SameTokens, Vocabulary
 from outrider.errors import DrafterFault
-from outrider.model import Feed, Runner
-from outrider.sampling import CORRUPTED, Key, Row, Stream, choose, draw, law, process
+from outrider.model import Runner
+from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process
 
 __all__ = ["DraftModel"]
-
-
-@dataclass(slots=True)
-class _State:
-    """What the draft model's KV holds for one sequence."""
-
-    fed: list[int] = field(default_factory=list)  # token in each slot, in order
-    checked: int = 0  # leading slots known to hold committed tokens
-
-    def valid(self, text: Seq[int], committed: int) -> int:
-        """Leading slots that hold this text; the others are forgotten.
-
-        After full acceptance the last drafted token was never fed, and after a rejection the slots
-        hold what was rejected: comparing tokens covers both, and rounds this drafter sat out. The
-        newest token is always fed again, because its prediction is wanted.
-        """
-        limit = min(len(self.fed), len(text) - 1)
-        keep = min(self.checked, limit)
-        while keep < limit and self.fed[keep] == text[keep]:
-            keep += 1
-        self.checked = min(keep, committed)
-        del self.fed[keep:]
-        return keep
 
 
 class DraftModel:
     """Drafts with a smaller model.
 
-    What it does: decodes ahead with a model of the same vocabulary, drawing each token with the
-        target's parameters and the target's noise, so that the two draws agree as often as the
-        two laws allow.
+    What it does: decodes ahead with a smaller model, ranking tokens by its own law with the target's
+        parameters and the target's noise, so that the two draws agree as often as the two laws
+        allow. The law is sharpened by the temperature that would have guessed best so far. With
+        `beam` or `branch` above 1 it grows a tree: the most valuable nodes are expanded, and the
+        best nodes are kept. A model with another tokenizer drafts the tokens both have.
     When it helps: where a model 10 to 100 times smaller exists and decoding waits for memory.
-    Cost: one forward of the small model per drafted token; its own KV in the target's pages.
+    Cost: one forward of the small model per level; its own KV in the target's pages.
     Needs: KV beside the target's.
-    Reference: Leviathan et al. 2211.17192; Chen et al. 2302.01318; coupling: Daliri et al. 2408.07978.
+    Reference: Leviathan et al. 2211.17192; Chen et al. 2302.01318; coupling: Daliri et al. 2408.07978;
+        trees: Li et al. 2406.16858; other tokenizers: Timor et al. 2502.05202.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, shape: TreeShape = TreeShape(), vocabulary: Vocabulary | None = None) -> None:  # noqa: B008 (frozen)
         config = runner.decoder.config
         self.needs = Needs(kv_bytes_per_token=8 * config.layers * config.kv_heads * config.head_dim)
-        self._runner = runner
-        self._states: dict[Sequence, _State] = {}
+        self._vocabulary = vocabulary or SameTokens()
+        self._reader = Reader(runner, self._vocabulary.foreign)
+        self._shape = shape
+        self._sharpener = Sharpener(tree=shape.branch > 1)
+        self._laws: dict[Sequence, dict[tuple[int, ...], Law]] = {}  # of the last draft, by path
 
     def begin(self, seq: Sequence) -> None:
-        self._states[seq] = _State()
+        self._vocabulary.begin(seq)
+        self._reader.begin(seq)
 
     def end(self, seq: Sequence) -> None:
-        self._states.pop(seq, None)
+        self._vocabulary.end(seq)
+        self._reader.end(seq)
+        self._laws.pop(seq, None)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        pass
+        """Compare the two laws at the nodes that became text."""
+        for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
+            laws = self._laws.pop(seq, None)
+            if laws and seq.finish_reason is None:
+                self._sharpener.learn(laws, verdict, scores, root)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        texts = {seq: self._text(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n}
+        if plan.keep_q:
+            return self._drawn(batch, plan, texts)
+        growing = []
+        for seq, planned in zip(batch.sequences, plan.lengths, strict=True):
+            text = texts.get(seq)
+            size = 0 if text is None else len(text.ids)
+            room = 0 if text is None else min(planned, self._reader.context - size)
+            growing.append(Growing(seq, room, [] if text is None else self._reader.pages(seq), size))
+
+        def start(active: Seq[Growing]) -> Tensor:
+            return self._vocabulary.scores(self._reader.read([text for own in active if (text := texts[own.seq])]))
+
+        shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
+        grow(growing, shape, start, self._extend, self._sharpener)
+        self._laws = {own.seq: own.laws for own in growing if own.laws}
+        return drafts_of(growing)
+
+    def _text(self, seq: Sequence, planned: int) -> Text | None:
+        """What the model reads before it drafts; None where it cannot."""
+        text = self._vocabulary.text(seq)
+        if text is None or len(text.ids) >= self._reader.context or not self._reader.room(seq, len(text.ids) + planned):
+            return None
+        return text
+
+    def _extend(self, active: Seq[Growing]) -> Tensor:
+        """The logits after every frontier node."""
+        feeds = []
+        for own in active:
+            feed = own.feed()
+            feeds.append(feed._replace(nodes=[self._vocabulary.own(token) for token in feed.nodes]))
+            self._reader.extend(own.seq, feeds[-1])
+        runner, rows = self._reader.runner, sum(len(feed.nodes) for feed in feeds)
+        return self._vocabulary.scores(runner.logits(runner.forward(feeds).last, range(rows)))
+
+    def _drawn(self, batch: Batch, plan: Plan, texts: dict[Sequence, Text | None]) -> Drafts:
+        """Chains drawn from q with noise of their own, and q: ratio tests must not share the target's noise."""
         chains: list[list[int]] = [[] for _ in batch.sequences]
         laws: list[list[Tensor]] = [[] for _ in batch.sequences]
-        context = self._runner.decoder.config.context
-        lengths = [min(n, context - len(seq.tokens)) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        while active := [b for b, n in enumerate(lengths) if len(chains[b]) < n]:
-            sequences = [batch.sequences[b] for b in active]
-            rows = [Row.at(seq, chains[b]) for seq, b in zip(sequences, active, strict=True)]
-            logits = self._forward(sequences, [chains[b] for b in active])
-            picked = self._pick_apart(logits, rows, sequences) if plan.keep_q else choose(logits, rows)
-            if CORRUPTED in picked:
-                raise DrafterFault("the draft model's logits are not finite")
-            for j, b in enumerate(active):
-                chains[b].append(picked[j])
-                if plan.keep_q:
-                    laws[b].append(law(logits[j], rows[j]))
-        return Drafts.chains(chains, _stack(laws) if plan.keep_q else None)
-
-    def _forward(self, sequences: Seq[Sequence], chains: Seq[list[int]]) -> Tensor:
-        """Feed what each sequence's KV lacks, and give the logits after its newest token."""
-        feeds, last, row = [], [], 0
-        for seq, chain in zip(sequences, chains, strict=True):
-            text = [*seq.tokens, *chain] if chain else seq.tokens
-            state = self._states[seq]
-            start = state.valid(text, len(seq.tokens))
-            missing = text[start:]
-            feeds.append(Feed(seq.pages, start, missing))
-            state.fed += missing
-            row += len(missing)
-            last.append(row - 1)
-        return self._runner.logits(self._runner.forward(feeds).last, last)
-
-    def _pick_apart(self, logits: Tensor, rows: Seq[Row], sequences: Seq[Sequence]) -> list[int]:
-        """Draw from q with noise of its own: ratio tests must not share the target's."""
-        picked = []
-        for own, row, seq in zip(logits, rows, sequences, strict=True):
-            key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
-            picked += draw(process(own, row)[None], None if row.params.greedy else [key])
-        return picked
+        rooms = [
+            0 if (text := texts.get(seq)) is None else min(n, self._reader.context - len(text.ids))
+            for seq, n in zip(batch.sequences, plan.lengths, strict=True)
+        ]
+        while active := [b for b, room in enumerate(rooms) if len(chains[b]) < room]:
+            longer = []
+            for b in active:
+                text = texts[batch.sequences[b]]
+                assert text is not None
+                longer.append(text._replace(ids=[*text.ids, *map(self._vocabulary.own, chains[b])]))
+            for b, logits in zip(active, self._vocabulary.scores(self._reader.read(longer)), strict=True):
+                seq = batch.sequences[b]
+                row = Row.at(seq, chains[b])
+                key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
+                picked = draw(process(logits, row)[None], None if row.params.greedy else [key])[0]
+                if picked == CORRUPTED:
+                    raise DrafterFault("the draft's logits are not finite")
+                chains[b].append(picked)
+                laws[b].append(law(logits, row))
+        return Drafts.chains(chains, _stack(laws))
 
 
 def _stack(laws: list[list[Tensor]]) -> Tensor | None:

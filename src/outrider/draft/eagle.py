@@ -10,69 +10,26 @@ from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
-from outrider.errors import DrafterFault, InvalidParameter
+from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
+from outrider.draft.pagebook import PageBook
+from outrider.draft.sharpen import Law, Sharpener
+from outrider.errors import DrafterFault
 from outrider.heads import EagleHead, EagleRunner
 from outrider.model import Feed
 from outrider.ops import Ops
-from outrider.sampling import Row, rank
 
-__all__ = ["EagleDrafter", "TreeShape"]
-
-
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """How a draft grows: at each of `depth` levels the `beam` best nodes get `branch` children each.
-
-    A chain is beam 1, branch 1, and as deep as the plan allows.
-    """
-
-    beam: int = 1
-    branch: int = 1
-    depth: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("beam", "branch", "depth"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= 64:
-                raise InvalidParameter(name, f"must be in [1, 64], got {value}")
+__all__ = ["EagleDrafter"]
 
 
 @dataclass(slots=True)
 class _State:
     """Rows whose KV rests on the target's features, and the features waiting to become rows."""
 
-    done: int = 0  # rows 0..done-1; row i joins feature i and token i + 1
+    done: int = 0  # rows up to done-1; row i joins feature i and token i + 1
+    first: int = 0  # the first row; those before were never fed, because nobody kept their features
     taps: list[Tensor] = field(default_factory=list)  # of positions done, done + 1, ...
-
-
-@dataclass(slots=True)
-class _Growing:
-    """One sequence's draft while it grows. Nodes are in the order they were thought of."""
-
-    seq: Sequence
-    room: int
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)  # chance that the whole path is accepted
-    slot_of: dict[int, int] = field(default_factory=dict)  # node -> its place among the nodes fed so far
-    fed: list[int] = field(default_factory=list)
-    hidden: dict[int, Tensor] = field(default_factory=dict)  # node (or ROOT) -> the head's output there
-    frontier: list[int] = field(default_factory=lambda: [ROOT])  # nodes to put children under
-
-    def path(self, node: int) -> list[int]:
-        """Tokens from the root down to a node."""
-        out: list[int] = []
-        while node != ROOT:
-            out.append(self.tokens[node])
-            node = self.parents[node]
-        return out[::-1]
-
-    def best(self) -> tuple[list[int], list[int]]:
-        """The `room` nodes of most value. A parent is never worth less than its child, so the tree stays whole."""
-        order = sorted(range(len(self.tokens)), key=lambda node: (-self.value[node], node))[: self.room]
-        kept = sorted(order)
-        place = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
-        return [self.tokens[node] for node in kept], [place[self.parents[node]] for node in kept]
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # of the draft: node (or ROOT) -> the head's output there
+    laws: dict[tuple[int, ...], Law] = field(default_factory=dict)  # of the draft, by path
 
 
 class EagleDrafter:
@@ -95,39 +52,50 @@ class EagleDrafter:
         self._head = head
         self._runner = EagleRunner(head, pool, ops)
         self._shape = shape
+        self._sharpener = Sharpener(tree=shape.branch > 1)
+        self._book = PageBook(pool.page_size)
         self._states: dict[Sequence, _State] = {}
 
     def begin(self, seq: Sequence) -> None:
-        self._states[seq] = _State()
+        """Start a sequence. Where its pages are filled already, the last feature in them is enough to go on."""
+        held = self._book.begin(seq)
+        if held.feature is not None and held.tokens == seq.cached:
+            self._states[seq] = _State(held.tokens - 1, taps=[held.feature[None]])
+        else:
+            self._states[seq] = _State(seq.cached, seq.cached)
 
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
+        self._book.end(seq)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Keep the target's features of every token that became part of the text."""
+        """Keep the target's features of every token that became part of the text, and compare the two laws there."""
         assert scores.taps is not None
-        for seq, fed, first, verdict in zip(batch.sequences, batch.feeds, scores.first_rows, verdicts, strict=True):
-            rows = [*range(first, first + fed), *(first + fed + node for node in verdict.path)]
-            if seq in self._states:
-                self._states[seq].taps.append(scores.taps[rows])
+        for b, (seq, verdict) in enumerate(zip(batch.sequences, verdicts, strict=True)):
+            state, after = self._states.get(seq), scores.first_rows[b] + batch.feeds[b]
+            if state is None:
+                continue
+            state.taps.append(scores.taps[[*range(scores.first_rows[b], after), *(after + node for node in verdict.path)]])
+            if state.laws and seq.finish_reason is None:
+                self._sharpener.learn(state.laws, verdict, scores, scores.roots[b])
+            state.hidden, state.laws = {}, {}
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        context = self._head.config.shape.context
-        growing = [_Growing(seq, min(n, context - len(seq.tokens))) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        active = [own for own in growing if own.room > 0 and len(own.seq.tokens) > 1]  # a first token has no feature before it
-        if active:
-            self._catch_up(active)
-        for level in range(1, (self._shape.depth or max(plan.lengths)) + 1):
-            active = [own for own in active if own.frontier and (self._shape.beam > 1 or len(own.tokens) < own.room)]
-            if not active:
-                break
-            self._branch(active)
-            if level < (self._shape.depth or max(plan.lengths)):
-                self._expand(active)
-        return Drafts.trees([own.best() for own in growing])
+        growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
+        grow(growing, shape, self._catch_up, self._extend, self._sharpener)
+        for own in growing:
+            self._states[own.seq].laws = own.laws
+        return drafts_of(growing)
 
-    def _catch_up(self, active: Seq[_Growing]) -> None:
+    def _sprout(self, seq: Sequence, planned: int) -> Growing:
+        """An empty draft; without room where the newest token has no feature before it."""
+        size, state = len(seq.tokens), self._states[seq]
+        room = min(planned, self._head.config.shape.context - size) if size - 1 > state.first else 0
+        return Growing(seq, room, seq.pages, size)
+
+    def _catch_up(self, active: Seq[Growing]) -> Tensor:
         """Rows for all features the target has given since the last draft; the last one sees the newest token."""
         feeds, features = [], []
         for own in active:
@@ -135,57 +103,41 @@ class EagleDrafter:
             taps = torch.cat(state.taps)[: len(tokens) - 1 - state.done]
             if state.done + len(taps) != len(tokens) - 1:
                 raise DrafterFault(f"features for {state.done + len(taps)} of {len(tokens) - 1} tokens")
-            feeds.append(Feed(own.seq.pages, state.done + 1, tokens[state.done + 1 :]))
+            feeds.append(Feed(own.pages, state.done + 1, tokens[state.done + 1 :], first_key=state.first + 1))
             features.append(self._runner.fuse(taps))
+            self._note(own.seq, state, taps)
             state.done, state.taps = len(tokens) - 1, []
         hidden, row = self._runner.forward(feeds, torch.cat(features)), -1
         for own, feed in zip(active, feeds, strict=True):
             row += len(feed.tokens)
-            own.hidden[ROOT] = hidden[row]
+            self._states[own.seq].hidden[ROOT] = hidden[row]
+        return self._logits(torch.stack([self._states[own.seq].hidden[ROOT] for own in active]))
 
-    def _branch(self, active: Seq[_Growing]) -> None:
-        """Put children under every frontier node, best guesses first."""
-        places = [(own, node) for own in active for node in own.frontier]
-        hidden = torch.stack([own.hidden[node] for own, node in places])
-        logits = self._logits(hidden)
-        ranked = rank(logits, [Row.at(own.seq, own.path(node)) for own, node in places], self._shape.branch)
-        for own in active:
-            own.frontier = []
-        for (own, node), tokens, chances in zip(places, ranked.tokens.tolist(), ranked.chances.tolist(), strict=True):
-            above = 1.0 if node == ROOT else own.value[node]
-            for token, chance in zip(tokens, chances, strict=True):
-                own.frontier.append(len(own.tokens))
-                own.tokens.append(token)
-                own.parents.append(node)
-                own.value.append(above * chance)
+    def _note(self, seq: Sequence, state: _State, taps: Tensor) -> None:
+        """Book the pages that are full with these rows. Slot i + 1 holds row i, so a page's last feature has no row yet."""
+        size = self._book.page_size
+        self._book.overwrite(seq.pages, state.done + 1)
+        if state.first:
+            return  # its pages lack the rows before
+        for index in range(state.done // size, (state.done + len(taps)) // size):
+            self._book.fill(seq, index, taps[(index + 1) * size - 1 - state.done].clone())
 
-    def _expand(self, active: Seq[_Growing]) -> None:
-        """Run the head on the most valuable new nodes, as many as the beam and the slots allow."""
+    def _extend(self, active: Seq[Growing]) -> Tensor:
+        """Run the head on every frontier node."""
         feeds, features, grown = [], [], []
         for own in active:
-            own.frontier.sort(key=lambda node: (-own.value[node], node))
-            own.frontier = own.frontier[: min(self._shape.beam, own.room - len(own.fed))]
-            if not own.frontier:
-                continue
-            known = len(own.fed)
-            for node in own.frontier:
-                own.slot_of[node] = len(own.fed)
-                own.fed.append(node)
-            parents = [own.slot_of.get(own.parents[node], ROOT) for node in own.fed]
-            nodes = [own.tokens[node] for node in own.frontier]
-            feeds.append(Feed(own.seq.pages, len(own.seq.tokens), (), nodes, parents, known))
-            features += [own.hidden[own.parents[node]] for node in own.frontier]
-            grown += [(own, node) for node in own.frontier]
-        if grown:
-            hidden = self._runner.forward(feeds, torch.stack(features))
-            for row, (own, node) in enumerate(grown):
-                own.hidden[node] = hidden[row]
+            state = self._states[own.seq]
+            feeds.append(own.feed()._replace(first_key=state.first + 1))
+            features += [state.hidden[own.parents[node]] for node in own.frontier]
+            grown += [(state, node) for node in own.frontier]
+        hidden = self._runner.forward(feeds, torch.stack(features))
+        for row, (state, node) in enumerate(grown):
+            state.hidden[node] = hidden[row]
+        return self._logits(hidden[: len(grown)])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Scores over the target's vocabulary, -inf where the head has no say."""
         own = self._runner.logits(hidden)
-        if not bool(own.isfinite().all()):
-            raise DrafterFault("the head's logits are not finite")
         ids = self._head.vocab_ids
         if ids is None:
             return own

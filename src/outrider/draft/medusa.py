@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.pagebook import PageBook
+from outrider.draft.sharpen import Law, Sharpener
 from outrider.errors import DrafterFault
 from outrider.heads import MedusaHeads, MedusaRunner
 from outrider.ops import Ops
@@ -34,27 +36,41 @@ class MedusaDrafter:
     Reference: Cai et al. 2401.10774.
     """
 
-    def __init__(self, heads: MedusaHeads, ops: Ops, dynamic: bool = True) -> None:
+    def __init__(self, heads: MedusaHeads, ops: Ops, dynamic: bool = True, page_size: int = 64) -> None:
         self.needs = Needs(taps=heads.config.taps)
         self._heads = heads
         self._runner = MedusaRunner(heads, ops)
         self._dynamic = dynamic
         self._trees: dict[int, Tree] = {}  # by number of nodes
         self._last: dict[Sequence, Tensor | None] = {}  # the tap of the token before the newest
+        self._book = PageBook(page_size)  # keeps the last tap of each page
+        self._sharpener = Sharpener(tree=True, by_depth=True)
+        self._laws: dict[Sequence, list[Law]] = {}  # of the last draft, by head
 
     def begin(self, seq: Sequence) -> None:
-        self._last[seq] = None
+        """Start a sequence. Where its pages are filled up to the newest token, their last tap drafts at once."""
+        held = self._book.begin(seq)
+        self._last[seq] = held.feature if held.tokens == len(seq.tokens) - 1 else None
 
     def end(self, seq: Sequence) -> None:
         self._last.pop(seq, None)
+        self._laws.pop(seq, None)
+        self._book.end(seq)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Keep the hidden row that chose the newest token."""
+        """Keep the hidden row that chose the newest token, and the last of each page."""
         assert scores.taps is not None
-        for seq, fed, first, verdict in zip(batch.sequences, batch.feeds, scores.first_rows, verdicts, strict=True):
-            if seq in self._last:
-                row = first + fed + verdict.path[-1] if verdict.path else first + fed - 1
-                self._last[seq] = scores.taps[row]
+        for b, (seq, verdict) in enumerate(zip(batch.sequences, verdicts, strict=True)):
+            after = scores.first_rows[b] + batch.feeds[b]
+            rows = [*range(scores.first_rows[b], after), *(after + node for node in verdict.path)]
+            laws = self._laws.pop(seq, [])
+            if seq in self._last and seq.finish_reason is None:
+                self._last[seq] = scores.taps[rows[-1]]
+                size, start = self._book.page_size, seq.cached - len(rows)
+                for index in range(start // size, seq.cached // size):
+                    self._book.fill(seq, index, scores.taps[rows[(index + 1) * size - 1 - start]])
+                by_path = {tuple(verdict.tokens[:depth]): law for depth, law in enumerate(laws)}
+                self._sharpener.learn(by_path, verdict, scores, scores.roots[b])
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
@@ -85,9 +101,10 @@ class MedusaDrafter:
         for head, scores in enumerate(logits):
             # the path in between is not known yet; penalties see the text so far
             rows = [Row.at(seq)._replace(position=len(seq.tokens) + head) for seq in sequences]
-            ranked = rank(scores, rows, width)
-            for own, tokens, chances in zip(out, ranked.tokens.tolist(), ranked.chances.tolist(), strict=True):
+            ranked = rank(scores, rows, width, [self._sharpener.temperature(row.params, head) for row in rows])
+            for i, (own, tokens, chances) in enumerate(zip(out, ranked.tokens.tolist(), ranked.chances.tolist(), strict=True)):
                 own.append(_Guess(tokens, chances))
+                self._laws.setdefault(sequences[i], []).append(Law(ranked.ids[i], ranked.logq[i], rows[i]))
         return out
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
 
-__all__ = ["Drafter", "check_drafts"]
+__all__ = ["Drafter", "Guess", "Lookup", "check_drafts"]
 
 
 class Drafter(Protocol):
@@ -19,7 +20,9 @@ class Drafter(Protocol):
     inside a later `propose`.
     """
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """What it wants from the engine; asked every round."""
 
     def begin(self, seq: Sequence) -> None:
         """A sequence starts."""
@@ -32,6 +35,25 @@ class Drafter(Protocol):
 
     def end(self, seq: Sequence) -> None:
         """A sequence is over; forget it."""
+
+
+class Guess(NamedTuple):
+    """One sequence's draft: a tree, parents first, and how likely each node is to be accepted."""
+
+    tokens: list[int]
+    parents: list[int]
+    survival: list[float]
+
+
+class Lookup(Drafter, Protocol):
+    """A drafter (`needs.follows`) that can also guess after text that is not committed yet.
+
+    That is what lets it draft for a drafter: below a model in a cascade, behind another's branches in a
+    mixture.
+    """
+
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
+        """At most this many nodes after a sequence and a path of guessed tokens. Nothing is recorded."""
 
 
 def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:
@@ -57,4 +79,13 @@ def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:
                 raise DrafterFault(f"node {i} has survival {survival[i]}")
     if drafts.q is not None and (tuple(drafts.q.shape) != (*shape, vocab) or not bool(drafts.q.isfinite().all())):
         raise DrafterFault("the draft's probabilities have the wrong shape or are not finite")
+    if drafts.resume is not None:
+        _check_resume(drafts.resume, drafts.counts.tolist())
     return drafts
+
+
+def _check_resume(resume: Resume, nodes: list[int]) -> None:
+    if len(resume.counts) != len(nodes) or any(not 0 <= n <= 1 + own for n, own in zip(resume.counts, nodes, strict=True)):
+        raise DrafterFault(f"rows to resume from, {list(resume.counts)}, do not fit drafts of {nodes} nodes")
+    if resume.hidden.shape[0] != sum(resume.counts) or not bool(resume.hidden.isfinite().all()):
+        raise DrafterFault("the rows to resume from are too few or not finite")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.protocol import Guess
 from outrider.errors import InvalidParameter
 
 __all__ = ["RecycleDrafter", "SuccessorTable", "read_tree"]
@@ -34,39 +32,47 @@ class RecycleDrafter:
     Needs: the target's logits at every node.
     Reference: Luo et al. 2408.08696.
 
-    Each sequence has a table of its own. `shared=1` makes it one for all, which starts warm; but
-    then the pairs of tokens one request taught it show in how fast another's text comes out. Never
-    more than pairs, and never in the text, yet to allow it is for those whose requests are all of
-    one tenant.
+    Each sequence has a table of its own. `shared=1` makes it one for all of a tenant
+    (`Request.tenant`), which starts warm; sequences without a tenant key share nothing. The tables of
+    the `tenants` tenants seen last are kept.
     """
 
-    needs = Needs(scores=True)
+    needs = Needs(scores=True, follows=True)
 
-    def __init__(self, top: int = 8, table_tokens: int = 65536, shared: bool | int = False) -> None:
+    def __init__(self, top: int = 8, table_tokens: int = 65536, shared: bool | int = False, tenants: int = 16) -> None:
         if not 1 <= top <= len(CHANCES):
             raise InvalidParameter("top", f"must be in [1, {len(CHANCES)}], got {top}")
         if table_tokens < 1:
             raise InvalidParameter("table_tokens", f"must be at least 1, got {table_tokens}")
+        if tenants < 1:
+            raise InvalidParameter("tenants", f"must be at least 1, got {tenants}")
         self._top = top
         self._table_tokens = table_tokens
-        self._common = SuccessorTable(table_tokens) if shared else None
+        self._shared = bool(shared)
+        self._tenants = tenants
+        self._common: dict[str, SuccessorTable] = {}  # by tenant, the latest seen last
         self._tables: dict[Sequence, SuccessorTable] = {}
 
     def begin(self, seq: Sequence) -> None:
-        table = SuccessorTable(self._table_tokens) if self._common is None else self._common
-        self._tables[seq] = table
+        table = self._tables[seq] = self._table_for(seq.request.tenant if self._shared else None)
         table.read(seq.tokens, self._top)
+
+    def _table_for(self, tenant: str | None) -> SuccessorTable:
+        if tenant is None:
+            return SuccessorTable(self._table_tokens)
+        table = self._common.pop(tenant) if tenant in self._common else SuccessorTable(self._table_tokens)
+        self._common[tenant] = table
+        if len(self._common) > self._tenants:
+            del self._common[next(iter(self._common))]
+        return table
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         width = self._top if plan.rule == "match" else 1  # the other rules verify chains
         trees = [
-            read_tree(self._tables[seq], seq.tokens[-1], width, n) if n else RecycledTree([], [], [])
+            read_tree(self._tables[seq], seq.tokens[-1], width, n) if n else Guess([], [], [])
             for seq, n in zip(batch.sequences, plan.lengths, strict=True)
         ]
-        drafts = Drafts.trees([(tree.tokens, tree.parents) for tree in trees])
-        width = drafts.tokens.shape[1]
-        survival = torch.tensor([[*tree.survival, *[0.0] * (width - len(tree.survival))] for tree in trees])
-        return replace(drafts, survival=survival.reshape(drafts.tokens.shape))
+        return Drafts.trees([(tree.tokens, tree.parents) for tree in trees], survival=[tree.survival for tree in trees])
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Note the best successors at every row whose token is known."""
@@ -82,6 +88,9 @@ class RecycleDrafter:
 
     def end(self, seq: Sequence) -> None:
         self._tables.pop(seq, None)
+
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
+        return read_tree(self._tables[seq], path[-1] if path else seq.tokens[-1], self._top, nodes)
 
 
 class SuccessorTable:
@@ -121,14 +130,6 @@ class SuccessorTable:
         self._rows[token] = row
 
 
-class RecycledTree(NamedTuple):
-    """One sequence's draft and how likely each node is to be accepted."""
-
-    tokens: list[int]
-    parents: list[int]
-    survival: list[float]
-
-
 class _Open(NamedTuple):
     """A node not yet drafted; the likeliest compares lowest, the earliest among equals."""
 
@@ -140,13 +141,13 @@ class _Open(NamedTuple):
     rank: int
 
 
-def read_tree(table: SuccessorTable, root: int, width: int, nodes: int) -> RecycledTree:
+def read_tree(table: SuccessorTable, root: int, width: int, nodes: int) -> Guess:
     """The likeliest nodes below a token, best first: a next sibling or a child is never likelier.
 
     With a full table the shape is the same every time; where successors are missing, the nodes
     go to the next best places.
     """
-    tree = RecycledTree([], [], [])
+    tree = Guess([], [], [])
     waiting: list[_Open] = []
     order = itertools.count()
 

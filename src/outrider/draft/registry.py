@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
 from outrider.core import Needs
-from outrider.draft.protocol import Drafter
+from outrider.draft.deadline import DEADLINE_S, Deadline
+from outrider.draft.protocol import Drafter, Lookup
 from outrider.errors import InvalidParameter, UnknownMethod
 from outrider.model import LoadOptions, Runner, locate
+from outrider.text import Tokenizer
+
+if TYPE_CHECKING:
+    from outrider.draft.vocabulary import Vocabulary
 
 __all__ = ["DraftContext", "Factory", "build_drafter", "check_method", "method_names", "register_drafter"]
 
@@ -27,7 +32,8 @@ class DraftContext:
     target: Runner
     directory: Path  # of the target
     load_options: LoadOptions
-    load_companion: Callable[[Path], Runner]  # a model with the target's tokenizer, KV in the same pages
+    load_companion: Callable[[Path], Runner]  # another model, its KV in as many pages
+    tokenizer: Tokenizer | None = None  # the target's
 
     def companion(self, name: str) -> Path:
         """The directory the settings name, or the one that came with the target."""
@@ -76,14 +82,39 @@ def _recycle(context: DraftContext) -> Drafter:
     return RecycleDrafter(**context.config.options)
 
 
+def _lookahead(context: DraftContext) -> Drafter:
+    from outrider.draft.lookahead import LookaheadDrafter
+
+    return LookaheadDrafter(**context.config.options)
+
+
 def _draft_model(context: DraftContext) -> Drafter:
     from outrider.draft.draft_model import DraftModel
+    from outrider.draft.growth import TreeShape
+    from outrider.draft.retokenized import RetokenizedModel
 
-    return DraftModel(context.load_companion(context.companion("draft")))
+    runner, tokenizer, vocabulary = _related(context, context.config.options.get("vocabulary", "auto"))
+    if vocabulary is None:
+        assert context.tokenizer is not None
+        assert tokenizer is not None
+        return RetokenizedModel(runner, context.tokenizer, tokenizer)
+    shape = {key: value for key, value in context.config.options.items() if key in ("beam", "branch", "depth")}
+    return DraftModel(runner, TreeShape(**shape), vocabulary)
+
+
+def _related(context: DraftContext, way: str = "auto") -> tuple[Runner, Tokenizer | None, Vocabulary | None]:
+    """A draft model, its tokenizer, and how its tokens become the target's (None: by way of text)."""
+    from outrider.draft.vocabulary import Side, relate
+
+    directory = context.companion("draft")
+    runner, tokenizer = context.load_companion(directory), Tokenizer.load(directory)
+    ours = Side(str(context.directory), context.tokenizer, context.target.decoder.config.vocab)
+    return runner, tokenizer, relate(ours, Side(str(directory), tokenizer, runner.decoder.config.vocab), way)
 
 
 def _eagle(context: DraftContext) -> Drafter:
-    from outrider.draft.eagle import EagleDrafter, TreeShape
+    from outrider.draft.eagle import EagleDrafter
+    from outrider.draft.growth import TreeShape
     from outrider.heads import load_eagle
 
     head = load_eagle(context.companion("eagle"), context.target.decoder, context.load_options)
@@ -96,7 +127,46 @@ def _medusa(context: DraftContext) -> Drafter:
     from outrider.heads import load_medusa
 
     heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
-    return MedusaDrafter(heads, context.target.ops, bool(context.config.options.get("dynamic", True)))
+    dynamic = bool(context.config.options.get("dynamic", True))
+    return MedusaDrafter(heads, context.target.ops, dynamic, context.target.pool.page_size)
+
+
+def _early_exit(context: DraftContext) -> Drafter:
+    from outrider.draft.early_exit import EarlyExit
+
+    return EarlyExit(context.target, **context.config.options)
+
+
+def _cascade(context: DraftContext) -> Drafter:
+    from outrider.draft.cascade import CascadeDrafter, ModelLevel
+    from outrider.draft.vocabulary import SameTokens
+
+    lowest, *_ = configs = context.config.nested()
+    lookup = None
+    if lowest.method != "draft_model":
+        lookup = build_drafter(replace(context, config=lowest))
+        configs = configs[1:]
+        if not lookup.needs.follows:
+            raise InvalidParameter("levels", f"{lowest.method!r} cannot draft for a model: it guesses after committed text alone")
+    for own in configs:
+        if own.method != "draft_model":
+            raise InvalidParameter("levels", f"levels above the lowest must be draft_model, got {own.method!r}")
+    models = []
+    for own in configs:
+        runner, _, vocabulary = _related(replace(context, config=own))
+        if not isinstance(vocabulary, SameTokens):
+            raise InvalidParameter("levels", f"{own.model or 'the draft model'} must have the target's tokenizer")
+        models.append(ModelLevel(runner, own.draft_tokens))
+    return CascadeDrafter(models, cast("Lookup | None", lookup), lowest.draft_tokens)
+
+
+def _mixture(context: DraftContext) -> Drafter:
+    from outrider.draft.mixture import Member, MixtureDrafter
+
+    configs = context.config.nested()
+    members = [Member(build_drafter(replace(context, config=own)), own.draft_tokens) for own in configs]
+    options = {name: context.config.options[name] for name in ("merge", "splice", "enough") if name in context.config.options}
+    return MixtureDrafter(members, **options)
 
 
 _FACTORIES: dict[str, Factory] = {
@@ -104,9 +174,13 @@ _FACTORIES: dict[str, Factory] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "recycle": _recycle,
+    "lookahead": _lookahead,
     "draft_model": _draft_model,
     "eagle": _eagle,
     "medusa": _medusa,
+    "early_exit": _early_exit,
+    "cascade": _cascade,
+    "mixture": _mixture,
 }
 
 
@@ -141,11 +215,12 @@ def build_drafter(context: DraftContext) -> Drafter:
     """The drafter the settings name."""
     name = context.config.method
     check_method(name)
-    if ":" in name:
-        return _checked(name, _constructed(name, context.config.options))
-    if name in _REGISTERED:
-        return _checked(name, _REGISTERED[name](context))
-    return _FACTORIES[name](context)
+    if name in _FACTORIES:
+        return _FACTORIES[name](context)
+    options = dict(context.config.options)
+    seconds = options.pop("deadline_s", DEADLINE_S)
+    stranger = _constructed(name, options) if ":" in name else _REGISTERED[name](context)
+    return Deadline(_checked(name, stranger), seconds)
 
 
 def _imported(name: str) -> Callable[..., Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.protocol import Guess
 from outrider.errors import InvalidParameter
 
 __all__ = ["Match", "SharedTexts", "SuffixAutomaton", "SuffixDrafter", "SuffixShape"]
@@ -54,7 +53,8 @@ class SuffixDrafter:
         loops are drafted whole. A longer match earns a longer draft, and the draft ends where its
         estimated survival falls below `min_prob`. With `branch` > 1 the next best continuations
         become branches, the likeliest nodes first. With `shared_tokens` > 0 finished outputs of
-        the same tenant are searched too; sequences without a tenant key share nothing.
+        the same tenant (`Request.tenant`) are searched too; sequences without a tenant key share
+        nothing.
     When it helps: editing, agents, code, anything that repeats the prompt, itself or (shared)
         earlier answers; it knows longer contexts than n-gram lookup and how sure they are.
     Cost: amortised constant per token plus at most `max_match` counters, about 0.5 kB of
@@ -64,18 +64,12 @@ class SuffixDrafter:
         Blumer et al. 1985 (the automaton).
     """
 
-    needs = Needs()
+    needs = Needs(follows=True)
 
-    def __init__(
-        self,
-        shape: SuffixShape | None = None,
-        shared_tokens: int = 0,
-        tenant_of: Callable[[Sequence], str | None] = lambda _: None,
-    ) -> None:
+    def __init__(self, shape: SuffixShape | None = None, shared_tokens: int = 0) -> None:
         if shared_tokens < 0:
             raise InvalidParameter("shared_tokens", f"must not be negative, got {shared_tokens}")
         self._shape = shape or SuffixShape()
-        self._tenant_of = tenant_of
         self._texts: dict[Sequence, SuffixAutomaton] = {}
         self._shared = SharedTexts(shared_tokens, self._shape.max_match + 1)
 
@@ -84,32 +78,29 @@ class SuffixDrafter:
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         branch = self._shape.branch if plan.rule == "match" else 1  # the other rules verify chains
-        guesses = [
-            self._draft(seq, n, branch) if n else _Guess([], [], []) for seq, n in zip(batch.sequences, plan.lengths, strict=True)
-        ]
-        drafts = Drafts.trees([(guess.tokens, guess.parents) for guess in guesses])
-        width = drafts.tokens.shape[1]
-        survival = torch.tensor([[*guess.survival, *[0.0] * (width - len(guess.survival))] for guess in guesses])
-        return replace(drafts, survival=survival.reshape(drafts.tokens.shape))
+        none = Guess([], [], [])
+        guesses = [self._draft(seq, n, branch) if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        return Drafts.trees([(guess.tokens, guess.parents) for guess in guesses], survival=[guess.survival for guess in guesses])
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         pass
 
     def end(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)
-        tenant = self._tenant_of(seq)
-        if tenant is not None:
-            self._shared.add(tenant, seq.tokens[seq.prompt_len :])
+        if seq.request.tenant is not None:
+            self._shared.add(seq.request.tenant, seq.tokens[seq.prompt_len :])
 
-    def _draft(self, seq: Sequence, nodes: int, branch: int) -> _Guess:
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
+        return self._draft(seq, nodes, self._shape.branch, path)
+
+    def _draft(self, seq: Sequence, nodes: int, branch: int, path: Seq[int] = ()) -> Guess:
         """Follow the longest match in each text; keep what expects to get most tokens accepted."""
         own = self._texts[seq]
         own.extend(seq.tokens[own.size :])
-        found = [(own, own.match())]
-        tenant = self._tenant_of(seq)
-        if tenant is not None:
-            recent = seq.tokens[-self._shape.max_match :]
-            found += [(text, text.find(recent)) for text in self._shared.of(tenant)]
+        recent = [*seq.tokens[-self._shape.max_match :], *path] if path or seq.request.tenant is not None else []
+        found = [(own, own.find(recent) if path else own.match())]
+        if seq.request.tenant is not None:
+            found += [(text, text.find(recent)) for text in self._shared.of(seq.request.tenant)]
         guesses = [_follow(text, match, self._shape, nodes, branch) for text, match in found]
         return max(guesses, key=lambda guess: sum(guess.survival))
 
@@ -278,12 +269,6 @@ class SharedTexts:
         self.size -= oldest.size
 
 
-class _Guess(NamedTuple):
-    tokens: list[int]
-    parents: list[int]
-    survival: list[float]
-
-
 class _Open(NamedTuple):
     """A node not yet drafted; the likeliest compares lowest."""
 
@@ -295,9 +280,9 @@ class _Open(NamedTuple):
     match: Match  # before the token
 
 
-def _follow(text: SuffixAutomaton, match: Match, shape: SuffixShape, nodes: int, branch: int) -> _Guess:
+def _follow(text: SuffixAutomaton, match: Match, shape: SuffixShape, nodes: int, branch: int) -> Guess:
     """The likeliest nodes below a match, best first: no child is likelier than its parent."""
-    guess = _Guess([], [], [])
+    guess = Guess([], [], [])
     deepest = shape.depth(match.length)
     waiting: list[_Open] = []
     order = itertools.count()

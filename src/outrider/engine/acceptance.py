@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
 from outrider.sampling import SamplingParams
 
-__all__ = ["Acceptance", "loops", "measure_acceptance", "read_prompts"]
+__all__ = ["Acceptance", "loops", "measure_acceptance", "read_prompts", "summarise"]
 
 _GRAM, _TIMES = 8, 3
 
@@ -30,38 +30,28 @@ class Acceptance:
     tokens_per_round_all: float | None
     by_position: list[float]  # of the rounds that drafted so far, the share accepted up to here
     tok_s: float
-    equal: float | None = None  # share of outputs whose tokens equal plain decoding's, where checked
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def measure_acceptance(
-    llm: LLM,
-    prompts: Sequence[str | tuple[int, ...]],
-    params: SamplingParams,
-    plain: Mapping[str | tuple[int, ...], list[int]] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Acceptance:
-    """Generate for each prompt (text or ids) alone. `plain` maps prompts to plain token ids to compare with."""
-    outputs: list[CompletionOutput] = []
-    equal = 0
-    for done, prompt in enumerate(prompts, 1):
-        output = llm.generate([prompt], params)[0].outputs[0]
-        outputs.append(output)
-        equal += plain is not None and plain[prompt] == output.token_ids
-        progress(done)
+def measure_acceptance(llm: LLM, prompts: Sequence[str | tuple[int, ...]], params: SamplingParams) -> Acceptance:
+    """Generate for each prompt (text or ids) alone."""
+    return summarise([llm.generate([prompt], params)[0].outputs[0] for prompt in prompts], params.temperature)
+
+
+def summarise(outputs: Sequence[CompletionOutput], temperature: float) -> Acceptance:
+    """What the drafter was worth on these outputs."""
     steady = [output for output in outputs if not loops(output.token_ids)]
     decode = sum((len(o.token_ids) - 1) / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s)
     return Acceptance(
-        temperature=params.temperature,
+        temperature=temperature,
         outputs=len(outputs),
         looping=1 - len(steady) / len(outputs),
         tokens_per_round=_rate(steady),
         tokens_per_round_all=_rate(outputs),
         by_position=_by_position(steady),
         tok_s=sum(len(o.token_ids) - 1 for o in outputs) / decode if decode else 0.0,
-        equal=None if plain is None else equal / len(outputs),
     )
 
 

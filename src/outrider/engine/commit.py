@@ -156,15 +156,14 @@ def advance(writer: Writer, emitted: list[int], rows: list[int], scores: Scores)
     return settled
 
 
-def note_prompt(writer: Writer, logits: torch.Tensor) -> None:
-    """Log probabilities of the prompt tokens that follow the rows just read."""
+def note_prompt(writer: Writer, start: int, logits: torch.Tensor) -> None:
+    """Log probabilities of the prompt tokens that follow the rows just read, the first of them at `start`."""
     seq, top = writer.seq, writer.seq.request.params.prompt_logprobs
     assert top is not None
     if not writer.prompt_logprobs:
         writer.prompt_logprobs.append(None)  # the first token has no past
-    for row in logits:
-        position = len(writer.prompt_logprobs)
-        if position < seq.prompt_len:
+    for position, row in enumerate(logits, start + 1):
+        if len(writer.prompt_logprobs) <= position < seq.prompt_len:  # rows read again after preemption are known
             writer.prompt_logprobs.append(_named(logprobs_of(row, seq.tokens[position], top), writer.tokenizer))
 
 

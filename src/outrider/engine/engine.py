@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
-from typing import TypeVar
+from time import perf_counter
 
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
 from outrider.control import Load, Policy, RoundStats
-from outrider.core import Batch, Drafts, Plan, Request, Scores, Sequence, Verdict
-from outrider.draft import Drafter, check_drafts
+from outrider.core import Batch, Drafts, Request, Scores, Sequence, Verdict
+from outrider.draft import Drafter
 from outrider.engine.commit import Settled, Writer, advance, note_prompt, settle_kv
+from outrider.engine.guard import GuardedDrafter
 from outrider.engine.scheduler import Scheduler
 from outrider.model import Runner
 from outrider.text import Tokenizer
@@ -22,7 +21,6 @@ from outrider.verify import verify
 __all__ = ["Engine"]
 
 _log = logging.getLogger("outrider")
-T = TypeVar("T")
 
 
 class Engine:
@@ -33,13 +31,13 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
-        self.drafter = drafter
+        self.drafter = GuardedDrafter(drafter, runner.decoder.config.vocab)
         self.policy = policy
         self.context = config.max_model_len or runner.decoder.config.context
         self.pages = PageTable(runner.pool.pages - 1, config.page_size)
         self.scheduler = Scheduler(self.pages, config)
         self._writers: dict[Sequence, Writer] = {}
-        self._warned = False
+        self._suspects: set[Sequence] = set()  # sequences whose forward failed once
 
     @property
     def has_work(self) -> bool:
@@ -61,36 +59,46 @@ class Engine:
 
     def round(self) -> list[Writer]:
         """Advance every running sequence; the writers that changed."""
-        for seq in self.scheduler.admit():
-            self._guarded([seq], "begin", partial(self.drafter.begin, seq))
-        batch = self.scheduler.next()
+        batch, started, stopped = self.scheduler.next()
+        for seq in stopped:
+            self.drafter.end(seq)
+        for seq in started:
+            self.drafter.begin(seq)
+        if self._suspects:
+            batch = self._one_suspect(batch)
         writers = [self._writers[seq] for seq in batch.sequences]
-        load = Load([self._room(seq) for seq in batch.sequences])
+        load = self._load(batch)
         plan = self.policy.plan(load)
-        drafts = self.policy.select(self._propose(batch, plan), load)
-        scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
+        plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
+        begun = perf_counter()
+        drafts = self.drafter.propose(batch, plan)
+        proposed = perf_counter()
+        drafts = self.policy.select(drafts, load)
+        chosen = perf_counter()
+        try:
+            scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
+        except Exception as error:
+            return self._forward_failed(batch, writers, error)
+        scored = perf_counter()
+        self._suspects.difference_update(batch.sequences)
         verdicts = verify(drafts, scores, batch, plan)
         settled = self._commit(batch, writers, drafts, verdicts, scores)
-        self.policy.observe(RoundStats([own.drafted for own in settled], [own.accepted for own in settled]))
+        drafted = [own.drafted for own in settled]
+        paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
+        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposed - begun, scored - chosen))
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
+
+    def _load(self, batch: Batch) -> Load:
+        sequences = batch.sequences
+        emitting = sum(map(batch.samples, range(len(sequences))))
+        context = sum(len(seq.tokens) for seq in sequences)
+        return Load([self._room(seq) for seq in sequences], sequences, sum(batch.feeds), context, emitting)
 
     def _room(self, seq: Sequence) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""
         if not (seq.decoding and seq.request.speculate) or seq.stats.fallback_reason is not None:
             return 0
-        return max(min(seq.remaining - 1, self.context - len(seq.tokens)), 0)
-
-    def _propose(self, batch: Batch, plan: Plan) -> Drafts:
-        """The drafter's guesses, or none where it breaks: speed is lost, never the text."""
-        for b, (seq, length) in enumerate(zip(batch.sequences, plan.lengths, strict=True)):
-            self.pages.extend(seq.pages, seq.cached + batch.feeds[b] + length)
-        empty = Drafts.empty(len(batch.sequences))
-        if not any(plan.lengths):
-            return empty
-        vocab = self.runner.decoder.config.vocab
-        planned = [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
-        propose = lambda: check_drafts(self.drafter.propose(batch, plan), plan, vocab)  # noqa: E731
-        return self._guarded(planned, "propose", propose) or empty
+        return 0 if self._suspects else max(min(seq.remaining - 1, self.context - len(seq.tokens)), 0)
 
     def _commit(
         self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: list[Verdict], scores: Scores
@@ -99,7 +107,7 @@ class Engine:
         settled = []
         for b, (seq, writer) in enumerate(zip(batch.sequences, writers, strict=True)):
             if b in scores.prompt_logits:
-                note_prompt(writer, scores.prompt_logits[b])
+                note_prompt(writer, seq.cached, scores.prompt_logits[b])
             root = scores.roots[b]
             if root < 0:
                 seq.cached += batch.feeds[b]
@@ -111,33 +119,41 @@ class Engine:
             seq.stats.record(_depths(trees[b].parents), own.accepted, own.kept)
             settled.append(own)
         settle_kv(self.runner.pool, batch, verdicts, settled)
-        self._guarded(batch.sequences, "commit", lambda: self.drafter.commit(batch, drafts, verdicts, scores))
+        self.drafter.commit(batch, drafts, verdicts, scores)
         for seq in batch.sequences:
+            if seq.finish_reason != "error":
+                self.scheduler.settle(seq)
             if seq.finish_reason is not None:
                 self._finish(seq)
-            else:
-                self.pages.truncate(seq.pages, len(seq.tokens))
         return settled
 
     def _finish(self, seq: Sequence) -> None:
         if seq.finish_reason == "error":
-            self.runner.pool.clear(seq.pages)
+            self.runner.pool.clear(self.pages.disown(seq.pages))
         self._writers.pop(seq, None)
+        self._suspects.discard(seq)
+        self.policy.forget(seq)
         if self.scheduler.remove(seq):
-            self._guarded([seq], "end", partial(self.drafter.end, seq))
+            self.drafter.end(seq)
 
-    def _guarded(self, sequences: list[Sequence], verb: str, call: Callable[[], T]) -> T | None:
-        """Run a drafter's verb; a fault sends these sequences on by plain decoding."""
-        try:
-            return call()
-        except Exception as error:
-            reason = f"{type(self.drafter).__name__}.{verb}: {type(error).__name__}: {error}"
-            for seq in sequences:
-                seq.stats.fallback_reason = seq.stats.fallback_reason or reason
-            if not self._warned:
-                self._warned = True
-                _log.warning("the drafter failed and is set aside; tokens stay the same, only slower (%s)", reason)
-            return None
+    def _one_suspect(self, batch: Batch) -> Batch:
+        """Those whose forward failed run one at a time, plainly, until the culprit is found."""
+        for seq, fed in zip(batch.sequences, batch.feeds, strict=True):
+            if seq in self._suspects:
+                return Batch([seq], [fed])
+        return batch
+
+    def _forward_failed(self, batch: Batch, writers: list[Writer], error: Exception) -> list[Writer]:
+        """Nothing was committed, so everything can be tried again; what fails alone has failed."""
+        reason = f"{type(error).__name__}: {error}"
+        _log.error("the target's forward failed for %d sequences (%s)", len(writers), reason)
+        alone = batch.sequences[0]
+        if alone not in self._suspects:
+            self._suspects.update(batch.sequences)
+            return []
+        alone.finish_reason, alone.stop_reason = "error", f"the model's forward failed: {reason}"
+        self._finish(alone)
+        return writers
 
 
 def _depths(parents: Seq[int]) -> list[int]:

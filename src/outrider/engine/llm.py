@@ -38,6 +38,7 @@ class _Prepared:
     text: str | None
     ids: tuple[int, ...]
     params: SamplingParams
+    tenant: str | None = None
 
 
 class LLM:
@@ -62,7 +63,8 @@ class LLM:
         **sizes: Any,
     ) -> None:
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
-        check_method(self.speculation.method)
+        for method in self.speculation.methods():
+            check_method(method)
         config = _engine_config(sizes)
         self.directory = locate(str(model or bundled_model()), revision)
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
@@ -75,7 +77,8 @@ class LLM:
             self._eos |= {self.tokenizer.eos_id}
         self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
         runner = Runner(decoder, _pool(self.config, *self._layout))
-        drafter = build_drafter(DraftContext(self.speculation, runner, self.directory, self._options, self._companion))
+        context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
+        drafter = build_drafter(context)
         policy = FixedLength(self.speculation.draft_tokens if self.speculation.method != "none" else 0, self.speculation.rule)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
@@ -89,28 +92,33 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         speculate: bool = True,
+        tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text or token ids). `params` is one for all, or one each.
 
-        `speculate=False` decodes plainly; the tokens are the same.
+        `speculate=False` decodes plainly; the tokens are the same. `tenant` says whose texts these are:
+        a drafter set to share earlier outputs does so within one tenant, and never without a key.
         """
         batch = _as_batch(prompts)
         each = self._params_for(len(batch), params)
-        prepared = [self._prepare(prompt, own) for prompt, own in zip(batch, each, strict=True)]
+        prepared = [self._prepare(prompt, own, tenant) for prompt, own in zip(batch, each, strict=True)]
         return self._run(prepared, speculate)
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
         if not messages:
             raise InvalidParameter("messages", "must not be empty")
         several = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        return self.generate([self._tokenizer().chat(own) for own in several], params)  # type: ignore[arg-type]
+        return self.generate([self._tokenizer().chat(own) for own in several], params, tenant=tenant)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, tenant: str | None = None) -> Iterator[StreamPiece]:
         """Complete one prompt piece by piece; leaving the loop early aborts the request."""
-        prepared = self._prepare(prompt, params or self.default_params())
+        prepared = self._prepare(prompt, params or self.default_params(), tenant)
         writers = self._submit(prepared)
         waiting = list(writers)
         try:
@@ -155,17 +163,19 @@ class LLM:
         limit = room if params.max_tokens is None else params.max_tokens
         method = self.speculation.method if speculate else "none"
         return [
-            self.engine.submit(Request(name, prepared.ids, params, seed, stop_ids, limit, index, speculate), method)
+            self.engine.submit(
+                Request(name, prepared.ids, params, seed, stop_ids, limit, index, speculate, prepared.tenant), method
+            )
             for index in range(params.n)
         ]
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Prepared:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, tenant: str | None = None) -> _Prepared:
         text = prompt if isinstance(prompt, str) else None
         ids = tuple(self._tokenizer().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
         self._check(ids, params)
         if params.bad_words:
             params = replace(params, bad_word_ids=self._bad_words(params.bad_words))
-        return _Prepared(text, ids, params)
+        return _Prepared(text, ids, params, tenant)
 
     def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab = self.config.vocab
@@ -214,10 +224,9 @@ class LLM:
         return list(params)
 
     def _companion(self, directory: Path) -> Runner:
-        """Load a draft model: same token table, KV in the same pages."""
+        """Load a draft model, its KV in as many pages as the target's."""
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
-        _same_tokens(self.directory, self.tokenizer, self.config, directory, decoder.config)
         return Runner(decoder, _pool(decoder.config, *self._layout))
 
 
@@ -267,25 +276,6 @@ def _page_count(engine: EngineConfig, model: ModelConfig, max_model_len: int) ->
 def _pool(model: ModelConfig, pages: int, page_size: int) -> KVPool:
     # one page more than the page table knows: rows that fill up a block write there
     return KVPool(model.layers, pages + 1, model.kv_heads, page_size, model.head_dim)
-
-
-def _same_tokens(target_dir: Path, target: Tokenizer | None, config: ModelConfig, draft_dir: Path, draft: ModelConfig) -> None:
-    """A draft model must share the target's whole token table."""
-    other = Tokenizer.load(draft_dir)
-    if target is None or other is None:
-        if config.vocab != draft.vocab:
-            raise ModelError(
-                f"{draft_dir} has a vocabulary of {draft.vocab}, the target {config.vocab}; a draft model must share it"
-            )
-        return
-    ours, theirs = target.table(), other.table()
-    if ours == theirs:
-        return
-    odd = min(set(ours.items()) ^ set(theirs.items()))
-    raise ModelError(
-        f"{draft_dir} and {target_dir} have different tokenizers ({len(theirs)} and {len(ours)} tokens; "
-        f"first difference: token {odd[0]!r}, id {odd[1]}); a draft model must share the target's"
-    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

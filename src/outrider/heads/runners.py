@@ -18,7 +18,7 @@ from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, S
 __all__ = ["EagleRunner", "MedusaRunner"]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
-_PLACED = Span(first_key=1, rotary_lag=1)  # row i lies in slot i + 1, beside its token
+_PLACED = Span(rotary_lag=1)  # row i lies in slot i + 1, beside its token
 
 
 class EagleRunner:
@@ -46,7 +46,7 @@ class EagleRunner:
         if self._stack is not None:
             found = self._stack.forward(lay_out_rows(feeds), span=_PLACED, features=features)
             return found.last if self.head.config.norm_output and found.last is not None else found.stream
-        rows = lay_out(feeds, self._pool, _NO_WINDOW, first_key=1)
+        rows = lay_out(feeds, self._pool, _NO_WINDOW)
 
         def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._pool.write(0, rows.slots, k, v)

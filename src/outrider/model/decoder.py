@@ -105,16 +105,29 @@ class Decoder(nn.Module):
         """(N,) ids to (N, hidden) float32."""
         return nn.functional.embedding(tokens, self.embedding).float()
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops, taps: tuple[int, ...] = ()) -> Hidden:
-        """Hidden rows of flat tokens; `taps` are layers whose input rows are wanted too."""
-        x = self.embed(tokens)
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        ops: Ops,
+        taps: tuple[int, ...] = (),
+        layers: range | None = None,
+        x: Tensor | None = None,
+    ) -> Hidden:
+        """Hidden rows of flat tokens; `taps` are layers whose input rows are wanted too.
+
+        `layers` runs only some of the stack, on the rows `x` that enter it.
+        """
+        x = self.embed(tokens) if x is None else x
         rope = self.rope(positions)
+        layers = range(len(self.layers)) if layers is None else layers
         kept: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for i in layers:
             if i in taps:
                 kept[i] = x
-            x = layer(x, rope, attend, ops)
-        kept[len(self.layers)] = x
+            x = self.layers[i](x, rope, attend, ops)
+        kept[layers.stop] = x
         return Hidden(ops.rms_norm(x, self.norm, self.config.norm_eps), [kept[i] for i in taps])
 
     def logits(self, last: Tensor, ops: Ops) -> Tensor:

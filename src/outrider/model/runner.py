@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.core import Batch, Drafts, Scores, integers
+from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows, output_product
-from outrider.ops import BLOCK, AttentionPlan, Ops, Segment, find_core, paged_attention, plan_attention, serving_ops
+from outrider.ops import BLOCK, AttentionPlan, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
 
 __all__ = ["Feed", "Rows", "Runner", "lay_out"]
 
@@ -29,6 +29,7 @@ class Feed(NamedTuple):
     nodes: Sequence[int] = ()
     parents: Sequence[int] = ()
     known: int = 0  # leading nodes fed before: listed in parents, not in nodes
+    first_key: int = 0  # slots before it hold nothing
 
 
 class Rows(NamedTuple):
@@ -40,7 +41,7 @@ class Rows(NamedTuple):
     plan: AttentionPlan
 
 
-def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None], first_key: int = 0) -> Rows:
+def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None]) -> Rows:
     """Flat rows of feeds, padded to whole blocks; padding writes to the pool's last page."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -49,7 +50,7 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None],
     segments: list[Segment] = []
     size = pool.page_size
     for feed in feeds:
-        segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known, first_key)
+        segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known, feed.first_key)
         segments.append(segment)
         tokens += feed.tokens
         tokens += feed.nodes
@@ -94,20 +95,23 @@ class Runner:
         return lay_out(feeds, self.pool, self._distinct_windows)
 
     @torch.inference_mode()
-    def run(self, rows: Rows | array[int], taps: tuple[int, ...] = ()) -> Hidden:
-        """The decoder over prepared rows."""
+    def run(
+        self, rows: Rows | array[int], taps: tuple[int, ...] = (), layers: range | None = None, x: Tensor | None = None
+    ) -> Hidden:
+        """The decoder, or some of its layers on rows `x`, over prepared rows."""
         if isinstance(rows, array):
-            return self._run_native(rows, taps)
+            return self._run_native(rows, taps, layers, x)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, rows.slots, k, v)
             return paged_attention(q, self.pool.keys[layer], self.pool.values[layer], rows.plan, self._windows[layer])
 
-        return self.decoder(rows.tokens, rows.positions, attend, self.ops, taps)  # type: ignore[no-any-return]
+        return self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x)  # type: ignore[no-any-return]
 
-    def _run_native(self, rows: array[int], taps: tuple[int, ...]) -> Hidden:
+    def _run_native(self, rows: array[int], taps: tuple[int, ...], layers: range | None, x: Tensor | None) -> Hidden:
         assert self.stack is not None
-        found = self.stack.forward(rows, torch.tensor(taps, dtype=torch.int32) if taps else None)
+        span = None if layers is None else Span(layers.start, layers.stop)
+        found = self.stack.forward(rows, torch.tensor(taps, dtype=torch.int32) if taps else None, span, x)
         assert found.last is not None
         return Hidden(found.last, [] if found.taps is None else list(found.taps.unbind(1)))
 
@@ -139,8 +143,41 @@ class Runner:
             if seq.request.params.prompt_logprobs is not None and seq.cached < seq.prompt_len:
                 prompt_rows[b] = range(row, row + min(fed, seq.prompt_len - seq.cached))
             row += fed + n
-        hidden = self.forward(feeds, taps)
+        resume = drafts.resume if self._can_resume(drafts.resume, taps) else None
+        hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
         logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
         tapped = torch.cat(hidden.taps, dim=-1) if taps else None
         return Scores(logits, roots, first_rows, tapped, prompt_logits)
+
+    def _can_resume(self, resume: Resume | None, taps: tuple[int, ...]) -> bool:
+        """Whether nothing is lost by skipping the layers a drafter has run."""
+        config = self.decoder.config
+        if resume is None or resume.hidden.shape[1] != config.hidden:
+            return False
+        return 0 < resume.layer < config.layers and all(tap >= resume.layer for tap in taps)
+
+    @torch.inference_mode()
+    def _resumed(self, feeds: Sequence[Feed], resume: Resume, taps: tuple[int, ...]) -> Hidden:
+        """The same rows, bit for bit: the first layers only where they are missing, then the others for all."""
+        rows, row = self.prepare(feeds), 0
+        rest: list[Feed] = []
+        missing: list[int] = []
+        for feed, count in zip(feeds, resume.counts, strict=True):
+            end = row + len(feed.tokens) + len(feed.nodes)
+            left = feed
+            if count:  # the root and the nodes before are known
+                assert len(feed.tokens) == 1, "only a sequence with one token to feed can be resumed"
+                left = feed._replace(start=feed.start + 1, tokens=(), nodes=feed.nodes[count - 1 :], known=count - 1)
+            if left.tokens or left.nodes:
+                rest.append(left)
+            missing += range(row + count, end)
+            row = end
+        count = rows[1] if isinstance(rows, array) else rows.tokens.shape[0]
+        x = torch.zeros(count, self.decoder.config.hidden)
+        if rest:
+            early = self.run(self.prepare(rest), (resume.layer,), range(resume.layer)).taps[0]
+            x[missing] = early[: len(missing)]
+        known = sorted(set(range(row)) - set(missing))
+        x[known] = resume.hidden
+        return self.run(rows, taps, range(resume.layer, self.decoder.config.layers), x)

@@ -23,7 +23,7 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
     pages: list[int] = []
     parents: list[int] = []
     for feed in feeds:
-        heads += (feed.start, len(feed.tokens), len(feed.parents), feed.known, len(feed.pages))
+        heads += (feed.start, len(feed.tokens), len(feed.parents), feed.known, feed.first_key, len(feed.pages))
         tokens += feed.tokens
         tokens += feed.nodes
         pages += feed.pages

@@ -68,7 +68,7 @@ class _StackSpec(ctypes.Structure):
 class _ForwardSpec(ctypes.Structure):
     _fields_ = (
         *((name, _pointer) for name in ("layout", "keys", "values")),
-        *((name, _int) for name in ("pages", "page_size", "per_word", "first_layer", "last_layer", "first_key", "rotary_lag")),
+        *((name, _int) for name in ("pages", "page_size", "per_word", "first_layer", "last_layer", "rotary_lag")),
         *((name, _pointer) for name in ("features", "tapped")),
         ("taps", _int),
         *((name, _pointer) for name in ("tap_rows", "stream", "last")),
@@ -221,7 +221,6 @@ class Span:
 
     first_layer: int = 0
     last_layer: int | None = None
-    first_key: int = 0  # positions before it hold nothing
     rotary_lag: int = 0  # rotary position = position - lag
 
 
@@ -270,12 +269,12 @@ class Stack:
         f, rows, hidden, span = self._forward, layout[1], self._weights.hidden, span or _WHOLE
         last_layer = len(self._layers) if span.last_layer is None else span.last_layer
         stream = torch.empty(rows, hidden)
-        last = torch.empty(rows, hidden) if self._weights.norm is not None and last_layer == len(self._layers) else None
+        last = torch.empty(rows, hidden) if self._weights.norm is not None else None
         tapped = None if taps is None else torch.empty(rows, len(taps), hidden)
         features = None if features is None else features.contiguous()
         f.layout = layout.buffer_info()[0]
         f.first_layer, f.last_layer = span.first_layer, last_layer
-        f.first_key, f.rotary_lag = span.first_key, span.rotary_lag
+        f.rotary_lag = span.rotary_lag
         f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
         f.taps = 0 if taps is None else len(taps)
         f.tapped, f.tap_rows = _address(taps), _address(tapped)

@@ -59,26 +59,54 @@ class Ranked:
 
     tokens: npt.NDArray[np.int64]  # (N, k)
     chances: npt.NDArray[np.float64]  # (N, k)
+    ids: npt.NDArray[np.int64]  # (N, m) the tokens looked at, most probable first
+    logq: npt.NDArray[np.float64]  # (N, m) their log probabilities before sharpening
 
 
-def rank(logits: Tensor, rows: Sequence[Row], count: int) -> Ranked:
+def rank(logits: Tensor, rows: Sequence[Row], count: int, temperatures: Sequence[float] | None = None) -> Ranked:
     """What a drafter should guess: the `count` largest of log q + the target's own noise.
 
-    Only the most probable tokens of each row are looked at: a guess may be wrong, and the ones left
-    out are rarely the choice. The chances are the softmax of the noisy scores: the noise is known, so
-    what is left in doubt is how far q is from the target's law.
+    `temperatures` sharpen (or flatten) the q of each row that is sampled before the noise comes in.
+
+    Looked at are the most probable tokens of each row and the one that wins among all: the others are
+    rarely the choice. The chances are the softmax of the noisy scores: the noise is known, so what is
+    left in doubt is how far q is from the target's law.
     """
     law = _processed(logits, rows, list(range(len(rows)))) if _alike(rows) else _one_by_one(logits, rows)
-    kept, ids = torch.topk(torch.log_softmax(law, -1), min(max(_CONSIDERED, count), law.shape[1]), dim=-1)
-    tokens, scores = ids.numpy(), kept.double().numpy()
+    law = torch.log_softmax(law, -1)
+    kept, ids = torch.topk(law, min(max(_CONSIDERED, count), law.shape[1]), dim=-1)
+    tokens, logq = ids.numpy(), kept.double().numpy()
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
+    scores, candidates = logq.copy(), tokens
     if noisy:
-        keys = keys_of([Key(rows[i].seed, rows[i].position, rows[i].sample) for i in noisy])
-        scores[noisy] += gumbel(bits_at(keys, tokens[noisy], law.shape[1]))
+        divisors = np.array([1.0 if temperatures is None else temperatures[i] for i in noisy])
+        candidates, scores = _with_noise(law, (tokens, scores), noisy, divisors, rows)
     order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     chances = weights / weights.sum(axis=1, keepdims=True)
-    return Ranked(np.take_along_axis(tokens, order, 1), np.take_along_axis(chances, order, 1))
+    return Ranked(np.take_along_axis(candidates, order, 1), np.take_along_axis(chances, order, 1), tokens, logq)
+
+
+_Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+
+
+def _with_noise(law: Tensor, best: _Scored, noisy: list[int], divisors: npt.NDArray[np.float64], rows: Sequence[Row]) -> _Scored:
+    """Candidates and scores with noise in the noisy rows, and one column more: the winner among all tokens.
+
+    A winner that is a candidate already scores -inf there.
+    """
+    keys = [Key(rows[i].seed, rows[i].position, rows[i].sample) for i in noisy]
+    words, vocab = keys_of(keys), law.shape[1]
+    own = law if len(noisy) == len(rows) else law[noisy]
+    sharp = own if (divisors == 1.0).all() else own / torch.from_numpy(divisors).float()[:, None]
+    winners = np.array(draw(sharp, keys))[:, None].clip(0)
+    tokens = np.concatenate((best[0], best[0][:, :1]), 1)
+    scores = np.concatenate((best[1], np.full((len(rows), 1), -np.inf)), 1)
+    fresh = ~(best[0][noisy] == winners).any(1)
+    tokens[noisy, -1] = winners[:, 0]
+    scores[noisy, -1] = np.where(fresh, np.take_along_axis(own.numpy(), winners, 1)[:, 0], -np.inf)
+    scores[noisy] = scores[noisy] / divisors[:, None] + gumbel(bits_at(words, tokens[noisy], vocab))
+    return tokens, scores
 
 
 def _alike(rows: Sequence[Row]) -> bool:

@@ -48,6 +48,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     bad_word_ids: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # filled from bad_words by the engine
 
+    # what the numbers above amount to, worked out once: every round asks
+    greedy: bool = field(init=False, repr=False, compare=False)
+    uses_history: bool = field(init=False, repr=False, compare=False)  # the law depends on earlier tokens by more than the model
+    adjusts: bool = field(init=False, repr=False, compare=False)  # anything may change the logits before temperature
+    truncates: bool = field(init=False, repr=False, compare=False)  # a filter removes tokens after temperature
+
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
@@ -62,35 +68,21 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, f"must be True or False, got {getattr(self, name)!r}")
+        self._amount()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         assert isinstance(self.stop, tuple)
         return self.stop
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
-    @property
-    def uses_history(self) -> bool:
-        """Whether the law at a position depends on the tokens before it other than through the model."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or bool(self.bad_word_ids)
-        )
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether anything can change the logits before temperature."""
-        return self.uses_history or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
-
-    @property
-    def truncates(self) -> bool:
-        """Whether a filter removes tokens after temperature."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+    def _amount(self) -> None:
+        put = object.__setattr__
+        penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        put(self, "greedy", self.temperature < GREEDY_BELOW)
+        put(self, "uses_history", penalised or bool(self.bad_word_ids))
+        picky = bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+        put(self, "adjusts", self.uses_history or picky)
+        put(self, "truncates", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, MAX_N)

@@ -52,7 +52,7 @@ def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]
             continue
         own = choices[root : root + 1 + len(tree.tokens)]
         path = walk(tree.parents, tree.tokens, own) if tree.tokens else []
-        verdicts.append(Verdict(path, [own[0], *(own[1 + node] for node in path)]))
+        verdicts.append(Verdict(path, [own[0], *(own[1 + node] for node in path)], own))
     return verdicts
 
 

@@ -46,6 +46,7 @@ struct Pages {
 // Rows of one sequence: `fed` committed tokens from `start`, then draft nodes in the slots after them.
 struct Feed {
     int start, fed, nodes, known;
+    int first_key;  // slots before it hold nothing
     const int32_t *pages, *parents;
     bool tree;  // some node does not lie at its logical position
 
@@ -120,9 +121,8 @@ inline void accumulate_all(const Small& p, int rows, int vectors, int column = 0
 struct Attention {
     const Pages& kv;
     const Row* rows;
-    int group;      // queries per head of keys
-    int window;     // positions a row sees, itself included; 0: all
-    int first_key;  // positions before it hold nothing
+    int group;   // queries per head of keys
+    int window;  // positions a row sees, itself included; 0: all
 
     // q is (rows, heads, head_dim), scaled and rotated; out likewise. `memory` is the calling thread's.
     template <class K>
@@ -234,7 +234,7 @@ struct Attention {
         return words;
     }
 
-    int begin_of(const Row& row) const { return std::max(first_key, window > 0 ? row.position + 1 - window : 0); }
+    int begin_of(const Row& row) const { return std::max(row.feed->first_key, window > 0 ? row.position + 1 - window : 0); }
 
     size_t place(const Unit& u, int query, size_t stride) const {
         return (u.first + query / group) * stride + static_cast<size_t>(u.head * group + query % group) * kv.head_dim;

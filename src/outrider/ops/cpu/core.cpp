@@ -38,7 +38,6 @@ struct ForwardSpec {
     uint32_t *keys, *values;  // (layers, pages, KV heads, words of a page); see attention.h
     int64_t pages, page_size, per_word;
     int64_t first_layer, last_layer;
-    int64_t first_key;        // positions before it hold nothing
     int64_t rotary_lag;       // rotary position = position - lag
     const float* features;    // (rows, hidden): features, or the stream entering first_layer; null: embed tokens
     const int32_t* tapped;    // layers whose input rows are wanted
@@ -58,18 +57,18 @@ struct Layout {
     std::vector<int32_t> paths;
 };
 
-// layout: feeds, rows, then per feed (start, fed, nodes, known, pages), then tokens of all rows, then the
-// pages of each feed, then the parents of each feed's nodes.
+// layout: feeds, rows, then per feed (start, fed, nodes, known, first_key, pages), then tokens of all rows, then
+// the pages of each feed, then the parents of each feed's nodes.
 void read_layout(const int32_t* in, Layout& l) {
     const int feeds = in[0];
     l.rows = in[1];
     const int32_t* head = in + 2;
-    l.tokens = head + 5 * feeds;
+    l.tokens = head + 6 * feeds;
     const int32_t* rest = l.tokens + l.rows;
     l.feeds.clear(), l.row.clear(), l.paths.clear();
-    for (int f = 0; f < feeds; f++, head += 5) {
-        l.feeds.push_back({head[0], head[1], head[2], head[3], rest, nullptr, false});
-        rest += head[4];
+    for (int f = 0; f < feeds; f++, head += 6) {
+        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], rest, nullptr, false});
+        rest += head[5];
     }
     size_t steps = 0;
     for (Feed& feed : l.feeds) {
@@ -202,7 +201,7 @@ class Forward {
             for (int i = mine.begin; i < mine.end; i++) place_head<K>(l, kv, i / heads, i % heads);
             barrier();
             const Attention attention{kv, &o.layout_.row[first], static_cast<int>(s.heads / s.kv_heads),
-                                      static_cast<int>(l.window), static_cast<int>(o.f_.first_key)};
+                                      static_cast<int>(l.window)};
             const int most = std::max(1, kQueries / attention.group);
             int turn = 0;
             for (int begin = 0, end; begin < rows; begin = end) {

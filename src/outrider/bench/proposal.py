@@ -1,0 +1,91 @@
+"""`outrider bench proposal`: what a lookup drafter costs per round as the context grows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import outrider
+from outrider.bench.timed import TimedDrafter
+from outrider.core import Batch, Drafts, Plan, Request, Scores, Verdict
+from outrider.core import Sequence as Generation
+from outrider.draft import Drafter
+from outrider.draft.lookahead import LookaheadDrafter
+from outrider.draft.ngram import NGramDrafter
+from outrider.draft.recycle import RecycleDrafter
+from outrider.draft.suffix import SuffixDrafter
+from outrider.model.bundled import bundled_model
+from outrider.sampling import SamplingParams
+from outrider.text import Tokenizer
+from outrider.verify.match import walk
+
+__all__ = ["LOOKUPS", "measure_proposals"]
+
+LOOKUPS: dict[str, Callable[[], Drafter]] = {
+    "ngram": NGramDrafter,
+    "suffix": SuffixDrafter,
+    "recycle": RecycleDrafter,
+    "lookahead": LookaheadDrafter,
+}
+_VOCAB = 8192
+
+
+def measure_proposals(contexts: Sequence[int], rounds: int = 200, nodes: int = 24) -> Iterator[dict[str, Any]]:
+    """Medians over rounds that read on in a text after a context of each length, in microseconds.
+
+    The text is this package's own source; no model runs. A target that wrote it accepts what agrees with it, and
+    says something arbitrary elsewhere.
+    """
+    text = _source_tokens(max(contexts) + rounds * (nodes + 1))
+    for name, make in LOOKUPS.items():
+        for context in contexts:
+            drafter = TimedDrafter(make())
+            _read_on(drafter, text, context, rounds, nodes)
+            kept = slice(1, None)  # the first proposal reads the context
+            yield {
+                "method": name,
+                "context": context,
+                "propose_us": statistics.median(drafter.proposals[kept]) * 1e6,
+                "commit_us": statistics.median(drafter.commits[kept]) * 1e6,
+                "first_proposal_us": drafter.proposals[0] * 1e6,
+            }
+
+
+def _source_tokens(count: int) -> list[int]:
+    tokenizer = Tokenizer.load(bundled_model())
+    assert tokenizer is not None
+    files = sorted(Path(outrider.__file__).parent.rglob("*.py"))
+    once = [token for path in files for token in tokenizer.encode_bare(path.read_text(encoding="utf-8"))]
+    return (once * (count // len(once) + 1))[:count]
+
+
+def _read_on(drafter: TimedDrafter, text: Sequence[int], context: int, rounds: int, nodes: int) -> None:
+    params = SamplingParams(temperature=0.0)
+    seq = Generation(Request("bench", tuple(text[:context]), params, 0, frozenset(), len(text)))
+    batch, plan = Batch([seq], [1]), Plan((nodes,))
+    logits = torch.randn(nodes + 1, _VOCAB, generator=torch.Generator().manual_seed(0))
+    drafter.begin(seq)
+    for _ in range(rounds):
+        drafts = drafter.propose(batch, plan)
+        verdict = _judge(drafts, text[len(seq.tokens) :][: nodes + 1])
+        seq.tokens += verdict.tokens
+        drafter.commit(batch, drafts, [verdict], Scores(logits[: 1 + len(drafts.on_host()[0].tokens)], [0]))
+    drafter.end(seq)
+
+
+def _judge(drafts: Drafts, truth: Sequence[int]) -> Verdict:
+    """What a target that writes this text says: the next token on the way, something arbitrary off it."""
+    tree = drafts.on_host()[0]
+    reached = {-1: 0}
+    choices = [truth[0]]
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        depth = reached.get(parent, len(truth))
+        if depth + 1 < len(truth) and token == truth[depth]:
+            reached[node] = depth + 1
+        choices.append(truth[reached[node]] if node in reached else (token * 31 + 7) % _VOCAB)
+    path = walk(tree.parents, tree.tokens, choices)
+    return Verdict(path, [choices[0], *(choices[1 + node] for node in path)], choices)

@@ -1,0 +1,212 @@
+"""The controller: drafts only where that makes the text come sooner. No torch.
+
+Everything is one quotient: expected tokens of a round over its expected time. Before the drafters
+work it chooses who drafts and how far (`plan`); after they have, which of their nodes are worth a row
+of the target's forward (`select`). Gains come from what was accepted, times from what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.control.costs import Costs
+from outrider.control.policy import Load, RoundStats
+from outrider.control.record import Floats, Record
+from outrider.core import Drafts, Plan
+
+__all__ = ["Adaptive", "Arm"]
+
+_LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+_WORTH = 1.01  # a draft must promise this much more than none
+_PROBES = 0.01  # share of the time that may go into trying what does not seem to pay
+_FIRST_PROBES = 12.0  # plain rounds' worth of it to begin with
+_PROBE_LENGTH = 8
+_REPLAN = 4  # rounds between plans while the same sequences run
+
+
+class Arm(NamedTuple):
+    """One way to draft that the controller may choose."""
+
+    name: str
+    most: int  # nodes it can use
+
+
+class Adaptive:
+    """Chooses arm and length for every sequence, prunes what they propose, and learns from every round."""
+
+    def __init__(self, arms: Seq[Arm], costs: Costs) -> None:
+        self.arms = arms
+        self.costs = costs
+        self._record = Record(len(arms))
+        self._who: tuple[Hashable, ...] = ()  # whom the standing plan is for
+        self._standing = Plan(())
+        self._age = 0
+        self._rate = 1.0  # tokens per second that the standing plan promises
+        self._losses: dict[Hashable, Floats] = {}  # seconds that a probe of each arm would cost each sequence
+        self._credit: float | None = None  # seconds that may be lost on probes
+        self._turn = 0  # of probes, over sequences and arms
+        self._probing: Hashable = None
+        self._load: Load | None = None
+        self._plan = Plan(())
+
+    def plan(self, load: Load) -> Plan:
+        """Who drafts, with what, how far."""
+        self._load, self._probing = load, None
+        self._age += 1
+        who = tuple(load.keys)
+        if who != self._who or self._age % _REPLAN == 0:
+            self._who, self._standing = who, self._best(load)
+        lengths = tuple(min(n, room) for n, room in zip(self._standing.lengths, load.room, strict=True))
+        self._plan = self._with_probe(load, self._standing._replace(lengths=lengths))
+        return self._plan
+
+    def select(self, drafts: Drafts, load: Load) -> Drafts:
+        """Keep the nodes whose tokens pay for their rows, over all sequences at once."""
+        if not any(self._plan.lengths):
+            return drafts
+        pool: list[tuple[float, int, int]] = []
+        rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.survival.tolist(), strict=True)
+        for b, (key, arm, length, tree, says) in enumerate(rows):
+            if length:
+                survival = self._record.expect(key, arm, length, tree.parents, says)
+                pool += [(-own, b, i) for i, own in enumerate(survival)]
+        pool.sort()
+        count = self._worthwhile([-node[0] for node in pool], load)
+        if count == len(pool):
+            return drafts
+        kept: list[list[int]] = [[] for _ in load.keys]
+        for _, b, i in pool[:count]:
+            kept[b].append(i)
+        for key, nodes in zip(load.keys, kept, strict=True):
+            nodes.sort()
+            self._record.keep(key, nodes)
+        return drafts.subset(kept)
+
+    def observe(self, stats: RoundStats) -> None:
+        """Learn what was accepted and what it cost."""
+        if self._load is None:
+            return
+        self.costs.observe_forward(stats.rows, self._load.context, stats.forward_s)
+        users = self._users(self._plan)
+        if len(users) == 1:  # times of several arms in one round cannot be told apart
+            ((arm, own),) = users.items()
+            longest = max(self._plan.lengths[b] for b in own)
+            self.costs.observe_proposal(self.arms[arm].name, len(own), longest, stats.propose_s)
+        if self._credit is not None:
+            self._credit += _PROBES * (stats.forward_s + stats.propose_s)
+        for key, path in zip(self._load.keys, stats.paths, strict=True):
+            self._record.learn(key, path)
+            if key is self._probing and self._credit is not None:
+                self._credit += len(path) / self._rate  # a probe that pays for itself costs nothing
+
+    def forget(self, key: Hashable) -> None:
+        """A sequence is over."""
+        self._record.forget(key)
+        self._losses.pop(key, None)
+
+    def _best(self, load: Load) -> Plan:
+        """The arm and length of every sequence that make tokens over time largest.
+
+        First the best single setting for all gives the rate a token must earn its time at; then every
+        sequence takes whatever brings it most beyond that price, or nothing.
+        """
+        self._losses = {}
+        lengths, arms = [0] * len(load.room), [0] * len(load.room)
+        able = [b for b, room in enumerate(load.room) if room > 0]
+        if able and self.arms:
+            every = range(len(self.arms))
+            gains = np.stack([[self._record.curve(load.keys[b], arm)[_LENGTHS - 1] for arm in every] for b in able])
+            base = self.costs.forward(load.rows, load.context)
+            price = self._price(load, len(able))
+            rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
+            self._rate = max(float(rates.max()), load.emitting / base)
+            worth = gains - self._rate * _WORTH * price
+            probes = np.array([np.searchsorted(_LENGTHS, min(_PROBE_LENGTH, arm.most), "right") - 1 for arm in self.arms])
+            for own, b in zip(worth, able, strict=True):
+                if (allowed := load.arms[b] if load.arms else None) is not None:
+                    own[[arm for arm in every if arm not in allowed]] = -np.inf
+                arm, step = np.unravel_index(int(own.argmax()), own.shape)
+                best = max(float(own[arm, step]), 0.0)
+                self._losses[load.keys[b]] = (best - own[np.arange(len(own)), probes]) / self._rate
+                if best > 0:
+                    lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
+            self._drop_the_lonely(load, len(able), lengths, arms)
+        return Plan(tuple(lengths), arms=tuple(arms))
+
+    def _price(self, load: Load, able: int) -> Floats:
+        """(arms, lengths): seconds it costs one of the sequences when all draft so."""
+        base = self.costs.forward(load.rows, load.context)
+        price = np.full((len(self.arms), len(_LENGTHS)), np.inf)
+        for s, length in enumerate(_LENGTHS.tolist()):
+            extra = self.costs.forward(load.rows + length * able, load.context) - base
+            for a, arm in enumerate(self.arms):
+                if length <= arm.most:
+                    price[a, s] = (self.costs.proposal(arm.name, able, length, load.context) + extra) / able
+        return price
+
+    def _drop_the_lonely(self, load: Load, able: int, lengths: list[int], arms: list[int]) -> None:
+        """An arm that few chose costs each of them more than its share among all."""
+        for arm, own in self._users(Plan(tuple(lengths), arms=tuple(arms))).items():
+            if len(own) < able:
+                gain = sum(float(self._record.curve(load.keys[b], arm)[lengths[b] - 1]) for b in own)
+                rows = sum(lengths[b] for b in own)
+                cost = self.costs.forward(load.rows + rows, load.context) - self.costs.forward(load.rows, load.context)
+                cost += self.costs.proposal(self.arms[arm].name, len(own), max(lengths[b] for b in own), load.context)
+                if gain < self._rate * _WORTH * cost:
+                    for b in own:
+                        lengths[b] = 0
+
+    def _worthwhile(self, survival: Seq[float], load: Load) -> int:
+        """How many of the likeliest nodes to keep; drafting them is paid for already."""
+        tokens = load.emitting + np.concatenate(([0.0], np.cumsum(survival)))
+        spent = sum(
+            self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
+            for arm, own in self._users(self._plan).items()
+        )
+        times = [self.costs.forward(load.rows + n, load.context) for n in range(len(survival) + 1)]
+        return int(np.argmax(tokens / (np.array(times) + spent)))
+
+    def _users(self, plan: Plan) -> dict[int, list[int]]:
+        """Sequences that draft, by arm."""
+        users: dict[int, list[int]] = {}
+        for b, (arm, length) in enumerate(zip(plan.arms, plan.lengths, strict=True)):
+            if length:
+                users.setdefault(arm, []).append(b)
+        return users
+
+    def _with_probe(self, load: Load, plan: Plan) -> Plan:
+        """Now and then one sequence tries something else, as far as the probes' share of the time allows."""
+        if self._credit is None:
+            self._credit = _FIRST_PROBES * self.costs.forward(load.rows, load.context)
+        able = [b for b, room in enumerate(load.room) if room > 0]
+        if not able or not self.arms:
+            return plan
+        b, arm = able[self._turn % len(able)], self._turn // len(able) % len(self.arms)
+        cost = self._probe_cost(load, plan, b, arm)
+        if cost > self._credit and cost < math.inf:
+            return plan  # until there is enough
+        self._turn += 1
+        if cost == math.inf:
+            return plan
+        self._credit -= cost
+        self._probing = load.keys[b]
+        lengths, arms = list(plan.lengths), list(plan.arms)
+        lengths[b], arms[b] = min(_PROBE_LENGTH, self.arms[arm].most, load.room[b]), arm
+        return plan._replace(lengths=tuple(lengths), arms=tuple(arms))
+
+    def _probe_cost(self, load: Load, plan: Plan, b: int, arm: int) -> float:
+        """Seconds lost if sequence b tries an arm; infinite where it may not or does so anyway."""
+        losses = self._losses.get(load.keys[b])
+        if losses is None or (plan.lengths[b] and plan.arms[b] == arm):
+            return math.inf
+        cost, able = float(losses[arm]), len(self._losses)
+        if arm not in self._users(plan):  # alone, it bears all of the proposal
+            name, length = self.arms[arm].name, min(_PROBE_LENGTH, self.arms[arm].most)
+            shared = self.costs.proposal(name, able, length, load.context) / able
+            cost += max(self.costs.proposal(name, 1, length, load.context) - shared, 0.0)
+        return max(cost, 0.0)

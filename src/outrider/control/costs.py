@@ -1,0 +1,179 @@
+"""What things cost on this machine: measured, monotone, kept on disk. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Costs", "Curve"]
+
+_STEPS = (*range(1, 17), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
+_MEMORY = 32.0  # observations a mean remembers
+_FLOOR = 0.25  # of the time at the smallest size seen
+_TOLERANCE = 3.0  # an observation this many times off the mean counts as this many: a stall is not a cost
+
+
+@dataclass(slots=True)
+class Curve:
+    """Seconds by size, learned from observations at any sizes: means at fixed steps, made monotone, interpolated."""
+
+    means: dict[int, float] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
+    _fitted: list[tuple[int, float]] | None = None
+
+    def observe(self, size: int, seconds: float) -> None:
+        """One measurement. Old ones fade."""
+        step = _step(size)
+        mean = self.means.get(step)
+        if mean is None:
+            self.means[step], self.weights[step] = seconds, 1.0
+        else:
+            seconds = min(max(seconds, mean / _TOLERANCE), mean * _TOLERANCE)
+            weight = self.weights[step] = min(self.weights[step] + 1.0, _MEMORY)
+            self.means[step] = mean + (seconds - mean) / weight
+        self._fitted = None
+
+    def time(self, size: float) -> float | None:
+        """Expected seconds at a size; None where nothing was seen.
+
+        Beyond the largest size seen, time grows with it; below the smallest it may be much less, so that
+        the small sizes are tried too.
+        """
+        points = self._points()
+        if not points:
+            return None
+        if size <= points[0][0]:
+            return points[0][1] * (_FLOOR + (1 - _FLOOR) * size / points[0][0])
+        if size >= points[-1][0]:
+            return self._beyond(points, size)
+        i = bisect_right(points, size, key=lambda point: point[0])
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+
+    def _beyond(self, points: list[tuple[int, float]], size: float) -> float:
+        x, y = points[-1]
+        if len(points) == 1:
+            return y * math.sqrt(max(size / x, 1.0))  # one point says little: between free and proportional
+        x0, y0 = points[-2]
+        return y + (y - y0) / (x - x0) * (size - x)
+
+    def _points(self) -> list[tuple[int, float]]:
+        """Steps with their times, never falling: neighbours that disagree share their weighted mean."""
+        if self._fitted is None:
+            pools: list[list[float]] = []  # mean, weight, how many steps
+            for step in sorted(self.means):
+                pools.append([self.means[step], self.weights[step], 1])
+                while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                    high, low = pools.pop(), pools.pop()
+                    weight = high[1] + low[1]
+                    pools.append([(high[0] * high[1] + low[0] * low[1]) / weight, weight, high[2] + low[2]])
+            flat = [mean for mean, _, count in pools for _ in range(int(count))]
+            self._fitted = list(zip(sorted(self.means), flat, strict=True))
+        return self._fitted
+
+
+class Costs:
+    """Times of the target's forward by rows and context, and of every drafter's proposal by batch and length.
+
+    Filled by a measurement at start-up or by the rounds themselves, and refined by every round. Where
+    nothing was measured the guesses are cautious: more rows cost more, a proposal costs a tenth of a forward.
+    """
+
+    def __init__(self) -> None:
+        self._forward: dict[int, Curve] = {}  # by context bin
+        self._propose: dict[str, dict[int, Curve]] = {}  # by drafter, then by batch step; the curve is by length
+
+    def observe_forward(self, rows: int, context: int, seconds: float) -> None:
+        self._forward.setdefault(_context(context), Curve()).observe(rows, seconds)
+
+    def observe_proposal(self, drafter: str, batch: int, length: int, seconds: float) -> None:
+        self._propose.setdefault(drafter, {}).setdefault(_step(batch), Curve()).observe(length, seconds)
+
+    def forward(self, rows: float, context: int) -> float:
+        """Seconds of a target forward."""
+        wanted = _context(context)
+        known = sorted(self._forward, key=lambda bin_: (abs(bin_ - wanted), bin_))
+        for bin_ in known:
+            time = self._forward[bin_].time(rows)
+            if time is not None:
+                return time
+        return 0.01 * max(rows / 16, 1.0)
+
+    def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
+        """Seconds of a proposal of `length` nodes for each of `batch` sequences."""
+        curves = self._propose.get(drafter, {})
+        if not curves:
+            return 0.1 * self.forward(1, context)
+        step = _step(batch)
+        nearest = min(curves, key=lambda own: (abs(_STEPS.index(own) - _STEPS.index(step)), own))
+        time = curves[nearest].time(length)
+        assert time is not None
+        return time * math.sqrt(max(step / nearest, 1.0))  # a larger batch than any seen: between free and proportional
+
+    def knows_proposal(self, drafter: str) -> bool:
+        return drafter in self._propose
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON: {"forward": {context: {rows: seconds}}, "propose": {drafter: {batch: {length: seconds}}}}."""
+        return {
+            "forward": {str(_CONTEXTS[bin_]): _plain(curve) for bin_, curve in sorted(self._forward.items())},
+            "propose": {
+                name: {str(batch): _plain(curve) for batch, curve in sorted(curves.items())}
+                for name, curves in sorted(self._propose.items())
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Costs:
+        costs = cls()
+        for context, curve in data["forward"].items():
+            costs._forward[_context(int(context))] = _curve(curve)
+        for name, curves in data["propose"].items():
+            costs._propose[name] = {int(batch): _curve(curve) for batch, curve in curves.items()}
+        return costs
+
+    def save(self, path: Path) -> None:
+        """Write atomically; a machine that cannot keep the table only measures again."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(f"{path.name}.{os.getpid()}")
+            fresh.write_text(json.dumps(self.as_dict()))
+            fresh.replace(path)
+        except OSError:
+            pass
+
+    @classmethod
+    def load(cls, path: Path) -> Costs:
+        """What was kept, or an empty table."""
+        try:
+            return cls.from_dict(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls()
+
+
+def _step(size: int) -> int:
+    """The largest step not above a size."""
+    return int(_STEPS[max(bisect_right(_STEPS, size) - 1, 0)])
+
+
+def _context(tokens: int) -> int:
+    return min(sum(limit < tokens for limit in _CONTEXTS), len(_CONTEXTS) - 1)
+
+
+def _plain(curve: Curve) -> dict[str, float]:
+    return {str(step): seconds for step, seconds in sorted(curve.means.items())}
+
+
+def _curve(data: Mapping[str, float]) -> Curve:
+    curve = Curve()
+    sizes: Iterable[tuple[int, float]] = ((int(size), float(seconds)) for size, seconds in data.items())
+    for size, seconds in sizes:
+        curve.observe(size, seconds)
+    return curve

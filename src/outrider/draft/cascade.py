@@ -1,0 +1,238 @@
+"""A cascade: a lookup or a small model drafts for a larger one, and that one for the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.protocol import Guess, Lookup
+from outrider.errors import DrafterFault, InvalidParameter
+from outrider.model import Feed, Runner
+from outrider.sampling import Key, Row, Stream, draw, law, process, rank
+
+__all__ = ["CascadeDrafter", "ModelLevel"]
+
+
+class CascadeDrafter:
+    """Speculates about the draft itself.
+
+    What it does: the lowest level guesses a few tokens, the model above checks them all in one forward
+        with its own choice rule (the same noise as the target's) and adds one of its own, and so on
+        until it has drafted what is planned; that draft goes to the next level in the same way, and the
+        last one's to the target. Each level's tokens are exactly those it would have chosen alone, so
+        the target accepts as much as from the last level without a cascade, for fewer forwards.
+    When it helps: where the draft model's own forwards are a large part of a round and the text repeats,
+        or between a large target and a draft model that deserves a drafter.
+    Cost: at most one forward of each model per token it drafts; less by every guess that comes true.
+    Needs: KV beside the target's for every model; what the lowest level needs.
+    Reference: Chen et al. 2312.11462 (cascade speculative drafting); Spector and Re 2308.04623 (staged).
+    """
+
+    def __init__(self, levels: Seq[ModelLevel], lookup: Lookup | None = None, lookup_tokens: int = 256) -> None:
+        if not levels:
+            raise InvalidParameter("levels", "the last level of a cascade must be a model")
+        self._levels = levels
+        self._lookup = lookup
+        self._lookup_tokens = lookup_tokens
+        below = Needs() if lookup is None else lookup.needs
+        self.needs = Needs(
+            taps=below.taps,
+            scores=below.scores,
+            kv_bytes_per_token=below.kv_bytes_per_token + sum(level.kv_bytes_per_token for level in levels),
+        )
+
+    def begin(self, seq: Sequence) -> None:
+        for level in self._levels:
+            level.begin(seq)
+        if self._lookup is not None:
+            self._lookup.begin(seq)
+
+    def end(self, seq: Sequence) -> None:
+        for level in self._levels:
+            level.end(seq)
+        if self._lookup is not None:
+            self._lookup.end(seq)
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        if self._lookup is not None:
+            self._lookup.commit(batch, drafts, verdicts, scores)
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        chains = [_Chain(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        self._draft(len(self._levels) - 1, chains, plan.keep_q)
+        q = _stacked([chain.laws for chain in chains]) if plan.keep_q else None
+        return Drafts.chains([chain.tokens for chain in chains], q, [chain.survival() for chain in chains])
+
+    def _draft(self, height: int, chains: Seq[_Chain], apart: bool) -> None:
+        """Fill chains with the choices of one level, checking what the level below guesses as far as it goes."""
+        level = self._levels[height]
+        for own in chains:
+            own.wanted = min(own.wanted, level.context - own.start)
+        while active := [own for own in chains if len(own.tokens) < own.wanted]:
+            guesses = self._below(height, active, apart)
+            for own, chosen in zip(active, level.choices(active, guesses, apart), strict=True):
+                own.tokens += chosen.tokens
+                own.chances += chosen.chances
+                own.laws += chosen.laws
+
+    def _below(self, height: int, above: Seq[_Chain], apart: bool) -> list[list[int]]:
+        """What the level below thinks comes next in each chain; the level itself adds one token more."""
+        if height == 0:
+            if self._lookup is None:
+                return [[] for _ in above]
+            wanted = [min(own.wanted - len(own.tokens) - 1, self._lookup_tokens) for own in above]
+            return [
+                _best_chain(self._lookup.follow(own.seq, own.path, n)) if n else [] for own, n in zip(above, wanted, strict=True)
+            ]
+        most = self._levels[height - 1].draft_tokens
+        chains = [_Chain(own.seq, min(own.wanted - len(own.tokens) - 1, most), own.path) for own in above]
+        self._draft(height - 1, chains, apart)
+        return [chain.tokens for chain in chains]
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A draft while it grows, after a sequence and what levels above have drafted already."""
+
+    seq: Sequence
+    wanted: int
+    before: Seq[int] = ()
+    tokens: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)  # where the rule needs them
+
+    @property
+    def start(self) -> int:
+        return len(self.seq.tokens) + len(self.before)
+
+    @property
+    def path(self) -> list[int]:
+        """Everything guessed after the sequence so far."""
+        return [*self.before, *self.tokens]
+
+    def survival(self) -> list[float]:
+        out, survival = [], 1.0
+        for chance in self.chances:
+            survival *= chance
+            out.append(survival)
+        return out
+
+
+class _Chosen(NamedTuple):
+    """A level's tokens: the guesses it would have chosen itself, then its own next one."""
+
+    tokens: list[int]
+    chances: list[float]
+    laws: list[Tensor]
+
+
+class ModelLevel:
+    """A model that checks guesses by its own choices. Its KV lies in the target's pages."""
+
+    def __init__(self, runner: Runner, draft_tokens: int = 256) -> None:
+        config = runner.decoder.config
+        self.kv_bytes_per_token = 8 * config.layers * config.kv_heads * config.head_dim
+        self.context = config.context
+        self.draft_tokens = draft_tokens  # most it drafts at once for a level above it
+        self._runner = runner
+        self._fed: dict[Sequence, list[int]] = {}  # the token in each slot
+        self._settled: dict[Sequence, int] = {}  # leading slots known to hold committed tokens
+
+    def begin(self, seq: Sequence) -> None:
+        self._fed[seq], self._settled[seq] = [], 0
+
+    def end(self, seq: Sequence) -> None:
+        self._fed.pop(seq, None)
+        self._settled.pop(seq, None)
+
+    def choices(self, chains: Seq[_Chain], guesses: Seq[list[int]], apart: bool) -> list[_Chosen]:
+        """Check a guess after each chain, all in one forward."""
+        feeds: list[Feed] = []
+        wanted: list[int] = []  # rows of the forward whose logits are looked at
+        rows: list[Row] = []
+        total = 0
+        for chain, guess in zip(chains, guesses, strict=True):
+            feeds.append(self._feed(chain, guess))
+            total += len(feeds[-1].tokens)
+            wanted += range(total - len(guess) - 1, total)
+            path = chain.path
+            rows += [Row.at(chain.seq, [*path, *guess[:i]]) for i in range(len(guess) + 1)]
+        logits = self._runner.logits(self._runner.forward(feeds).last, wanted)
+        if not bool(logits.isfinite().all()):
+            raise DrafterFault("a model's logits are not finite")
+        out, first = [], 0
+        for chain, guess in zip(chains, guesses, strict=True):
+            own = slice(first, first + len(guess) + 1)
+            first = own.stop
+            pick = _drawn_apart if apart else _ranked
+            out.append(_cut(pick(logits[own], rows[own], chain.seq), guess))
+        return out
+
+    def _feed(self, chain: _Chain, guess: list[int]) -> Feed:
+        """What the KV lacks of a chain and its guess; the token before the guess is always fed, for its logits.
+
+        Slots may hold what a round rejected, or lack what this level was not asked about: the tokens say so.
+        """
+        seq, fed, path = chain.seq, self._fed[chain.seq], chain.path
+        text, ends = [*seq.tokens, *path, *guess], len(seq.tokens) + len(path)
+        limit = min(len(fed), ends - 1)
+        keep = min(self._settled[seq], limit)
+        while keep < limit and fed[keep] == text[keep]:
+            keep += 1
+        self._settled[seq] = min(keep, len(seq.tokens))
+        fed[keep:] = text[keep:]
+        return Feed(seq.pages, keep, text[keep:])
+
+
+def _ranked(logits: Tensor, rows: Seq[Row], _seq: Sequence) -> _Chosen:
+    """The choice at each row with the target's noise, and how sure it is."""
+    best = rank(logits, rows, 1)
+    return _Chosen(best.tokens[:, 0].tolist(), best.chances[:, 0].tolist(), [])
+
+
+def _drawn_apart(logits: Tensor, rows: Seq[Row], seq: Sequence) -> _Chosen:
+    """Draws with noise of their own, and the laws drawn from: ratio tests must not share the target's noise."""
+    picked: list[int] = []
+    for own, row in zip(logits, rows, strict=True):
+        key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
+        picked += draw(process(own, row)[None], None if row.params.greedy else [key])
+    laws = [law(own, row) for own, row in zip(logits, rows, strict=True)]
+    return _Chosen(picked, [float(own[token]) for own, token in zip(laws, picked, strict=True)], laws)
+
+
+def _cut(chosen: _Chosen, guess: list[int]) -> _Chosen:
+    """Choices as far as the guess agrees, and the first that differs from it or follows it."""
+    agreed = 0
+    while agreed < len(guess) and guess[agreed] == chosen.tokens[agreed]:
+        agreed += 1
+    return _Chosen(chosen.tokens[: agreed + 1], chosen.chances[: agreed + 1], chosen.laws[: agreed + 1])
+
+
+def _best_chain(guess: Guess) -> list[int]:
+    """The likeliest path of a tree, from the root down."""
+    best: dict[int, int] = {}  # parent -> its likeliest child
+    for node, parent in enumerate(guess.parents):
+        if parent not in best or guess.survival[node] > guess.survival[best[parent]]:
+            best[parent] = node
+    path, node = [], ROOT
+    while node in best:
+        node = best[node]
+        path.append(guess.tokens[node])
+    return path
+
+
+def _stacked(laws: Seq[Seq[Tensor]]) -> Tensor | None:
+    """(B, D, V) from ragged rows, zero where nothing was drafted."""
+    filled = [own for own in laws if own]
+    if not filled:
+        return None
+    out = torch.zeros(len(laws), max(map(len, laws)), filled[0][0].shape[0], dtype=torch.float64)
+    for b, own in enumerate(laws):
+        if own:
+            out[b, : len(own)] = torch.stack(list(own))
+    return out

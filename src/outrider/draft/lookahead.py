@@ -1,0 +1,262 @@
+"""Lookahead decoding: the target iterates on a window of future tokens while it verifies, and what it says is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.calibration import Calibration, came_true
+from outrider.draft.protocol import Guess
+from outrider.errors import InvalidParameter
+
+__all__ = ["LookaheadDrafter", "NGramPool"]
+
+_PRIORS = {2: 0.5, 1: 0.3, 0: 0.1}  # a guess's first token, by the tokens of context it was found under; 0: the window
+_LATER = 0.6
+
+
+class LookaheadDrafter:
+    """Drafts from n-grams that the target itself wrote on the side.
+
+    What it does: each forward carries a window of guesses about the future beside the draft. Its
+        first level is a chain below the root, and from each token of that chain hangs a column with
+        the later guesses for the tokens after it, one Jacobi iteration newer at each step down. The
+        target's choice below a column's end is the next iterate. All of it is one ordinary tree, so
+        a window path that turns out right is accepted like any other. The choices at all nodes,
+        rejected ones too, make n-grams with the tokens before them; the draft is what followed the
+        last two tokens, or the last one, in the pool of these.
+    When it helps: where nothing repeats and no draft network exists, and extra rows cost little.
+    Cost: `window` * (`ngram` - 1) nodes of every forward, at most half of the draft; dictionary
+        look-ups, independent of the context's length; memory for `pool_tokens` tokens per sequence.
+    Needs: the target's choice at every node, which only the rule `match` makes.
+    Reference: Fu et al. 2402.02057.
+    """
+
+    needs = Needs(follows=True)
+
+    def __init__(self, window: int = 3, ngram: int = 5, pool_tokens: int = 65536, from_prompt: bool | int = True) -> None:
+        if not 0 <= window <= 64:
+            raise InvalidParameter("window", f"must be in [0, 64], got {window}")
+        if not 2 <= ngram <= 16:
+            raise InvalidParameter("ngram", f"must be in [2, 16], got {ngram}")
+        if pool_tokens < ngram:
+            raise InvalidParameter("pool_tokens", f"must hold at least one n-gram of {ngram}, got {pool_tokens}")
+        self._window = window
+        self._ngram = ngram
+        self._grams = pool_tokens // ngram
+        self._from_prompt = bool(from_prompt)
+        self._states: dict[Sequence, _State] = {}
+        self._calibration = Calibration()
+
+    def begin(self, seq: Sequence) -> None:
+        state = self._states[seq] = _State(NGramPool(self._ngram, self._grams))
+        if self._from_prompt:
+            for end in range(2, len(seq.tokens) + 1):
+                state.pool.add(seq.tokens[max(end - self._ngram, 0) : end])
+
+    def end(self, seq: Sequence) -> None:
+        self._states.pop(seq, None)
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        none = Guess([], [], [])
+        chains = plan.rule != "match"  # the other rules verify chains, and choose nothing at the window
+        guesses = [self._draft(seq, n, chains).guess if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        return Drafts.trees([(own.tokens, own.parents) for own in guesses], survival=[own.survival for own in guesses])
+
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
+        growing = _Growing(nodes)
+        self._add_known(growing, seq, path)
+        return growing.guess
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        """Put what the target said at every node into the pool, and move the window on."""
+        for seq, tree, verdict in zip(batch.sequences, drafts.on_host(), verdicts, strict=True):
+            state = self._states.get(seq)
+            if state is None or not verdict.tokens or seq.finish_reason is not None:
+                continue
+            text = seq.tokens[max(len(seq.tokens) - len(verdict.tokens) - self._ngram, 0) :]
+            before, new = text[: len(text) - len(verdict.tokens)], verdict.tokens
+            if verdict.choices:
+                state.pool.add_all(before, tree, verdict)
+            else:
+                for end in range(len(before) + 1, len(text) + 1):
+                    state.pool.add(text[max(end - self._ngram, 0) : end])
+            if state.last is not None:
+                for node, true in came_true(state.last.guess.tokens, state.last.guess.parents, new):
+                    self._calibration.record(state.last.kinds[node], true)
+                state.last = None
+            self._advance(state, tree, verdict)
+
+    def _draft(self, seq: Sequence, nodes: int, chain: bool) -> _Growing:
+        """Guesses from the pool and the window, in one tree."""
+        state, growing = self._states[seq], _Growing(nodes)
+        columns = 0 if chain else min(self._window, nodes // 2 // (self._ngram - 1))
+        state.columns = columns
+        self._fill(state, seq)
+        growing.room = nodes - columns * (self._ngram - 1)
+        self._add_known(growing, seq, (), 1 if chain else None)
+        growing.room = nodes
+        for column in range(columns):
+            growing.add(self._column(state, column), self._chances(seq, 0, 0))
+        state.last = growing
+        return growing
+
+    def _add_known(self, growing: _Growing, seq: Sequence, path: Seq[int], most: int | None = None) -> None:
+        """What followed here before, the likeliest first; long drafts go on from where a guess ends."""
+        pool, context = self._states[seq].pool, [*seq.tokens[-2:], *path][-2:]
+        found = list(pool.after(context))[:most]
+        for rank, (matched, tokens) in enumerate(found):
+            growing.add(tokens, self._chances(seq, matched, rank))
+        if found:
+            chances = self._chances(seq, found[0][0], 0)
+            best = [*found[0][1]]
+            while growing.room > len(growing.guess.tokens) and len(best) < growing.room:
+                further = next(iter(pool.after([*context, *best][-2:])), None)
+                if further is None:
+                    break
+                best += further[1]
+                growing.add(best, chances)
+
+    def _chances(self, seq: Sequence, matched: int, rank: int) -> _Chances:
+        greedy, rank = seq.request.params.greedy, min(rank, 3)
+        first, later = (greedy, matched, rank), (greedy, matched, "later")
+        return _Chances(
+            first,
+            later,
+            self._calibration.chance(first, _PRIORS[matched] / (1 + rank)),
+            self._calibration.chance(later, _LATER),
+        )
+
+    def _column(self, state: _State, column: int) -> list[int]:
+        """The path of a column's end: the first level up to it, then down its levels."""
+        return [*state.levels[0][: column + 1], *(level[column] for level in state.levels[1:])]
+
+    def _fill(self, state: _State, seq: Sequence) -> None:
+        """Tokens for columns that have none: what followed the one to the left, or something from the text."""
+        while len(state.levels) < self._ngram - 1:
+            state.levels.append([])
+        for r, level in enumerate(state.levels):
+            while len(level) < state.columns:
+                left = level[-1] if level else (state.levels[r - 1][0] if r else seq.tokens[-1])
+                followed = next(iter(state.pool.after([left])), None)
+                level.append(followed[1][0] if followed else seq.tokens[(len(level) * 7 + r * 3) % len(seq.tokens)])
+
+    def _advance(self, state: _State, tree: Tree, verdict: Verdict) -> None:
+        """Drop the oldest level, add the newest, and keep the columns that still lie ahead of the text."""
+        if not state.columns:  # the window was not part of this round
+            state.levels = [level[len(verdict.tokens) :] for level in state.levels]
+            return
+        place = {(parent, token): node for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True))}
+        newest = []
+        for column in range(state.columns):
+            node = ROOT
+            for token in self._column(state, column):
+                node = place.get((node, token), -2)
+            if node < 0 or verdict.choices[1 + node] < 0:
+                break
+            newest.append(verdict.choices[1 + node])
+        passed = len(verdict.tokens) - 1
+        state.levels = [level[passed:] for level in (*state.levels[1:], newest)]
+        state.columns = 0
+
+
+class _Chances(NamedTuple):
+    """What a path's first token and its further ones are, and how likely."""
+
+    first: Hashable
+    later: Hashable
+    of_first: float
+    of_later: float
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A draft while paths are added to it; paths with a common start share nodes."""
+
+    room: int
+    guess: Guess = field(default_factory=lambda: Guess([], [], []))
+    kinds: list[Hashable] = field(default_factory=list)
+    _place: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, path: Seq[int], chances: _Chances) -> None:
+        """As much of a path as there is room for."""
+        node, survival = ROOT, 1.0
+        for i, token in enumerate(path):
+            below = self._place.get((node, token))
+            survival *= chances.of_later if i else chances.of_first
+            if below is None:
+                if len(self.guess.tokens) >= self.room:
+                    return
+                below = self._place[node, token] = len(self.guess.tokens)
+                self.guess.tokens.append(token)
+                self.guess.parents.append(node)
+                above = self.guess.survival[node] if node >= 0 else 1.0
+                self.guess.survival.append(min(survival, above))
+                self.kinds.append(chances.later if i else chances.first)
+            node = below
+
+
+@dataclass(slots=True)
+class _State:
+    """One sequence's pool and window."""
+
+    pool: NGramPool
+    levels: list[list[int]] = field(default_factory=list)  # oldest first; column c of level r guesses c + r tokens ahead
+    columns: int = 0  # of the window in the draft that waits for its verdict
+    last: _Growing | None = None
+
+
+class NGramPool:
+    """What followed one token and what followed two, the latest first; at most `limit` n-grams."""
+
+    _EACH = 6  # continuations kept for the same context
+
+    def __init__(self, ngram: int, limit: int) -> None:
+        self._ngram = ngram
+        self._limit = limit
+        self._after: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}  # the stalest context first, so inside too
+        self.size = 0
+
+    def after(self, context: Seq[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Continuations, those of the longer context first, each with the length of its context."""
+        for length in (2, 1):
+            if len(context) >= length:
+                for tokens in reversed(self._after.get(tuple(context[len(context) - length :]), {})):
+                    yield length, tokens
+
+    def add(self, gram: Seq[int]) -> None:
+        """An n-gram, or the shorter one a text begins with; its last two tokens are known as a pair at once."""
+        self._put(tuple(gram[-2:-1]), tuple(gram[-1:]))
+        for length in (1, 2):
+            if len(gram) > max(length, 2):
+                self._put(tuple(gram[:length]), tuple(gram[length:]))
+
+    def add_all(self, before: Seq[int], tree: Tree, verdict: Verdict) -> None:
+        """The target's choice at every node with the tokens that led there; what became text comes last."""
+        paths: list[list[int]] = [list(before[1 - self._ngram :])]
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            paths.append([*paths[parent + 1], token])
+        kept = {0, *(1 + node for node in verdict.path)}
+        rows = [*(row for row in range(len(paths)) if row not in kept), *sorted(kept)]
+        for row in rows:
+            if verdict.choices[row] >= 0:  # below: the logits of that row were not finite
+                self.add([*paths[row], verdict.choices[row]][-self._ngram :])
+
+    def _put(self, context: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        known = self._after.pop(context, {})
+        self.size -= len(known)
+        for other in known:
+            if other[: len(tokens)] == tokens or tokens[: len(other)] == other:
+                tokens = max(tokens, other, key=len)  # the same, known further
+                del known[other]
+                break
+        known[tokens] = None
+        if len(known) > self._EACH:
+            del known[next(iter(known))]
+        self._after[context] = known
+        self.size += len(known)
+        while self.size > self._limit and len(self._after) > 1:
+            self.size -= len(self._after.pop(next(iter(self._after))))

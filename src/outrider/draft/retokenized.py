@@ -1,0 +1,93 @@
+"""A draft model of another tokenizer, by way of the text it writes."""
+
+from __future__ import annotations
+
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.reader import Reader, Text
+from outrider.draft.transcript import Transcript
+from outrider.errors import DrafterFault
+from outrider.model import Runner
+from outrider.text import Tokenizer
+
+__all__ = ["RetokenizedModel"]
+
+_SURROUNDINGS = 8  # tokens before the draft that may change how it is cut
+_OPEN = "\ufffd"
+
+
+class RetokenizedModel:
+    """Drafts text with a model whose tokens are hardly the target's.
+
+    What it does: the smaller model reads the text in its own tokens and writes on, always its most
+        probable token; what it wrote is cut into the target's tokens. The two share no noise,
+        because they share no tokens to key it by.
+    When it helps: where the only small model has a vocabulary of its own; the more so the lower the
+        temperature.
+    Cost: one forward of the small model per token of its own; its own KV in pages of its own.
+    Needs: text: while the target's last character is incomplete it drafts nothing.
+    Reference: Timor et al. 2502.05202 (string-level exact match).
+    """
+
+    def __init__(self, runner: Runner, target: Tokenizer, draft: Tokenizer) -> None:
+        config = runner.decoder.config
+        self.needs = Needs(kv_bytes_per_token=8 * config.layers * config.kv_heads * config.head_dim)
+        self._target = target
+        self._draft = draft
+        self._reader = Reader(runner, own_pages=True)
+        self._transcripts: dict[Sequence, Transcript] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        self._transcripts[seq] = Transcript(self._target, self._draft)
+        self._reader.begin(seq)
+
+    def end(self, seq: Sequence) -> None:
+        self._transcripts.pop(seq, None)
+        self._reader.end(seq)
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        pass
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        texts = [self._text(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        written: list[list[int]] = [[] for _ in texts]
+        writing = [b for b, text in enumerate(texts) if text is not None]
+        while writing:
+            longer = [text._replace(ids=[*text.ids, *written[b]]) for b in writing if (text := texts[b])]
+            logits = self._reader.read(longer)
+            if not bool(logits.isfinite().all()):
+                raise DrafterFault("the draft's logits are not finite")
+            for b, token in zip(writing, logits.argmax(-1).tolist(), strict=True):
+                written[b].append(token)
+            writing = [b for b in writing if len(written[b]) < plan.lengths[b] and written[b][-1] != self._draft.eos_id]
+        chains = [
+            self._cut(seq, text, own)[:planned] if text is not None else []
+            for seq, text, own, planned in zip(batch.sequences, texts, written, plan.lengths, strict=True)
+        ]
+        return Drafts.chains(chains)
+
+    def _text(self, seq: Sequence, planned: int) -> Text | None:
+        """What the model reads before it writes; None where it cannot."""
+        if not planned:
+            return None
+        transcript = self._transcripts[seq]
+        transcript.extend(seq.tokens)
+        size = len(transcript.ids) + planned
+        if not transcript.ids or transcript.pending or size > self._reader.context or not self._reader.room(seq, size):
+            return None
+        return Text(seq, transcript.ids, transcript.settled)
+
+    def _cut(self, seq: Sequence, text: Text, written: list[int]) -> list[int]:
+        """The target's tokens of what the draft wrote, cut as they would be after the text."""
+        ended = bool(written) and written[-1] == self._draft.eos_id
+        words = _after(self._draft, list(text.ids[-_SURROUNDINGS:]), written[:-1] if ended else written).rstrip(_OPEN)
+        before = seq.tokens[-_SURROUNDINGS:]
+        spans = self._target.spans(self._target.decode(before, skip_special_tokens=False) + words)
+        ids = [span.token for span in spans]
+        found = ids[len(before) :] if ids[: len(before)] == before else list(self._target.encode_bare(words))
+        return [*found, self._target.eos_id] if ended and self._target.eos_id is not None else found
+
+
+def _after(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:
+    """What tokens write after others: alone, some lose a leading space or half a character."""
+    first, whole = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, before + tokens))
+    return whole[len(first) :] if whole.startswith(first) else tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,0 +1,134 @@
+"""Draft temperature: how much to sharpen q before the noise, learnt from what the target's law turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.core import Scores, Verdict
+from outrider.sampling import Row, SamplingParams, process
+from outrider.sampling.noise import Key, bits, gumbel, keys_of
+
+__all__ = ["TEMPERATURES", "Law", "Sharpener", "hits", "likelihood"]
+
+TEMPERATURES = (1.0, 0.9, 1.15, 0.8, 0.7, 1.3, 0.6, 0.5, 0.4)  # nearest to no change first: the first wins a tie
+_TOKENS = 64  # of q, the most probable
+_DRAWS = 16
+_ENOUGH = 48  # positions seen before anything changes
+_YOUNG = 256  # positions seen before only every _RARELY-th is looked at
+_RARELY = 8
+_LEAST = -7.0  # no choice counts for less than this log chance
+_MEMORY = 0.998  # weight of the past at each position
+
+_Floats = npt.NDArray[np.float64]
+
+
+class Law(NamedTuple):
+    """The draft's law at a node before sharpening, most probable tokens first."""
+
+    ids: npt.NDArray[np.int64]  # (m,) the target's ids
+    logq: _Floats  # (m,)
+    row: Row
+
+
+@dataclass(slots=True)
+class _Record:
+    """How well each temperature would have guessed."""
+
+    right: _Floats = field(default_factory=lambda: np.zeros(len(TEMPERATURES)))
+    seen: int = 0
+    rounds: int = 0  # positions passed, looked at or not
+
+
+class Sharpener:
+    """A draft temperature for each request temperature, the one that would have guessed best so far.
+
+    The rule `match` accepts a guess where argmax(log q / t + g) is argmax(log p + g). After a round
+    both laws are known at every node of the text, so the share of noises g under which the two agree
+    can be estimated for every t at once, instead of waiting for single acceptances. A tree wants
+    the chances of its guesses to be right, so there the likelihood of the choice decides. Only the
+    past counts, and the same past decides the same. At temperature 0 there is nothing to sharpen.
+    """
+
+    def __init__(self, tree: bool = False, by_depth: bool = False) -> None:
+        self._worth = likelihood if tree else hits
+        self._by_depth = by_depth  # whether laws of different depths are of different kinds, as Medusa's heads are
+        self._records: dict[tuple[float, int], _Record] = {}
+
+    def temperature(self, params: SamplingParams, depth: int = 0) -> float:
+        """By what to divide log q."""
+        record = self._records.get(self._class(params, depth))
+        if record is None or record.seen < _ENOUGH:
+            return 1.0
+        return TEMPERATURES[int(np.argmax(record.right))]
+
+    def learn(self, laws: Mapping[tuple[int, ...], Law], verdict: Verdict, scores: Scores, root: int) -> None:
+        """Take in a round: the draft's laws by path, and the target's at the nodes that became text."""
+        for path, logits in _visited(verdict, scores, root):
+            law = laws.get(path)
+            if law is None or law.row.params.greedy:
+                return
+            record = self._records.setdefault(self._class(law.row.params, len(path)), _Record())
+            record.rounds += 1
+            if record.seen < _YOUNG or record.rounds % _RARELY == 0:
+                logp = torch.log_softmax(process(logits, law.row).double(), -1)[torch.from_numpy(law.ids[:_TOKENS])].numpy()
+                record.right = record.right * _MEMORY + self._worth(law.logq[:_TOKENS], logp)
+                record.seen += 1
+
+    def _class(self, params: SamplingParams, depth: int) -> tuple[float, int]:
+        return round(params.temperature, 1), depth if self._by_depth else 0
+
+
+def hits(logq: _Floats, logp: _Floats) -> _Floats:
+    """For each temperature, the share of noises under which the draft's best guess is the target's choice.
+
+    logq and logp are of the same tokens.
+    """
+    scores, chosen = _noisy(logq, logp)
+    return np.asarray((scores.argmax(2) == chosen).sum(1) / _DRAWS)
+
+
+def likelihood(logq: _Floats, logp: _Floats) -> _Floats:
+    """For each temperature, the mean log chance that the noisy scores give to the target's choice.
+
+    A tree shares its nodes out by these chances: what counts is that they are right, not only which
+    guess is the first.
+    """
+    scores, chosen = _noisy(logq, logp)
+    own = np.take_along_axis(scores, np.broadcast_to(chosen, scores.shape[:2])[..., None], 2)[..., 0]
+    top = scores.max(2)
+    total = top + np.log(np.exp(scores - top[..., None]).sum(2))
+    return np.asarray(np.maximum(own - total, _LEAST).sum(1) / _DRAWS)
+
+
+def _noisy(logq: _Floats, logp: _Floats) -> tuple[_Floats, npt.NDArray[np.int64]]:
+    """Noisy draft scores (temperatures, draws, tokens) and the choices (draws,), of draws that choose one of the tokens.
+
+    The rest of p counts as one more token: the largest of its noisy scores is distributed as if it were one.
+    """
+    rest = max(1.0 - float(np.exp(logp).sum()), 1e-12)
+    noise = _noise(len(logp) + 1)
+    chosen = (np.append(logp, np.log(rest)) + noise).argmax(1)
+    known = np.flatnonzero(chosen < len(logp))
+    return logq / np.array(TEMPERATURES)[:, None, None] + noise[known, :-1], chosen[known]
+
+
+def _visited(verdict: Verdict, scores: Scores, root: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The paths of a round that became text, shortest first, and the target's raw logits after each."""
+    if root < 0:  # it still reads its prompt
+        return
+    for depth, node in enumerate((-1, *verdict.path)):
+        yield tuple(verdict.tokens[:depth]), scores.logits[root + 1 + node]
+
+
+@lru_cache(maxsize=4)
+def _noise(tokens: int) -> _Floats:
+    """The same draws at every position: what differs between temperatures is then their own doing."""
+    return gumbel(bits(keys_of([Key(0, draw) for draw in range(_DRAWS)]), tokens))

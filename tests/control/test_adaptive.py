@@ -1,0 +1,135 @@
+"""The controller in a made-up world whose costs and chances are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from outrider.control import Adaptive, Arm, Costs, Load, RoundStats
+from outrider.core import Drafts
+
+
+@dataclass
+class World:
+    """Chains that survive with a chance per token; forwards and proposals with given times."""
+
+    forward: Callable[[int], float]
+    chance: dict[str, float]  # true chance of each drafted token, by arm
+    claimed: dict[str, float]  # what the arm says
+    cost: dict[str, Callable[[int, int], float]]  # seconds by batch and length
+    batch: int = 1
+    seed: int = 0
+    policy: Adaptive = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.names = list(self.chance)
+        self.policy = Adaptive([Arm(name, 32) for name in self.names], Costs())
+        self.drafted: list[tuple[str, int]] = []
+
+    def run(self, rounds: int) -> float:
+        """Tokens per second."""
+        tokens, seconds = 0.0, 0.0
+        for _ in range(rounds):
+            load = Load([40] * self.batch, list(range(self.batch)), self.batch, 100, self.batch)
+            plan = self.policy.plan(load)
+            chains = [[1] * n for n in plan.lengths]
+            says = [
+                [self.claimed[self.names[arm]] ** (i + 1) for i in range(n)]
+                for arm, n in zip(plan.arms, plan.lengths, strict=True)
+            ]
+            drafts = self.policy.select(Drafts.chains(chains, survival=says), load)
+            counts = drafts.counts.tolist()
+            accepted = [self._accepted(self.names[arm], n) for arm, n in zip(plan.arms, counts, strict=True)]
+            asked = [(self.names[arm], n) for arm, n in zip(plan.arms, plan.lengths, strict=True) if n]
+            self.drafted += asked
+            propose = sum(
+                self.cost[name](sum(1 for own, _ in asked if own == name), max(n for own, n in asked if own == name))
+                for name in {name for name, _ in asked}
+            )
+            forward = self.forward(self.batch + sum(counts)) * self.random.uniform(0.9, 1.1)
+            self.policy.observe(RoundStats(counts, [range(n) for n in accepted], self.batch + sum(counts), propose, forward))
+            tokens += self.batch + sum(accepted)
+            seconds += propose + forward
+        return tokens / seconds
+
+    def _accepted(self, name: str, n: int) -> int:
+        count = 0
+        while count < n and self.random.random() < self.chance[name]:
+            count += 1
+        return count
+
+    def best(self) -> float:
+        """The rate of the best fixed setting, or of none."""
+        rates = [self.batch / self.forward(self.batch)]
+        for name, p in self.chance.items():
+            for n in range(1, 33):
+                tokens = self.batch * (1 + sum(p**i for i in range(1, n + 1)))
+                rates.append(tokens / (self.forward(self.batch * (1 + n)) + self.cost[name](self.batch, n)))
+        return max(rates)
+
+
+def flat(rows: int) -> float:
+    return 0.005 * max(1.0, rows / 16)
+
+
+def linear(rows: int) -> float:
+    return 0.005 * (0.3 + 0.7 * rows)
+
+
+def per_token(seconds: float) -> Callable[[int, int], float]:
+    return lambda batch, length: seconds * length
+
+
+WORLDS = {
+    "good": (flat, {"a": 0.85}, {"a": 0.85}, {"a": per_token(0.0003)}),
+    "overconfident": (flat, {"a": 0.4}, {"a": 0.95}, {"a": per_token(0.0003)}),
+    "hopeless": (flat, {"a": 0.02}, {"a": 0.9}, {"a": per_token(0.0003)}),
+    "too expensive": (flat, {"a": 0.7}, {"a": 0.7}, {"a": per_token(0.005)}),
+    "rows cost": (linear, {"a": 0.6}, {"a": 0.6}, {"a": per_token(0.00001)}),
+    "two arms": (flat, {"a": 0.3, "b": 0.85}, {"a": 0.3, "b": 0.85}, {"a": per_token(0.0), "b": per_token(0.0003)}),
+    "two liars": (flat, {"a": 0.3, "b": 0.8}, {"a": 0.95, "b": 0.6}, {"a": per_token(0.0), "b": per_token(0.0003)}),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("world", WORLDS)
+def test_close_to_the_best_setting_and_never_far_below_none(world: str, batch: int) -> None:
+    made = World(*WORLDS[world], batch=batch)
+    made.run(300)
+    reached = made.run(1500)
+    assert reached >= 0.93 * made.best()
+    assert reached >= 0.97 * batch / made.forward(batch)
+
+
+def test_nothing_to_gain_costs_only_the_probes() -> None:
+    made = World(*WORLDS["hopeless"])
+    made.run(200)
+    made.drafted.clear()
+    made.run(2000)
+    assert 0 < len(made.drafted) < 200, "rare, but never given up"
+
+
+def test_it_notices_when_the_text_turns() -> None:
+    made = World(*WORLDS["hopeless"])
+    made.run(400)
+    made.chance["a"] = 0.9
+    made.claimed["a"] = 0.9
+    made.run(1500)
+    assert made.run(400) >= 0.9 * made.best()
+
+
+def test_a_sequence_with_unpredictable_text_is_told_apart() -> None:
+    made = World(*WORLDS["good"], batch=2)
+    accept = made._accepted
+    turn = iter(range(10**9))
+    made._accepted = lambda name, n: accept(name, n) if next(turn) % 2 == 0 else 0  # type: ignore[method-assign]
+    made.run(300)
+    lengths = []
+    plan = made.policy.plan
+    made.policy.plan = lambda load: (lengths.append(plan(load)), lengths[-1])[1]  # type: ignore[method-assign,func-returns-value]
+    made.run(100)
+    assert sum(p.lengths[0] for p in lengths) > 4 * sum(p.lengths[1] for p in lengths)

@@ -1,0 +1,76 @@
+"""Measured times become a monotone table that survives on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.control import Costs
+from outrider.control.costs import Curve
+
+
+@given(st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-5, 1.0)), min_size=1, max_size=40), st.data())
+def test_more_never_costs_less(seen: list[tuple[int, float]], data: st.DataObject) -> None:
+    curve = Curve()
+    for size, seconds in seen:
+        curve.observe(size, seconds)
+    less = data.draw(st.integers(1, 3000))
+    more = data.draw(st.integers(less, 4000))
+    low, high = curve.time(less), curve.time(more)
+    assert low is not None
+    assert high is not None
+    assert 0 < low <= high * (1 + 1e-9)
+
+
+def test_between_two_sizes_time_is_between_theirs() -> None:
+    curve = Curve()
+    curve.observe(1, 0.001)
+    curve.observe(16, 0.004)
+    assert curve.time(1) == pytest.approx(0.001)
+    assert curve.time(16) == pytest.approx(0.004)
+    assert curve.time(8.5) == pytest.approx(0.0025)
+    assert curve.time(31) == pytest.approx(0.007)
+
+
+def test_a_stall_is_not_a_cost() -> None:
+    curve = Curve()
+    for _ in range(30):
+        curve.observe(4, 0.002)
+    curve.observe(4, 10.0)
+    assert curve.time(4) < 0.0023  # type: ignore[operator]
+
+
+def test_the_smallest_sizes_are_worth_a_try_until_they_are_measured() -> None:
+    costs = Costs()
+    costs.observe_forward(16, 100, 0.008)
+    assert costs.forward(1, 100) < 0.004
+    costs.observe_forward(1, 100, 0.007)
+    assert costs.forward(1, 100) == pytest.approx(0.007)
+
+
+def test_contexts_and_batches_are_told_apart() -> None:
+    costs = Costs()
+    costs.observe_forward(1, 100, 0.002)
+    costs.observe_forward(1, 10_000, 0.005)
+    assert costs.forward(1, 200) < costs.forward(1, 9_000)
+    costs.observe_proposal("eagle", 1, 5, 0.001)
+    costs.observe_proposal("eagle", 8, 5, 0.003)
+    assert costs.proposal("eagle", 1, 5) < costs.proposal("eagle", 8, 5) < costs.proposal("eagle", 32, 5)
+    assert costs.proposal("unknown", 1, 5) == pytest.approx(0.1 * costs.forward(1, 0))
+
+
+def test_the_table_survives_and_a_broken_file_is_no_table(tmp_path: Path) -> None:
+    costs = Costs()
+    costs.observe_forward(3, 100, 0.002)
+    costs.observe_proposal("suffix", 2, 8, 0.0001)
+    path = tmp_path / "deep" / "costs.json"
+    costs.save(path)
+    assert Costs.load(path).as_dict() == costs.as_dict()
+    for text in ("", "[]", "{}", '{"forward": 3, "propose": {}}', '{"forward": {"x": {}}, "propose": {}}'):
+        path.write_text(text)
+        assert Costs.load(path).as_dict() == Costs().as_dict()
+    assert Costs.load(tmp_path / "none").as_dict() == Costs().as_dict()
+    costs.save(Path("/proc/nowhere/costs.json"))  # a machine that cannot keep it goes on

@@ -1,0 +1,152 @@
+"""A cascade drafts exactly what its last model would alone, in fewer forwards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.core import Batch, Drafts, Plan, Sequence
+from outrider.draft.cascade import CascadeDrafter, ModelLevel
+from outrider.draft.draft_model import DraftModel
+from outrider.draft.ngram import NGramDrafter
+from outrider.draft.recycle import RecycleDrafter
+from outrider.draft.suffix import SuffixDrafter
+from outrider.errors import InvalidParameter
+from outrider.model import Decoder, Runner
+from outrider.sampling import SamplingParams
+from tests.engine.test_same_tokens import random_params
+from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
+
+LOOKUPS = {"none": lambda: None, "ngram": lambda: NGramDrafter(1, 3), "suffix": SuffixDrafter, "recycle": RecycleDrafter}
+
+
+class Counting(Runner):
+    """Counts forwards."""
+
+    calls = 0
+
+    def forward(self, feeds, taps=()):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        return super().forward(feeds, taps)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Decoder]:
+    root = tmp_path_factory.mktemp("models")
+    return [
+        random_decoder(write_family(root / str(i), "qwen3", num_hidden_layers=layers), i) for i, layers in enumerate((3, 2, 1))
+    ]
+
+
+def level(decoder: Decoder, draft_tokens: int = 256) -> tuple[ModelLevel, Counting]:
+    runner = Counting(decoder, make_pool(decoder))
+    return ModelLevel(runner, draft_tokens), runner
+
+
+def watched(drafter: Any, seen: list[list[list[int]]]) -> Any:
+    propose = drafter.propose
+
+    def watching(batch: Batch, plan: Plan) -> Drafts:
+        drafts: Drafts = propose(batch, plan)
+        seen.append([tree.tokens for tree in drafts.on_host()])
+        return drafts
+
+    drafter.propose = watching
+    return drafter
+
+
+def requests(seed: str, count: int = 5) -> list[Any]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] * rng.randint(1, 4) for _ in range(count)]
+    return [make_request(prompt, random_params(rng, 25), f"r{i}") for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_what_lies_below_changes_no_draft(models: list[Decoder], lookup: str) -> None:
+    """Round by round the same guesses as the model alone, and the text of plain decoding."""
+    wanted = requests(f"cascade {lookup}")
+    plain = [run(make_engine(models[0]), [request])[0].seq.tokens for request in wanted]
+    alone: list[list[list[int]]] = []
+    below: list[list[list[int]]] = []
+    for seen, lowest in ((alone, None), (below, LOOKUPS[lookup]())):
+        own, _ = level(models[1])
+        fast = run(make_engine(models[0], watched(CascadeDrafter([own], lowest), seen), 6), wanted)
+        assert [writer.seq.tokens for writer in fast] == plain
+        assert not any(writer.seq.stats.fallback_reason for writer in fast)
+        assert not own._fed
+        assert not own._settled
+    assert alone == below
+    assert any(tokens for drafts in alone for tokens in drafts)
+
+
+def test_levels_of_models(models: list[Decoder]) -> None:
+    wanted = requests("levels")
+    plain = [run(make_engine(models[0]), [request])[0].seq.tokens for request in wanted]
+    alone: list[list[list[int]]] = []
+    deep: list[list[list[int]]] = []
+    run(make_engine(models[0], watched(CascadeDrafter([level(models[1])[0]]), alone), 7), wanted)
+    drafter = CascadeDrafter([level(models[2], 3)[0], level(models[1])[0]], NGramDrafter(1, 3), 2)
+    fast = run(make_engine(models[0], watched(drafter, deep), 7), wanted)
+    assert [writer.seq.tokens for writer in fast] == plain
+    assert alone == deep
+
+
+def test_one_forward_checks_a_whole_copy(models: list[Decoder]) -> None:
+    """A model below itself: every guess is right, so a draft takes the forwards of one check."""
+    decoder = models[0]
+    seq = Sequence(make_request([5, 6, 7], SamplingParams(temperature=0.0)))
+    seq.pages = list(range(20))
+
+    class Knowing(NGramDrafter):
+        def follow(self, seq, path, nodes):  # type: ignore[no-untyped-def]
+            from outrider.draft.protocol import Guess
+
+            right = [41, 42, 43, 44, 45]  # replaced below by what the model says
+            rest = (answer or right)[len(path) : len(path) + nodes]
+            return Guess(rest, list(range(-1, len(rest) - 1)), [1.0] * len(rest))
+
+    answer: list[int] = []
+    own, runner = level(decoder)
+    drafter = CascadeDrafter([own], Knowing())
+    drafter.begin(seq)
+    answer += drafter.propose(Batch([seq], [1]), Plan((6,))).on_host()[0].tokens
+    assert len(answer) == 6
+    slow, runner.calls = runner.calls, 0
+    assert drafter.propose(Batch([seq], [1]), Plan((6,))).on_host()[0].tokens == answer
+    assert runner.calls == 1 < slow
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ratio_tests_get_the_draft_models_own_draws(models: list[Decoder], temperature: float) -> None:
+    """Same draws and same laws as the draft model without a cascade."""
+    seq = Sequence(make_request([5, 6, 7, 5, 6], SamplingParams(temperature=temperature, seed=3)))
+    seq.pages = list(range(20))
+    found = []
+    for drafter in (
+        DraftModel(Runner(models[1], make_pool(models[1]))),
+        CascadeDrafter([level(models[1])[0]], NGramDrafter(1, 3)),
+    ):
+        drafter.begin(seq)
+        found.append(drafter.propose(Batch([seq], [1]), Plan((5,), "rejection", keep_q=True)))
+    assert found[0].on_host() == found[1].on_host()
+    assert found[0].q is not None
+    assert found[1].q is not None
+    assert torch.equal(found[0].q, found[1].q)
+
+
+def test_the_small_models_context_is_kept(tmp_path: Path, models: list[Decoder]) -> None:
+    short = random_decoder(write_family(tmp_path / "short", "llama2", max_position_embeddings=40))
+    drafter = CascadeDrafter([level(short)[0]], NGramDrafter(1, 3))
+    request = make_request([1, 2, 3] * 8, SamplingParams(temperature=0.0, max_tokens=40))
+    fast = run(make_engine(models[0], drafter, 6), [request])[0]
+    assert fast.seq.tokens == run(make_engine(models[0]), [request])[0].seq.tokens
+    assert fast.seq.stats.fallback_reason is None
+
+
+def test_a_cascade_needs_a_model() -> None:
+    with pytest.raises(InvalidParameter, match="levels"):
+        CascadeDrafter([], NGramDrafter())

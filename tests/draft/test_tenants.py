@@ -1,0 +1,89 @@
+"""Nothing of one tenant's text is ever drafted for another, whatever a drafter shares."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.core import Batch, Plan, Scores, Sequence, Verdict
+from outrider.draft import Drafter
+from outrider.draft.lookahead import LookaheadDrafter
+from outrider.draft.mixture import Member, MixtureDrafter
+from outrider.draft.ngram import NGramDrafter
+from outrider.draft.recycle import RecycleDrafter
+from outrider.draft.suffix import SuffixDrafter, SuffixShape
+from tests.support import make_request, write_family
+
+COMMON = 5  # tokens everyone uses, so that contexts match across tenants
+EACH = 20
+WORDS = {tenant: range(COMMON + i * EACH, COMMON + (i + 1) * EACH) for i, tenant in enumerate(("a", "b", None))}
+SHARING: dict[str, Callable[[], Drafter]] = {
+    "suffix": lambda: SuffixDrafter(SuffixShape(min_prob=0.0, branch=3), shared_tokens=400),
+    "recycle": lambda: RecycleDrafter(shared=1),
+    "mixture": lambda: MixtureDrafter(
+        [Member(SuffixDrafter(shared_tokens=400)), Member(RecycleDrafter(shared=1)), Member(NGramDrafter(1, 2))]
+    ),
+    "lookahead": LookaheadDrafter,
+}
+
+
+def text(rng: random.Random, tenant: str | None, size: int) -> list[int]:
+    return [rng.choice([rng.randrange(COMMON), rng.choice(WORDS[tenant])]) for _ in range(size)]
+
+
+def lived(drafter: Drafter, tenant: str | None, rng: random.Random) -> set[int]:
+    """A sequence from its begin to its end; all tokens that were drafted for it."""
+    seq = Sequence(make_request(text(rng, tenant, 12), SamplingParams(temperature=0.0), tenant=tenant))
+    drafter.begin(seq)
+    drafted: set[int] = set()
+    for _ in range(12):
+        batch = Batch([seq], [1])
+        drafts = drafter.propose(batch, Plan((12,)))
+        tree = drafts.on_host()[0]
+        drafted |= set(tree.tokens)
+        new = text(rng, tenant, 1)
+        logits = torch.full((1 + len(tree.tokens), COMMON + 3 * EACH), -9.0)
+        own = [*range(COMMON), *WORDS[tenant]]  # the model's own candidates, in this tenant's words too
+        logits[:, own] = torch.rand(len(logits), len(own), generator=torch.Generator().manual_seed(rng.randrange(999)))
+        choices = [new[0], *(rng.choice(own) for _ in tree.tokens)]
+        seq.tokens += new
+        drafter.commit(batch, drafts, [Verdict([], new, choices)], Scores(logits, [0]))
+    drafter.end(seq)
+    return drafted
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_no_tenants_words_are_drafted_for_another(name: str) -> None:
+    rng = random.Random(name)
+    drafter = SHARING[name]()
+    own = 0
+    for turn in range(18):
+        tenant = ("a", "b", None)[turn % 3]
+        drafted = lived(drafter, tenant, rng)
+        assert drafted <= {*range(COMMON), *WORDS[tenant]}
+        own += len(drafted & set(WORDS[tenant]))
+    assert own > 0
+
+
+def test_sharing_is_what_the_settings_and_the_key_allow(tmp_path: Path) -> None:
+    """Through the front door: outputs are kept for their tenant, up to the limit, and for nobody without a key."""
+    write_family(tmp_path, "llama2", max_position_embeddings=128)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    for settings, tenant, kept in (
+        ("suffix", "a", 0),
+        ("suffix:shared_tokens=30", None, 0),
+        ("suffix:shared_tokens=30", "a", 15),
+    ):
+        llm = LLM(tmp_path, load_format="dummy", speculation=settings)
+        for _ in range(3):
+            llm.generate([[1, 2, 3], [4, 5]], params, tenant=tenant)
+            next(iter(llm.stream([1, 2], params, tenant=tenant)))
+        shared = llm.engine.drafter._shared  # type: ignore[attr-defined]
+        assert shared.size <= 30
+        assert shared.size >= kept
+        assert set(shared._by_tenant) == ({"a"} if kept else set())
