@@ -30,7 +30,7 @@ from outrider.heads import Borrowed, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, Runner
 from outrider.ops import Blocked
 from outrider.sampling import SamplingParams
-from tests.draft.test_heads import random_head
+from tests.draft.test_heads import random_head, reference_chain
 from tests.draft.test_protocol import held
 from tests.engine.test_same_tokens import random_params
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
@@ -238,6 +238,22 @@ def test_a_prefix_hit_changes_nothing(name: str, more: int, decoders: tuple[Deco
         assert seen[tuple(second.prompt_ids)].tokens, "one token to read: the draft begins in the first round"
 
 
+@pytest.mark.parametrize("name", [*WITH_MEMORY, "early_exit"])
+def test_a_hit_drafts_at_once_what_it_would_have_drafted(name: str, decoders: tuple[Decoder, Decoder]) -> None:
+    """With one token left to read, the feature kept with the last page is all there is to draft from."""
+    prefix = [1, 2, 3, 4, 5, 1, 2, 6] * 4
+    engine, fresh = engine_with(name, decoders), engine_with(name, decoders)
+    expected, seen = watch(fresh), watch(engine)
+    emitted = run(fresh, [greedy(prefix)])[0].seq.tokens[: len(prefix) + 1]
+    writer = engine.submit(greedy([*prefix, 9, 9], "a", 40), "t")
+    while writer.seq.output_len < 6:
+        engine.round()
+    hit(engine, prefix, writer.seq.pages[:2])
+    run(engine, [greedy(emitted, "b", 5)])
+    assert seen[tuple(emitted)].tokens
+    assert seen[tuple(emitted)].tokens[:2] == expected[tuple(emitted)].tokens[:2]
+
+
 @pytest.mark.parametrize("name", WITH_MEMORY)
 def test_a_hit_is_not_read_again(name: str, decoders: tuple[Decoder, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the target nor the drafter feeds what the pages hold."""
@@ -278,13 +294,17 @@ def test_a_hit_on_pages_the_drafter_never_saw(name: str, decoders: tuple[Decoder
     pages = engine.pages.share(writer.seq.pages[:2])
     engine.abort(writer)
     engine.drafter = drafter
-    second = greedy([*prefix, 7], "b")
+    second = greedy([*prefix, 7, 8, 9], "b")
+    seen = watch(engine)
     again = run(engine, [second])[0]
     assert [again.seq.tokens] == plainly(decoders, [second])
     assert again.seq.stats.fallback_reason is None
     assert again.seq.stats.drafted > 0
     engine.pages.release(pages)
     assert engine.pages.used == 0
+    if isinstance(drafter, EagleDrafter) and name != "eagle tree":  # a tree of rejected nodes has no definition so short
+        for text, tree in seen.items():
+            assert tree.tokens == reference_chain(decoders[0], drafter._head, list(text), len(tree.tokens), len(prefix))
 
 
 @pytest.mark.parametrize("name", WITH_MEMORY)

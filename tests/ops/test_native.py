@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,13 +32,9 @@ BUILDS = {"chosen": Path(os.environ["OUTRIDER_CORE"])} if "OUTRIDER_CORE" in os.
 
 @pytest.fixture(params=BUILDS, scope="module")
 def core(request: pytest.FixtureRequest) -> Core:
-    return Core(BUILDS[request.param])
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
+    found = Core(BUILDS[request.param])
+    found.threads = 1
+    return found
 
 
 def test_the_core_is_built_where_it_can_be() -> None:
@@ -201,7 +196,7 @@ def test_the_number_of_threads_does_not_matter(core: Core, kind: str) -> None:
     text = [i * 37 % 97 for i in range(LONG)]
     seen = []
     for threads in (1, 2, 3, 7, 2):
-        torch.set_num_threads(threads)
+        core.threads = threads
         runner = make_runner(core, decoder)
         seen.append(runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)))
     assert all(torch.equal(seen[0], other) for other in seen)

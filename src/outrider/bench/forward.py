@@ -20,7 +20,7 @@ from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
 from outrider.model import Feed, LoadOptions, ModelConfig, Rope, Runner, load_decoder, write_config
 from outrider.model.bundled import bundled_model
-from outrider.ops import Core, find_core
+from outrider.ops import Core, find_core, threads_used
 from outrider.platform import cpu_name
 
 __all__ = ["RANDOM_MODELS", "bench_forward"]
@@ -50,7 +50,7 @@ def bench_forward(models: Sequence[str], dtypes: Sequence[str], setting: Setting
         "device": f"{cpu_name()}, {os.cpu_count()} cores",
         "versions": {"outrider": __version__, "torch": importlib.metadata.version("torch")},
         "core": found,
-        "threads": torch.get_num_threads(),
+        "threads": threads_used(),
         "context": setting.context,
         "repeats": setting.repeats,
         "results": [_measure(core, model, dtype, setting) for dtype in dtypes for model in models],
@@ -96,7 +96,7 @@ def _times(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[in
         if core is not None:
             for _again in range(2):  # the first brings the buffer where the weights were
                 start = time.perf_counter()
-                core.read(memory.data_ptr(), memory.numel() * 4, torch.get_num_threads())
+                core.read(memory.data_ptr(), memory.numel() * 4, threads_used())
                 spent = time.perf_counter() - start
             reads.append(spent)
     return times, reads or [0.0]

@@ -85,6 +85,7 @@ class Core:
         library.outrider_sources.restype = ctypes.c_char_p
         if library.outrider_sources().decode() != _digest():
             raise OSError(f"{path.name} was built from other sources; install outrider again")
+        self.threads = torch.get_num_threads()
         self.pack = library.outrider_pack
         self.pack.restype = _pointer
         self.pack.argtypes = [*[ctypes.c_int32] * 4, _pointer, ctypes.c_int32, _pointer]
@@ -98,6 +99,16 @@ class Core:
         self.read.restype, self.read.argtypes = _float, [_pointer, _int, _int]
         self.forward = library.outrider_forward
         self.forward.argtypes = [_pointer, _pointer]
+
+    def take_threads(self) -> None:
+        """Use as many threads as torch was given, and leave torch one.
+
+        Torch's threads spin after every operation, on the processors the core's threads need: a round with a
+        few small torch operations in it took seven times as long.
+        """
+        if (given := torch.get_num_threads()) > 1:
+            self.threads = given
+            torch.set_num_threads(1)
 
 
 @lru_cache(maxsize=1)
@@ -175,7 +186,7 @@ class PackedLinear:
         x = x.contiguous()
         out = torch.empty(x.shape[0], self.columns)
         if x.shape[0]:
-            self._core.linear(self.handle, x.data_ptr(), x.shape[0], _address(norm), eps, out.data_ptr(), torch.get_num_threads())
+            self._core.linear(self.handle, x.data_ptr(), x.shape[0], _address(norm), eps, out.data_ptr(), self._core.threads)
         return out
 
 
@@ -278,7 +289,7 @@ class Stack:
         f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
         f.taps = 0 if taps is None else len(taps)
         f.tapped, f.tap_rows = _address(taps), _address(tapped)
-        f.threads = torch.get_num_threads()
+        f.threads = self._core.threads
         self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f))
         return StackRows(stream, last, tapped)
 
