@@ -30,8 +30,9 @@ _OPTIONS = {
     "early_exit": ("exit_layer", "tail"),
     "cascade": ("levels", "dtype", "load_format"),
     "mixture": ("members", "merge", "splice", "enough", "dtype", "load_format"),
+    "auto": ("members", "dtype", "load_format"),
 }
-_NESTED = {"cascade": "levels", "mixture": "members"}  # options that hold drafters
+_NESTED = {"cascade": "levels", "mixture": "members", "auto": "members"}  # options that hold drafters
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class SpeculationConfig:
             allowed = ", ".join((*_FIELDS, *known, *_ALIASES))
             raise InvalidParameter("speculation", f"unknown setting {unknown[0]!r} for method {method!r}; allowed: {allowed}")
         options = {key: value for key, value in settings.items() if key not in _FIELDS}
-        if method in _NESTED:
+        if method in _NESTED and (method != "auto" or "members" in options):
             options[_NESTED[method]] = _parse_nested(method, options.get(_NESTED[method]))
         return cls(**{key: settings[key] for key in _FIELDS if key in settings}, options=options)
 

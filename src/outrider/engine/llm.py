@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
@@ -12,10 +14,12 @@ from typing import Any
 
 from outrider.cache import KVPool
 from outrider.config import EngineConfig, SpeculationConfig
-from outrider.control import FixedLength
+from outrider.control import Adaptive, Costs, FixedLength, Policy
 from outrider.core import Request
 from outrider.draft import DraftContext, build_drafter, check_method
+from outrider.draft.auto import arms_of, resolve_auto
 from outrider.engine.commit import Writer
+from outrider.engine.costs_file import costs_path
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput, StreamPiece
 from outrider.errors import InvalidParameter, ModelError
@@ -62,6 +66,7 @@ class LLM:
         num_speculative_tokens: int | None = None,
         **sizes: Any,
     ) -> None:
+        self._costs_path: Path | None = None
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
         for method in self.speculation.methods():
             check_method(method)
@@ -77,11 +82,27 @@ class LLM:
             self._eos |= {self.tokenizer.eos_id}
         self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
         runner = Runner(decoder, _pool(self.config, *self._layout))
+        if self.speculation.method == "auto":
+            self.speculation = resolve_auto(self.speculation, self.directory)
         context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
         drafter = build_drafter(context)
-        policy = FixedLength(self.speculation.draft_tokens if self.speculation.method != "none" else 0, self.speculation.rule)
+        policy = self._policy(runner)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
+        atexit.register(_save_costs, weakref.ref(self))
+
+    def _policy(self, runner: Runner) -> Policy:
+        """Fixed lengths for a method that was named, the controller where all may be chosen from."""
+        own = self.speculation
+        if own.method != "auto":
+            return FixedLength(own.draft_tokens if own.method != "none" else 0, own.rule)
+        self._costs_path = costs_path(self.directory, runner)
+        return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
+
+    def save_costs(self) -> None:
+        """Keep what was measured for the next start on this machine."""
+        if isinstance(self.engine.policy, Adaptive) and self._costs_path is not None:
+            self.engine.policy.costs.save(self._costs_path)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters from the model's generation_config.json, with changes on top."""
@@ -228,6 +249,12 @@ class LLM:
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
         return Runner(decoder, _pool(decoder.config, *self._layout))
+
+
+def _save_costs(llm: weakref.ref[LLM]) -> None:
+    own = llm()
+    if own is not None:
+        own.save_costs()
 
 
 def _speculation(
