@@ -175,7 +175,7 @@ def test_the_readme_s_drafter_runs() -> None:
         llm = names["llm"]
         assert isinstance(llm, LLM)
         params = SamplingParams(temperature=0, max_tokens=24)
-        fast, plain = (llm.generate("a = [0, 0, 0,", params, speculate=on)[0].outputs[0] for on in (True, False))
+        fast, plain = (llm.generate("a = [0, 0, 0,", params, speculation=on)[0].outputs[0] for on in (True, False))
         assert fast.token_ids == plain.token_ids
         assert fast.speculation["drafted"] > 0
         assert fast.speculation["fallback_reason"] is None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cache import KVPool
-from outrider.config import EngineConfig, SpeculationConfig
+from outrider.config import EngineConfig, RequestSpeculation, SpeculationConfig
 from outrider.control import Adaptive, Costs, FixedLength, Policy
 from outrider.core import Request
 from outrider.draft import DraftContext, build_drafter, check_method
@@ -112,18 +112,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        speculate: bool = True,
+        speculation: bool | Mapping[str, Any] | RequestSpeculation | None = None,
         tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text or token ids). `params` is one for all, or one each.
 
-        `speculate=False` decodes plainly; the tokens are the same. `tenant` says whose texts these are:
+        `speculation=False` decodes plainly, and {"method": "suffix", "max_tokens": 8} limits how these requests
+        are drafted for; the tokens are the same. `tenant` says whose texts these are:
         a drafter set to share earlier outputs does so within one tenant, and never without a key.
         """
         batch = _as_batch(prompts)
         each = self._params_for(len(batch), params)
         prepared = [self._prepare(prompt, own, tenant) for prompt, own in zip(batch, each, strict=True)]
-        return self._run(prepared, speculate)
+        return self._run(prepared, self._asked(speculation))
 
     def chat(
         self,
@@ -155,8 +156,8 @@ class LLM:
             for writer in writers:
                 self.engine.abort(writer)
 
-    def _run(self, prepared: Sequence[_Prepared], speculate: bool) -> list[RequestOutput]:
-        groups = [self._submit(own, speculate) for own in prepared]
+    def _run(self, prepared: Sequence[_Prepared], asked: RequestSpeculation) -> list[RequestOutput]:
+        groups = [self._submit(own, asked) for own in prepared]
         try:
             while self.engine.has_work:
                 self.engine.round()
@@ -176,19 +177,32 @@ class LLM:
             prompt_logprobs=writers[0].prompt_logprobs if wanted else None,
         )
 
-    def _submit(self, prepared: _Prepared, speculate: bool = True) -> list[Writer]:
+    def _asked(self, speculation: bool | Mapping[str, Any] | RequestSpeculation | None) -> RequestSpeculation:
+        """What a request asks of speculation, where it can be had."""
+        asked = RequestSpeculation.parse(speculation)
+        loaded = sorted({"none", *self.speculation.methods()})
+        if asked.method is not None and asked.method not in loaded:
+            raise InvalidParameter("speculation", f"method {asked.method!r} is not loaded; loaded: {', '.join(loaded)}")
+        if asked.method == "none":
+            return replace(asked, enabled=False)
+        return replace(asked, method=None) if asked.method == self.speculation.method else asked
+
+    def _submit(self, prepared: _Prepared, asked: RequestSpeculation = RequestSpeculation()) -> list[Writer]:  # noqa: B008 (frozen)
         params, name = prepared.params, f"request-{next(self._ids)}"
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
-        room = self.max_model_len - len(prepared.ids)
-        limit = room if params.max_tokens is None else params.max_tokens
-        method = self.speculation.method if speculate else "none"
-        return [
-            self.engine.submit(
-                Request(name, prepared.ids, params, seed, stop_ids, limit, index, speculate, prepared.tenant), method
-            )
-            for index in range(params.n)
-        ]
+        request = Request(
+            id=name,
+            prompt_ids=prepared.ids,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos),
+            max_tokens=self.max_model_len - len(prepared.ids) if params.max_tokens is None else params.max_tokens,
+            speculate=asked.enabled,
+            tenant=prepared.tenant,
+            method=asked.method,
+            draft_tokens=asked.draft_tokens,
+        )
+        method = (asked.method or self.speculation.method) if asked.enabled else "none"
+        return [self.engine.submit(replace(request, index=index), method) for index in range(params.n)]
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, tenant: str | None = None) -> _Prepared:
         text = prompt if isinstance(prompt, str) else None
