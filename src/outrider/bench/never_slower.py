@@ -96,7 +96,7 @@ def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: in
 def show_ratios(rows: Sequence[Ratio], console: Console) -> None:
     table = Table("workload", "T", "batch", "plain tok/s", "auto ÷ plain", "95 %", "tokens/round")
     for row in rows:
-        interval = f"{row.low:.2f} – {row.high:.2f}"
+        interval = f"{row.low:.2f} to {row.high:.2f}"
         style = "red" if row.lost else "green" if row.low > 1 else ""
         ratio = f"[{style}]{row.ratio:.2f}[/]" if style else f"{row.ratio:.2f}"
         table.add_row(
