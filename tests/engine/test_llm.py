@@ -144,7 +144,7 @@ def test_bad_requests(llm: LLM, prompt, params: dict, param: str) -> None:  # ty
 
 
 def test_bad_settings(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: draft_model, eagle, medusa, ngram, none"):
+    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: draft_model, eagle, early_exit, medusa, ngram, none"):
         LLM(model, load_format="dummy", speculation="telepathy")
     with pytest.raises(InvalidParameter, match="needs the directory or hub id of its weights"):
         LLM(model, load_format="dummy", speculation="draft_model")
