@@ -24,7 +24,7 @@ _DRAWS = 16
 _WORTH_IT = 0.01  # a gain that a change must bring: this share of guesses, or this much log chance
 _ENOUGH = 48  # positions seen before anything changes
 _YOUNG = 256  # positions seen before only every _RARELY-th is looked at
-_RARELY = 8
+_RARELY = 16
 _LEAST = -7.0  # no choice counts for less than this log chance
 _MEMORY = 0.998  # weight of the past at each position
 
