@@ -223,8 +223,9 @@ class Forward {
             const int dim = kv.head_dim, half = dim / 2, heads = static_cast<int>(s.heads), kv_heads = kv.kv_heads;
             float* given = o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim;
             const int slot = row(r).slot, page = row(r).feed->pages[slot / kv.page_size], offset = slot % kv.page_size;
-            float x[kWidest] = {};
+            float x[kWidest], turned[kWidest];
             std::memcpy(x, given, dim * sizeof(float));
+            for (int i = dim; i < kv.width; i++) x[i] = turned[i] = 0.0f;
             if (head >= heads + kv_heads) return kv.put_value<K>(page, head - heads - kv_heads, offset, x);
             if (const float* norm = head < heads ? l.q_norm : l.k_norm) {
                 const float inverse = inverse_rms(x, dim, static_cast<float>(s.eps));
@@ -233,7 +234,6 @@ class Forward {
             const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - o.f_.rotary_lag, 0)) * half;
             const float *cos = s.cos + turn, *sin = s.sin + turn;
             const float scale = head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f;
-            float turned[kWidest] = {};
             for (int i = 0; i < half; i++) turned[i] = (x[i] * cos[i] - x[i + half] * sin[i]) * scale;
             for (int i = 0; i < half; i++) turned[i + half] = (x[i + half] * cos[i] + x[i] * sin[i]) * scale;
             if (head < heads)

@@ -63,7 +63,7 @@ inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const
     const int per_step = kind == kF32 ? 1 : kind == kBF16 ? 2 : 4;
     l->kind = kind, l->columns = columns, l->inner = inner, l->paired = paired;
     l->panels = paired ? 2 * ((columns / 2 + kLanes - 1) / kLanes) : (columns + kLanes - 1) / kLanes;
-    l->steps = round_up((inner + per_step - 1) / per_step, 4);
+    l->steps = round_up(inner, kLanes) / per_step;
     const int packed = l->panels * kLanes;
     l->weights = static_cast<char*>(allocate(l->panel_bytes() * l->panels + kPrefetch));
     if (bias) l->padded_bias.assign(packed, 0.0f);
@@ -160,14 +160,12 @@ inline float inverse_rms(const float* x, int width, float eps) {
 template <class K>
 inline void encode_row(const float* x, int width, uint32_t* out) {
     for (int at = 0; at < width; at += kLanes, out += kLanes / K::per_step) {
-        uint32_t words[kLanes];
-        encode<K>(width - at >= kLanes ? load(x + at) : load_first(x + at, width - at), 1.0f, words);
-        std::memcpy(out, words, kLanes / K::per_step * sizeof(uint32_t));
+        encode<K>(width - at >= kLanes ? load(x + at) : load_first(x + at, width - at), 1.0f, out);
     }
 }
 
-// Activations as the kernel reads them: per block of rows, [steps][rows of the block] words.
-// Threads pack shares of the inner dimension, so no two write to one cache line of a block often.
+// Activations as the kernel reads them: per block of rows, for every sixteen values of the inner dimension,
+// the words of one row after the other. Threads pack shares of the inner dimension.
 struct Packed {
     uint32_t* words;
     float scale[kChunk];  // of each row, for int8; every thread has its own copy
@@ -179,19 +177,14 @@ struct Packed {
             inverse[r] = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
             if (std::is_same<K, I8>::value) scale[r] = quantum(in, r, inverse[r]);
         }
-        const int unit = kLanes / K::per_step;  // steps in sixteen values
-        const int units = (steps + unit - 1) / unit;
-        const Share mine(units, thread, threads);
+        constexpr int kUnit = kLanes / K::per_step;
+        const Share mine(steps / kUnit, thread, threads);
         for (int first = 0; first < in.rows; first += kBlock) {
             const int rows = std::min(kBlock, in.rows - first);
             uint32_t* block = words + static_cast<size_t>(first) * steps;
-            for (int r = 0; r < rows; r++)
-                for (int u = mine.begin; u < mine.end; u++) {
-                    uint32_t out[kLanes];
-                    encode<K>(values(in, first + r, inverse[first + r], u * kLanes), scale[first + r], out);
-                    const int count = std::min(unit, steps - u * unit);
-                    for (int s = 0; s < count; s++) block[static_cast<size_t>(u * unit + s) * rows + r] = out[s];
-                }
+            for (int u = mine.begin; u < mine.end; u++)
+                for (int r = first; r < first + rows; r++, block += kUnit)
+                    encode<K>(values(in, r, inverse[r], u * kLanes), scale[r], block + mine.begin * rows * kUnit);
         }
     }
 
@@ -225,20 +218,25 @@ inline void multiply(const uint32_t* x, const char* w, size_t panel, int steps, 
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) acc[r][c] = K::zero();
-    for (int s = 0; s < steps; s++, x += R, w += kStepBytes) {
-        Words column[C];
+    constexpr int kUnit = kLanes / K::per_step;
+    // Near the end of the panels, what comes next is the start of the C panels after them.
+    size_t ahead = kPrefetch;
+    for (int s = 0, end = std::max(steps - kPrefetch / kStepBytes, 0); s < steps; end = steps, ahead += (C - 1) * panel)
+        for (; s < end; s += kUnit, x += R * kUnit)
+            for (int i = 0; i < kUnit; i++, w += kStepBytes) {
+                Words column[C];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) {
-            column[c] = load_words(w + c * panel);
-            _mm_prefetch(w + c * panel + kPrefetch, _MM_HINT_T0);
-        }
+                for (int c = 0; c < C; c++) {
+                    column[c] = load_words(w + c * panel);
+                    _mm_prefetch(w + c * panel + ahead, _MM_HINT_T0);
+                }
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const Words row = splat_word(x[r]);
+                for (int r = 0; r < R; r++) {
+                    const Words row = splat_word(x[r * kUnit + i]);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) acc[r][c] = K::join(acc[r][c], column[c], row);
-        }
-    }
+                    for (int c = 0; c < C; c++) acc[r][c] = K::join(acc[r][c], column[c], row);
+                }
+            }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
