@@ -25,7 +25,8 @@ FLAGS = [
 ]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-BUILDS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"]}
+BF16 = [*AVX512, "-mavx512vnni", "-mavx512bf16"]
+BUILDS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16, "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
 
 setup(
     ext_modules=[

@@ -65,6 +65,14 @@ def test_bench_round(model: list[str]) -> None:
     assert result["noise"]["rows"] == 16
 
 
+def test_bench_forward() -> None:
+    settings = ["--models", "draft", "--rows", "1,3", "--context", "8", "--repeats", "2", "--dtypes", "bfloat16"]
+    result = json.loads(outrider("bench", "forward", *settings).stdout)
+    assert result["context"] == 8
+    assert [list(row["ms"]) for row in result["results"]] == [["1", "3"]]
+    assert all(ms > 0 for ms in result["results"][0]["ms"].values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

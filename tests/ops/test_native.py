@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -16,7 +17,7 @@ from outrider.cache import KVPool
 from outrider.model import Decoder, Feed, ModelConfig, Rope, Runner
 from outrider.model.load import DTYPES
 from outrider.ops import Core, Native, PackedLinear, Plain, find_core, serving_ops
-from outrider.ops.native import usable_builds
+from outrider.ops.native import load_build, usable_builds
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
@@ -27,12 +28,23 @@ PAGES = [3, 9, 1, 7, 4, 12, 0, 5, 8, 11]
 TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4), (9, 6), (9, 4), (3, -1)]
 
 
-BUILDS = {"chosen": Path(os.environ["OUTRIDER_CORE"])} if "OUTRIDER_CORE" in os.environ else usable_builds()
+def _cores() -> dict[str, Core]:
+    """Every build that runs here, or the one the environment names."""
+    if "OUTRIDER_CORE" in os.environ:
+        return {"chosen": Core(Path(os.environ["OUTRIDER_CORE"]))}
+    found = {}
+    for name in usable_builds():
+        with contextlib.suppress(OSError):
+            found[name] = load_build(name)
+    return found
 
 
-@pytest.fixture(params=BUILDS, scope="module")
+CORES = _cores()
+
+
+@pytest.fixture(params=CORES, scope="module")
 def core(request: pytest.FixtureRequest) -> Core:
-    found = Core(BUILDS[request.param])
+    found = CORES[request.param]
     found.threads = 1
     return found
 

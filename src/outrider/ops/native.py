@@ -33,15 +33,19 @@ __all__ = [
     "StackRows",
     "StackWeights",
     "find_core",
+    "load_build",
     "usable_builds",
 ]
 
 # Builds, best first, and the processor flags each needs; setup.py has the compiler's side of it.
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 _BUILDS: dict[str, frozenset[str]] = {
-    "avx512bf16": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}),
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    "amx": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+    "avx512bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "avx512": _AVX512,
     "avx2": frozenset({"avx2", "fma"}),
 }
+_REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 _WIDEST_HEAD = 512  # kWidest in core.cpp
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
@@ -85,6 +89,9 @@ class Core:
         library.outrider_sources.restype = ctypes.c_char_p
         if library.outrider_sources().decode() != _digest():
             raise OSError(f"{path.name} was built from other sources; install outrider again")
+        refused = library.outrider_try()
+        if refused:
+            raise OSError(_REFUSALS[refused])
         self.threads = torch.get_num_threads()
         self.pack = library.outrider_pack
         self.pack.restype = _pointer
@@ -124,14 +131,13 @@ def find_core() -> tuple[Core | None, str]:
         return Core(Path(chosen)), f"{chosen}, from OUTRIDER_CORE"
     if not _built():
         return None, "not built: no C++ compiler was found when outrider was installed"
-    usable = usable_builds()
-    if not usable:
-        return None, f"the processor can run none of: {', '.join(_built())}"
-    name, path = next(iter(usable.items()))
-    try:
-        return Core(path), f"built for {name}"
-    except OSError as error:
-        return None, str(error)
+    problems: list[str] = []
+    for name in usable_builds():
+        try:
+            return load_build(name), "; ".join([f"built for {name}", *problems])
+        except OSError as error:
+            problems.append(f"not {name}: {error}")
+    return None, "; ".join(problems) or f"the processor can run none of: {', '.join(_built())}"
 
 
 @lru_cache(maxsize=1)
@@ -142,9 +148,14 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
-def usable_builds() -> dict[str, Path]:
-    """Libraries this processor can run, best first."""
-    return {name: path for name, path in _built().items() if _BUILDS[name] <= cpu_flags()}
+def usable_builds() -> list[str]:
+    """Libraries for instructions this processor has, best first."""
+    return [name for name in _built() if _BUILDS[name] <= cpu_flags()]
+
+
+def load_build(name: str) -> Core:
+    """One of the usable builds; OSError says why it cannot run here after all."""
+    return Core(_built()[name])
 
 
 def _built() -> dict[str, Path]:

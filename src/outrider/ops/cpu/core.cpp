@@ -3,6 +3,9 @@
 // All threads run the same code over the same rows and meet at barriers; each computes its share of the
 // columns, heads or rows. Nothing is summed across threads, so the bits do not depend on their number.
 
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
 #include "attention.h"
 #include "threads.h"
 
@@ -223,8 +226,9 @@ class Forward {
             const int dim = kv.head_dim, half = dim / 2, heads = static_cast<int>(s.heads), kv_heads = kv.kv_heads;
             float* given = o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim;
             const int slot = row(r).slot, page = row(r).feed->pages[slot / kv.page_size], offset = slot % kv.page_size;
-            float x[kWidest] = {};
+            float x[kWidest], turned[kWidest];
             std::memcpy(x, given, dim * sizeof(float));
+            for (int i = dim; i < kv.width; i++) x[i] = turned[i] = 0.0f;
             if (head >= heads + kv_heads) return kv.put_value<K>(page, head - heads - kv_heads, offset, x);
             if (const float* norm = head < heads ? l.q_norm : l.k_norm) {
                 const float inverse = inverse_rms(x, dim, static_cast<float>(s.eps));
@@ -233,7 +237,6 @@ class Forward {
             const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - o.f_.rotary_lag, 0)) * half;
             const float *cos = s.cos + turn, *sin = s.sin + turn;
             const float scale = head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f;
-            float turned[kWidest] = {};
             for (int i = 0; i < half; i++) turned[i] = (x[i] * cos[i] - x[i + half] * sin[i]) * scale;
             for (int i = 0; i < half; i++) turned[i + half] = (x[i + half] * cos[i] + x[i] * sin[i]) * scale;
             if (head < heads)
@@ -308,6 +311,37 @@ class Forward {
     float *x_, *wide_, *qkv_, *mixed_, *gated_;
 };
 
+#if defined(__AMX_TILE__)
+// Tiles against vectors, and a row against itself among others.
+template <class K>
+bool tiles_agree_on(Kind kind) {
+    constexpr int kColumns = 96, kInner = 160;
+    std::vector<float> weight(kColumns * kInner), x(kBlock * kInner);
+    for (size_t i = 0; i < weight.size(); i++) weight[i] = static_cast<float>(i * 7919 % 2003) / 1001.5f - 1.0f;
+    for (size_t i = 0; i < x.size(); i++) x[i] = static_cast<float>(i * 104729 % 1999) / 999.5f - 1.0f;
+    const std::unique_ptr<Linear> l(pack_linear(kind, kColumns, kInner, false, weight.data(), false, nullptr));
+    std::vector<uint32_t> words(kBlock * (l->steps + kUnit));
+    Packed packed{words.data(), {}};
+    Tile one, all, vectors;
+    const TilesInUse tiles;
+    packed.fill<K>({x.data(), kInner, 1, kInner}, l->steps, 0, 1);
+    multiply_group_tiles<K, 1>(words.data(), l->weights, l->panel_bytes(), l->steps, l->panels, one);
+    packed.fill<K>({x.data(), kInner, kBlock, kInner}, l->steps, 0, 1);
+    multiply_group_tiles<K, kBlock>(words.data(), l->weights, l->panel_bytes(), l->steps, l->panels, all);
+    multiply_group<K, kBlock>(words.data(), l->weights, l->panel_bytes(), l->steps, l->panels, vectors);
+    bool good = true;
+    for (int p = 0; p < l->panels; p++) {
+        good &= std::memcmp(one.value[p][0], all.value[p][0], kStepBytes) == 0;
+        if (std::is_same<K, I8>::value) good &= std::memcmp(all.value[p], vectors.value[p], sizeof all.value[p]) == 0;
+        for (int r = 0; r < kBlock && !std::is_same<K, I8>::value; r++)
+            for (int c = 0; c < kLanes; c++) good &= std::fabs(all.value[p][r][c] - vectors.value[p][r][c]) < 1e-4f;
+    }
+    return good;
+}
+
+bool tiles_agree() { return tiles_agree_on<BF16>(kBF16) && tiles_agree_on<I8>(kI8); }
+#endif
+
 Workspace& workspace() {
     static thread_local Workspace w;
     return w;
@@ -325,6 +359,22 @@ using namespace outrider;
 
 // A digest of the sources this was built from.
 OUTRIDER_API const char* outrider_sources() { return OUTRIDER_SOURCES; }
+
+// Whether this processor and kernel really run this build: 0, or what is wrong. Some virtual machines offer AMX
+// and fault on it, so a child process tries it first.
+OUTRIDER_API int32_t outrider_try() {
+#if defined(__AMX_TILE__)
+    constexpr int kAskForTiles = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, ...)
+    if (syscall(SYS_arch_prctl, kAskForTiles, kTileData) != 0) return 1;
+    const pid_t child = fork();
+    if (child == 0) _exit(tiles_agree() ? 0 : 3);
+    int status = 0;
+    if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status)) return 2;
+    return WEXITSTATUS(status);
+#else
+    return 0;
+#endif
+}
 
 OUTRIDER_API Linear* outrider_pack(int32_t kind, int32_t columns, int32_t inner, int32_t paired, const void* weight, int32_t is_bf16,
                       const float* bias) {

@@ -21,6 +21,7 @@ namespace outrider {
 enum Kind : int32_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
 
 constexpr int kStepBytes = 64;
+constexpr int kUnit = 16;                            // steps whose words of one row lie together: a row of an AMX tile
 constexpr int kGroup = 8;                            // panels whose results wait for their epilogue together
 constexpr int kBlock = kRegisters == 32 ? 16 : 4;    // rows of one pass over a panel
 constexpr int kChunk = 64;                           // rows that share one pass over all weights
@@ -63,7 +64,7 @@ inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const
     const int per_step = kind == kF32 ? 1 : kind == kBF16 ? 2 : 4;
     l->kind = kind, l->columns = columns, l->inner = inner, l->paired = paired;
     l->panels = paired ? 2 * ((columns / 2 + kLanes - 1) / kLanes) : (columns + kLanes - 1) / kLanes;
-    l->steps = round_up((inner + per_step - 1) / per_step, 4);
+    l->steps = round_up((inner + per_step - 1) / per_step, kUnit);
     const int packed = l->panels * kLanes;
     l->weights = static_cast<char*>(allocate(l->panel_bytes() * l->panels + kPrefetch));
     if (bias) l->padded_bias.assign(packed, 0.0f);
@@ -160,14 +161,12 @@ inline float inverse_rms(const float* x, int width, float eps) {
 template <class K>
 inline void encode_row(const float* x, int width, uint32_t* out) {
     for (int at = 0; at < width; at += kLanes, out += kLanes / K::per_step) {
-        uint32_t words[kLanes];
-        encode<K>(width - at >= kLanes ? load(x + at) : load_first(x + at, width - at), 1.0f, words);
-        std::memcpy(out, words, kLanes / K::per_step * sizeof(uint32_t));
+        encode<K>(width - at >= kLanes ? load(x + at) : load_first(x + at, width - at), 1.0f, out);
     }
 }
 
-// Activations as the kernel reads them: per block of rows, [steps][rows of the block] words.
-// Threads pack shares of the inner dimension, so no two write to one cache line of a block often.
+// Activations as the kernel reads them: per block of rows, for every unit of the inner dimension, the words of
+// one row after the other. Threads pack shares of the inner dimension.
 struct Packed {
     uint32_t* words;
     float scale[kChunk];  // of each row, for int8; every thread has its own copy
@@ -179,19 +178,14 @@ struct Packed {
             inverse[r] = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
             if (std::is_same<K, I8>::value) scale[r] = quantum(in, r, inverse[r]);
         }
-        const int unit = kLanes / K::per_step;  // steps in sixteen values
-        const int units = (steps + unit - 1) / unit;
-        const Share mine(units, thread, threads);
+        const Share mine(steps / kUnit, thread, threads);
         for (int first = 0; first < in.rows; first += kBlock) {
             const int rows = std::min(kBlock, in.rows - first);
-            uint32_t* block = words + static_cast<size_t>(first) * steps;
-            for (int r = 0; r < rows; r++)
-                for (int u = mine.begin; u < mine.end; u++) {
-                    uint32_t out[kLanes];
-                    encode<K>(values(in, first + r, inverse[first + r], u * kLanes), scale[first + r], out);
-                    const int count = std::min(unit, steps - u * unit);
-                    for (int s = 0; s < count; s++) block[static_cast<size_t>(u * unit + s) * rows + r] = out[s];
-                }
+            uint32_t* to = words + static_cast<size_t>(first) * steps + static_cast<size_t>(mine.begin) * rows * kUnit;
+            for (int u = mine.begin; u < mine.end; u++)
+                for (int r = first; r < first + rows; r++)
+                    for (int part = 0; part < K::per_step; part++, to += kLanes / K::per_step)
+                        encode<K>(values(in, r, inverse[r], (u * K::per_step + part) * kLanes), scale[r], to);
         }
     }
 
@@ -225,20 +219,24 @@ inline void multiply(const uint32_t* x, const char* w, size_t panel, int steps, 
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) acc[r][c] = K::zero();
-    for (int s = 0; s < steps; s++, x += R, w += kStepBytes) {
-        Words column[C];
+    // Near the end of the panels, what comes next is the start of the C panels after them.
+    size_t ahead = kPrefetch;
+    for (int s = 0, end = std::max(steps - kPrefetch / kStepBytes, 0); s < steps; end = steps, ahead += (C - 1) * panel)
+        for (; s < end; s += kUnit, x += R * kUnit)
+            for (int i = 0; i < kUnit; i++, w += kStepBytes) {
+                Words column[C];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) {
-            column[c] = load_words(w + c * panel);
-            _mm_prefetch(w + c * panel + kPrefetch, _MM_HINT_T0);
-        }
+                for (int c = 0; c < C; c++) {
+                    column[c] = load_words(w + c * panel);
+                    _mm_prefetch(w + c * panel + ahead, _MM_HINT_T0);
+                }
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const Words row = splat_word(x[r]);
+                for (int r = 0; r < R; r++) {
+                    const Words row = splat_word(x[r * kUnit + i]);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) acc[r][c] = K::join(acc[r][c], column[c], row);
-        }
-    }
+                    for (int c = 0; c < C; c++) acc[r][c] = K::join(acc[r][c], column[c], row);
+                }
+            }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -253,9 +251,73 @@ inline void multiply_group(const uint32_t* x, const char* w, size_t panel, int s
     if constexpr (C > 1) multiply_group<K, R, C / 2>(x, w, panel, steps, panels, out, done);
 }
 
+#if defined(__AMX_TILE__)
+// The same panels by tiles of 16 x 16 results: a unit of a panel is a tile as it lies, so are 16 rows of a block.
+// Rows past the block's own read whatever follows and their results are not looked at. Bits differ from the
+// vector kernel's (the unit adds in an order of its own) and not with the number of rows.
+struct TilesInUse {
+    TilesInUse() {
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, unused[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } shape;
+        asm volatile("" : "+m"(shape));  // all of it must be in memory; gcc 12 drops what it thinks unread
+        _tile_loadconfig(&shape);
+    }
+    ~TilesInUse() { _tile_release(); }
+};
+
+template <class K, int C>
+inline void multiply_tiles(const uint32_t* x, size_t unit, const char* w, size_t panel, int steps, Tile& out, int at) {
+#define OUTRIDER_JOIN(c, tile)                                                    \
+    if constexpr (C > c) {                                                        \
+        for (int line = 0; line < kUnit; line++)                                  \
+            _mm_prefetch(w + c * panel + ahead + line * kStepBytes, _MM_HINT_T0); \
+        _tile_loadd(tile, w + c * panel, kStepBytes);                             \
+        if constexpr (std::is_same<K, I8>::value) {                               \
+            _tile_dpbusd(c, 4, tile);                                             \
+        } else {                                                                  \
+            _tile_dpbf16ps(c, 4, tile);                                           \
+        }                                                                         \
+    }
+    asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    size_t ahead = kPrefetch;
+    for (int s = 0, end = std::max(steps - kPrefetch / kStepBytes, 0); s < steps; end = steps, ahead += (C - 1) * panel)
+        for (; s < end; s += kUnit, x += unit, w += kUnit * kStepBytes) {
+            _tile_loadd(4, x, kUnit * sizeof(uint32_t));
+            OUTRIDER_JOIN(0, 5) OUTRIDER_JOIN(1, 6) OUTRIDER_JOIN(2, 7) OUTRIDER_JOIN(3, 5)
+        }
+#undef OUTRIDER_JOIN
+    _tile_stored(0, out.value[at], kStepBytes);
+    if constexpr (C > 1) {
+        _tile_stored(1, out.value[at + 1], kStepBytes);
+    }
+    if constexpr (C > 2) {
+        _tile_stored(2, out.value[at + 2], kStepBytes);
+        _tile_stored(3, out.value[at + 3], kStepBytes);
+    }
+    asm volatile("" ::: "memory");
+}
+
+// In place of the vector kernel for bf16 and int8, for every number of rows.
+template <class K, int R, int C = 4>
+inline void multiply_group_tiles(const uint32_t* x, const char* w, size_t panel, int steps, int panels, Tile& out, int done = 0) {
+    for (; done + C <= panels; done += C) multiply_tiles<K, C>(x, R * kUnit, w + done * panel, panel, steps, out, done);
+    if constexpr (C > 1) multiply_group_tiles<K, R, C / 2>(x, w, panel, steps, panels, out, done);
+}
+#endif
+
 using GroupKernel = void (*)(const uint32_t*, const char*, size_t, int, int, Tile&, int);
 template <class K, int... R>
 constexpr void fill_kernels(GroupKernel* table, std::integer_sequence<int, R...>) {
+#if defined(__AMX_TILE__)
+    if constexpr (!std::is_same<K, F32>::value) return void(((table[R] = multiply_group_tiles<K, R + 1>), ...));
+#endif
     ((table[R] = multiply_group<K, R + 1>), ...);
 }
 template <class K>
@@ -271,6 +333,9 @@ void product(const Linear& l, const Packed& x, int rows, int thread, int threads
     const Share pairs((l.panels + 1) / 2, thread, threads);
     const int end = std::min(2 * pairs.end, l.panels);
     Tile tile;
+#if defined(__AMX_TILE__)
+    const TilesInUse tiles;
+#endif
     for (int panel = 2 * pairs.begin; panel < end; panel += kGroup) {
         const int count = std::min(kGroup, end - panel);
         for (int first = 0; first < rows; first += kBlock) {
