@@ -146,7 +146,7 @@ class LookaheadDrafter:
 
     def _advance(self, state: _State, tree: Tree, verdict: Verdict) -> None:
         """Drop the oldest level, add the newest, and keep the columns that still lie ahead of the text."""
-        if not state.columns:  # the window was not part of this round
+        if not state.columns or not verdict.choices:  # the window was not part of this round, or nobody chose there
             state.levels = [level[len(verdict.tokens) :] for level in state.levels]
             return
         place = {(parent, token): node for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True))}
