@@ -24,7 +24,7 @@ __all__ = ["Adaptive"]
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.01  # share of the time that may go into trying what does not seem to pay
-_FIRST_PROBES = 12.0  # plain rounds' worth of it to begin with
+_FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
 _REPLAN = 4  # rounds between plans while the same sequences run
 
@@ -46,6 +46,7 @@ class Adaptive:
         self._turn = 0  # of probes, over sequences and arms
         self._probing: Hashable = None
         self._promised = 0.0  # accepted tokens expected of the probe
+        self._paid = 0.0  # seconds expected to be lost on it
         self._load: Load | None = None
         self._plan = Plan(())
 
@@ -102,7 +103,8 @@ class Adaptive:
         for key, path in zip(self._load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if key is self._probing and self._credit is not None:
-                self._credit += (len(path) - self._promised) / self._rate  # more than was expected pays for more probes
+                surplus = max(len(path) - self._promised, 0.0) / self._rate
+                self._credit += min(surplus, self._paid)  # a probe that brings more than was expected is free
 
     def _observe_proposals(self, seconds: float) -> None:
         """What the arms that drafted took; several share the time as they were expected to."""
@@ -208,6 +210,7 @@ class Adaptive:
         if cost == math.inf:
             return plan
         self._credit -= cost
+        self._paid = cost
         if arm == len(self.arms):
             return plan._replace(lengths=(0,) * len(plan.lengths))
         self._probing = load.keys[b]
