@@ -18,7 +18,7 @@ from outrider.cache import KVPool
 from outrider.model import Decoder, Feed, ModelConfig, Rope, Runner
 from outrider.model.load import DTYPES
 from outrider.ops import Core, Native, PackedLinear, Plain, find_core, serving_ops
-from outrider.ops.native import load_build, usable_builds
+from outrider.ops.native import Threads, load_build, usable_builds
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
@@ -217,6 +217,28 @@ def test_the_number_of_threads_does_not_matter(core: Core, kind: str) -> None:
         runner = make_runner(core, decoder)
         seen.append(runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)))
     assert all(torch.equal(seen[0], other) for other in seen)
+
+
+def test_the_quicker_number_of_threads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are tried, then one, then the quicker; after a while the other again. Time is a counter here."""
+    torch.set_num_threads(4)
+    clock, cost, seen = [0.0], {4: 3.0, 1: 2.0}, []
+    monkeypatch.setattr("outrider.ops.native.time.perf_counter", lambda: clock[0])
+
+    def call(threads: int) -> None:
+        seen.append(threads)
+        clock[0] += cost[threads]
+
+    threads = Threads()
+    for _ in range(20):
+        threads.run(1, call)
+    assert seen == [4] * 3 + [1] * 17
+    cost[1] = 9.0
+    for _ in range(400):
+        threads.run(1, call)
+    assert 2 <= seen[20:].index(4) < 5, "one thread has become slow"
+    assert seen[-100:].count(1) <= 3
+    assert seen[20:].count(1) > 3, "one thread is tried again"
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 10])

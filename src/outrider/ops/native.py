@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -152,6 +153,48 @@ def _built() -> dict[str, Path]:
     return {name: path for name in _BUILDS for path in sorted(folder.glob(f"_core_{name}.*so"))}
 
 
+class Threads:
+    """One thread or all of torch's, whichever was quicker lately for that many rows.
+
+    A tiny model gains less from a second thread than meeting it costs, and beside a busy process every
+    meeting waits for a turn. The bits do not depend on the choice.
+    """
+
+    _TRIES = 3  # of each, and their median counts
+    _AGAIN = 256  # calls until the slower one is tried again
+
+    def __init__(self) -> None:
+        self._took: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
+        self._calls = 0
+
+    def run(self, rows: int, call: Callable[[int], None]) -> None:
+        """Make the call with a number of threads, and remember what it took."""
+        most = torch.get_num_threads()
+        if most == 1:
+            call(1)
+            return
+        size = rows.bit_length()
+        threads = self._pick(size, most)
+        start = time.perf_counter()
+        call(threads)
+        took = self._took.setdefault((size, threads), [])
+        took.append(time.perf_counter() - start)
+        del took[: -self._TRIES]
+
+    def _pick(self, size: int, most: int) -> int:
+        self._calls += 1
+        many, one = self._took.get((size, most), ()), self._took.get((size, 1), ())
+        if len(many) < self._TRIES:
+            return most
+        if len(one) < self._TRIES:
+            return 1
+        quicker, other = (most, 1) if sorted(many)[1] <= sorted(one)[1] else (1, most)
+        if self._calls >= self._AGAIN:
+            self._calls = 0
+            self._took[(size, other)].clear()
+        return quicker
+
+
 class PackedLinear:
     """A weight matrix (columns, inner) in the core's layout, with its bias."""
 
@@ -161,6 +204,7 @@ class PackedLinear:
             weight = weight.float()
         self.columns, self.inner = weight.shape
         self._core = core
+        self._threads = Threads()
         bias = None if bias is None else bias.detach().float().contiguous()
         self.handle = core.pack(
             _KINDS[kind],
@@ -257,6 +301,7 @@ class Stack:
         self._core = core
         self._weights = weights
         self._pool = (keys, values)
+        self._threads = Threads()
         self._kept: list[Tensor] = []  # what the specifications point to
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
@@ -289,9 +334,12 @@ class Stack:
         f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
         f.taps = 0 if taps is None else len(taps)
         f.tapped, f.tap_rows = _address(taps), _address(tapped)
-        f.threads = torch.get_num_threads()
-        self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f))
+        self._threads.run(rows, self._call)
         return StackRows(stream, last, tapped)
+
+    def _call(self, threads: int) -> None:
+        self._forward.threads = threads
+        self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(self._forward))
 
     @property
     def bytes(self) -> int:
