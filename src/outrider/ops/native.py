@@ -82,9 +82,10 @@ class _ForwardSpec(ctypes.Structure):
 
 
 class Core:
-    """A loaded library."""
+    """A loaded library. Unless it is `steady`, calls take as many threads as were quickest lately."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, steady: bool = False) -> None:
+        self.steady = steady
         self.name = path.name.removeprefix("_core_").split(".")[0]
         library = ctypes.CDLL(str(path))
         library.outrider_sources.restype = ctypes.c_char_p
@@ -108,8 +109,8 @@ class Core:
         self.forward.argtypes = [_pointer, _pointer]
 
 
-@lru_cache(maxsize=1)
-def find_core() -> tuple[Core | None, str]:
+@lru_cache(maxsize=2)
+def find_core(steady: bool = False) -> tuple[Core | None, str]:
     """The best library built for this processor, and what was found.
 
     OUTRIDER_CORE names a library to load instead: one built with sanitizers, or for fewer instructions.
@@ -118,13 +119,13 @@ def find_core() -> tuple[Core | None, str]:
     if chosen:
         if not Path(chosen).exists():
             raise InvalidParameter("OUTRIDER_CORE", f"{chosen} does not exist")
-        return Core(Path(chosen)), f"{chosen}, from OUTRIDER_CORE"
+        return Core(Path(chosen), steady), f"{chosen}, from OUTRIDER_CORE"
     if not _built():
         return None, "not built: no C++ compiler was found when outrider was installed"
     problems: list[str] = []
     for name in usable_builds():
         try:
-            return load_build(name), "; ".join([f"built for {name}", *problems])
+            return load_build(name, steady), "; ".join([f"built for {name}", *problems])
         except OSError as error:
             problems.append(f"not {name}: {error}")
     return None, "; ".join(problems) or f"the processor can run none of: {', '.join(_built())}"
@@ -143,9 +144,9 @@ def usable_builds() -> list[str]:
     return [name for name in _built() if _BUILDS[name] <= cpu_flags()]
 
 
-def load_build(name: str) -> Core:
+def load_build(name: str, steady: bool = False) -> Core:
     """One of the usable builds; OSError says why it cannot run here after all."""
-    return Core(_built()[name])
+    return Core(_built()[name], steady)
 
 
 def _built() -> dict[str, Path]:
@@ -163,15 +164,16 @@ class Threads:
     _TRIES = 3  # of each, and their median counts
     _AGAIN = 256  # calls until the slower one is tried again
 
-    def __init__(self) -> None:
+    def __init__(self, steady: bool = False) -> None:
+        self._steady = steady  # always all
         self._took: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
         self._calls = 0
 
     def run(self, rows: int, call: Callable[[int], None]) -> None:
         """Make the call with a number of threads, and remember what it took."""
         most = torch.get_num_threads()
-        if most == 1:
-            call(1)
+        if most == 1 or self._steady:
+            call(most)
             return
         size = rows.bit_length()
         threads = self._pick(size, most)
@@ -204,7 +206,7 @@ class PackedLinear:
             weight = weight.float()
         self.columns, self.inner = weight.shape
         self._core = core
-        self._threads = Threads()
+        self._threads = Threads(core.steady)
         bias = None if bias is None else bias.detach().float().contiguous()
         self.handle = core.pack(
             _KINDS[kind],
@@ -301,7 +303,7 @@ class Stack:
         self._core = core
         self._weights = weights
         self._pool = (keys, values)
-        self._threads = Threads()
+        self._threads = Threads(core.steady)
         self._kept: list[Tensor] = []  # what the specifications point to
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
