@@ -230,9 +230,10 @@ class PackedLinear:
     def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         """(rows, columns) float32 of rows (rows, inner) float32, normed first where weights for it are given."""
         x = x.contiguous()
-        out = torch.empty(x.shape[0], self.columns)
-        if x.shape[0]:
-            self._core.linear(self.handle, x.data_ptr(), x.shape[0], _address(norm), eps, out.data_ptr(), torch.get_num_threads())
+        rows, out = x.shape[0], torch.empty(x.shape[0], self.columns)
+        if rows:
+            source, weights, target = x.data_ptr(), _address(norm), out.data_ptr()
+            self._threads.run(rows, lambda n: self._core.linear(self.handle, source, rows, weights, eps, target, n))
         return out
 
 

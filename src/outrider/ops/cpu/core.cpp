@@ -135,8 +135,8 @@ class Forward {
     }
 
     // What every thread runs.
-    void run(int thread, int threads) {
-        Member m{*this, thread, threads, {w_.words.data(), {}}};
+    void run(Team& team, int thread, int threads) {
+        Member m{*this, team, thread, threads, {w_.words.data(), {}}};
         for (int first = 0; first < layout_.rows; first += kChunk) m.chunk(first, std::min(kChunk, layout_.rows - first));
     }
 
@@ -144,6 +144,7 @@ class Forward {
     // One thread's part of the work on one chunk of rows.
     struct Member {
         Forward& o;
+        Team& team;
         int thread, threads;
         Packed packed;
         int first = 0, rows = 0;
@@ -159,7 +160,7 @@ class Forward {
             leave();
         }
 
-        void barrier() const { team().barrier(); }
+        void barrier() const { team.barrier(); }
         Share share(int count) const { return Share(count, thread, threads); }
 
         // A product of rows that are ready; the result is ready for all threads when it returns.
@@ -390,16 +391,17 @@ OUTRIDER_API void outrider_linear(const Linear* l, const float* x, int64_t rows,
     Workspace& w = workspace();
     w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l->inner + kStepBytes)));
     uint32_t* words = w.words.data();
-    team().run(static_cast<int>(threads), [&](int thread, int all) {
+    Team& own = team();
+    own.run(static_cast<int>(threads), [&](int thread, int all) {
         Packed packed{words, {}};
         for (int64_t first = 0; first < rows; first += kChunk) {
             const int count = static_cast<int>(std::min<int64_t>(kChunk, rows - first));
             pack_rows(packed, *l, {x + first * l->inner, static_cast<size_t>(l->inner), count, l->inner, norm, static_cast<float>(eps)},
                       thread, all);
-            team().barrier();
+            own.barrier();
             linear(*l, packed, count, {out + first * l->columns, static_cast<size_t>(l->columns), l->columns, Then::kStore},
                    thread, all);
-            team().barrier();
+            own.barrier();
         }
     });
 }
@@ -409,7 +411,8 @@ OUTRIDER_API void outrider_forward(const StackSpec* stack, const ForwardSpec* fo
     read_layout(forward->layout, w.layout);
     const int threads = static_cast<int>(forward->threads);
     Forward work(*stack, *forward, w, threads);
-    team().run(threads, [&](int thread, int all) { work.run(thread, all); });
+    Team& own = team();
+    own.run(threads, [&](int thread, int all) { work.run(own, thread, all); });
 }
 
 

@@ -28,6 +28,7 @@ class Team {
         hire(threads);
         threads_ = threads;
         body_ = &body;
+        rest_.store(threads == 1, std::memory_order_relaxed);
         if (threads > 1) {
             running_.store(threads - 1, std::memory_order_relaxed);
             job_.store(((job_.load() >> 8) + 1) << 8 | static_cast<uint32_t>(threads));
@@ -78,7 +79,7 @@ class Team {
     void work(int index, uint32_t seen) {
         for (;;) {
             for (int waits = 0; job_.load(std::memory_order_acquire) == seen; waits++) {
-                if (waits < kIdle) {
+                if (waits < kIdle && !rest_.load(std::memory_order_relaxed)) {
                     wait(waits);
                     continue;
                 }
@@ -110,6 +111,7 @@ class Team {
     const Body* body_ = nullptr;
     int threads_ = 1;
     alignas(64) std::atomic<uint32_t> job_{0};  // count << 8 | threads
+    std::atomic<bool> rest_{false};  // the caller works alone: whoever idles should sleep, not share its core
     std::atomic<int> asleep_{0};
     alignas(64) std::atomic<int> running_{0};
     alignas(64) std::atomic<int> arrived_{0};
