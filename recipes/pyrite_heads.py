@@ -11,6 +11,7 @@ figures go to OUT/heads.tar. A watchdog exports whatever exists before the time 
     --stages eagle+draft+medusa              all at once (default)
     --stages eagle:3.5 draft:2.5 medusa:1    one after another, with shares of the time
     --stages eagle+eagle_kl+eagle_three      a comparison of variants
+    --row-tokens 320                         rows of one text each: what the target wrote after function stubs
     --smoke                                  everything in miniature on a CPU
 """
 
@@ -36,6 +37,8 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 from pyrite_corpus import start_corpus, start_small_corpus  # noqa: E402
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outrider.train.companions import Trial
     from outrider.train.data import TokenStore
     from outrider.train.distill import Distillation
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[1]
 _FINISH_S = 34.0  # export and judgement after training
+_JUDGED_TOKENS = 320  # of a text written after a held-out stub
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class Shipment:
 
     def bundle(self) -> None:
         """Ship metrics and figures."""
-        kept = sorted([*self.work.glob("*.json"), *self.work.glob("*/metrics.*")])
+        kept = sorted([*self.work.glob("*.json"), *self.work.glob("run-*/metrics.*")])
         _tar(self.out / "heads.tar", [(file, str(file.relative_to(self.work)).replace("/", "-")) for file in kept])
 
 
@@ -124,6 +128,12 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Stu
         "medusa": medusa(4, 2),
         "medusa_mix": medusa(4, 2, "mix"),
         "medusa_deep": medusa(4, 4),
+        "medusa_deep_mix": medusa(4, 4, "mix"),
+        "medusa_deep_greedy": medusa(4, 4, "greedy"),
+        "medusa_six": medusa(4, 6),
+        "medusa_six_greedy": medusa(4, 6, "greedy"),
+        "medusa_five": medusa(5, 5),
+        "medusa_eight": medusa(3, 8),
     }
 
 
@@ -133,8 +143,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.smoke and args.model is None:
         args.model = _tiny_target(args.work)
+        args.minutes += _now() / 60
     shipment = Shipment(args.out, args.work, args.model)
-    _start_watchdog(shipment, args.minutes * 60)
+    _start_watchdog(shipment, args.minutes * 60 * (5 if args.smoke else 1))  # a trial is late on a busy machine, not lost
     corpus = _start_corpus(args)
     target, stages = _target(args), [Stage.parse(text) for text in args.stages]
     known = variants(args)
@@ -173,6 +184,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--adam-lr", type=float, default=2e-3)
     parser.add_argument("--write-seconds", type=float, default=25.0, help="time the target writes text to train on; 0: none")
     parser.add_argument("--write-share", type=float, default=0.35, help="of the training text")
+    parser.add_argument("--write-rows", type=int, default=4096, help="texts written side by side, with --row-tokens")
+    parser.add_argument("--row-tokens", type=int, default=0, help="train on rows of one text of so many tokens; 0: packed rows")
+    parser.add_argument("--corpus", type=Path, default=None, help="a corpus that another run is preparing, to be waited for")
     parser.add_argument("--begin-from", type=Path, default=None, help="folder with drafters exported before, to go on from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true")
@@ -183,7 +197,7 @@ def _arguments() -> argparse.Namespace:
         args.stages = [stage for stage in kept if stage]
     if args.smoke:
         args.minutes, args.rows, args.micro_rows = min(args.minutes, 1.8), 4, 4
-        args.write_seconds, args.depths = min(args.write_seconds, 1.0), 4
+        args.write_seconds, args.depths, args.write_rows = min(args.write_seconds, 1.0), 4, 16
     elif args.model is None:
         args.model = _ROOT / "src" / "outrider" / "models" / "pyrite"
     return args
@@ -209,6 +223,8 @@ def _tiny_target(work: Path) -> Path:
 
 
 def _start_corpus(args: argparse.Namespace) -> subprocess.Popen[bytes] | None:
+    if args.corpus is not None:
+        return None
     if not args.smoke:
         return start_corpus(args.work / "corpus", args.model)
     made = args.work / "target.work" / "corpus"
@@ -243,7 +259,8 @@ def _build(
             _note(f"{name}: goes on from {args.begin_from / name}")
         _note(f"{name}: {sum(p.numel() for p in student.module.parameters()) / 1e6:.2f}M parameters")
     if not args.no_compile:
-        run.warm_up(args.micro_rows, target.config.context)
+        run.warm_up(args.micro_rows, args.row_tokens or target.config.context)
+        _free_memory()
         _note("compiled")
     return run
 
@@ -252,6 +269,10 @@ def _wait(corpus: subprocess.Popen[bytes] | None, args: argparse.Namespace) -> P
     from outrider.train.frozen import require_same_tokenizer
     from outrider.train.prepare import Prepared
 
+    if args.corpus is not None:
+        while not (args.corpus / "corpus.json").exists():
+            time.sleep(0.5)
+        return Prepared.open(args.corpus)
     if corpus is None:
         return Prepared.open(args.work / "target.work" / "corpus")
     if corpus.wait(timeout=max(args.minutes * 60 - _now(), 1)) != 0:
@@ -270,15 +291,45 @@ def _text(target: FrozenTarget, prepared: Prepared, args: argparse.Namespace) ->
 
     store, heldout = prepared.store("train"), prepared.store("heldout_packages")
     rows, count = (8, 48) if args.smoke else (64, 200)
+    text = heldout_rows(heldout, target.config.context, rows)
+    if args.row_tokens:
+        return _after_stubs(target, prepared, args, text)
     written = {heat: written_for(target, heldout, rows, count, heat) for heat in (0.0, 0.8)}
-    trial = Trial(heldout_rows(heldout, target.config.context, rows), written)
     _note("written to judge on")
     if args.write_seconds:
         size = {"rows": 8, "length": 96, "prompts": (24,)} if args.smoke else {}
         own = write_until(target.decoder, store, Writing(args.write_seconds, **size))
         _note(f"written to train on: {own.tokens} tokens beside {store.tokens}")
         store = merged(store, own, args.write_share)
-    return store, trial
+    return store, Trial(text, written)
+
+
+def _after_stubs(target: FrozenTarget, prepared: Prepared, args: argparse.Namespace, text: Tensor) -> tuple[TokenStore, Trial]:
+    """The same from what the target writes after stubs. Trees are chosen by other texts than they are judged on."""
+    from outrider.train.companions import Trial
+    from outrider.train.onpolicy import StubWriting, with_windows, write_after_stubs, written_after
+    from outrider.train.parallel import cores
+    from outrider.train.stubs import find_stubs
+    from outrider.train.tokenizer import load_tokenizer
+
+    store, heldout = prepared.store("train"), prepared.store("heldout_packages")
+    tokenizer, longest = load_tokenizer(args.model), args.row_tokens * 5 // 8
+    known, unknown = (find_stubs(part, tokenizer, 12, longest, 1 if args.smoke else cores()) for part in (store, heldout))
+    _note(f"stubs: {len(known.starts)} to train on, {len(unknown.starts)} held out")
+    rows, decoder = min(8 if args.smoke else 256, len(known.starts), len(unknown.starts)), target.decoder
+    middle, other = (
+        slice(half - rows // 2, half - rows // 2 + rows) for half in (len(known.starts) // 2, len(unknown.starts) // 2)
+    )
+    written, fit, length = {}, {}, args.row_tokens if args.smoke else _JUDGED_TOKENS
+    for heat in (0.0, 0.8):
+        written[heat] = written_after(decoder, heldout, unknown, other, length, heat, 7)
+        fit[heat] = written_after(decoder, store, known, middle, length, heat, 8)
+    _note("written to judge on")
+    writing = StubWriting(args.row_tokens, args.write_seconds, args.write_rows, seed=args.seed)
+    own = write_after_stubs(decoder, store, known, writing)
+    _free_memory()
+    _note(f"written to train on: {own.tokens} tokens in {own.documents} texts that do not loop")
+    return with_windows(own, store, args.write_share, args.seed), Trial(text, written, fit)
 
 
 def _train(
@@ -291,15 +342,16 @@ def _train(
 
     shipment.open = dict(run.students)
     run.heldout = trial.rows[:: max(len(trial.rows) // 16, 1)]
-    options = DistillOptions(run.target.config.context, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), args.seed)
-    place = args.work / "-".join(stage.names)
+    context = args.row_tokens or run.target.config.context
+    options = DistillOptions(context, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), args.seed)
+    place = args.work / "-".join(("run", *stage.names))  # not where a student goes
     loop = LoopOptions(Budget(seconds=max(seconds, 1.0)), place, args.rows, args.micro_rows, checkpoint_every_s=0.0)
     at = run.train(store, options, loop).position
     _note(f"trained {'+'.join(stage.names)}: {at.step} steps, {at.tokens / 1e6:.0f}M tokens in {at.seconds:.0f} s")
     for name, student in run.students.items():
         expected = measure_tree(student, run.target, trial)
         if expected is not None:
-            _note(f"{name}: static tree of 24 gives {expected:.2f} tokens per round on the text it was fitted to")
+            _note(f"{name}: its static tree gives {expected:.2f} tokens per round on the text it was fitted to")
 
 
 def _judge(run: Distillation, target: FrozenTarget, trial: Trial, work: Path) -> dict[str, Any]:
@@ -311,6 +363,14 @@ def _judge(run: Distillation, target: FrozenTarget, trial: Trial, work: Path) ->
         _note(name)
         describe(figures[name], _note)
     return figures
+
+
+def _free_memory() -> None:
+    """Give cached memory back: another process may share the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _start_watchdog(shipment: Shipment, limit: float) -> None:

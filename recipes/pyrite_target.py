@@ -91,7 +91,7 @@ class Shipment:
 
 def main() -> None:
     args = _arguments()
-    times = Times(args.minutes * 60 - _FINISH_S, args.minutes * 60)
+    times = Times(args.minutes * 60 - _FINISH_S, args.minutes * 60 * (5 if args.smoke else 1))  # a trial may be late
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
     corpus = _start_corpus(args)
@@ -174,7 +174,7 @@ def _wait(corpus: subprocess.Popen[bytes], directory: Path, times: Times) -> Pre
 def _train(run: Pretraining, prepared: Prepared, args: argparse.Namespace, times: Times) -> None:
     from outrider.train.loop import Budget, LoopOptions
 
-    budget = Budget(seconds=max(times.stop - _now(), 1.0))
+    budget = Budget(seconds=max(times.stop - _now(), 10.0 if args.smoke else 1.0))
     loop = LoopOptions(budget, args.work, args.rows, checkpoint_every_s=0.0, eval_every_s=60.0)
     outcome = run.train(prepared, loop)
     at = outcome.position

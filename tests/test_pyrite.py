@@ -40,6 +40,8 @@ METHODS = {
     "suffix": {"method": "suffix", "draft_tokens": 8},
     "recycle": {"method": "recycle", "draft_tokens": 14},
     "draft_model": {"method": "draft_model", "draft_tokens": 5},
+    "draft_model tree": {"method": "draft_model", "draft_tokens": 16, "beam": 4, "branch": 3, "depth": 6},
+    "early_exit": {"method": "early_exit", "draft_tokens": 3, "exit_layer": 9},
     "eagle": {"method": "eagle", "draft_tokens": 5},
     "eagle tree": {"method": "eagle", "draft_tokens": 24, "beam": 6, "branch": 6, "depth": 7},
     "medusa": {"method": "medusa", "draft_tokens": 24},

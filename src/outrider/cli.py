@@ -249,6 +249,32 @@ def bench_acceptance(
         raise typer.Exit(1)
 
 
+@bench_app.command("never-slower")
+def bench_never_slower(
+    model: Model = None,
+    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,2,4,8,16,32",
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each request.")] = 128,
+    pairs: Annotated[int, typer.Option(min=3, help="Paired runs of each case.")] = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="Batch 1 and 8, two workloads, about a minute.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of all requests.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Throughput of `auto` over plain decoding: code, random tokens, temperature 1.5. Fails where it is slower beyond doubt."""
+    from outrider.bench.conditions import conditions
+    from outrider.bench.never_slower import as_rows, cases, never_slower, show_ratios
+
+    _set_threads(threads)
+    wanted = cases([1, 8] if quick else _numbers("--batches", batches, int), quick)
+    rows = []
+    for row in never_slower(model, wanted, min(tokens, 96) if quick else tokens, min(pairs, 5) if quick else pairs, seed):
+        rows.append(row)
+        _errors.print(f"{row.workload} at {row.temperature:g}, batch {row.batch}: {row.ratio:.2f}", highlight=False)
+    show_ratios(rows, _errors)
+    print(json.dumps({"rows": as_rows(rows)} | conditions()))
+    if any(row.lost for row in rows):
+        raise typer.Exit(1)
+
+
 @bench_app.command("proposal")
 def bench_proposal(
     contexts: Annotated[str, typer.Option(help="Comma-separated context lengths.")] = "1024,2048,4096,8192,16384",

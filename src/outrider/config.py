@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.errors import InvalidParameter, UnknownMethod
 
-__all__ = ["RULES", "EngineConfig", "SpeculationConfig", "parse_method"]
+__all__ = ["RULES", "EngineConfig", "RequestSpeculation", "SpeculationConfig", "parse_method"]
 
 RULES = ("match", "rejection", "block", "lossy_typical")
 DEFAULT_DRAFT_TOKENS = 5
@@ -30,8 +30,9 @@ _OPTIONS = {
     "early_exit": ("exit_layer", "tail"),
     "cascade": ("levels", "dtype", "load_format"),
     "mixture": ("members", "merge", "splice", "enough", "dtype", "load_format"),
+    "auto": ("members", "dtype", "load_format"),
 }
-_NESTED = {"cascade": "levels", "mixture": "members"}  # options that hold drafters
+_NESTED = {"cascade": "levels", "mixture": "members", "auto": "members"}  # options that hold drafters
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,43 @@ class SpeculationConfig:
             allowed = ", ".join((*_FIELDS, *known, *_ALIASES))
             raise InvalidParameter("speculation", f"unknown setting {unknown[0]!r} for method {method!r}; allowed: {allowed}")
         options = {key: value for key, value in settings.items() if key not in _FIELDS}
-        if method in _NESTED:
+        if method in _NESTED and (method != "auto" or "members" in options):
             options[_NESTED[method]] = _parse_nested(method, options.get(_NESTED[method]))
         return cls(**{key: settings[key] for key in _FIELDS if key in settings}, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpeculation:
+    """What one request asks of speculation: whether, by which of the loaded methods, how far."""
+
+    enabled: bool = True
+    method: str | None = None
+    draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise InvalidParameter("speculation", f"enabled must be True or False, got {self.enabled!r}")
+        if self.method is not None and not isinstance(self.method, str):
+            raise InvalidParameter("speculation", f"method must be a name, got {self.method!r}")
+        most = self.draft_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= MOST_DRAFT_TOKENS):
+            raise InvalidParameter("speculation", f"max_tokens must be an integer in [0, {MOST_DRAFT_TOKENS}], got {most!r}")
+
+    @classmethod
+    def parse(cls, given: bool | Mapping[str, Any] | RequestSpeculation | None) -> RequestSpeculation:
+        """From True or False, or {"enabled": ..., "method": ..., "max_tokens": ...}."""
+        if isinstance(given, RequestSpeculation):
+            return given
+        if given is None or isinstance(given, bool):
+            return cls(given is not False)
+        if not isinstance(given, Mapping):
+            raise InvalidParameter("speculation", f"must be True, False or a mapping, got {type(given).__name__}")
+        names = {"max_tokens": "draft_tokens", "num_speculative_tokens": "draft_tokens"}
+        settings = {names.get(key, key): value for key, value in given.items()}
+        unknown = sorted(set(settings) - {"enabled", "method", "draft_tokens"})
+        if unknown:
+            raise InvalidParameter("speculation", f"unknown setting {unknown[0]!r}; allowed: enabled, method, max_tokens")
+        return cls(**settings)
 
 
 def parse_method(text: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ROOT",
+    "Arm",
     "Batch",
     "Drafts",
     "Needs",
@@ -50,6 +51,8 @@ class Request:
     speculate: bool = True  # False: plain decoding for this request
     tenant: str | None = None  # whose text it is: caches and drafters share text within a key only
     priority: int = 0  # lower ones go first
+    method: str | None = None  # where several are loaded: the only one that may draft for it
+    draft_tokens: int | None = None  # most nodes a round may draft for it
 
 
 @dataclass(slots=True)
@@ -144,6 +147,14 @@ class Needs:
     scores: bool = False  # reads logits of every node, rejected ones too
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
     follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
+
+
+class Arm(NamedTuple):
+    """One of several ways to draft that a policy may choose."""
+
+    name: str
+    members: tuple[int, ...]  # drafters it asks, by number
+    most: int  # nodes it can use
 
 
 class Plan(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.control import Adaptive, Arm, Costs, Load, RoundStats
-from outrider.core import Drafts
+from outrider.control import Adaptive, Costs, Load, RoundStats
+from outrider.core import Arm, Drafts
 
 
 @dataclass
@@ -27,7 +27,7 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.names = list(self.chance)
-        self.policy = Adaptive([Arm(name, 32) for name in self.names], Costs())
+        self.policy = Adaptive([Arm(name, (i,), 32) for i, name in enumerate(self.names)], Costs())
         self.drafted: list[tuple[str, int]] = []
 
     def run(self, rounds: int) -> float:

@@ -83,6 +83,40 @@ def test_what_lies_below_changes_no_draft(models: list[Decoder], lookup: str) ->
     assert any(tokens for drafts in alone for tokens in drafts)
 
 
+def test_a_draft_is_the_models_own_continuation(models: list[Decoder]) -> None:
+    """By definition: the model, started afresh on the text so far, writes what was drafted."""
+    seen: list[tuple[list[int], list[int]]] = []
+    drafter = CascadeDrafter([level(models[2], 2)[0], level(models[1])[0]], NGramDrafter(1, 3))
+    propose = drafter.propose
+
+    def watching(batch: Batch, plan: Plan) -> Drafts:
+        drafts = propose(batch, plan)
+        seen.extend((list(seq.tokens), tree.tokens) for seq, tree in zip(batch.sequences, drafts.on_host(), strict=True))
+        return drafts
+
+    drafter.propose = watching  # type: ignore[method-assign]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    run(make_engine(models[0], drafter, 4), [make_request([5, 9, 2] * 5, greedy, "a"), make_request([3, 3], greedy, "b")])
+    drafted = [(text, draft) for text, draft in seen if draft]
+    assert len(drafted) > 10
+    for text, draft in drafted:
+        params = SamplingParams(temperature=0.0, max_tokens=len(draft))
+        assert run(make_engine(models[1]), [make_request(text, params)])[0].seq.tokens == text + draft
+
+
+def test_text_that_others_drafted_is_read_first(models: list[Decoder]) -> None:
+    """The text went on differently, and by several tokens, since this drafter was asked."""
+    drafter = CascadeDrafter([level(models[1])[0]], NGramDrafter(1, 3))
+    seq = Sequence(make_request([5, 9, 2, 5, 9], SamplingParams(temperature=0.0)))
+    seq.pages = list(range(20))
+    drafter.begin(seq)
+    for new in ([], [7, 8, 1, 5], [9], [2, 2, 2, 2, 2, 2, 2]):
+        seq.tokens += new
+        draft = drafter.propose(Batch([seq], [1]), Plan((5,))).on_host()[0].tokens
+        request = make_request(seq.tokens, SamplingParams(temperature=0.0, max_tokens=5))
+        assert run(make_engine(models[1]), [request])[0].seq.tokens == seq.tokens + draft
+
+
 def test_levels_of_models(models: list[Decoder]) -> None:
     wanted = requests("levels")
     plain = [run(make_engine(models[0]), [request])[0].seq.tokens for request in wanted]

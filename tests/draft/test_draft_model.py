@@ -9,6 +9,7 @@ import pytest
 from outrider.core import Batch, Plan, Sequence
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.growth import TreeShape
+from outrider.draft.reader import Reader, Text
 from outrider.model import Feed, Runner
 from outrider.sampling import Row, SamplingParams, rank
 from tests.engine.test_same_tokens import random_params
@@ -122,31 +123,33 @@ def test_trees_change_nothing(tmp_path, dtype: str, shape: str) -> None:  # type
     assert sum(w.seq.stats.accepted for w in fast) > 0
 
 
+@pytest.mark.parametrize(("branch", "depth", "room"), [(4, 2, 11), (3, 3, 10), (2, 5, 7)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_tree_is_the_best_nodes_of_all(decoder, temperature: float) -> None:  # type: ignore[no-untyped-def]
-    """Against every path of two tokens, scored by the definition: softmax of log q plus the target's noise."""
-    drafter = DraftModel(Runner(decoder, make_pool(decoder)), TreeShape(beam=64, branch=4, depth=2))
+def test_a_tree_is_the_best_nodes_of_all(decoder, temperature: float, branch: int, depth: int, room: int) -> None:  # type: ignore[no-untyped-def]
+    """Against every path, scored by the definition: softmax of log q plus the target's noise."""
+    drafter = DraftModel(Runner(decoder, make_pool(decoder)), TreeShape(beam=64, branch=branch, depth=depth))
     seq = Sequence(make_request([1, 2, 3], SamplingParams(temperature=temperature, seed=3, max_tokens=50)))
     seq.pages = list(range(8))
     drafter.begin(seq)
-    drafts = drafter.propose(Batch([seq], [1]), Plan((11,)))
+    drafts = drafter.propose(Batch([seq], [1]), Plan((room,)))
 
     def children(path: list[int]) -> dict[int, float]:
         fresh = Runner(decoder, make_pool(decoder))
         text = [*seq.tokens, *path]
         logits = fresh.logits(fresh.forward([Feed(range(8), 0, text)]).last, [len(text) - 1])
-        found = rank(logits, [Row.at(seq, path)], 4)
+        found = rank(logits, [Row.at(seq, path)], branch)
         return dict(zip(found.tokens[0].tolist(), found.chances[0].tolist(), strict=True))
 
     worth = {(token,): chance for token, chance in children([]).items()}
-    for path in list(worth):
-        worth |= {(*path, token): worth[path] * chance for token, chance in children(list(path)).items()}
-    best = sorted(worth.values(), reverse=True)[:11]
+    for level in range(1, depth):
+        for path in [path for path in worth if len(path) == level]:
+            worth |= {(*path, token): worth[path] * chance for token, chance in children(list(path)).items()}
+    best = sorted(worth.values(), reverse=True)[:room]
     tree, survival = drafts.on_host()[0], drafts.survival[0].tolist()
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((token,) if parent < 0 else (*paths[parent], token))
-    assert len(set(paths)) == 11
+    assert len(set(paths)) == room
     assert [worth[path] for path in paths] == pytest.approx(survival, rel=1e-5)
     assert sorted(survival, reverse=True) == pytest.approx(best, rel=1e-5)
 
@@ -168,3 +171,15 @@ def test_accepted_branches_are_read_again(decoder) -> None:  # type: ignore[no-u
         while node >= 0:
             path, node = [tree.tokens[node], *path], tree.parents[node]
         seq.tokens += [*path, rng.randrange(50)]
+
+
+def test_only_nodes_in_their_place_count_as_read(decoder) -> None:  # type: ignore[no-untyped-def]
+    """A sibling lies in the slot of a next token; the node below it is in nobody's place."""
+    reader = Reader(Runner(decoder, make_pool(decoder)))
+    seq = Sequence(make_request([1, 2, 3], SamplingParams()))
+    seq.pages = list(range(4))
+    reader.begin(seq)
+    reader.read([Text(seq, seq.tokens, 3)])
+    reader.extend(seq, Feed(seq.pages, 3, (), [10, 11], [-1, -1], 0))
+    reader.extend(seq, Feed(seq.pages, 3, (), [12], [-1, -1, 1], 2))
+    assert reader._states[seq].fed == [1, 2, 3, 10]

@@ -122,6 +122,8 @@ def test_wrong_rows_would_change_the_text(small: Decoder) -> None:
     assert not torch.equal(runner.score(Batch([seq], [1]), wrong).logits, good)
     # where a tap lies below the exit, or the rows do not fit the model, every layer is run
     assert torch.equal(runner.score(Batch([seq], [1]), wrong, (1,)).logits, good)
+    shorter = replace(wrong, counts=torch.tensor([1]))  # pruned after it was proposed
+    assert torch.equal(runner.score(Batch([seq], [1]), shorter).logits, good[:2])
     narrow = replace(drafts, resume=drafts.resume._replace(hidden=drafts.resume.hidden[:, :-1]))
     assert torch.equal(runner.score(Batch([seq], [1]), narrow).logits, good)
 

@@ -81,8 +81,11 @@ def test_eagle_changes_nothing(decoder: Decoder, form: str, shape: str) -> None:
     assert not drafter._states
 
 
-def reference_chain(decoder: Decoder, head: EagleHead, tokens: list[int], length: int) -> list[int]:
-    """The definition: run target and head over the whole text with dense attention, one token at a time."""
+def reference_chain(decoder: Decoder, head: EagleHead, tokens: list[int], length: int, first: int = 0) -> list[int]:
+    """The definition: run target and head over the whole text with dense attention, one token at a time.
+
+    The head reads rows from `first` on.
+    """
     ops = Plain()
 
     def dense(_layer, q, k, v):  # type: ignore[no-untyped-def]
@@ -95,11 +98,11 @@ def reference_chain(decoder: Decoder, head: EagleHead, tokens: list[int], length
 
     n = len(tokens)
     hidden = decoder(torch.tensor(tokens), torch.arange(n), dense, ops, head.config.taps)
-    features = head.fuse(torch.cat(hidden.taps, -1)[: n - 1], ops)
+    features = head.fuse(torch.cat(hidden.taps, -1)[first : n - 1], ops)
     draft: list[int] = []
     for _ in range(length):
         text = torch.tensor([*tokens, *draft])
-        out = head(text[1:], features, torch.arange(len(features)), dense, ops)
+        out = head(text[first + 1 :], features, torch.arange(first, first + len(features)), dense, ops)
         best = int(head.logits(out[-1:], ops).argmax())
         draft.append(best if head.vocab_ids is None else int(head.vocab_ids[best]))
         features = torch.cat((features, out[-1:]))

@@ -1,7 +1,7 @@
 """What every drafter must keep through the real engine: ragged plans, preemption, prefix-cache hits, nothing left behind.
 
-Preemption and prefix-cache hits are played by hand on the real scheduler and page table: a preempted
-sequence loses its pages and begins anew with all of its tokens; a hit begins with filled pages.
+Preemption is played by hand on the real scheduler and page table: a preempted sequence loses its pages and
+begins anew with all of its tokens. Prefix-cache hits are the engine's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.heads import Borrowed, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, Runner
 from outrider.ops import Blocked
 from outrider.sampling import SamplingParams
-from tests.draft.test_heads import random_head
+from tests.draft.test_heads import random_head, reference_chain
 from tests.draft.test_protocol import held
 from tests.engine.test_same_tokens import random_params
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
@@ -96,10 +96,15 @@ class Ragged:
 
     def observe(self, stats: RoundStats) -> None: ...
 
+    def forget(self, key: object) -> None: ...
+
+    def arms_named(self, method: str) -> list[int]:
+        return [0]
+
 
 def engine_with(name: str, decoders: tuple[Decoder, Decoder], length: int = 4, **sizes: Any) -> Engine:
     engine = make_engine(decoders[0], None, length, **sizes)
-    engine.drafter = DRAFTERS[name](engine, decoders[1])
+    engine.drafter.drafter = DRAFTERS[name](engine, decoders[1])
     return engine
 
 
@@ -107,30 +112,20 @@ def preempt(engine: Engine, seq: Sequence) -> None:
     """Take a running sequence's pages away; it begins anew and reads all of its tokens again."""
     engine.drafter.end(seq)
     engine.pages.release(seq.pages)
-    seq.pages.clear()
-    seq.cached = 0
+    seq.pages = []
+    seq.cached = seq.named = 0
     engine.drafter.begin(seq)
 
 
-def hit(engine: Engine, prefix: list[int], pages: list[int]) -> None:
-    """From now on, sequences that begin with this text begin with these pages."""
-    admit = engine.scheduler.admit
-
-    def admitting() -> list[Sequence]:
-        started = admit()
-        for seq in started:
-            if seq.tokens[: len(prefix)] == prefix and len(seq.tokens) > len(prefix):
-                seq.pages.extend(engine.pages.share(pages))
-                seq.cached = len(prefix)
-        return started
-
-    engine.scheduler.admit = admitting  # type: ignore[method-assign]
+def hits(engine: Engine) -> int:
+    """Tokens found in the prefix cache so far."""
+    return engine.scheduler.prefix_hits
 
 
 def watch(engine: Engine) -> dict[tuple[int, ...], Tree]:
     """What is proposed after which text."""
     seen: dict[tuple[int, ...], Tree] = {}
-    propose = engine.drafter.propose
+    propose = engine.drafter.drafter.propose
 
     def watching(batch: Batch, plan: Plan) -> Drafts:
         drafts = propose(batch, plan)
@@ -139,7 +134,7 @@ def watch(engine: Engine) -> dict[tuple[int, ...], Tree]:
                 seen[tuple(seq.tokens)] = tree
         return drafts
 
-    engine.drafter.propose = watching  # type: ignore[method-assign]
+    engine.drafter.drafter.propose = watching  # type: ignore[method-assign]
     return seen
 
 
@@ -169,7 +164,7 @@ def test_ragged_plans_and_many_sequences(name: str, decoders: tuple[Decoder, Dec
     assert [w.seq.stats.fallback_reason for w in writers] == [None] * 9
     assert sum(w.seq.stats.drafted for w in writers) > 0
     assert engine.pages.used == 0
-    assert not held(engine.drafter)
+    assert not held(engine.drafter.drafter)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -190,7 +185,7 @@ def test_preemption_changes_nothing(name: str, seed: int, decoders: tuple[Decode
     assert [w.seq.stats.fallback_reason for w in writers] == [None] * 5
     assert sum(w.seq.stats.drafted for w in writers) > 0
     assert engine.pages.used == 0
-    assert not held(engine.drafter)
+    assert not held(engine.drafter.drafter)
 
 
 @pytest.mark.parametrize("name", FROM_TEXT)
@@ -220,16 +215,16 @@ def test_a_prefix_hit_changes_nothing(name: str, more: int, decoders: tuple[Deco
     writer = engine.submit(first, "t")
     while writer.seq.output_len < 20:
         engine.round()
-    hit(engine, prefix[:32], writer.seq.pages[:2])
     fresh = engine_with(name, decoders)
     expected, seen = watch(fresh), watch(engine)
     run(fresh, [second])
     again = run(engine, [second])[0]
+    assert hits(engine) == 32
     assert [writer.seq.tokens, again.seq.tokens] == plainly(decoders, [first, second])
     assert again.seq.stats.fallback_reason is None
     assert again.seq.stats.drafted > 0
     assert engine.pages.used == 0
-    assert not held(engine.drafter)
+    assert not held(engine.drafter.drafter)
     if name in FROM_TEXT:
         common = [text for text in expected if text in seen]
         assert len(common) >= 3
@@ -238,10 +233,26 @@ def test_a_prefix_hit_changes_nothing(name: str, more: int, decoders: tuple[Deco
         assert seen[tuple(second.prompt_ids)].tokens, "one token to read: the draft begins in the first round"
 
 
+@pytest.mark.parametrize("name", [*WITH_MEMORY, "early_exit"])
+def test_a_hit_drafts_at_once_what_it_would_have_drafted(name: str, decoders: tuple[Decoder, Decoder]) -> None:
+    """With one token left to read, the feature kept with the last page is all there is to draft from."""
+    prefix = [1, 2, 3, 4, 5, 1, 2, 6] * 4
+    engine, fresh = engine_with(name, decoders), engine_with(name, decoders)
+    expected, seen = watch(fresh), watch(engine)
+    emitted = run(fresh, [greedy(prefix)])[0].seq.tokens[: len(prefix) + 1]
+    writer = engine.submit(greedy([*prefix, 9, 9], "a", 40), "t")
+    while writer.seq.output_len < 6:
+        engine.round()
+    run(engine, [greedy(emitted, "b", 5)])
+    assert hits(engine) == len(prefix)
+    assert seen[tuple(emitted)].tokens
+    assert seen[tuple(emitted)].tokens[:2] == expected[tuple(emitted)].tokens[:2]
+
+
 @pytest.mark.parametrize("name", WITH_MEMORY)
 def test_a_hit_is_not_read_again(name: str, decoders: tuple[Decoder, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the target nor the drafter feeds what the pages hold."""
-    from outrider.draft import eagle as eagle_module
+    from outrider.heads import runners as heads_module
     from outrider.model import runner as runner_module
 
     prefix = [1, 2, 3, 4, 5, 1, 2, 6] * 4
@@ -249,17 +260,19 @@ def test_a_hit_is_not_read_again(name: str, decoders: tuple[Decoder, Decoder], m
     writer = engine.submit(greedy(prefix, "a", 40), "t")
     while writer.seq.output_len < 6:
         engine.round()
-    hit(engine, prefix, writer.seq.pages[:2])
     engine.abort(engine.submit(greedy([9], "c"), "t"))
     starts: list[int] = []
-    lay_out = runner_module.lay_out
 
-    def watching(feeds: Any, *rest: Any) -> Any:
-        starts.extend(feed.start for feed in feeds if feed.pages and feed.pages[:2] == writer.seq.pages[:2])
-        return lay_out(feeds, *rest)
+    def watched(lay_out: Any) -> Any:
+        def watching(feeds: Any, *rest: Any) -> Any:
+            starts.extend(feed.start for feed in feeds if feed.pages and feed.pages[:2] == writer.seq.pages[:2])
+            return lay_out(feeds, *rest)
 
-    monkeypatch.setattr(runner_module, "lay_out", watching)
-    monkeypatch.setattr(eagle_module, "lay_out", watching)
+        return watching
+
+    for module in (runner_module, heads_module):
+        for way in ("lay_out", "lay_out_rows"):
+            monkeypatch.setattr(module, way, watched(getattr(module, way)))
     run(engine, [greedy([*prefix, 7, 8], "b", 5)])
     assert starts
     assert min(starts) >= len(prefix)
@@ -270,21 +283,23 @@ def test_a_hit_on_pages_the_drafter_never_saw(name: str, decoders: tuple[Decoder
     """It reads them, or goes on without; it does not fail, and it drafts."""
     prefix = [1, 2, 3, 4, 5, 1, 2, 6] * 4
     engine = engine_with(name, decoders)
-    drafter, engine.drafter = engine.drafter, NGramDrafter(1, 3)
+    drafter, engine.drafter.drafter = engine.drafter.drafter, NGramDrafter(1, 3)
     writer = engine.submit(greedy(prefix, "a", 40), "t")
     while writer.seq.output_len < 6:
         engine.round()
-    hit(engine, prefix, writer.seq.pages[:2])
-    pages = engine.pages.share(writer.seq.pages[:2])
     engine.abort(writer)
-    engine.drafter = drafter
-    second = greedy([*prefix, 7], "b")
+    engine.drafter.drafter = drafter
+    second = greedy([*prefix, 7, 8, 9], "b")
+    seen = watch(engine)
     again = run(engine, [second])[0]
     assert [again.seq.tokens] == plainly(decoders, [second])
     assert again.seq.stats.fallback_reason is None
     assert again.seq.stats.drafted > 0
-    engine.pages.release(pages)
+    assert hits(engine) == len(prefix)
     assert engine.pages.used == 0
+    if isinstance(drafter, EagleDrafter) and name != "eagle tree":  # a tree of rejected nodes has no definition so short
+        for text, tree in seen.items():
+            assert tree.tokens == reference_chain(decoders[0], drafter._head, list(text), len(tree.tokens), len(prefix))
 
 
 @pytest.mark.parametrize("name", WITH_MEMORY)
@@ -293,11 +308,12 @@ def test_pages_given_to_another_text_are_not_taken_for_the_first(name: str, deco
     first, other = [1, 2, 3, 4] * 9, [5, 4, 3, 2] * 9
     engine = engine_with(name, decoders)
     run(engine, [greedy(first, "a", 6), greedy(other, "b", 6)])
+    for page in range(engine.pages.count):
+        engine.pages.forget(page)
     run(engine, [greedy(other, "c", 6)])  # where the first one's pages were
     writer = engine.submit(greedy(other[:20], "d", 30), "t")
     while writer.seq.output_len < 20:
         engine.round()
-    hit(engine, writer.seq.tokens[:16], writer.seq.pages[:1])
     second = greedy([*writer.seq.tokens[:16], 9, 9], "e", 20)
     fresh = engine_with(name, decoders)
     expected, seen = watch(fresh), watch(engine)
@@ -318,4 +334,4 @@ def test_aborted_requests_leave_nothing(name: str, decoders: tuple[Decoder, Deco
         engine.abort(writer)
     assert not engine.has_work
     assert engine.pages.used == 0
-    assert not held(engine.drafter)
+    assert not held(engine.drafter.drafter)

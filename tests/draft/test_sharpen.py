@@ -89,7 +89,7 @@ def test_it_finds_how_much_sharper_the_target_is(sharper: float, lower: bool) ->
     assert (found < 0.75) if lower else (found >= 0.8)
     assert sharpener.temperature(SamplingParams(temperature=1.0)) == 1.0, "classes learn apart"
     exact = {t: np.mean([_at(seed, sharper, t) for seed in range(300)]) for t in TEMPERATURES}
-    assert exact[found] >= max(exact.values()) - 0.01
+    assert exact[found] >= max(exact.values()) - 0.015
 
 
 def _at(seed: int, sharper: float, temperature: float) -> float:
@@ -105,6 +105,17 @@ def test_the_same_past_gives_the_same_temperature() -> None:
         taught(sharpener, 1.0, 1.7, 120)
         found.append(sharpener.temperature(SamplingParams(temperature=1.0)))
     assert found[0] == found[1] != 1.0
+
+
+def test_what_brings_nothing_is_left_alone() -> None:
+    """Where the draft's law is the target's, every temperature but 1 loses, and nothing moves."""
+    sharpener = Sharpener()
+    for position in range(100):
+        logp, _ = laws(position)
+        order = np.argsort(-logp)
+        own = Law(order, logp[order], row(1.0, position))
+        sharpener.learn({(): own}, Verdict([], [0]), Scores(torch.from_numpy(logp).float()[None], [0]), 0)
+    assert sharpener.temperature(SamplingParams(temperature=1.0)) == 1.0
 
 
 def test_depths_learn_apart_where_asked() -> None:

@@ -171,6 +171,7 @@ def finished(drafter: SuffixDrafter, name: str, output: list[int]) -> None:
     seq = of_tenant(name, [99])
     drafter.begin(seq)
     seq.tokens += output
+    seq.finish_reason = "stop"
     drafter.end(seq)
 
 

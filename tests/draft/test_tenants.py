@@ -53,6 +53,7 @@ def lived(drafter: Drafter, tenant: str | None, rng: random.Random) -> set[int]:
         choices = [new[0], *(rng.choice(own) for _ in tree.tokens)]
         seq.tokens += new
         drafter.commit(batch, drafts, [Verdict([], new, choices)], Scores(logits, [0]))
+    seq.finish_reason = "stop"
     drafter.end(seq)
     return drafted
 

@@ -116,7 +116,7 @@ def test_spellings_of_speculation(model: Path, arguments: dict) -> None:  # type
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     output = llm.generate([[1, 2, 3]], params)[0].outputs[0]
     assert llm.speculation.draft_tokens == 3
-    assert output.token_ids == llm.generate([[1, 2, 3]], params, speculate=False)[0].outputs[0].token_ids
+    assert output.token_ids == llm.generate([[1, 2, 3]], params, speculation=False)[0].outputs[0].token_ids
     if llm.speculation.method == "draft_model":
         assert output.speculation["accepted"] == output.speculation["drafted"] > 0
 
@@ -144,7 +144,7 @@ def test_bad_requests(llm: LLM, prompt, params: dict, param: str) -> None:  # ty
 
 
 def test_bad_settings(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: cascade, draft_model, early_exit"):
+    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: auto, cascade, draft_model"):
         LLM(model, load_format="dummy", speculation="telepathy")
     with pytest.raises(InvalidParameter, match="needs the directory or hub id of its weights"):
         LLM(model, load_format="dummy", speculation="draft_model")
@@ -187,5 +187,5 @@ def test_bad_words_never_appear(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, bad_words=[word])
     banned = set(llm.tokenizer.encode_bare(word)[-1:])
     for speculate in (True, False):
-        output = llm.generate("def main", params, speculate=speculate)[0].outputs[0]
+        output = llm.generate("def main", params, speculation=speculate)[0].outputs[0]
         assert not banned & set(output.token_ids[:1])

@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,13 +44,9 @@ CORES = _cores()
 
 @pytest.fixture(params=CORES, scope="module")
 def core(request: pytest.FixtureRequest) -> Core:
-    return CORES[request.param]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
+    found = CORES[request.param]
+    found.threads = 1
+    return found
 
 
 def test_the_core_is_built_where_it_can_be() -> None:
@@ -208,20 +203,20 @@ def test_a_row_has_the_same_bits_at_every_place_and_count(core: Core, kind: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_threads_does_not_matter(core: Core, kind: str) -> None:
+def test_the_number_of_threads_does_not_matter(core: Core, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = make_decoder(kind, **VARIANTS["wide"])
     text = [i * 37 % 97 for i in range(LONG)]
     seen = []
     for threads in (1, 2, 3, 7, 2):
-        torch.set_num_threads(threads)
+        monkeypatch.setattr(core, "threads", threads)
         runner = make_runner(core, decoder)
         seen.append(runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)))
     assert all(torch.equal(seen[0], other) for other in seen)
 
 
-def test_the_quicker_number_of_threads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quicker_number_of_threads_is_taken(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are tried, then one, then the quicker; after a while the other again. Time is a counter here."""
-    torch.set_num_threads(4)
+    monkeypatch.setattr(core, "threads", 4)
     clock, cost, seen = [0.0], {4: 3.0, 1: 2.0}, []
     monkeypatch.setattr("outrider.ops.native.time.perf_counter", lambda: clock[0])
 
@@ -229,7 +224,7 @@ def test_the_quicker_number_of_threads_is_taken(monkeypatch: pytest.MonkeyPatch)
         seen.append(threads)
         clock[0] += cost[threads]
 
-    threads = Threads()
+    threads = Threads(core)
     for _ in range(20):
         threads.run(1, call)
     assert seen == [4] * 3 + [1] * 17

@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from outrider.train.cli import app
 from outrider.train.corpus import CorpusOptions
 from outrider.train.prepare import Prepared, PrepareOptions, prepare
 from outrider.train.sources import find_sources
@@ -52,3 +54,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     rules = CorpusOptions(heldout=("package3",), file_share=0.1, workers=1)
     sources = find_sources([root / "text"], [".py"])
     return prepare(sources, PrepareOptions(vocab=320, context=32, corpus=rules), root / "tokens", lambda _: None)
+
+
+@pytest.fixture(scope="session")
+def target(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of the prepared corpus."""
+    out = tmp_path_factory.mktemp("target") / "model"
+    size = "--layers=4 --hidden=32 --heads=4 --kv-heads=2 --ffn=48 --context=32 --rows=4 --steps=150 --no-compile --device=cpu"
+    command = ["lm", "--data", str(prepared.directory), "--out", str(out), *size.split(), "--lr=0.02", "--adam-lr=0.01"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return out

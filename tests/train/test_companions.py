@@ -39,21 +39,9 @@ from outrider.train.losses import divergence
 from outrider.train.optim import OptimOptions
 from outrider.train.prepare import Prepared
 from outrider.train.students import DraftStudent, student_loss
-from outrider.train.tree import static_tree, token_ranks
 
 CPU = torch.device("cpu")
 COMMON = ("--rows=4", "--no-compile", "--device=cpu", "--adam-lr=0.01", "--lr=0.02")
-
-
-@pytest.fixture(scope="session")
-def target(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of the prepared corpus."""
-    out = tmp_path_factory.mktemp("target") / "model"
-    size = "--layers=4 --hidden=32 --heads=4 --kv-heads=2 --ffn=48 --context=32 --rows=4 --steps=150 --no-compile --device=cpu"
-    command = ["lm", "--data", str(prepared.directory), "--out", str(out), *size.split(), "--lr=0.02", "--adam-lr=0.01"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    return out
 
 
 def learn(kind: str, target: Path, prepared: Prepared, out: Path, *options: str) -> dict[str, float]:
@@ -149,7 +137,7 @@ def test_settings_that_cannot_be(target: Path, prepared: Prepared, tmp_path: Pat
     assert "9 is not between 0 and the target's 4 layers" in refused("eagle", "--taps=1,2,9")
     assert "not a list of numbers" in refused("eagle", "--taps=a,b")
     assert "known: eagle1, eagle3" in refused("eagle", "--form=eagle9")
-    assert "known: kl, lk, mix" in refused("draft", "--loss=other", "--hidden=16", "--heads=2", "--kv-heads=1")
+    assert "known: greedy, kl, lk, mix" in refused("draft", "--loss=other", "--hidden=16", "--heads=2", "--kv-heads=1")
     assert "not between 1 and the target's 32" in refused("medusa", "--context=64")
     assert "one batch needs" in refused("medusa", "--rows=100000")
 
@@ -199,6 +187,8 @@ def test_divergences() -> None:
     torch.testing.assert_close(divergence("lk", p, q), -(1 - apart).log().mean())
     weight = torch.exp(-3 * (1 - apart).mean())
     torch.testing.assert_close(divergence("mix", p, q), weight * kl.mean() + (1 - weight) * apart.mean())
+    best = p.argmax(-1, keepdim=True)
+    torch.testing.assert_close(divergence("greedy", p, q), -torch.log_softmax(q, -1).gather(-1, best).mean())
     counted = torch.tensor([1.0, 0, 0, 1, 0, 0])
     torch.testing.assert_close(divergence("kl", p, q, counted), (kl[0] + kl[3]) / 2)
     assert float(divergence("mix", p, p)) == pytest.approx(0.0, abs=1e-6)
@@ -260,22 +250,6 @@ def test_rounds_are_walked() -> None:
     assert loops([1, 2, 3, 4, 5, 6, 7, 8] * 4)
     assert not loops([1, 2, 3, 4, 5, 6, 7, 8] * 3)
     assert not loops([])
-
-
-def test_the_static_tree_holds_the_paths_that_were_right_most_often() -> None:
-    ranks = np.array([[0, 0]] * 5 + [[0, 1]] * 2 + [[1, 0]] * 4 + [[2, 9]] + [[99, 0]])
-    tree = static_tree(ranks, 6)
-    assert tree == ((0,), (0, 0), (1,), (1, 0), (0, 1), (2,))
-    assert static_tree(ranks, 3) == tree[:3]
-
-
-def test_ranks_count_the_tokens_before_the_right_one(target: Path, prepared: Prepared) -> None:
-    frozen = FrozenTarget.load(target, CPU)
-    written = written_for(frozen, prepared.store("heldout_packages"), 3, 16, 0.0)
-    itself = DraftStudent(load_decoder(target), reach=2)
-    ranks = token_ranks(itself, frozen, written)
-    assert ranks.shape == (3 * 14, 2)  # starts with both tokens inside the text
-    assert (ranks == 0).mean() > 0.95
 
 
 def test_a_student_goes_on_from_an_exported_one(target: Path, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_killed_process_resumes_to_the_same_weights(prepared: Prepared, tmp_pa
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     victim = subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL)
     checkpoint = tmp_path / "killed.work" / "checkpoint.safetensors"
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while not checkpoint.exists() and victim.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     victim.send_signal(signal.SIGKILL)

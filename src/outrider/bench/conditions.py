@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider._version import __version__
+from outrider.ops import threads_used
 from outrider.platform import cpu_name
 
 __all__ = ["conditions"]
@@ -21,7 +20,7 @@ __all__ = ["conditions"]
 def conditions() -> dict[str, Any]:
     """The machine, the versions and the command."""
     return {
-        "device": f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads used",
+        "device": f"{cpu_name()}, {os.cpu_count()} cores, {threads_used()} threads used",
         "versions": {"outrider": __version__, "python": python_platform.python_version()}
         | {name: importlib.metadata.version(name) for name in ("torch", "numpy")},
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

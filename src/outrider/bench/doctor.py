@@ -25,6 +25,7 @@ from outrider.ops import (
     paged_attention,
     plan_attention,
     serving_ops,
+    threads_used,
 )
 from outrider.platform import cpu_flags, cpu_name, guard
 
@@ -63,7 +64,7 @@ def _machine() -> list[Finding]:
         Finding("machine", "processor", cpu_name()),
         Finding("machine", "instructions", ", ".join(wide) or "baseline"),
         Finding("machine", "AMX tiles", f"{state.amx}; {state.action}", state.bf16_products),
-        Finding("machine", "threads", str(torch.get_num_threads())),
+        Finding("machine", "threads", str(threads_used())),
         Finding("machine", "CUDA device", cuda),
         Finding("kernels", "native core", _core_in_use()),
         Finding("kernels", "without it", f"torch, every product in blocks of {BLOCK} rows, attention by logical position"),

@@ -78,11 +78,13 @@ class _Watch:
 def bench_forward(models: Sequence[str], dtypes: Sequence[str], setting: Setting) -> dict[str, Any]:
     """One record per model and dtype, with the machine and the conditions."""
     core, found = find_core(steady=True)
+    if core is not None:
+        core.take_threads()
     return {
         "device": f"{cpu_name()}, {os.cpu_count()} cores",
         "versions": {"outrider": __version__, "torch": importlib.metadata.version("torch")},
         "core": found,
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads() if core is None else core.threads,
         "context": setting.context,
         "repeats": setting.repeats,
         "results": [_measure(core, model, dtype, setting) for dtype in dtypes for model in models],
@@ -114,14 +116,14 @@ def _watches(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[
     runner.forward([Feed(pages, 0, tokens[: setting.context])])
     watches, reading = {count: _Watch() for count in setting.rows}, _Watch()
     memory = torch.ones(max(runner.weight_bytes // 4, 1))
-    threads, order, shuffle = torch.get_num_threads(), list(setting.rows), random.Random(0)
+    order, shuffle = list(setting.rows), random.Random(0)
     for _ in range(setting.repeats):
         shuffle.shuffle(order)
         for count in order:
             feed = [Feed(pages, setting.context, tokens[:count])]
             watches[count].time(lambda feed=feed: runner.logits(runner.forward(feed).last, range(len(feed[0].tokens))))  # type: ignore[misc]
         if core is not None:
-            read = partial(core.read, memory.data_ptr(), memory.numel() * 4, threads)
+            read = partial(core.read, memory.data_ptr(), memory.numel() * 4, core.threads)
             read()  # brings the buffer where the weights were
             reading.time(read)
     return watches, reading

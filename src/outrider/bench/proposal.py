@@ -35,22 +35,23 @@ _VOCAB = 8192
 
 
 def measure_proposals(contexts: Sequence[int], rounds: int = 200, nodes: int = 24) -> Iterator[dict[str, Any]]:
-    """Medians over rounds that read on in a text after a context of each length, in microseconds.
+    """Medians over the rounds that drafted something, reading on in a text after a context of each length.
 
-    The text is this package's own source; no model runs. A target that wrote it accepts what agrees with it, and
-    says something arbitrary elsewhere.
+    The text is this package's own source, and what is read on is the same after every context. No model runs: a
+    target that wrote the text accepts what agrees with it, and says something arbitrary elsewhere.
     """
     text = _source_tokens(max(contexts) + rounds * (nodes + 1))
     for name, make in LOOKUPS.items():
         for context in contexts:
             drafter = TimedDrafter(make())
-            _read_on(drafter, text, context, rounds, nodes)
-            kept = slice(1, None)  # the first proposal reads the context
+            drafted = _read_on(drafter, text[max(contexts) - context :], context, rounds, nodes)
+            kept = [i for i in range(1, rounds) if drafted[i]]  # the first proposal reads the context
             yield {
                 "method": name,
                 "context": context,
-                "propose_us": statistics.median(drafter.proposals[kept]) * 1e6,
-                "commit_us": statistics.median(drafter.commits[kept]) * 1e6,
+                "drafting_rounds": len(kept),
+                "propose_us": statistics.median(drafter.proposals[i] for i in kept) * 1e6,
+                "commit_us": statistics.median(drafter.commits[i] for i in kept) * 1e6,
                 "first_proposal_us": drafter.proposals[0] * 1e6,
             }
 
@@ -63,18 +64,22 @@ def _source_tokens(count: int) -> list[int]:
     return (once * (count // len(once) + 1))[:count]
 
 
-def _read_on(drafter: TimedDrafter, text: Sequence[int], context: int, rounds: int, nodes: int) -> None:
+def _read_on(drafter: TimedDrafter, text: Sequence[int], context: int, rounds: int, nodes: int) -> list[bool]:
+    """Whether each round drafted something."""
     params = SamplingParams(temperature=0.0)
     seq = Generation(Request("bench", tuple(text[:context]), params, 0, frozenset(), len(text)))
     batch, plan = Batch([seq], [1]), Plan((nodes,))
     logits = torch.randn(nodes + 1, _VOCAB, generator=torch.Generator().manual_seed(0))
+    drafted: list[bool] = []
     drafter.begin(seq)
     for _ in range(rounds):
         drafts = drafter.propose(batch, plan)
+        drafted.append(bool(drafts.on_host()[0].tokens))
         verdict = _judge(drafts, text[len(seq.tokens) :][: nodes + 1])
         seq.tokens += verdict.tokens
         drafter.commit(batch, drafts, [verdict], Scores(logits[: 1 + len(drafts.on_host()[0].tokens)], [0]))
     drafter.end(seq)
+    return drafted
 
 
 def _judge(drafts: Drafts, truth: Sequence[int]) -> Verdict:

@@ -1,7 +1,7 @@
 """Control: which drafter, how far, for whom."""
 
-from outrider.control.adaptive import Adaptive, Arm
+from outrider.control.adaptive import Adaptive
 from outrider.control.costs import Costs
 from outrider.control.policy import FixedLength, Load, Policy, RoundStats
 
-__all__ = ["Adaptive", "Arm", "Costs", "FixedLength", "Load", "Policy", "RoundStats"]
+__all__ = ["Adaptive", "Costs", "FixedLength", "Load", "Policy", "RoundStats"]

@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import numpy as np
 
 from outrider.control.costs import Costs
 from outrider.control.policy import Load, RoundStats
 from outrider.control.record import Floats, Record
-from outrider.core import Drafts, Plan
+from outrider.core import Arm, Drafts, Plan
 
-__all__ = ["Adaptive", "Arm"]
+__all__ = ["Adaptive"]
 
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 _WORTH = 1.01  # a draft must promise this much more than none
@@ -27,13 +26,6 @@ _PROBES = 0.01  # share of the time that may go into trying what does not seem t
 _FIRST_PROBES = 12.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
 _REPLAN = 4  # rounds between plans while the same sequences run
-
-
-class Arm(NamedTuple):
-    """One way to draft that the controller may choose."""
-
-    name: str
-    most: int  # nodes it can use
 
 
 class Adaptive:
@@ -53,6 +45,10 @@ class Adaptive:
         self._probing: Hashable = None
         self._load: Load | None = None
         self._plan = Plan(())
+
+    def arms_named(self, method: str) -> list[int]:
+        """Arms a request may use that asked for one method: its own, without company."""
+        return [i for i, arm in enumerate(self.arms) if arm.name == method]
 
     def plan(self, load: Load) -> Plan:
         """Who drafts, with what, how far."""

@@ -35,6 +35,9 @@ class RoundStats(NamedTuple):
 class Policy(Protocol):
     """Who drafts, with what, how far."""
 
+    def arms_named(self, method: str) -> list[int]:
+        """The arms a request may use that asked for one method."""
+
     def plan(self, load: Load) -> Plan:
         """Before anything is drafted."""
 
@@ -55,6 +58,9 @@ class FixedLength:
         self._length = length
         self._rule = rule
         self._keep_q = rule in ("rejection", "block")
+
+    def arms_named(self, method: str) -> list[int]:  # noqa: ARG002
+        return [0]
 
     def plan(self, load: Load) -> Plan:
         return Plan(tuple(min(self._length, room) for room in load.room), self._rule, self._keep_q)

@@ -63,7 +63,7 @@ class LookaheadDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         none = Guess([], [], [])
         chains = plan.rule != "match"  # the other rules verify chains, and choose nothing at the window
-        guesses = [self._draft(seq, n, chains).guess if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        guesses = [self._draft(seq, n, chains) if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         return Drafts.trees([(own.tokens, own.parents) for own in guesses], survival=[own.survival for own in guesses])
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
@@ -90,7 +90,7 @@ class LookaheadDrafter:
                 state.last = None
             self._advance(state, tree, verdict)
 
-    def _draft(self, seq: Sequence, nodes: int, chain: bool) -> _Growing:
+    def _draft(self, seq: Sequence, nodes: int, chain: bool) -> Guess:
         """Guesses from the pool and the window, in one tree."""
         state, growing = self._states[seq], _Growing(nodes)
         columns = 0 if chain else min(self._window, nodes // 2 // (self._ngram - 1))
@@ -102,7 +102,7 @@ class LookaheadDrafter:
         for column in range(columns):
             growing.add(self._column(state, column), self._chances(seq, 0, 0))
         state.last = growing
-        return growing
+        return growing.guess
 
     def _add_known(self, growing: _Growing, seq: Sequence, path: Seq[int], most: int | None = None) -> None:
         """What followed here before, the likeliest first; long drafts go on from where a guess ends."""
@@ -146,7 +146,7 @@ class LookaheadDrafter:
 
     def _advance(self, state: _State, tree: Tree, verdict: Verdict) -> None:
         """Drop the oldest level, add the newest, and keep the columns that still lie ahead of the text."""
-        if not state.columns:  # the window was not part of this round
+        if not state.columns or not verdict.choices:  # the window was not part of this round, or nobody chose there
             state.levels = [level[len(verdict.tokens) :] for level in state.levels]
             return
         place = {(parent, token): node for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True))}

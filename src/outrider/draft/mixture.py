@@ -52,7 +52,14 @@ class MixtureDrafter:
     bias a ratio test.
     """
 
-    def __init__(self, members: Seq[Member], merge: bool = True, splice: bool = True, enough: float = math.inf) -> None:
+    def __init__(
+        self,
+        members: Seq[Member],
+        merge: bool = True,
+        splice: bool = True,
+        enough: float = math.inf,
+        arms: Seq[Seq[int]] = (),
+    ) -> None:
         if not members:
             raise InvalidParameter("members", "a mixture needs at least one")
         if not enough > 0:
@@ -64,6 +71,8 @@ class MixtureDrafter:
             kv_bytes_per_token=sum(own.kv_bytes_per_token for own in needs),
         )
         self._members = members
+        self._arms = [frozenset(arm) for arm in arms]  # members to ask, by the plan's arm; without a plan for it, all
+        self._everyone = frozenset(range(len(members)))
         self._merge = merge
         self._splice = splice and merge
         self._enough = enough
@@ -95,15 +104,18 @@ class MixtureDrafter:
         if plan.rule != "match":
             return self._ask(0, batch, plan)
         merged = [_Merged(len(self._members), seq.request.params.greedy) for seq in batch.sequences]
+        asked = [self._arms[arm] for arm in plan.arms] if self._arms and plan.arms else [self._everyone] * len(merged)
         open_ = list(plan.lengths)
         for m in range(len(self._members)):
-            if any(open_):
-                drafts = self._ask(m, batch, plan._replace(lengths=tuple(open_)))
+            lengths = tuple(n if m in own else 0 for n, own in zip(open_, asked, strict=True))
+            if any(lengths):
+                drafts = self._ask(m, batch, plan._replace(lengths=lengths))
                 for own, tree, survival in zip(merged, drafts.on_host(), drafts.survival.tolist(), strict=True):
                     own.add(m, Guess(tree.tokens, tree.parents, survival))
                 if self._enough < math.inf:
                     open_ = [n if self._expected(own) < self._enough else 0 for own, n in zip(merged, open_, strict=True)]
-        picked = [self._pick(seq, own, n) for seq, own, n in zip(batch.sequences, merged, plan.lengths, strict=True)]
+        rows = zip(batch.sequences, merged, plan.lengths, asked, strict=True)
+        picked = [self._pick(seq, own, n, members) for seq, own, n, members in rows]
         self._last = {seq: own for seq, own in zip(batch.sequences, merged, strict=True) if own.tokens}
         return Drafts.trees([(own.tokens, own.parents) for own in picked], survival=[own.survival for own in picked])
 
@@ -111,7 +123,7 @@ class MixtureDrafter:
         drafter, most = self._members[m]
         return drafter.propose(batch, plan._replace(lengths=tuple(min(n, most) for n in plan.lengths)))
 
-    def _pick(self, seq: Sequence, merged: _Merged, nodes: int) -> Guess:
+    def _pick(self, seq: Sequence, merged: _Merged, nodes: int, members: frozenset[int]) -> Guess:
         """The likeliest nodes, best first; a branch that ends is followed on by the lookups."""
         allowed = None if self._merge else self._best_member(merged)
         guess = Guess([], [], [])
@@ -131,16 +143,16 @@ class MixtureDrafter:
             guess.parents.append(place[merged.parents[node]])
             guess.survival.append(-worth)
             if self._splice and -worth > _WORTH_FOLLOWING and not merged.children(node):
-                self._follow(seq, merged, node, nodes - len(guess.tokens))
+                self._follow(seq, merged, node, nodes - len(guess.tokens), members)
             open_below(node, -worth)
         return guess
 
-    def _follow(self, seq: Sequence, merged: _Merged, node: int, nodes: int) -> None:
+    def _follow(self, seq: Sequence, merged: _Merged, node: int, nodes: int, members: frozenset[int]) -> None:
         """Let the lookups go on from where a branch ends."""
         path = merged.path(node)
         for m, (drafter, most) in enumerate(self._members):
             room = min(nodes, most - len(path))
-            if drafter.needs.follows and room > 0:
+            if m in members and drafter.needs.follows and room > 0:
                 merged.add(m, cast(Lookup, drafter).follow(seq, path, room), node)
 
     def _chance(self, merged: _Merged, node: int) -> float:

@@ -34,7 +34,7 @@ class Drafter(Protocol):
         """What became of the guesses. Sequences already hold their new tokens."""
 
     def end(self, seq: Sequence) -> None:
-        """A sequence is over; forget it."""
+        """A sequence is over, or gives way and begins again later (`finish_reason` is None); forget it."""
 
 
 class Guess(NamedTuple):

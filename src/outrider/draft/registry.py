@@ -169,6 +169,15 @@ def _mixture(context: DraftContext) -> Drafter:
     return MixtureDrafter(members, **options)
 
 
+def _auto(context: DraftContext) -> Drafter:
+    from outrider.draft.auto import arms_of
+    from outrider.draft.mixture import Member, MixtureDrafter
+
+    configs = context.config.nested()
+    members = [Member(build_drafter(replace(context, config=own)), own.draft_tokens) for own in configs]
+    return MixtureDrafter(members, arms=[arm.members for arm in arms_of(configs)])
+
+
 _FACTORIES: dict[str, Factory] = {
     "none": _none,
     "ngram": _ngram,
@@ -181,6 +190,7 @@ _FACTORIES: dict[str, Factory] = {
     "early_exit": _early_exit,
     "cascade": _cascade,
     "mixture": _mixture,
+    "auto": _auto,
 }
 
 

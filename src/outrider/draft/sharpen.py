@@ -19,11 +19,12 @@ from outrider.sampling.noise import Key, bits, gumbel, keys_of
 __all__ = ["TEMPERATURES", "Law", "Sharpener", "hits", "likelihood"]
 
 TEMPERATURES = (1.0, 0.9, 1.15, 0.8, 0.7, 1.3, 0.6, 0.5, 0.4)  # nearest to no change first: the first wins a tie
-_TOKENS = 64  # of q, the most probable
+_TOKENS = 32  # of q, the most probable
 _DRAWS = 16
+_WORTH_IT = 0.01  # a gain that a change must bring: this share of guesses, or this much log chance
 _ENOUGH = 48  # positions seen before anything changes
 _YOUNG = 256  # positions seen before only every _RARELY-th is looked at
-_RARELY = 8
+_RARELY = 16
 _LEAST = -7.0  # no choice counts for less than this log chance
 _MEMORY = 0.998  # weight of the past at each position
 
@@ -43,6 +44,7 @@ class _Record:
     """How well each temperature would have guessed."""
 
     right: _Floats = field(default_factory=lambda: np.zeros(len(TEMPERATURES)))
+    weight: float = 0.0  # of the positions behind it
     seen: int = 0
     rounds: int = 0  # positions passed, looked at or not
 
@@ -67,7 +69,8 @@ class Sharpener:
         record = self._records.get(self._class(params, depth))
         if record is None or record.seen < _ENOUGH:
             return 1.0
-        return TEMPERATURES[int(np.argmax(record.right))]
+        best = int(np.argmax(record.right))
+        return TEMPERATURES[best] if record.right[best] - record.right[0] > _WORTH_IT * record.weight else TEMPERATURES[0]
 
     def learn(self, laws: Mapping[tuple[int, ...], Law], verdict: Verdict, scores: Scores, root: int) -> None:
         """Take in a round: the draft's laws by path, and the target's at the nodes that became text."""
@@ -78,8 +81,9 @@ class Sharpener:
             record = self._records.setdefault(self._class(law.row.params, len(path)), _Record())
             record.rounds += 1
             if record.seen < _YOUNG or record.rounds % _RARELY == 0:
-                logp = torch.log_softmax(process(logits, law.row).double(), -1)[torch.from_numpy(law.ids[:_TOKENS])].numpy()
+                logp = torch.log_softmax(process(logits, law.row), -1)[torch.from_numpy(law.ids[:_TOKENS])].double().numpy()
                 record.right = record.right * _MEMORY + self._worth(law.logq[:_TOKENS], logp)
+                record.weight = record.weight * _MEMORY + 1.0
                 record.seen += 1
 
     def _class(self, params: SamplingParams, depth: int) -> tuple[float, int]:

@@ -87,7 +87,7 @@ class SuffixDrafter:
 
     def end(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)
-        if seq.request.tenant is not None:
+        if seq.request.tenant is not None and seq.finish_reason is not None:  # not where it only gave way
             self._shared.add(seq.request.tenant, seq.tokens[seq.prompt_len :])
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:

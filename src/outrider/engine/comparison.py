@@ -49,7 +49,7 @@ def compare_runs(llm: LLM, prompt: str, params: SamplingParams, repeats: int) ->
     outputs: dict[bool, list[CompletionOutput]] = {False: [], True: []}
     for _ in range(repeats):
         for speculate in (False, True):
-            output = llm.generate(prompt, params, speculate=speculate)[0].outputs[0]
+            output = llm.generate(prompt, params, speculation=speculate)[0].outputs[0]
             outputs[speculate].append(output)
             speeds[speculate].append(output.timings.decode_tokens_per_s)
     every = [*outputs[False], *outputs[True]]

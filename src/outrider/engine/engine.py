@@ -92,13 +92,18 @@ class Engine:
         sequences = batch.sequences
         emitting = sum(map(batch.samples, range(len(sequences))))
         context = sum(len(seq.tokens) for seq in sequences)
-        return Load([self._room(seq) for seq in sequences], sequences, sum(batch.feeds), context, emitting)
+        methods = [seq.request.method for seq in sequences]
+        arms = [None if own is None else self.policy.arms_named(own) for own in methods] if any(methods) else ()
+        return Load([self._room(seq) for seq in sequences], sequences, sum(batch.feeds), context, emitting, arms)
 
     def _room(self, seq: Sequence) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""
         if not (seq.decoding and seq.request.speculate) or seq.stats.fallback_reason is not None:
             return 0
-        return 0 if self._suspects else max(min(seq.remaining - 1, self.context - len(seq.tokens)), 0)
+        room = min(seq.remaining - 1, self.context - len(seq.tokens))
+        if seq.request.draft_tokens is not None:
+            room = min(room, seq.request.draft_tokens)
+        return 0 if self._suspects else max(room, 0)
 
     def _commit(
         self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: list[Verdict], scores: Scores

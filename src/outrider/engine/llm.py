@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cache import KVPool
-from outrider.config import EngineConfig, SpeculationConfig
-from outrider.control import FixedLength
+from outrider.config import EngineConfig, RequestSpeculation, SpeculationConfig
+from outrider.control import Adaptive, Costs, FixedLength, Policy
 from outrider.core import Request
 from outrider.draft import DraftContext, build_drafter, check_method
+from outrider.draft.auto import arms_of, resolve_auto
 from outrider.engine.commit import Writer
+from outrider.engine.costs_file import costs_path
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput, StreamPiece
 from outrider.errors import InvalidParameter, ModelError
@@ -62,6 +66,7 @@ class LLM:
         num_speculative_tokens: int | None = None,
         **sizes: Any,
     ) -> None:
+        self._costs_path: Path | None = None
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
         for method in self.speculation.methods():
             check_method(method)
@@ -77,11 +82,27 @@ class LLM:
             self._eos |= {self.tokenizer.eos_id}
         self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
         runner = Runner(decoder, _pool(self.config, *self._layout))
+        if self.speculation.method == "auto":
+            self.speculation = resolve_auto(self.speculation, self.directory)
         context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
         drafter = build_drafter(context)
-        policy = FixedLength(self.speculation.draft_tokens if self.speculation.method != "none" else 0, self.speculation.rule)
+        policy = self._policy(runner)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
+        atexit.register(_save_costs, weakref.ref(self))
+
+    def _policy(self, runner: Runner) -> Policy:
+        """Fixed lengths for a method that was named, the controller where all may be chosen from."""
+        own = self.speculation
+        if own.method != "auto":
+            return FixedLength(own.draft_tokens if own.method != "none" else 0, own.rule)
+        self._costs_path = costs_path(self.directory, runner)
+        return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
+
+    def save_costs(self) -> None:
+        """Keep what was measured for the next start on this machine."""
+        if isinstance(self.engine.policy, Adaptive) and self._costs_path is not None:
+            self.engine.policy.costs.save(self._costs_path)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters from the model's generation_config.json, with changes on top."""
@@ -91,18 +112,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        speculate: bool = True,
+        speculation: bool | Mapping[str, Any] | RequestSpeculation | None = None,
         tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text or token ids). `params` is one for all, or one each.
 
-        `speculate=False` decodes plainly; the tokens are the same. `tenant` says whose texts these are:
+        `speculation=False` decodes plainly, and {"method": "suffix", "max_tokens": 8} limits how these requests
+        are drafted for; the tokens are the same. `tenant` says whose texts these are:
         a drafter set to share earlier outputs does so within one tenant, and never without a key.
         """
         batch = _as_batch(prompts)
         each = self._params_for(len(batch), params)
         prepared = [self._prepare(prompt, own, tenant) for prompt, own in zip(batch, each, strict=True)]
-        return self._run(prepared, speculate)
+        return self._run(prepared, self._asked(speculation))
 
     def chat(
         self,
@@ -134,8 +156,8 @@ class LLM:
             for writer in writers:
                 self.engine.abort(writer)
 
-    def _run(self, prepared: Sequence[_Prepared], speculate: bool) -> list[RequestOutput]:
-        groups = [self._submit(own, speculate) for own in prepared]
+    def _run(self, prepared: Sequence[_Prepared], asked: RequestSpeculation) -> list[RequestOutput]:
+        groups = [self._submit(own, asked) for own in prepared]
         try:
             while self.engine.has_work:
                 self.engine.round()
@@ -155,19 +177,32 @@ class LLM:
             prompt_logprobs=writers[0].prompt_logprobs if wanted else None,
         )
 
-    def _submit(self, prepared: _Prepared, speculate: bool = True) -> list[Writer]:
+    def _asked(self, speculation: bool | Mapping[str, Any] | RequestSpeculation | None) -> RequestSpeculation:
+        """What a request asks of speculation, where it can be had."""
+        asked = RequestSpeculation.parse(speculation)
+        loaded = sorted({"none", *self.speculation.methods()})
+        if asked.method is not None and asked.method not in loaded:
+            raise InvalidParameter("speculation", f"method {asked.method!r} is not loaded; loaded: {', '.join(loaded)}")
+        if asked.method == "none":
+            return replace(asked, enabled=False)
+        return replace(asked, method=None) if asked.method == self.speculation.method else asked
+
+    def _submit(self, prepared: _Prepared, asked: RequestSpeculation = RequestSpeculation()) -> list[Writer]:  # noqa: B008 (frozen)
         params, name = prepared.params, f"request-{next(self._ids)}"
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
-        room = self.max_model_len - len(prepared.ids)
-        limit = room if params.max_tokens is None else params.max_tokens
-        method = self.speculation.method if speculate else "none"
-        return [
-            self.engine.submit(
-                Request(name, prepared.ids, params, seed, stop_ids, limit, index, speculate, prepared.tenant), method
-            )
-            for index in range(params.n)
-        ]
+        request = Request(
+            id=name,
+            prompt_ids=prepared.ids,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos),
+            max_tokens=self.max_model_len - len(prepared.ids) if params.max_tokens is None else params.max_tokens,
+            speculate=asked.enabled,
+            tenant=prepared.tenant,
+            method=asked.method,
+            draft_tokens=asked.draft_tokens,
+        )
+        method = (asked.method or self.speculation.method) if asked.enabled else "none"
+        return [self.engine.submit(replace(request, index=index), method) for index in range(params.n)]
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, tenant: str | None = None) -> _Prepared:
         text = prompt if isinstance(prompt, str) else None
@@ -228,6 +263,12 @@ class LLM:
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
         return Runner(decoder, _pool(decoder.config, *self._layout))
+
+
+def _save_costs(llm: weakref.ref[LLM]) -> None:
+    own = llm()
+    if own is not None:
+        own.save_costs()
 
 
 def _speculation(

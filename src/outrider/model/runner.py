@@ -143,19 +143,21 @@ class Runner:
             if seq.request.params.prompt_logprobs is not None and seq.cached < seq.prompt_len:
                 prompt_rows[b] = range(row, row + min(fed, seq.prompt_len - seq.cached))
             row += fed + n
-        resume = drafts.resume if self._can_resume(drafts.resume, taps) else None
+        resume = drafts.resume if self._can_resume(drafts.resume, feeds, taps) else None
         hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
         logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
         tapped = torch.cat(hidden.taps, dim=-1) if taps else None
         return Scores(logits, roots, first_rows, tapped, prompt_logits)
 
-    def _can_resume(self, resume: Resume | None, taps: tuple[int, ...]) -> bool:
-        """Whether nothing is lost by skipping the layers a drafter has run."""
+    def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:
+        """Whether the layers a drafter has run can be skipped: nobody taps them, and its rows are these rows."""
         config = self.decoder.config
-        if resume is None or resume.hidden.shape[1] != config.hidden:
+        if resume is None or not 0 < resume.layer < config.layers or any(tap < resume.layer for tap in taps):
             return False
-        return 0 < resume.layer < config.layers and all(tap >= resume.layer for tap in taps)
+        rows = zip(feeds, resume.counts, strict=True)
+        fits = all(count <= 1 + len(feed.nodes) and len(feed.tokens) == 1 for feed, count in rows if count)
+        return fits and tuple(resume.hidden.shape) == (sum(resume.counts), config.hidden)
 
     @torch.inference_mode()
     def _resumed(self, feeds: Sequence[Feed], resume: Resume, taps: tuple[int, ...]) -> Hidden:
@@ -167,7 +169,6 @@ class Runner:
             end = row + len(feed.tokens) + len(feed.nodes)
             left = feed
             if count:  # the root and the nodes before are known
-                assert len(feed.tokens) == 1, "only a sequence with one token to feed can be resumed"
                 left = feed._replace(start=feed.start + 1, tokens=(), nodes=feed.nodes[count - 1 :], known=count - 1)
             if left.tokens or left.nodes:
                 rest.append(left)

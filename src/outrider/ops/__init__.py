@@ -7,7 +7,7 @@ ops/cpu, where it was built. `serving_ops` chooses between the two.
 
 from outrider.ops.attention import AttentionPlan, Segment, paged_attention, plan_attention
 from outrider.ops.native import BESIDE, JOINED, TOKENS, Core, LayerWeights, PackedLinear, Span, Stack, StackWeights, find_core
-from outrider.ops.plain import BLOCK, Blocked, Native, Ops, Plain, serving_ops
+from outrider.ops.plain import BLOCK, Blocked, Native, Ops, Plain, serving_ops, threads_used
 
 __all__ = [
     "BESIDE",
@@ -30,4 +30,5 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "serving_ops",
+    "threads_used",
 ]

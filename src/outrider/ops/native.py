@@ -94,6 +94,7 @@ class Core:
         refused = library.outrider_try()
         if refused:
             raise OSError(_REFUSALS[refused])
+        self.threads = torch.get_num_threads()
         self.pack = library.outrider_pack
         self.pack.restype = _pointer
         self.pack.argtypes = [*[ctypes.c_int32] * 4, _pointer, ctypes.c_int32, _pointer]
@@ -107,6 +108,16 @@ class Core:
         self.read.restype, self.read.argtypes = _float, [_pointer, _int, _int]
         self.forward = library.outrider_forward
         self.forward.argtypes = [_pointer, _pointer]
+
+    def take_threads(self) -> None:
+        """Use as many threads as torch was given, and leave torch one.
+
+        Torch's threads spin after every operation, on the processors the core's threads need: a round with a
+        few small torch operations in it took seven times as long.
+        """
+        if (given := torch.get_num_threads()) > 1:
+            self.threads = given
+            torch.set_num_threads(1)
 
 
 @lru_cache(maxsize=2)
@@ -155,7 +166,7 @@ def _built() -> dict[str, Path]:
 
 
 class Threads:
-    """One thread or all of torch's, whichever was quicker lately for that many rows.
+    """One thread or all of the core's, whichever was quicker lately for that many rows.
 
     A tiny model gains less from a second thread than meeting it costs, and beside a busy process every
     meeting waits for a turn. The bits do not depend on the choice.
@@ -164,15 +175,15 @@ class Threads:
     _TRIES = 3  # of each, and their median counts
     _AGAIN = 256  # calls until the slower one is tried again
 
-    def __init__(self, steady: bool = False) -> None:
-        self._steady = steady  # always all
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._took: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
         self._calls = 0
 
     def run(self, rows: int, call: Callable[[int], None]) -> None:
         """Make the call with a number of threads, and remember what it took."""
-        most = torch.get_num_threads()
-        if most == 1 or self._steady:
+        most = self._core.threads
+        if most == 1 or self._core.steady:
             call(most)
             return
         size = rows.bit_length()
@@ -206,7 +217,7 @@ class PackedLinear:
             weight = weight.float()
         self.columns, self.inner = weight.shape
         self._core = core
-        self._threads = Threads(core.steady)
+        self._threads = Threads(core)
         bias = None if bias is None else bias.detach().float().contiguous()
         self.handle = core.pack(
             _KINDS[kind],
@@ -304,7 +315,7 @@ class Stack:
         self._core = core
         self._weights = weights
         self._pool = (keys, values)
-        self._threads = Threads(core.steady)
+        self._threads = Threads(core)
         self._kept: list[Tensor] = []  # what the specifications point to
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)

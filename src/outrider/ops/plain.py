@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.errors import InvalidParameter
 from outrider.ops.native import Core, find_core
 
-__all__ = ["BLOCK", "Blocked", "Native", "Ops", "Plain", "rotate", "serving_ops"]
+__all__ = ["BLOCK", "Blocked", "Native", "Ops", "Plain", "rotate", "serving_ops", "threads_used"]
 
 _PATHS = ("auto", "native", "torch")
 
@@ -98,7 +98,16 @@ def serving_ops(path: str | None = None) -> Ops:
     core, found = (None, "") if path == "torch" else find_core()
     if core is None and path == "native":
         raise InvalidParameter("ops", f"the native core cannot serve: {found}")
-    return Blocked() if core is None else Native(core)
+    if core is None:
+        return Blocked()
+    core.take_threads()
+    return Native(core)
+
+
+def threads_used() -> int:
+    """Processor threads that products run on."""
+    core = find_core()[0]
+    return max(torch.get_num_threads(), 1 if core is None else core.threads)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

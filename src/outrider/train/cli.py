@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider.errors import InvalidParameter, OutriderError
-from outrider.train import companions_cli
+from outrider.train import companions_cli, tree_choice
 from outrider.train.corpus import CorpusOptions
 from outrider.train.prepare import Prepared, PrepareOptions, prepare
 from outrider.train.sources import find_sources, installed_sources
@@ -119,6 +119,7 @@ def lm(
 app.command()(companions_cli.draft)
 app.command()(companions_cli.eagle)
 app.command()(companions_cli.medusa)
+app.command()(tree_choice.medusa_tree)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from outrider.train.frozen import FrozenTarget
 from outrider.train.generate import Written
 from outrider.train.lm import Shape, export_model, new_decoder
 from outrider.train.losses import Divergence
+from outrider.train.onpolicy import steady
 from outrider.train.students import DraftStudent, EagleStudent, MedusaStudent, Student, initialise
-from outrider.train.tree import static_tree, token_ranks
+from outrider.train.tree import Ranks, expected, static_tree, token_ranks, tree_rounds
 from outrider.train.unroll import usable_chain
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "new_eagle",
     "new_medusa",
     "set_vocabulary",
+    "steady_ranks",
 ]
 
 _TREE_NODES = 64  # of a measured static tree
@@ -120,6 +122,7 @@ class Trial:
 
     rows: Tensor
     written: dict[float, Written]
+    fit: dict[float, Written] = field(default_factory=dict)  # to choose a tree by; empty: the same as it is judged on
 
 
 def new_draft(target: FrozenTarget, shape: Shape, kind: Divergence, seed: int) -> DraftStudent:
@@ -167,15 +170,24 @@ def new_medusa(target: FrozenTarget, shape: MedusaShape, kind: Divergence) -> Me
 
 
 def measure_tree(student: Student, target: FrozenTarget, trial: Trial) -> float | None:
-    """Give Medusa heads the static tree that suits the trial's text; tokens per round of its first 24 nodes."""
+    """Give Medusa heads the static tree that suits text the target writes; tokens per round expected of it there."""
     if not isinstance(student, MedusaStudent):
         return None
     target = target.reading(student.taps)
-    ranks = np.concatenate([token_ranks(student, target, written) for written in trial.written.values()])
-    choices = static_tree(ranks, _TREE_NODES)
+    ranks = [steady_ranks(student, target, written, heat) for heat, written in (trial.fit or trial.written).items()]
+    joined = np.concatenate([own.reshape(-1, own.shape[-1]) for own in ranks])
+    choices = static_tree(joined, _TREE_NODES)
     student.module.config = replace(student.module.config, choices=choices)
-    hits = [np.all(ranks[:, : len(path)] == path, axis=1).mean() for path in choices[:24]]
-    return 1.0 + float(sum(hits))
+    return expected(joined, choices)
+
+
+def steady_ranks(student: MedusaStudent, target: FrozenTarget, written: Written, temperature: float) -> Ranks:
+    """Ranks on the texts that neither loop nor end early, or on all where none is left."""
+    kept = steady(written, target.config.eos_ids[0])
+    if not bool(kept.any()):
+        kept = torch.ones_like(kept)
+    noise = None if written.noise is None else written.noise[kept]
+    return token_ranks(student, target, Written(written.tokens[kept], written.prompt, noise), temperature)
 
 
 def export(student: Student, tokenizer: Path, directory: Path) -> None:
@@ -225,7 +237,25 @@ def judge(student: Student, target: FrozenTarget, trial: Trial) -> dict[str, Any
     figures: dict[str, Any] = {"heldout": asdict(agreement(student, target, trial.rows))}
     for temperature, written in trial.written.items():
         figures[f"temperature {temperature}"] = served(student, target, written, temperature).as_dict()
+        if isinstance(student, MedusaStudent):
+            ranks = steady_ranks(student, target, written, temperature)
+            figures[f"temperature {temperature}"]["trees"] = _trees(ranks, student.module.config)
+            figures[f"temperature {temperature}"]["first_ranks"] = _first_ranks(ranks)
     return figures
+
+
+def _trees(ranks: Ranks, config: MedusaConfig) -> dict[int, float]:
+    """Tokens per round of the static tree, by its nodes, on texts that do not loop."""
+    found = {}
+    for nodes in (8, 16, 24, 32, 48, _TREE_NODES):
+        tokens, rounds = tree_rounds(ranks, config.tree(nodes))
+        found[nodes] = round(tokens / max(rounds, 1), 4)
+    return found
+
+
+def _first_ranks(ranks: Ranks) -> list[list[float]]:
+    """For each head, how often the right token was its first, among its first two, and so on."""
+    return [[round(float((ranks[..., head] <= rank).mean()), 4) for rank in range(5)] for head in range(ranks.shape[-1])]
 
 
 def describe(figures: dict[str, Any], say: Callable[[str], None]) -> None:
@@ -238,3 +268,5 @@ def describe(figures: dict[str, Any], say: Callable[[str], None]) -> None:
                 f"  {name}: {found['tokens_per_round']:.2f} tokens per round ({found['tokens_per_round_all']:.2f} with the "
                 f"{found['looping']:.0%} that loop), accepted by position {found['by_position']}"
             )
+        if "trees" in found:
+            say(f"    static trees {found['trees']}; right among the first ranks {found['first_ranks']}")

@@ -37,22 +37,33 @@ class Written:
 
 @torch.no_grad()
 def write_text(
-    decoder: Decoder, prompts: Tensor, count: int, temperatures: Tensor, seed: int, keep_noise: bool = False
+    decoder: Decoder,
+    prompts: Tensor,
+    count: int,
+    temperatures: Tensor,
+    seed: int,
+    keep_noise: bool = False,
+    lengths: Tensor | None = None,
 ) -> Written:
-    """Continue (B, P) prompts by `count` tokens: Gumbel-max at each sequence's temperature, 0 greedy."""
+    """Continue (B, P) prompts by `count` tokens: Gumbel-max at each sequence's temperature, 0 greedy.
+
+    With `lengths` (B,) a prompt is only as long as its own length, and is written on up to P first.
+    """
     device, (rows, prompt) = decoder.norm.device, prompts.shape
     tokens = torch.cat((prompts.to(device), torch.zeros(rows, count, dtype=torch.int64, device=device)), dim=1)
     slabs = _Slabs(decoder, rows, prompt + count)
     generator = torch.Generator(device).manual_seed(seed)
     heat = temperatures.to(device)[:, None]
+    own = torch.full((rows,), prompt, device=device) if lengths is None else lengths.to(device)
+    first = int(own.min())
     kept: list[Tensor] = []
-    last = slabs.read(tokens[:, :prompt])
-    for place in range(prompt, prompt + count):
+    last = slabs.read(tokens[:, :first])
+    for place in range(first, prompt + count):
         logits = decoder.logits(last, _OPS)
         noise = _gumbel(logits.shape, generator)
-        if keep_noise:
+        if keep_noise and place >= prompt:
             kept.append(noise)
-        tokens[:, place] = (logits + heat * noise).argmax(-1)
+        tokens[:, place] = torch.where(own > place, tokens[:, place], (logits + heat * noise).argmax(-1))
         if place + 1 < prompt + count:
             last = slabs.step(tokens[:, place], place)
     return Written(tokens, prompt, torch.stack(kept, dim=1) if kept else None)

@@ -67,7 +67,7 @@ def learn(
     run.train(store, options.distill, loop)
     expected = None if trial is None else measure_tree(student, target, trial)
     if expected is not None:
-        say(f"  static tree of 24: {expected:.2f} tokens per round on the text it was fitted to")
+        say(f"  static tree: {expected:.2f} tokens per round on the text it was fitted to")
     export(student, options.target, options.out)
     figures = {} if trial is None else judge(load_student(student, target, options.out), target, trial)
     if figures:

@@ -1,7 +1,8 @@
 """How far a drafter's law is from the target's, per token drafted.
 
 Acceptance of one drafted token is the overlap of the two laws, 1 - TV. KL learns fast from scratch, TV
-is what counts: "mix" goes from one to the other as acceptance grows (LK losses, 2602.23881).
+is what counts: "mix" goes from one to the other as acceptance grows (LK losses, 2602.23881). "greedy"
+looks at the target's most probable token alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from outrider.errors import UnknownMethod
 
 __all__ = ["LOSSES", "Divergence", "divergence"]
 
-LOSSES = ("kl", "mix", "lk")
+LOSSES = ("kl", "mix", "lk", "greedy")
 _MIX_RATE = 3.0
 
 Divergence = str
@@ -23,10 +24,14 @@ def divergence(kind: Divergence, target: Tensor, draft: Tensor, counted: Tensor 
     """Mean over rows of (N, V) logits; `counted` (N,) drops rows.
 
     kl: KL(p, q). mix: w KL + (1 - w) TV with w = exp(-3 acceptance). lk: -log acceptance.
+    greedy: -log q of p's most probable token.
     """
     if kind not in LOSSES:
         raise UnknownMethod("loss", kind, list(LOSSES))
-    log_p, log_q = torch.log_softmax(target.float(), -1), torch.log_softmax(draft.float(), -1)
+    log_q = torch.log_softmax(draft.float(), -1)
+    if kind == "greedy":
+        return _mean(-log_q.gather(-1, target.argmax(-1, keepdim=True))[..., 0], counted)
+    log_p = torch.log_softmax(target.float(), -1)
     p = log_p.exp()
     if kind == "kl":
         return _mean((p * (log_p - log_q)).sum(-1), counted)

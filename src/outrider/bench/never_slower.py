@@ -1,0 +1,126 @@
+"""`outrider bench never-slower`: plain decoding and `auto`, interleaved, where drafting pays and where it cannot."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.engine.acceptance import read_prompts
+from outrider.engine.llm import LLM
+from outrider.sampling import SamplingParams
+
+__all__ = ["Case", "Ratio", "as_rows", "cases", "measure", "never_slower", "show_ratios"]
+
+_WORKLOADS = Path(__file__).with_name("workloads")
+_FLOOR = 0.98
+Prompts = Sequence[str | Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of text at one batch size."""
+
+    workload: str  # code, random
+    temperature: float
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Throughput of `auto` over plain decoding: the median of paired runs and a bootstrap interval of it."""
+
+    workload: str
+    temperature: float
+    batch: int
+    ratio: float
+    low: float
+    high: float
+    plain_tok_s: float
+    tokens_per_round: float
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is slower beyond doubt."""
+        return self.high < _FLOOR
+
+
+def cases(batches: Sequence[int], quick: bool) -> list[Case]:
+    """Code, tokens nobody can guess, and a temperature at which nobody should."""
+    kinds = [("code", 0.0), ("random", 1.0)] if quick else [("code", 0.0), ("random", 1.0), ("code", 1.5)]
+    return [Case(name, temperature, batch) for name, temperature in kinds for batch in batches]
+
+
+def never_slower(model: str | None, wanted: Sequence[Case], tokens: int, pairs: int, seed: int = 0) -> Iterator[Ratio]:
+    """A ratio for each case, as it is measured. Both engines have the same memory."""
+    most = max(case.batch for case in wanted)
+    plain = LLM(model, speculation="none", max_num_seqs=most)
+    fast = LLM(model, speculation="auto", max_num_seqs=most)
+    for case in wanted:
+        yield measure(plain, fast, case, tokens, pairs, seed)
+
+
+def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:
+    """Paired runs of the same requests, the order swapped from pair to pair, after one of each to warm up."""
+    rounds: list[float] = []
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(pairs + 1):
+        prompts = _prompts(case, pair, plain.config.vocab)
+        params = [
+            SamplingParams(temperature=case.temperature, seed=seed + pair * case.batch + i, max_tokens=tokens, ignore_eos=True)
+            for i in range(case.batch)
+        ]
+        for drafting in (False, True) if pair % 2 else (True, False):
+            begun = time.perf_counter()
+            results = (fast if drafting else plain).generate(prompts, params)
+            spent = time.perf_counter() - begun
+            outputs = [result.outputs[0] for result in results]
+            if pair:
+                speeds[drafting].append(sum(len(own.token_ids) for own in outputs) / spent)
+                if drafting:
+                    rounds += [own.speculation["tokens_per_round"] for own in outputs]
+    ratios = [a / b for a, b in zip(speeds[True], speeds[False], strict=True)]
+    low, high = _interval(ratios)
+    middle = statistics.median(ratios)
+    return Ratio(**asdict(case), ratio=middle, low=low, high=high, plain_tok_s=statistics.median(speeds[False]),
+                 tokens_per_round=statistics.mean(rounds))  # fmt: skip
+
+
+def show_ratios(rows: Sequence[Ratio], console: Console) -> None:
+    table = Table("workload", "T", "batch", "plain tok/s", "auto ÷ plain", "95 %", "tokens/round")
+    for row in rows:
+        interval = f"{row.low:.2f} to {row.high:.2f}"
+        style = "red" if row.lost else "green" if row.low > 1 else ""
+        ratio = f"[{style}]{row.ratio:.2f}[/]" if style else f"{row.ratio:.2f}"
+        table.add_row(
+            row.workload, f"{row.temperature:g}", str(row.batch), f"{row.plain_tok_s:.0f}", ratio, interval,
+            f"{row.tokens_per_round:.2f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def as_rows(rows: Sequence[Ratio]) -> list[dict[str, Any]]:
+    return [{name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(row).items()} for row in rows]
+
+
+def _prompts(case: Case, pair: int, vocab: int) -> Prompts:
+    if case.workload == "random":
+        rng = random.Random(f"{pair} {case.batch}")
+        return [[rng.randrange(vocab) for _ in range(64)] for _ in range(case.batch)]
+    code = read_prompts(_WORKLOADS / "code.jsonl")
+    return [code[(pair * case.batch + i) % len(code)] for i in range(case.batch)]
+
+
+def _interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """Where the median of such runs lies, 95 times of 100."""
+    rng = random.Random(0)
+    medians: Callable[[], float] = lambda: statistics.median(rng.choices(ratios, k=len(ratios)))  # noqa: E731
+    found = sorted(medians() for _ in range(draws))
+    return found[int(0.025 * draws)], found[int(0.975 * draws)]

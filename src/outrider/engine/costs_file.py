@@ -1,0 +1,27 @@
+"""Where measured costs are kept: one small file for each machine and model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from outrider._version import __version__
+from outrider.model import Runner
+from outrider.ops import find_core, threads_used
+from outrider.platform import cpu_name
+
+__all__ = ["costs_path"]
+
+
+def costs_path(directory: Path, runner: Runner) -> Path:
+    """The file for this machine, build, thread count and model, in OUTRIDER_CACHE or the user's cache folder."""
+    path = find_core()[1] if runner.ops.core is not None else "torch"
+    marks = (cpu_name(), threads_used(), path, __version__, directory.resolve(), runner.decoder.config)
+    name = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+    return cache_folder() / "costs" / f"{directory.name}-{name}.json"
+
+
+def cache_folder() -> Path:
+    own = os.environ.get("OUTRIDER_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

@@ -1,0 +1,92 @@
+"""The controller chooses; the tokens do not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.config import RequestSpeculation
+from outrider.control import Adaptive
+from outrider.errors import InvalidParameter
+from outrider.model.bundled import bundled_model
+
+PROMPTS = [
+    "def read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\n",
+    "for i in range(10):\n    print(i)\nfor i in range(10):\n    print(",
+]
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return LLM(speculation="auto")
+
+
+def ids(llm: LLM, params: SamplingParams, **settings: object) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params, **settings)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_emits_what_plain_decoding_does(auto: LLM, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, repetition_penalty=1.05, logprobs=1)
+    outputs = [result.outputs[0] for result in auto.generate(PROMPTS, params)]
+    plain = [auto.generate(prompt, params, speculation=False)[0].outputs[0] for prompt in PROMPTS]
+    assert [own.token_ids for own in outputs] == [own.token_ids for own in plain]
+    assert [own.logprobs for own in outputs] == [own.logprobs for own in plain]
+    assert sum(own.speculation["accepted"] for own in outputs) > 0
+    assert all(own.speculation["fallback_reason"] is None for own in outputs)
+    assert auto.engine.pages.used == 0
+
+
+def test_everything_the_model_has_is_an_arm(auto: LLM) -> None:
+    assert isinstance(auto.engine.policy, Adaptive)
+    names = {arm.name for arm in auto.engine.policy.arms}
+    assert {"suffix", "draft_model", "eagle", "medusa", "suffix+eagle"} <= names
+
+
+def test_a_request_may_ask_for_a_method_a_limit_or_nothing(auto: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    wanted = ids(auto, params, speculation=False)
+    for asked in (True, {"method": "suffix"}, {"method": "eagle", "max_tokens": 3}, {"enabled": False}, {"max_tokens": 1}):
+        assert ids(auto, params, speculation=asked) == wanted, asked
+    named = auto.generate(PROMPTS[1], params, speculation={"method": "draft_model", "max_tokens": 2})[0].outputs[0]
+    assert named.speculation["method"] == "draft_model"
+    assert len(named.speculation["drafted_by_position"]) <= 2
+    none = auto.generate(PROMPTS[1], params, speculation={"method": "none"})[0].outputs[0]
+    assert none.speculation["drafted"] == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"method": "telepathy"}, {"method": 3}, {"max_tokens": -1}, {"max_tokens": True}, {"enabled": 1}, {"speed": 2}, "auto"],
+)
+def test_requests_that_ask_for_the_impossible(auto: LLM, asked: object) -> None:
+    with pytest.raises(InvalidParameter, match="speculation"):
+        auto.generate(PROMPTS[0], SamplingParams(max_tokens=2), speculation=asked)  # type: ignore[arg-type]
+
+
+def test_what_was_measured_is_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    first = LLM(speculation="auto:members=suffix")
+    first.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=20))
+    assert isinstance(first.engine.policy, Adaptive)
+    first.save_costs()
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    second = LLM(speculation="auto:members=suffix")
+    assert isinstance(second.engine.policy, Adaptive)
+    assert second.engine.policy.costs.as_dict() == first.engine.policy.costs.as_dict()
+
+
+def test_auto_verifies_by_match_alone() -> None:
+    with pytest.raises(InvalidParameter, match="match"):
+        LLM(bundled_model(), speculation={"method": "auto", "rule": "rejection"})
+
+
+def test_a_request_s_settings_are_read_once() -> None:
+    assert RequestSpeculation.parse(None) == RequestSpeculation.parse(True) == RequestSpeculation()
+    assert RequestSpeculation.parse({"num_speculative_tokens": 4}).draft_tokens == 4
