@@ -6,8 +6,6 @@ told by the process's context switches and left out, as long as enough others ar
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import random
 import resource
 import statistics
@@ -21,13 +19,12 @@ from typing import Any
 
 import torch
 
-from outrider._version import __version__
+from outrider.bench.conditions import conditions
 from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
 from outrider.model import Feed, LoadOptions, ModelConfig, Rope, Runner, load_decoder, write_config
 from outrider.model.bundled import bundled_model
 from outrider.ops import Core, Native, find_core
-from outrider.platform import cpu_name
 
 __all__ = ["RANDOM_MODELS", "bench_forward"]
 
@@ -80,15 +77,9 @@ def bench_forward(models: Sequence[str], dtypes: Sequence[str], setting: Setting
     core, found = find_core(steady=True)
     if core is not None:
         core.take_threads()
-    return {
-        "device": f"{cpu_name()}, {os.cpu_count()} cores",
-        "versions": {"outrider": __version__, "torch": importlib.metadata.version("torch")},
-        "core": found,
-        "threads": torch.get_num_threads() if core is None else core.threads,
-        "context": setting.context,
-        "repeats": setting.repeats,
-        "results": [_measure(core, model, dtype, setting) for dtype in dtypes for model in models],
-    }
+    measured = [_measure(core, model, dtype, setting) for dtype in dtypes for model in models]
+    shared = {"core": found, "context": setting.context, "repeats": setting.repeats}
+    return conditions() | shared | {"results": measured}
 
 
 def _measure(core: Core | None, model: str, dtype: str, setting: Setting) -> dict[str, Any]:
