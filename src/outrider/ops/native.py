@@ -320,7 +320,7 @@ class Stack:
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
         self._spec = self._stack(weights)
-        self._forward = _ForwardSpec(
+        self._pages = _ForwardSpec(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             pages=keys.shape[1],
@@ -336,7 +336,8 @@ class Stack:
         `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
         `taps` are layer numbers, int32.
         """
-        f, rows, hidden, span = self._forward, layout[1], self._weights.hidden, span or _WHOLE
+        f = _ForwardSpec.from_buffer_copy(self._pages)  # of this call alone: a late drafter may be calling too
+        rows, hidden, span = layout[1], self._weights.hidden, span or _WHOLE
         last_layer = len(self._layers) if span.last_layer is None else span.last_layer
         stream = torch.empty(rows, hidden)
         last = torch.empty(rows, hidden) if self._weights.norm is not None else None
@@ -348,12 +349,13 @@ class Stack:
         f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
         f.taps = 0 if taps is None else len(taps)
         f.tapped, f.tap_rows = _address(taps), _address(tapped)
-        self._threads.run(rows, self._call)
-        return StackRows(stream, last, tapped)
 
-    def _call(self, threads: int) -> None:
-        self._forward.threads = threads
-        self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(self._forward))
+        def call(threads: int) -> None:
+            f.threads = threads
+            self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f))
+
+        self._threads.run(rows, call)
+        return StackRows(stream, last, tapped)
 
     @property
     def bytes(self) -> int:
