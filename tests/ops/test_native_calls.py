@@ -36,3 +36,25 @@ def test_a_forked_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     if child == 0:
         os._exit(0 if torch.equal(product(x), want) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [
+        Feed([0], 0, [97]),
+        Feed([0], 0, [-1]),
+        Feed([14], 0, [1]),
+        Feed([0], 16, [1]),
+        Feed([0], 10, [1] * 5, [1, 1], [-1, 0]),
+        Feed([0], 0, [1], [1, 1], [1, 0]),
+        Feed(list(range(14)), 400, [1]),
+    ],
+    ids=["token", "negative token", "page", "slot", "slots of a draft", "parent", "position"],
+)
+def test_rows_over_memory_that_is_not_there_are_refused(feed: Feed) -> None:
+    assert CORE is not None
+    runner = make_runner(CORE, make_decoder("float32", context=40))
+    before = runner.pool.keys.clone()
+    with pytest.raises(IndexError, match="out of range"):
+        runner.forward([Feed([1], 0, [5]), feed])
+    assert torch.equal(runner.pool.keys, before)

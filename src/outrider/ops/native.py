@@ -62,9 +62,12 @@ class _LayerSpec(ctypes.Structure):
     )
 
 
+_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "vocab", "positions", "form", "residual_normed")
+
+
 class _StackSpec(ctypes.Structure):
     _fields_ = (
-        *((name, _int) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "form", "residual_normed")),
+        *((name, _int) for name in _SIZES),
         ("eps", _float),
         *((name, _pointer) for name in ("layer", "joined", "norm", "norm_hidden", "embedding", "cos", "sin")),
     )
@@ -352,7 +355,8 @@ class Stack:
 
         def call(threads: int) -> None:
             f.threads = threads
-            self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f))
+            if self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f)):
+                raise IndexError("a row's token, position, page or parent is out of range")
 
         self._threads.run(rows, call)
         return StackRows(stream, last, tapped)
@@ -371,7 +375,8 @@ class Stack:
         sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
         tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
         joined = None if w.joined is None else w.joined.handle
-        return _StackSpec(**sizes, **tables, layers=len(w.layers), eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers))
+        sizes |= {"layers": len(w.layers), "vocab": len(w.embedding), "positions": len(w.cos)}
+        return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers))
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
