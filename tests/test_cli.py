@@ -93,7 +93,7 @@ def test_bench_forward() -> None:
         (["--temperature", "nan"], "temperature"),
         (["--top-p", "0"], "top_p"),
         (["--max-tokens", "100000"], "max_tokens"),
-        (["--method", "telepathy"], "known: cascade, draft_model"),
+        (["--method", "telepathy"], "known: auto, cascade, draft_model"),
         (["--method", "draft_model"], "needs the directory"),
         (["--method", "ngram", "--draft-model", "x"], "--draft-model"),
         (["--rule", "typical"], "lossy_typical"),

@@ -110,7 +110,7 @@ def test_bad_sizes(name: str) -> None:
 
 
 def test_fixed_length_fits_the_room() -> None:
-    plan = FixedLength(5, "block").plan(Load([9, 3, 0]))
+    plan = FixedLength(5, "block").plan(Load([9, 3, 0], "abc", 3, 30, 3))
     assert plan.lengths == (5, 3, 0)
     assert plan.keep_q
     assert not FixedLength(5).plan(Load([1])).keep_q

@@ -58,8 +58,8 @@ def test_contexts_and_batches_are_told_apart() -> None:
     assert costs.forward(1, 200) < costs.forward(1, 9_000)
     costs.observe_proposal("eagle", 1, 5, 0.001)
     costs.observe_proposal("eagle", 8, 5, 0.003)
-    assert costs.proposal("eagle", 1, 5) < costs.proposal("eagle", 8, 5) < costs.proposal("eagle", 32, 5)
-    assert costs.proposal("unknown", 1, 5) == pytest.approx(0.1 * costs.forward(1, 0))
+    assert costs.proposal("eagle", 1, 5) < costs.proposal("eagle", 8, 5) <= costs.proposal("eagle", 32, 5)
+    assert costs.proposal("unknown", 1, 5) == pytest.approx(costs.forward(1, 0))
 
 
 def test_the_table_survives_and_a_broken_file_is_no_table(tmp_path: Path) -> None:

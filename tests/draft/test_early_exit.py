@@ -40,7 +40,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def early_exit_engine(decoder: Decoder, length: int, exit_layer: int | None, tail: int = 0, **sizes: int) -> Engine:
     engine = make_engine(decoder, None, length, **sizes)
-    engine.drafter = EarlyExit(engine.runner, exit_layer, tail, Costs(1.0, 0.01))
+    engine.drafter.drafter = EarlyExit(engine.runner, exit_layer, tail, Costs(1.0, 0.01))
     return engine
 
 
@@ -158,7 +158,7 @@ def test_the_exit_that_pays_is_taken(tmp_path: Path, temperature: float) -> None
     assert decoder.output is not None
     decoder.output *= 20.0  # else the noise would choose alone
     engine = early_exit_engine(decoder, 4, None)
-    drafter = engine.drafter
+    drafter = engine.drafter.drafter
     assert isinstance(drafter, EarlyExit)
     assert drafter.exit_layer is None
     assert drafter.needs.taps
@@ -177,9 +177,9 @@ def test_where_no_exit_pays_nothing_is_drafted(tmp_path: Path) -> None:
         layer.down *= 8.0  # every layer has much to say
     engine = early_exit_engine(decoder, 4, None)
     writer = run(engine, [make_request(list(range(40)), SamplingParams(temperature=0, max_tokens=120))])[0]
-    assert isinstance(engine.drafter, EarlyExit)
-    assert engine.drafter.exit_layer is None
-    assert not engine.drafter.needs.taps
+    assert isinstance(engine.drafter.drafter, EarlyExit)
+    assert engine.drafter.drafter.exit_layer is None
+    assert not engine.drafter.drafter.needs.taps
     assert writer.seq.stats.drafted == 0
     assert writer.seq.stats.fallback_reason is None
 

@@ -84,7 +84,7 @@ def test_sharing_is_what_the_settings_and_the_key_allow(tmp_path: Path) -> None:
         for _ in range(3):
             llm.generate([[1, 2, 3], [4, 5]], params, tenant=tenant)
             next(iter(llm.stream([1, 2], params, tenant=tenant)))
-        shared = llm.engine.drafter._shared  # type: ignore[attr-defined]
+        shared = llm.engine.drafter.drafter._shared  # type: ignore[attr-defined]
         assert shared.size <= 30
         assert shared.size >= kept
         assert set(shared._by_tenant) == ({"a"} if kept else set())

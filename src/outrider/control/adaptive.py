@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
+from operator import is_
 
 import numpy as np
 
@@ -23,7 +24,7 @@ __all__ = ["Adaptive"]
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.01  # share of the time that may go into trying what does not seem to pay
-_FIRST_PROBES = 12.0  # plain rounds' worth of it to begin with
+_FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
 _REPLAN = 4  # rounds between plans while the same sequences run
 
@@ -39,10 +40,13 @@ class Adaptive:
         self._standing = Plan(())
         self._age = 0
         self._rate = 1.0  # tokens per second that the standing plan promises
+        self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._losses: dict[Hashable, Floats] = {}  # seconds that a probe of each arm would cost each sequence
         self._credit: float | None = None  # seconds that may be lost on probes
         self._turn = 0  # of probes, over sequences and arms
         self._probing: Hashable = None
+        self._promised = 0.0  # accepted tokens expected of the probe
+        self._paid = 0.0  # seconds expected to be lost on it
         self._load: Load | None = None
         self._plan = Plan(())
 
@@ -51,15 +55,20 @@ class Adaptive:
         return [i for i, arm in enumerate(self.arms) if arm.name == method]
 
     def plan(self, load: Load) -> Plan:
-        """Who drafts, with what, how far."""
+        """Who drafts, with what, how far. Thought over every few rounds, or when others run."""
         self._load, self._probing = load, None
         self._age += 1
-        who = tuple(load.keys)
-        if who != self._who or self._age % _REPLAN == 0:
-            self._who, self._standing = who, self._best(load)
-        lengths = tuple(min(n, room) for n, room in zip(self._standing.lengths, load.room, strict=True))
-        self._plan = self._with_probe(load, self._standing._replace(lengths=lengths))
+        if self._age % _REPLAN and len(load.keys) == len(self._who) and all(map(is_, load.keys, self._who)):
+            self._plan = self._limited(self._standing, load)
+        else:
+            self._who, self._standing = tuple(load.keys), self._best(load)
+            self._plan = self._with_probe(load, self._limited(self._standing, load))
         return self._plan
+
+    def _limited(self, plan: Plan, load: Load) -> Plan:
+        if not any(plan.lengths):
+            return plan
+        return plan._replace(lengths=tuple(map(min, plan.lengths, load.room)))
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:
         """Keep the nodes whose tokens pay for their rows, over all sequences at once."""
@@ -88,17 +97,24 @@ class Adaptive:
         if self._load is None:
             return
         self.costs.observe_forward(stats.rows, self._load.context, stats.forward_s)
-        users = self._users(self._plan)
-        if len(users) == 1:  # times of several arms in one round cannot be told apart
-            ((arm, own),) = users.items()
-            longest = max(self._plan.lengths[b] for b in own)
-            self.costs.observe_proposal(self.arms[arm].name, len(own), longest, stats.propose_s)
+        self._observe_proposals(stats.propose_s)
         if self._credit is not None:
             self._credit += _PROBES * (stats.forward_s + stats.propose_s)
         for key, path in zip(self._load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if key is self._probing and self._credit is not None:
-                self._credit += len(path) / self._rate  # a probe that pays for itself costs nothing
+                surplus = max(len(path) - self._promised, 0.0) / self._rate
+                self._credit += min(surplus, self._paid)  # a probe that brings more than was expected is free
+
+    def _observe_proposals(self, seconds: float) -> None:
+        """What the arms that drafted took; several share the time as they were expected to."""
+        asked = [
+            (self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own))
+            for arm, own in self._users(self._plan).items()
+        ]
+        expected = [self.costs.proposal(*one, self._load.context if self._load else 0) for one in asked]
+        for one, share in zip(asked, expected, strict=True):
+            self.costs.observe_proposal(*one, seconds * share / sum(expected) if sum(expected) > 0 else seconds / len(asked))
 
     def forget(self, key: Hashable) -> None:
         """A sequence is over."""
@@ -111,7 +127,7 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._losses = {}
+        self._losses, self._gains = {}, {}
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if able and self.arms:
@@ -128,6 +144,7 @@ class Adaptive:
                     own[[arm for arm in every if arm not in allowed]] = -np.inf
                 arm, step = np.unravel_index(int(own.argmax()), own.shape)
                 best = max(float(own[arm, step]), 0.0)
+                self._gains[load.keys[b]] = best / self._rate
                 self._losses[load.keys[b]] = (best - own[np.arange(len(own)), probes]) / self._rate
                 if best > 0:
                     lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
@@ -176,28 +193,37 @@ class Adaptive:
         return users
 
     def _with_probe(self, load: Load, plan: Plan) -> Plan:
-        """Now and then one sequence tries something else, as far as the probes' share of the time allows."""
+        """Now and then one sequence tries something else, as far as the probes' share of the time allows.
+
+        One of the things tried is that nobody drafts, so that the cost of plain rounds stays known.
+        """
         if self._credit is None:
             self._credit = _FIRST_PROBES * self.costs.forward(load.rows, load.context)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if not able or not self.arms:
             return plan
-        b, arm = able[self._turn % len(able)], self._turn // len(able) % len(self.arms)
+        b, arm = able[self._turn % len(able)], self._turn // len(able) % (len(self.arms) + 1)
         cost = self._probe_cost(load, plan, b, arm)
-        if cost > self._credit and cost < math.inf:
+        if self._credit < cost < math.inf:
             return plan  # until there is enough
         self._turn += 1
         if cost == math.inf:
             return plan
         self._credit -= cost
+        self._paid = cost
+        if arm == len(self.arms):
+            return plan._replace(lengths=(0,) * len(plan.lengths))
         self._probing = load.keys[b]
         lengths, arms = list(plan.lengths), list(plan.arms)
         lengths[b], arms[b] = min(_PROBE_LENGTH, self.arms[arm].most, load.room[b]), arm
+        self._promised = float(self._record.curve(load.keys[b], arm)[lengths[b] - 1])
         return plan._replace(lengths=tuple(lengths), arms=tuple(arms))
 
     def _probe_cost(self, load: Load, plan: Plan, b: int, arm: int) -> float:
         """Seconds lost if sequence b tries an arm; infinite where it may not or does so anyway."""
         losses = self._losses.get(load.keys[b])
+        if arm == len(self.arms):
+            return sum(self._gains.values()) if any(plan.lengths) else math.inf
         if losses is None or (plan.lengths[b] and plan.arms[b] == arm):
             return math.inf
         cost, able = float(losses[arm]), len(self._losses)

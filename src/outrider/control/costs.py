@@ -83,7 +83,7 @@ class Costs:
     """Times of the target's forward by rows and context, and of every drafter's proposal by batch and length.
 
     Filled by a measurement at start-up or by the rounds themselves, and refined by every round. Where
-    nothing was measured the guesses are cautious: more rows cost more, a proposal costs a tenth of a forward.
+    nothing was measured the guesses are cautious: more rows cost more, a proposal costs a whole forward.
     """
 
     def __init__(self) -> None:
@@ -110,12 +110,12 @@ class Costs:
         """Seconds of a proposal of `length` nodes for each of `batch` sequences."""
         curves = self._propose.get(drafter, {})
         if not curves:
-            return 0.1 * self.forward(1, context)
+            return self.forward(1, context)
         step = _step(batch)
         nearest = min(curves, key=lambda own: (abs(_STEPS.index(own) - _STEPS.index(step)), own))
         time = curves[nearest].time(length)
         assert time is not None
-        return time * math.sqrt(max(step / nearest, 1.0))  # a larger batch than any seen: between free and proportional
+        return time  # of the nearest batch seen: one that was not is worth a try
 
     def knows_proposal(self, drafter: str) -> bool:
         return drafter in self._propose

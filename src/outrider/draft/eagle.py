@@ -75,7 +75,11 @@ class EagleDrafter:
             state, after = self._states.get(seq), scores.first_rows[b] + batch.feeds[b]
             if state is None:
                 continue
-            state.taps.append(scores.taps[[*range(scores.first_rows[b], after), *(after + node for node in verdict.path)]])
+            whole = verdict.path == list(range(len(verdict.path)))  # a chain's rows lie side by side
+            rows = (
+                slice(scores.first_rows[b], after + len(verdict.path)) if whole else _rows(scores.first_rows[b], after, verdict)
+            )
+            state.taps.append(scores.taps[rows])
             if state.laws and seq.finish_reason is None:
                 self._sharpener.learn(state.laws, verdict, scores, scores.roots[b])
             state.hidden, state.laws = {}, {}
@@ -144,3 +148,8 @@ class EagleDrafter:
         whole = torch.full((len(hidden), self._head.config.shape.vocab), float("-inf"))
         whole[:, ids] = own
         return whole
+
+
+def _rows(first: int, after: int, verdict: Verdict) -> list[int]:
+    """Rows of the tokens that were fed and of the nodes that were accepted."""
+    return [*range(first, after), *(after + node for node in verdict.path)]

@@ -97,7 +97,8 @@ class MixtureDrafter:
                     self._record.record(merged.kind(node), true)
                     self._record.record(merged.stance(node), true)
         for member in self._members:
-            own = replace(scores, taps=_columns(scores.taps, self.needs.taps, member.drafter.needs.taps))
+            wanted = member.drafter.needs.taps
+            own = replace(scores, taps=_columns(scores.taps, self.needs.taps, wanted) if wanted else None)
             member.drafter.commit(batch, drafts, verdicts, own)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
@@ -239,8 +240,10 @@ def _level(chance: float) -> int:
 
 
 def _columns(taps: Tensor | None, all_taps: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
-    """The taps one member asked for, in its order."""
-    if taps is None or own == all_taps or not own:
-        return taps if own else None
-    layers = taps.reshape(len(taps), len(all_taps), -1)
-    return layers[:, [all_taps.index(tap) for tap in own]].reshape(len(taps), -1)
+    """The taps one member asked for, in its order; a view where they lie side by side."""
+    if taps is None or own == all_taps:
+        return taps
+    width, places = taps.shape[1] // len(all_taps), [all_taps.index(tap) for tap in own]
+    if places == list(range(places[0], places[0] + len(places))):
+        return taps[:, places[0] * width : (places[-1] + 1) * width]
+    return taps.reshape(len(taps), len(all_taps), width)[:, places].reshape(len(taps), -1)

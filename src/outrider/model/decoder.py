@@ -27,6 +27,7 @@ class Hidden:
 
     last: Tensor  # (N, hidden) after the final norm
     taps: list[Tensor]  # residual stream entering each tapped layer, (N, hidden)
+    joined: Tensor | None = None  # the same side by side, (N, taps * hidden), where they lie so already
 
 
 class RopeTable(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,11 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None])
     return Rows(ids, where, (page, offset), plan_attention(segments, size, windows))
 
 
+@lru_cache(maxsize=32)
+def _layer_numbers(taps: tuple[int, ...]) -> Tensor:
+    return torch.tensor(taps, dtype=torch.int32)
+
+
 class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
@@ -111,9 +117,13 @@ class Runner:
     def _run_native(self, rows: array[int], taps: tuple[int, ...], layers: range | None, x: Tensor | None) -> Hidden:
         assert self.stack is not None
         span = None if layers is None else Span(layers.start, layers.stop)
-        found = self.stack.forward(rows, torch.tensor(taps, dtype=torch.int32) if taps else None, span, x)
+        found = self.stack.forward(rows, _layer_numbers(taps) if taps else None, span, x)
         assert found.last is not None
-        return Hidden(found.last, [] if found.taps is None else list(found.taps.unbind(1)))
+        return (
+            Hidden(found.last, [])
+            if found.taps is None
+            else Hidden(found.last, list(found.taps.unbind(1)), found.taps.flatten(1))
+        )
 
     @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
@@ -147,7 +157,7 @@ class Runner:
         hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
         logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
-        tapped = torch.cat(hidden.taps, dim=-1) if taps else None
+        tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
         return Scores(logits, roots, first_rows, tapped, prompt_logits)
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:

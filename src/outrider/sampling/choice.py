@@ -74,13 +74,13 @@ def rank(logits: Tensor, rows: Sequence[Row], count: int, temperatures: Sequence
     """
     law = _processed(logits, rows, list(range(len(rows)))) if _alike(rows) else _one_by_one(logits, rows)
     law = torch.log_softmax(law, -1)
-    kept, ids = torch.topk(law, min(max(_CONSIDERED, count), law.shape[1]), dim=-1)
-    tokens, logq = ids.numpy(), kept.double().numpy()
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
-    scores, candidates = logq.copy(), tokens
-    if noisy:
-        divisors = np.array([1.0 if temperatures is None else temperatures[i] for i in noisy])
-        candidates, scores = _with_noise(law, (tokens, scores), noisy, divisors, rows)
+    kept, ids = torch.topk(law, min(max(_CONSIDERED if noisy else 1, count), law.shape[1]), dim=-1)
+    tokens, logq = ids.numpy(), kept.double().numpy()
+    if not noisy:  # the most probable is the choice, if q is the target's law
+        return Ranked(tokens[:, :count], np.exp(logq[:, :count]), tokens, logq)
+    divisors = np.array([1.0 if temperatures is None else temperatures[i] for i in noisy])
+    candidates, scores = _with_noise(law, (tokens, logq.copy()), noisy, divisors, rows)
     order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     chances = weights / weights.sum(axis=1, keepdims=True)
