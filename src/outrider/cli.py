@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -208,6 +209,23 @@ def bench_forward(
     _set_threads(threads)
     setting = Setting([int(count) for count in rows.split(",")], context, repeats)
     print(json.dumps(measure(models.split(","), dtypes.split(","), setting)))
+
+
+@bench_app.command("loss")
+def bench_loss(
+    data: Annotated[Path, typer.Argument(help="JSONL of texts: turns, prompt or text.")],
+    model: Model = None,
+    dtypes: Annotated[str, typer.Option(help="Comma-separated; the first is what the others are compared with.")] = (
+        "float32,bfloat16,int8"
+    ),
+    limit: Annotated[int | None, typer.Option(help="Use only this many texts.")] = None,
+    longest: Annotated[int, typer.Option(min=2, help="Tokens read of each text.")] = 512,
+) -> None:
+    """What a dtype costs in quality: mean loss per token on given texts."""
+    from outrider.bench.conditions import conditions
+    from outrider.bench.loss import bench_loss as measure
+
+    print(json.dumps(conditions() | {"rows": measure(data, model, dtypes.split(","), limit, longest)}))
 
 
 @bench_app.command("acceptance")

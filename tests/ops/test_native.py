@@ -17,7 +17,7 @@ from outrider.cache import KVPool
 from outrider.model import Decoder, Feed, ModelConfig, Rope, Runner
 from outrider.model.load import DTYPES
 from outrider.ops import Core, Native, PackedLinear, Plain, find_core, serving_ops
-from outrider.ops.native import load_build, usable_builds
+from outrider.ops.native import Threads, load_build, usable_builds
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
@@ -203,15 +203,37 @@ def test_a_row_has_the_same_bits_at_every_place_and_count(core: Core, kind: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_threads_does_not_matter(core: Core, kind: str) -> None:
+def test_the_number_of_threads_does_not_matter(core: Core, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = make_decoder(kind, **VARIANTS["wide"])
     text = [i * 37 % 97 for i in range(LONG)]
     seen = []
     for threads in (1, 2, 3, 7, 2):
-        core.threads = threads
+        monkeypatch.setattr(core, "threads", threads)
         runner = make_runner(core, decoder)
         seen.append(runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)))
     assert all(torch.equal(seen[0], other) for other in seen)
+
+
+def test_the_quicker_number_of_threads_is_taken(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are tried, then one, then the quicker; after a while the other again. Time is a counter here."""
+    monkeypatch.setattr(core, "threads", 4)
+    clock, cost, seen = [0.0], {4: 3.0, 1: 2.0}, []
+    monkeypatch.setattr("outrider.ops.native.time.perf_counter", lambda: clock[0])
+
+    def call(threads: int) -> None:
+        seen.append(threads)
+        clock[0] += cost[threads]
+
+    threads = Threads(core)
+    for _ in range(20):
+        threads.run(1, call)
+    assert seen == [4] * 3 + [1] * 17
+    cost[1] = 9.0
+    for _ in range(400):
+        threads.run(1, call)
+    assert 2 <= seen[20:].index(4) < 5, "one thread has become slow"
+    assert seen[-100:].count(1) <= 3
+    assert seen[20:].count(1) > 3, "one thread is tried again"
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 10])

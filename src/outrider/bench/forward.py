@@ -1,31 +1,35 @@
-"""What a forward costs by the number of its rows, against the time its bytes need at the bandwidth of the same run."""
+"""What a forward costs by the number of its rows, against the time its bytes need at the bandwidth of the same run.
+
+On a machine that others use too, a time says little when the scheduler took a core away meanwhile. Such samples are
+told by the process's context switches and left out, as long as enough others are left.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import random
+import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outrider._version import __version__
+from outrider.bench.conditions import conditions
 from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
 from outrider.model import Feed, LoadOptions, ModelConfig, Rope, Runner, load_decoder, write_config
 from outrider.model.bundled import bundled_model
-from outrider.ops import Core, find_core, threads_used
-from outrider.platform import cpu_name
+from outrider.ops import Core, Native, find_core
 
 __all__ = ["RANDOM_MODELS", "bench_forward"]
 
 _PAGE = 64
+_ENOUGH = 5  # undisturbed samples
 _LLAMA = {"architecture": "LlamaForCausalLM", "context": 2048, "rope": Rope(), "tied": True, "dtype": "bfloat16", "head_dim": 64}
 RANDOM_MODELS: dict[str, ModelConfig] = {
     "40m": ModelConfig(vocab=8192, hidden=512, layers=12, heads=8, kv_heads=4, ffn=1408, **_LLAMA),  # type: ignore[arg-type]
@@ -43,66 +47,86 @@ class Setting:
     repeats: int = 40
 
 
+class _Watch:
+    """Times of one kind of call."""
+
+    def __init__(self) -> None:
+        self._all: list[float] = []
+        self._undisturbed: list[float] = []
+
+    def time(self, call: Callable[[], object]) -> None:
+        before, start = _switches(), time.perf_counter()
+        call()
+        took = time.perf_counter() - start
+        self._all.append(took)
+        if _switches() == before:
+            self._undisturbed.append(took)
+
+    @property
+    def undisturbed(self) -> int:
+        return len(self._undisturbed)
+
+    @property
+    def ms(self) -> float:
+        """The median, of undisturbed calls where there are a few."""
+        return statistics.median(self._undisturbed if self.undisturbed >= _ENOUGH else self._all) * 1e3
+
+
 def bench_forward(models: Sequence[str], dtypes: Sequence[str], setting: Setting) -> dict[str, Any]:
     """One record per model and dtype, with the machine and the conditions."""
-    core, found = find_core()
-    return {
-        "device": f"{cpu_name()}, {os.cpu_count()} cores",
-        "versions": {"outrider": __version__, "torch": importlib.metadata.version("torch")},
-        "core": found,
-        "threads": threads_used(),
-        "context": setting.context,
-        "repeats": setting.repeats,
-        "results": [_measure(core, model, dtype, setting) for dtype in dtypes for model in models],
-    }
+    core, found = find_core(steady=True)
+    if core is not None:
+        core.take_threads()
+    measured = [_measure(core, model, dtype, setting) for dtype in dtypes for model in models]
+    shared = {"core": found, "context": setting.context, "repeats": setting.repeats}
+    return conditions() | shared | {"results": measured}
 
 
 def _measure(core: Core | None, model: str, dtype: str, setting: Setting) -> dict[str, Any]:
-    runner = _runner(model, dtype, setting)
-    times, reads = _times(core, runner, setting)
-    floor = statistics.median(reads) * 1e3
-    ms = {rows: statistics.median(own) * 1e3 for rows, own in times.items()}
-    best = {rows: sorted(own)[len(own) // 10] * 1e3 for rows, own in times.items()}
-    first = min(ms)
+    runner = _runner(core, model, dtype, setting)
+    rows, reading = _watches(core, runner, setting)
+    ms, first = {count: watch.ms for count, watch in rows.items()}, min(rows)
+    read = reading.ms if core is not None else None
     return {
         "model": model,
         "dtype": dtype,
         "megabytes": round(runner.weight_bytes / 1e6, 2),
-        "bandwidth_gb_s": round(runner.weight_bytes / floor / 1e6, 2) if floor else None,
-        "bytes_ms": round(floor, 4),
-        "ms": {rows: round(value, 4) for rows, value in ms.items()},
-        "ms_p10": {rows: round(value, 4) for rows, value in best.items()},
-        "ratio_to_one_row": {rows: round(value / ms[first], 3) for rows, value in ms.items()},
-        "one_row_over_bytes": round(ms[first] / floor, 3) if floor else None,
+        "bandwidth_gb_s": None if read is None else round(runner.weight_bytes / read / 1e6, 2),
+        "bytes_ms": None if read is None else round(read, 4),
+        "ms": {count: round(value, 4) for count, value in ms.items()},
+        "undisturbed": {count: watch.undisturbed for count, watch in rows.items()},
+        "ratio_to_one_row": {count: round(value / ms[first], 3) for count, value in ms.items()},
+        "one_row_over_bytes": None if read is None else round(ms[first] / read, 3),
     }
 
 
-def _times(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[int, list[float]], list[float]]:
-    """Seconds of forwards with their logits by row count, and of reading as many bytes; all interleaved."""
+def _watches(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[int, _Watch], _Watch]:
+    """Forwards with their logits by row count, and reads of as many bytes; all interleaved."""
     vocab, pages = runner.decoder.config.vocab, list(range(runner.pool.pages - 1))
     tokens = [i * 7919 % vocab for i in range(setting.context + max(setting.rows))]
     runner.forward([Feed(pages, 0, tokens[: setting.context])])
-    times: dict[int, list[float]] = {rows: [] for rows in setting.rows}
-    reads: list[float] = []
+    watches, reading = {count: _Watch() for count in setting.rows}, _Watch()
     memory = torch.ones(max(runner.weight_bytes // 4, 1))
     order, shuffle = list(setting.rows), random.Random(0)
     for _ in range(setting.repeats):
         shuffle.shuffle(order)
-        for rows in order:
-            feed = [Feed(pages, setting.context, tokens[:rows])]
-            start = time.perf_counter()
-            runner.logits(runner.forward(feed).last, range(rows))
-            times[rows].append(time.perf_counter() - start)
+        for count in order:
+            feed = [Feed(pages, setting.context, tokens[:count])]
+            watches[count].time(lambda feed=feed: runner.logits(runner.forward(feed).last, range(len(feed[0].tokens))))  # type: ignore[misc]
         if core is not None:
-            for _again in range(2):  # the first brings the buffer where the weights were
-                start = time.perf_counter()
-                core.read(memory.data_ptr(), memory.numel() * 4, threads_used())
-                spent = time.perf_counter() - start
-            reads.append(spent)
-    return times, reads or [0.0]
+            read = partial(core.read, memory.data_ptr(), memory.numel() * 4, core.threads)
+            read()  # brings the buffer where the weights were
+            reading.time(read)
+    return watches, reading
 
 
-def _runner(model: str, dtype: str, setting: Setting) -> Runner:
+def _switches() -> int:
+    """How often this process has left a core."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_nvcsw + used.ru_nivcsw
+
+
+def _runner(core: Core | None, model: str, dtype: str, setting: Setting) -> Runner:
     pages = -(-(setting.context + max(setting.rows)) // _PAGE) + 1
     options = LoadOptions(dtype)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,4 +141,5 @@ def _runner(model: str, dtype: str, setting: Setting) -> Runner:
             known = ", ".join(("pyrite", "draft", *RANDOM_MODELS))
             raise InvalidParameter("--models", f"unknown {model!r}; a directory, or one of: {known}")
     c = decoder.config
-    return Runner(decoder, KVPool(c.layers, pages, c.kv_heads, _PAGE, c.head_dim))
+    ops = None if core is None else Native(core)
+    return Runner(decoder, KVPool(c.layers, pages, c.kv_heads, _PAGE, c.head_dim), ops)

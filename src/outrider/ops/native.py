@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,9 +62,12 @@ class _LayerSpec(ctypes.Structure):
     )
 
 
+_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "vocab", "positions", "form", "residual_normed")
+
+
 class _StackSpec(ctypes.Structure):
     _fields_ = (
-        *((name, _int) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "form", "residual_normed")),
+        *((name, _int) for name in _SIZES),
         ("eps", _float),
         *((name, _pointer) for name in ("layer", "joined", "norm", "norm_hidden", "embedding", "cos", "sin")),
     )
@@ -81,9 +85,10 @@ class _ForwardSpec(ctypes.Structure):
 
 
 class Core:
-    """A loaded library."""
+    """A loaded library. Unless it is `steady`, calls take as many threads as were quickest lately."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, steady: bool = False) -> None:
+        self.steady = steady
         self.name = path.name.removeprefix("_core_").split(".")[0]
         library = ctypes.CDLL(str(path))
         library.outrider_sources.restype = ctypes.c_char_p
@@ -118,8 +123,8 @@ class Core:
             torch.set_num_threads(1)
 
 
-@lru_cache(maxsize=1)
-def find_core() -> tuple[Core | None, str]:
+@lru_cache(maxsize=2)
+def find_core(steady: bool = False) -> tuple[Core | None, str]:
     """The best library built for this processor, and what was found.
 
     OUTRIDER_CORE names a library to load instead: one built with sanitizers, or for fewer instructions.
@@ -128,13 +133,13 @@ def find_core() -> tuple[Core | None, str]:
     if chosen:
         if not Path(chosen).exists():
             raise InvalidParameter("OUTRIDER_CORE", f"{chosen} does not exist")
-        return Core(Path(chosen)), f"{chosen}, from OUTRIDER_CORE"
+        return Core(Path(chosen), steady), f"{chosen}, from OUTRIDER_CORE"
     if not _built():
         return None, "not built: no C++ compiler was found when outrider was installed"
     problems: list[str] = []
     for name in usable_builds():
         try:
-            return load_build(name), "; ".join([f"built for {name}", *problems])
+            return load_build(name, steady), "; ".join([f"built for {name}", *problems])
         except OSError as error:
             problems.append(f"not {name}: {error}")
     return None, "; ".join(problems) or f"the processor can run none of: {', '.join(_built())}"
@@ -153,14 +158,57 @@ def usable_builds() -> list[str]:
     return [name for name in _built() if _BUILDS[name] <= cpu_flags()]
 
 
-def load_build(name: str) -> Core:
+def load_build(name: str, steady: bool = False) -> Core:
     """One of the usable builds; OSError says why it cannot run here after all."""
-    return Core(_built()[name])
+    return Core(_built()[name], steady)
 
 
 def _built() -> dict[str, Path]:
     folder = Path(__file__).parent / "cpu"
     return {name: path for name in _BUILDS for path in sorted(folder.glob(f"_core_{name}.*so"))}
+
+
+class Threads:
+    """One thread or all of the core's, whichever was quicker lately for that many rows.
+
+    A tiny model gains less from a second thread than meeting it costs, and beside a busy process every
+    meeting waits for a turn. The bits do not depend on the choice.
+    """
+
+    _TRIES = 3  # of each, and their median counts
+    _AGAIN = 256  # calls until the slower one is tried again
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._took: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
+        self._calls = 0
+
+    def run(self, rows: int, call: Callable[[int], None]) -> None:
+        """Make the call with a number of threads, and remember what it took."""
+        most = self._core.threads
+        if most == 1 or self._core.steady:
+            call(most)
+            return
+        size = rows.bit_length()
+        threads = self._pick(size, most)
+        start = time.perf_counter()
+        call(threads)
+        took = self._took.setdefault((size, threads), [])
+        took.append(time.perf_counter() - start)
+        del took[: -self._TRIES]
+
+    def _pick(self, size: int, most: int) -> int:
+        self._calls += 1
+        many, one = self._took.get((size, most), ()), self._took.get((size, 1), ())
+        if len(many) < self._TRIES:
+            return most
+        if len(one) < self._TRIES:
+            return 1
+        quicker, other = (most, 1) if sorted(many)[1] <= sorted(one)[1] else (1, most)
+        if self._calls >= self._AGAIN:
+            self._calls = 0
+            self._took[(size, other)].clear()
+        return quicker
 
 
 class PackedLinear:
@@ -172,6 +220,7 @@ class PackedLinear:
             weight = weight.float()
         self.columns, self.inner = weight.shape
         self._core = core
+        self._threads = Threads(core)
         bias = None if bias is None else bias.detach().float().contiguous()
         self.handle = core.pack(
             _KINDS[kind],
@@ -195,9 +244,10 @@ class PackedLinear:
     def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         """(rows, columns) float32 of rows (rows, inner) float32, normed first where weights for it are given."""
         x = x.contiguous()
-        out = torch.empty(x.shape[0], self.columns)
-        if x.shape[0]:
-            self._core.linear(self.handle, x.data_ptr(), x.shape[0], _address(norm), eps, out.data_ptr(), self._core.threads)
+        rows, out = x.shape[0], torch.empty(x.shape[0], self.columns)
+        if rows:
+            source, weights, target = x.data_ptr(), _address(norm), out.data_ptr()
+            self._threads.run(rows, lambda n: self._core.linear(self.handle, source, rows, weights, eps, target, n))
         return out
 
 
@@ -268,11 +318,12 @@ class Stack:
         self._core = core
         self._weights = weights
         self._pool = (keys, values)
+        self._threads = Threads(core)
         self._kept: list[Tensor] = []  # what the specifications point to
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
         self._spec = self._stack(weights)
-        self._forward = _ForwardSpec(
+        self._pages = _ForwardSpec(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             pages=keys.shape[1],
@@ -288,7 +339,8 @@ class Stack:
         `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
         `taps` are layer numbers, int32.
         """
-        f, rows, hidden, span = self._forward, layout[1], self._weights.hidden, span or _WHOLE
+        f = _ForwardSpec.from_buffer_copy(self._pages)  # of this call alone: a late drafter may be calling too
+        rows, hidden, span = layout[1], self._weights.hidden, span or _WHOLE
         last_layer = len(self._layers) if span.last_layer is None else span.last_layer
         stream = torch.empty(rows, hidden)
         last = torch.empty(rows, hidden) if self._weights.norm is not None else None
@@ -300,8 +352,13 @@ class Stack:
         f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
         f.taps = 0 if taps is None else len(taps)
         f.tapped, f.tap_rows = _address(taps), _address(tapped)
-        f.threads = self._core.threads
-        self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f))
+
+        def call(threads: int) -> None:
+            f.threads = threads
+            if self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f)):
+                raise IndexError("a row's token, position, page or parent is out of range")
+
+        self._threads.run(rows, call)
         return StackRows(stream, last, tapped)
 
     @property
@@ -318,7 +375,8 @@ class Stack:
         sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
         tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
         joined = None if w.joined is None else w.joined.handle
-        return _StackSpec(**sizes, **tables, layers=len(w.layers), eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers))
+        sizes |= {"layers": len(w.layers), "vocab": len(w.embedding), "positions": len(w.cos)}
+        return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers))
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

@@ -47,6 +47,7 @@ struct Pages {
 struct Feed {
     int start, fed, nodes, known;
     int first_key;  // slots before it hold nothing
+    int page_count;
     const int32_t *pages, *parents;
     bool tree;  // some node does not lie at its logical position
 

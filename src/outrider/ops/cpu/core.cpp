@@ -26,7 +26,7 @@ enum Form : int64_t {
 };
 
 struct StackSpec {
-    int64_t hidden, heads, kv_heads, head_dim, ffn, layers, form, residual_normed;
+    int64_t hidden, heads, kv_heads, head_dim, ffn, layers, vocab, positions, form, residual_normed;
     double eps;
     const LayerSpec* layer;
     const Linear* joined;    // of kJoined
@@ -61,8 +61,8 @@ struct Layout {
 };
 
 // layout: feeds, rows, then per feed (start, fed, nodes, known, first_key, pages), then tokens of all rows, then
-// the pages of each feed, then the parents of each feed's nodes.
-void read_layout(const int32_t* in, Layout& l) {
+// the pages of each feed, then the parents of each feed's nodes. False where it contradicts itself.
+bool read_layout(const int32_t* in, Layout& l) {
     const int feeds = in[0];
     l.rows = in[1];
     const int32_t* head = in + 2;
@@ -70,7 +70,7 @@ void read_layout(const int32_t* in, Layout& l) {
     const int32_t* rest = l.tokens + l.rows;
     l.feeds.clear(), l.row.clear(), l.paths.clear();
     for (int f = 0; f < feeds; f++, head += 6) {
-        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], rest, nullptr, false});
+        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], head[5], rest, nullptr, false});
         rest += head[5];
     }
     size_t steps = 0;
@@ -86,6 +86,7 @@ void read_layout(const int32_t* in, Layout& l) {
         for (int i = 0; i < feed.fed; i++) l.row.push_back({&feed, feed.start + i, feed.start + i, nullptr});
         depth.assign(feed.nodes, 1);
         for (int i = 0; i < feed.nodes; i++) {
+            if (feed.parents[i] >= i) return false;
             if (feed.parents[i] >= 0) depth[i] = depth[feed.parents[i]] + 1;
             if (i < feed.known) continue;
             const int32_t* path = nullptr;
@@ -98,6 +99,20 @@ void read_layout(const int32_t* in, Layout& l) {
             l.row.push_back({&feed, feed.root() + depth[i], feed.root() + 1 + i, path});
         }
     }
+    return static_cast<int>(l.row.size()) == l.rows;
+}
+
+// Whether every row reads and writes memory that is there: nothing a caller lays out wrongly may do worse than fail.
+bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
+    for (const Feed& feed : l.feeds) {
+        const int64_t slots = int64_t{feed.start} + feed.fed + feed.nodes;
+        if (feed.start < 0 || feed.first_key < 0 || slots > feed.page_count * f.page_size) return false;
+        for (int p = 0; p < feed.page_count; p++)
+            if (feed.pages[p] < 0 || feed.pages[p] >= f.pages) return false;
+    }
+    for (int r = 0; r < l.rows; r++)
+        if (l.tokens[r] < 0 || l.tokens[r] >= s.vocab || l.row[r].position - f.rotary_lag >= s.positions) return false;
+    return true;
 }
 
 // Rows between layers, kept from call to call.
@@ -135,8 +150,8 @@ class Forward {
     }
 
     // What every thread runs.
-    void run(int thread, int threads) {
-        Member m{*this, thread, threads, {w_.words.data(), {}}};
+    void run(Team& team, int thread, int threads) {
+        Member m{*this, team, thread, threads, {w_.words.data(), {}}};
         for (int first = 0; first < layout_.rows; first += kChunk) m.chunk(first, std::min(kChunk, layout_.rows - first));
     }
 
@@ -144,6 +159,7 @@ class Forward {
     // One thread's part of the work on one chunk of rows.
     struct Member {
         Forward& o;
+        Team& team;
         int thread, threads;
         Packed packed;
         int first = 0, rows = 0;
@@ -159,7 +175,7 @@ class Forward {
             leave();
         }
 
-        void barrier() const { team().barrier(); }
+        void barrier() const { team.barrier(); }
         Share share(int count) const { return Share(count, thread, threads); }
 
         // A product of rows that are ready; the result is ready for all threads when it returns.
@@ -390,26 +406,30 @@ OUTRIDER_API void outrider_linear(const Linear* l, const float* x, int64_t rows,
     Workspace& w = workspace();
     w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l->inner + kStepBytes)));
     uint32_t* words = w.words.data();
-    team().run(static_cast<int>(threads), [&](int thread, int all) {
+    Team& own = team();
+    own.run(static_cast<int>(threads), [&](int thread, int all) {
         Packed packed{words, {}};
         for (int64_t first = 0; first < rows; first += kChunk) {
             const int count = static_cast<int>(std::min<int64_t>(kChunk, rows - first));
             pack_rows(packed, *l, {x + first * l->inner, static_cast<size_t>(l->inner), count, l->inner, norm, static_cast<float>(eps)},
                       thread, all);
-            team().barrier();
+            own.barrier();
             linear(*l, packed, count, {out + first * l->columns, static_cast<size_t>(l->columns), l->columns, Then::kStore},
                    thread, all);
-            team().barrier();
+            own.barrier();
         }
     });
 }
 
-OUTRIDER_API void outrider_forward(const StackSpec* stack, const ForwardSpec* forward) {
+// 0, or 1 where rows are laid out over memory that is not there; nothing has been done then.
+OUTRIDER_API int32_t outrider_forward(const StackSpec* stack, const ForwardSpec* forward) {
     Workspace& w = workspace();
-    read_layout(forward->layout, w.layout);
+    if (!read_layout(forward->layout, w.layout) || !is_sound(w.layout, *stack, *forward)) return 1;
     const int threads = static_cast<int>(forward->threads);
     Forward work(*stack, *forward, w, threads);
-    team().run(threads, [&](int thread, int all) { work.run(thread, all); });
+    Team& own = team();
+    own.run(threads, [&](int thread, int all) { work.run(own, thread, all); });
+    return 0;
 }
 
 

@@ -150,11 +150,8 @@ inline float inverse_rms(const float* x, int width, float eps) {
 #endif
         }
         if constexpr (std::is_same<K, I8>::value) {
-            int32_t q[kLanes];
-            uint8_t bytes[kLanes];
-            store_words(q, nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f)));
-            for (int i = 0; i < kLanes; i++) bytes[i] = static_cast<uint8_t>(q[i] + 128);
-            std::memcpy(out, bytes, sizeof bytes);
+            const Words q = nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f));
+            store_low_bytes(out, add_words(q, splat_word(128)));
         }
     }
 
@@ -326,38 +323,6 @@ struct Kernels {
     constexpr Kernels() : of() { fill_kernels<K>(of, std::make_integer_sequence<int, kBlock>{}); }
 };
 
-// Panels of this thread times all rows; `take(first row, row count, first panel, panel count, tile)` gets float results.
-template <class K, class Take>
-void product(const Linear& l, const Packed& x, int rows, int thread, int threads, Take take) {
-    static constexpr Kernels<K> kernels;
-    const Share pairs((l.panels + 1) / 2, thread, threads);
-    const int end = std::min(2 * pairs.end, l.panels);
-    Tile tile;
-#if defined(__AMX_TILE__)
-    const TilesInUse tiles;
-#endif
-    for (int panel = 2 * pairs.begin; panel < end; panel += kGroup) {
-        const int count = std::min(kGroup, end - panel);
-        for (int first = 0; first < rows; first += kBlock) {
-            const int own = std::min(kBlock, rows - first);
-            kernels.of[own - 1](x.words + static_cast<size_t>(first) * l.steps, l.weights + l.panel_bytes() * panel,
-                                l.panel_bytes(), l.steps, count, tile, 0);
-            for (int p = 0; p < count; p++) {
-                const int column = (panel + p) * kLanes;
-                for (int r = 0; r < own; r++) {
-                    float* v = tile.value[p][r];
-                    if (std::is_same<K, I8>::value) {
-                        const Words exact = sub_words(load_words(v), load_words(&l.offset[column]));
-                        store(v, to_float(exact) * load(&l.scale[column]) * splat(x.scale[first + r]));
-                    }
-                    if (l.bias) store(v, load(v) + load(l.bias + column));
-                }
-            }
-            take(first, own, panel, count, tile);
-        }
-    }
-}
-
 // What becomes of a product's results.
 enum class Then {
     kStore,  // out = y
@@ -379,22 +344,43 @@ inline void put(float* at, f32x16 v, int room) {
         store_first(at, v, room);
 }
 
+// A result as a float: int8 sums are freed of their offset and scaled; bias is added.
+template <class K>
+inline f32x16 finished(const Linear& l, const float* sums, int column, float scale) {
+    f32x16 y = load(sums);
+    if (std::is_same<K, I8>::value)
+        y = to_float(sub_words(as_words(y), load_words(&l.offset[column]))) * load(&l.scale[column]) * splat(scale);
+    return l.bias ? y + load(l.bias + column) : y;
+}
+
+// Panels of this thread times all rows.
 template <class K>
 void linear_of(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
-    product<K>(l, x, rows, thread, threads, [&](int first, int count, int panel, int panels, const Tile& tile) {
-        const int stride = o.then == Then::kGate ? 2 : 1;
-        for (int p = 0; p < panels; p += stride) {
-            const int column = (panel + p) / stride * kLanes, room = o.width - column;
-            for (int r = 0; r < count; r++) {
-                float* at = o.out + (first + r) * o.stride + column;
-                f32x16 v = load(tile.value[p][r]);
-                if (o.then == Then::kGate)
-                    v = v / (splat(1.0f) + exponential(splat(0.0f) - v)) * load(tile.value[p + 1][r]);
-                if (o.then == Then::kAdd) v += room >= kLanes ? load(at) : load_first(at, room);
-                put(at, v, room);
+    static constexpr Kernels<K> kernels;
+    const Share pairs((l.panels + 1) / 2, thread, threads);
+    const int end = std::min(2 * pairs.end, l.panels), stride = o.then == Then::kGate ? 2 : 1;
+    Tile tile;
+#if defined(__AMX_TILE__)
+    const TilesInUse tiles;
+#endif
+    for (int panel = 2 * pairs.begin; panel < end; panel += kGroup)
+        for (int first = 0; first < rows; first += kBlock) {
+            const int own = std::min(kBlock, rows - first), count = std::min(kGroup, end - panel);
+            kernels.of[own - 1](x.words + static_cast<size_t>(first) * l.steps, l.weights + l.panel_bytes() * panel,
+                                l.panel_bytes(), l.steps, count, tile, 0);
+            for (int p = 0; p < count; p += stride) {
+                const int column = (panel + p) * kLanes, room = o.width - column / stride;
+                for (int r = 0; r < own; r++) {
+                    float* at = o.out + (first + r) * o.stride + column / stride;
+                    f32x16 y = finished<K>(l, tile.value[p][r], column, x.scale[first + r]);
+                    if (o.then == Then::kGate)
+                        y = y / (splat(1.0f) + exponential(splat(0.0f) - y)) *
+                            finished<K>(l, tile.value[p + 1][r], column + kLanes, x.scale[first + r]);
+                    if (o.then == Then::kAdd) y += room >= kLanes ? load(at) : load_first(at, room);
+                    put(at, y, room);
+                }
             }
         }
-    });
 }
 
 inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {

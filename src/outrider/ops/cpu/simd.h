@@ -45,6 +45,7 @@ inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 inline Words sub_words(Words a, Words b) { return _mm512_sub_epi32(a, b); }
 inline f32x16 to_float(Words a) { return {_mm512_cvtepi32_ps(a)}; }
 inline Words nearest_integers(f32x16 a) { return _mm512_cvtps_epi32(a.v); }
+inline void store_low_bytes(void* p, Words a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
 inline Words as_words(f32x16 a) { return _mm512_castps_si512(a.v); }
 inline f32x16 as_float(Words a) { return {_mm512_castsi512_ps(a)}; }
 inline Words shift_up16(Words a) { return _mm512_slli_epi32(a, 16); }
@@ -115,6 +116,11 @@ inline Words add_words(Words a, Words b) { return {_mm256_add_epi32(a.lo, b.lo),
 inline Words sub_words(Words a, Words b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline f32x16 to_float(Words a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline Words nearest_integers(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+inline void store_low_bytes(void* p, Words a) {
+    uint32_t word[kLanes];
+    store_words(word, a);
+    for (int i = 0; i < kLanes; i++) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(word[i]);
+}
 inline Words as_words(f32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 inline f32x16 as_float(Words a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 inline Words shift_up16(Words a) { return {_mm256_slli_epi32(a.lo, 16), _mm256_slli_epi32(a.hi, 16)}; }

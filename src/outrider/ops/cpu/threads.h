@@ -28,6 +28,7 @@ class Team {
         hire(threads);
         threads_ = threads;
         body_ = &body;
+        rest_.store(threads == 1, std::memory_order_relaxed);
         if (threads > 1) {
             running_.store(threads - 1, std::memory_order_relaxed);
             job_.store(((job_.load() >> 8) + 1) << 8 | static_cast<uint32_t>(threads));
@@ -52,17 +53,19 @@ class Team {
     }
 
    private:
-    static constexpr int kSpins = 2000;      // pauses before a barrier yields: some 30 microseconds
-    static constexpr int kIdleSpins = 20000;  // pauses before an idle worker sleeps: about a round of Python
+    static constexpr int kSpins = 400;  // pauses before the core is offered to others: some 5 microseconds
+    static constexpr int kIdle = 2000;  // waits before an idle worker sleeps: about a millisecond, some rounds of Python
+
+    static void wait(int waits) {
+        if (waits < kSpins)
+            _mm_pause();
+        else
+            sched_yield();
+    }
 
     template <class Done>
     static void wait_until(Done done) {
-        for (int spins = 0; !done(); spins++) {
-            if (spins < kSpins)
-                _mm_pause();
-            else
-                sched_yield();
-        }
+        for (int waits = 0; !done(); waits++) wait(waits);
     }
 
     void hire(int threads) {
@@ -75,9 +78,9 @@ class Team {
 
     void work(int index, uint32_t seen) {
         for (;;) {
-            for (int spins = 0; job_.load(std::memory_order_acquire) == seen; spins++) {
-                if (spins < kIdleSpins) {
-                    _mm_pause();
+            for (int waits = 0; job_.load(std::memory_order_acquire) == seen; waits++) {
+                if (waits < kIdle && !rest_.load(std::memory_order_relaxed)) {
+                    wait(waits);
                     continue;
                 }
                 std::unique_lock<std::mutex> lock(mutex_);
@@ -108,6 +111,7 @@ class Team {
     const Body* body_ = nullptr;
     int threads_ = 1;
     alignas(64) std::atomic<uint32_t> job_{0};  // count << 8 | threads
+    std::atomic<bool> rest_{false};  // the caller works alone: whoever idles should sleep, not share its core
     std::atomic<int> asleep_{0};
     alignas(64) std::atomic<int> running_{0};
     alignas(64) std::atomic<int> arrived_{0};
