@@ -17,11 +17,14 @@ from outrider.cache import KVPool
 from outrider.control import Load, RoundStats
 from outrider.core import Batch, Drafts, Plan, Request, Sequence, Tree
 from outrider.draft import Drafter
+from outrider.draft.cascade import CascadeDrafter, ModelLevel
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import EarlyExit
 from outrider.draft.growth import TreeShape
+from outrider.draft.lookahead import LookaheadDrafter
 from outrider.draft.medusa import MedusaDrafter
+from outrider.draft.mixture import Member, MixtureDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.recycle import RecycleDrafter
 from outrider.draft.suffix import SuffixDrafter, SuffixShape
@@ -69,9 +72,12 @@ DRAFTERS: dict[str, Make] = {
     "medusa static": lambda e, _d: medusa(e, False),
     "early_exit": lambda e, _d: EarlyExit(e.runner, 2),
     "early_exit tail": lambda e, _d: EarlyExit(e.runner, 1, 1),
+    "lookahead": lambda _e, _d: LookaheadDrafter(),
+    "cascade": lambda _e, d: CascadeDrafter([ModelLevel(Runner(d, make_pool(d)), 4)], NGramDrafter(1, 3), 4),
+    "mixture": lambda e, _d: MixtureDrafter([Member(SuffixDrafter(SuffixShape())), Member(eagle(e, "eagle3", TREE))]),
 }
 # guesses of these depend on nothing but the text, and they are wrong often enough for rounds to meet again
-FROM_TEXT = [name for name in DRAFTERS if name not in ("recycle", "draft_model perfect")]
+FROM_TEXT = [name for name in DRAFTERS if name not in ("recycle", "draft_model perfect", "lookahead", "mixture")]
 WITH_MEMORY = [name for name in FROM_TEXT if name.startswith(("draft_model", "eagle", "medusa"))]
 
 
