@@ -74,12 +74,13 @@ class _Watch:
 
 def bench_forward(models: Sequence[str], dtypes: Sequence[str], setting: Setting) -> dict[str, Any]:
     """One record per model and dtype, with the machine and the conditions."""
+    where = conditions()  # before the threads change hands
     core, found = find_core(steady=True)
     if core is not None:
         core.take_threads()
     measured = [_measure(core, model, dtype, setting) for dtype in dtypes for model in models]
     shared = {"core": found, "context": setting.context, "repeats": setting.repeats}
-    return conditions() | shared | {"results": measured}
+    return where | shared | {"results": measured}
 
 
 def _measure(core: Core | None, model: str, dtype: str, setting: Setting) -> dict[str, Any]:
