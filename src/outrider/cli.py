@@ -36,7 +36,8 @@ Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Defa
 Method = Annotated[
     str | None,
     typer.Option(
-        help="How to guess: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, cascade, mixture, or "
+        help="How to guess: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, early_exit, cascade, "
+        "mixture, auto (a controller chooses round by round), or "
         'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
         "Default: eagle for the bundled model, else ngram."
     ),

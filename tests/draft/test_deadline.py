@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -51,13 +50,11 @@ def test_a_drafter_that_hangs_is_quarantined(decoder: Decoder) -> None:
     answers = [run(make_engine(decoder), [request])[0].seq.tokens for request in wanted]
     drafter = Sleepy(asleep_at=1)
     engine = make_engine(decoder, Deadline(drafter, 0.05), 3)
-    started = time.perf_counter()
     for _ in range(2):
         writers = run(engine, wanted)
         assert [writer.seq.tokens for writer in writers] == answers
         assert all("not asked again" in str(writer.seq.stats.fallback_reason) for writer in writers)
-    assert time.perf_counter() - started < 20, "one deadline was waited for, not one a call"
-    assert drafter.calls == 1
+    assert drafter.calls == 1, "one deadline was waited for, not one a call"
     drafter.morning.set()
 
 

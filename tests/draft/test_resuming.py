@@ -28,6 +28,7 @@ from outrider.draft.mixture import Member, MixtureDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.recycle import RecycleDrafter
 from outrider.draft.suffix import SuffixDrafter, SuffixShape
+from outrider.engine.commit import Writer
 from outrider.engine.engine import Engine
 from outrider.heads import Borrowed, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, Runner
@@ -160,17 +161,22 @@ def plainly(decoders: tuple[Decoder, Decoder], wanted: list[Request]) -> list[li
     return [run(make_engine(decoders[0]), [request])[0].seq.tokens for request in wanted]
 
 
+def check_crowd(engine: Engine, writers: list[Writer], answers: list[list[int]]) -> None:
+    """The tokens of plain decoding, by drafting, and nothing left behind."""
+    assert [w.seq.tokens for w in writers] == answers
+    assert [w.seq.stats.fallback_reason for w in writers] == [None] * len(answers)
+    assert sum(w.seq.stats.drafted for w in writers) > 0
+    assert engine.pages.used == 0
+    assert not held(engine.drafter.drafter)
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_ragged_plans_and_many_sequences(name: str, decoders: tuple[Decoder, Decoder]) -> None:
     wanted = requests(name, 9)
     engine = engine_with(name, decoders, max_num_seqs=5)
     engine.policy = Ragged(name)
     writers = run(engine, wanted)
-    assert [w.seq.tokens for w in writers] == plainly(decoders, wanted)
-    assert [w.seq.stats.fallback_reason for w in writers] == [None] * 9
-    assert sum(w.seq.stats.drafted for w in writers) > 0
-    assert engine.pages.used == 0
-    assert not held(engine.drafter.drafter)
+    check_crowd(engine, writers, plainly(decoders, wanted))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -187,11 +193,7 @@ def test_preemption_changes_nothing(name: str, seed: int, decoders: tuple[Decode
             preempt(engine, rng.choice(engine.scheduler.running))
             lost += 1
     assert lost > 2
-    assert [w.seq.tokens for w in writers] == plainly(decoders, wanted)
-    assert [w.seq.stats.fallback_reason for w in writers] == [None] * 5
-    assert sum(w.seq.stats.drafted for w in writers) > 0
-    assert engine.pages.used == 0
-    assert not held(engine.drafter.drafter)
+    check_crowd(engine, writers, plainly(decoders, wanted))
 
 
 @pytest.mark.parametrize("name", FROM_TEXT)

@@ -88,6 +88,7 @@ def test_a_full_queue_is_told_to_the_one_who_asked(decoder: Decoder) -> None:
     thread.close()
     assert refused >= 1
     assert thread.engine.pages.used == 0
+    assert not thread.engine._writers, "the refused are forgotten too"
 
 
 def test_a_listener_that_raises_costs_its_own_request_only(decoder: Decoder, thread: EngineThread) -> None:

@@ -120,6 +120,7 @@ class Adaptive:
         """A sequence is over."""
         self._record.forget(key)
         self._losses.pop(key, None)
+        self._gains.pop(key, None)
 
     def _best(self, load: Load) -> Plan:
         """The arm and length of every sequence that make tokens over time largest.

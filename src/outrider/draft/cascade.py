@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.cache import KVPool
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft.protocol import Guess, Lookup
 from outrider.errors import DrafterFault, InvalidParameter
@@ -136,7 +137,7 @@ class ModelLevel:
 
     def __init__(self, runner: Runner, draft_tokens: int = 256) -> None:
         config = runner.decoder.config
-        self.kv_bytes_per_token = 8 * config.layers * config.kv_heads * config.head_dim
+        self.kv_bytes_per_token = KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim)
         self.context = config.context
         self.draft_tokens = draft_tokens  # most it drafts at once for a level above it
         self._runner = runner

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
 from outrider.draft.reader import Reader, Text
@@ -36,7 +37,7 @@ class DraftModel:
 
     def __init__(self, runner: Runner, shape: TreeShape = TreeShape(), vocabulary: Vocabulary | None = None) -> None:  # noqa: B008 (frozen)
         config = runner.decoder.config
-        self.needs = Needs(kv_bytes_per_token=8 * config.layers * config.kv_heads * config.head_dim)
+        self.needs = Needs(kv_bytes_per_token=KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim))
         self._vocabulary = vocabulary or SameTokens()
         self._reader = Reader(runner, self._vocabulary.foreign)
         self._shape = shape

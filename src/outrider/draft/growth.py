@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import ROOT, Drafts, Sequence
+from outrider.draft.protocol import path_to
 from outrider.draft.sharpen import Law, Sharpener
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Feed
@@ -57,11 +58,7 @@ class Growing:
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root down to a node."""
-        out: list[int] = []
-        while node != ROOT:
-            out.append(self.tokens[node])
-            node = self.parents[node]
-        return out[::-1]
+        return path_to(self.tokens, self.parents, node)
 
     def put(self, node: int, token: int, chance: float) -> None:
         """A child under a node."""

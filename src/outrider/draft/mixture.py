@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft.calibration import Calibration, came_true
-from outrider.draft.protocol import Drafter, Guess, Lookup
+from outrider.draft.protocol import Drafter, Guess, Lookup, path_to
 from outrider.errors import InvalidParameter
 
 __all__ = ["Member", "MixtureDrafter"]
@@ -207,11 +207,7 @@ class _Merged:
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root down to a node."""
-        out: list[int] = []
-        while node != ROOT:
-            out.append(self.tokens[node])
-            node = self.parents[node]
-        return out[::-1]
+        return path_to(self.tokens, self.parents, node)
 
     def kind(self, node: int) -> Hashable:
         """What is claimed about a node, roughly, by everyone."""

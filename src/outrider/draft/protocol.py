@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Verdict
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
 
-__all__ = ["Drafter", "Guess", "Lookup", "check_drafts"]
+__all__ = ["Drafter", "Guess", "Lookup", "check_drafts", "path_to"]
 
 
 class Drafter(Protocol):
@@ -43,6 +43,15 @@ class Guess(NamedTuple):
     tokens: list[int]
     parents: list[int]
     survival: list[float]
+
+
+def path_to(tokens: Seq[int], parents: Seq[int], node: int) -> list[int]:
+    """Tokens of a tree from the root down to a node."""
+    out: list[int] = []
+    while node != ROOT:
+        out.append(tokens[node])
+        node = parents[node]
+    return out[::-1]
 
 
 class Lookup(Drafter, Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft.reader import Reader, Text
 from outrider.draft.transcript import Transcript
@@ -30,7 +31,7 @@ class RetokenizedModel:
 
     def __init__(self, runner: Runner, target: Tokenizer, draft: Tokenizer) -> None:
         config = runner.decoder.config
-        self.needs = Needs(kv_bytes_per_token=8 * config.layers * config.kv_heads * config.head_dim)
+        self.needs = Needs(kv_bytes_per_token=KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim))
         self._target = target
         self._draft = draft
         self._reader = Reader(runner, own_pages=True)

@@ -47,8 +47,8 @@ class Engine:
         """Queue a request; its Writer grows with every round."""
         seq = Sequence(request)
         seq.stats.method = method
+        self.scheduler.submit(seq)  # may refuse it
         self._writers[seq] = writer = Writer(seq, self.tokenizer)
-        self.scheduler.submit(seq)
         return writer
 
     def abort(self, writer: Writer) -> None:

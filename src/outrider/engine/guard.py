@@ -59,7 +59,7 @@ class GuardedDrafter:
         return drafts
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        if any(seq.stats.fallback_reason is None for seq in batch.sequences):
+        if any(seq.request.speculate and seq.stats.fallback_reason is None for seq in batch.sequences):
             self._call(batch.sequences, "commit", lambda: self.drafter.commit(batch, drafts, verdicts, scores))
 
     def end(self, seq: Generation) -> None:

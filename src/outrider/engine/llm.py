@@ -89,7 +89,6 @@ class LLM:
         policy = self._policy(runner)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
-        atexit.register(_save_costs, weakref.ref(self))
 
     def _policy(self, runner: Runner) -> Policy:
         """Fixed lengths for a method that was named, the controller where all may be chosen from."""
@@ -97,6 +96,7 @@ class LLM:
         if own.method != "auto":
             return FixedLength(own.draft_tokens if own.method != "none" else 0, own.rule)
         self._costs_path = costs_path(self.directory, runner)
+        atexit.register(_save_costs, weakref.ref(self))
         return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
 
     def save_costs(self) -> None:

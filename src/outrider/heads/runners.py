@@ -12,8 +12,8 @@ from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, lay_out
 from outrider.model.load import INT8
-from outrider.model.stack import lay_out_rows, layer_weights
-from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, Stack, StackWeights, paged_attention
+from outrider.model.stack import lay_out_rows, layer_weights, stack_over
+from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, Stack, paged_attention
 
 __all__ = ["EagleRunner", "MedusaRunner"]
 
@@ -95,28 +95,14 @@ class MedusaRunner:
 
 
 def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear) -> Stack:
-    c, shape = head.config, head.config.shape
-    kind = _kind(head)
-    pool.keep_words(bf16=kind != "float32")
-    layer = layer_weights(head.layer, core, kind)
-    weights = StackWeights(
-        layers=[layer],
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.ffn,
-        eps=shape.norm_eps,
-        embedding=head.embedding,
-        cos=head.rope.cos,
-        sin=head.rope.sin,
-        norm=head.norm,
-        form=BESIDE if c.wide else JOINED,
-        joined=joined,
-        norm_hidden=head.layer.norm_hidden,
-        residual_normed=c.norm_before_residual,
-    )
-    return Stack(core, weights, pool.keys, pool.values, pool.page_size)
+    c, kind = head.config, _kind(head)
+    form = {
+        "form": BESIDE if c.wide else JOINED,
+        "joined": joined,
+        "norm_hidden": head.layer.norm_hidden,
+        "residual_normed": c.norm_before_residual,
+    }
+    return stack_over(pool, core, head, c.shape, [layer_weights(head.layer, core, kind)], kind, **form)
 
 
 def _kind(head: EagleHead) -> str:

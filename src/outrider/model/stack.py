@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.cache import KVPool
+from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder, Layer
 from outrider.ops import Core, LayerWeights, PackedLinear, Stack, StackWeights
 
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
 
-__all__ = ["decoder_stack", "lay_out_rows", "layer_weights", "output_product"]
+__all__ = ["decoder_stack", "lay_out_rows", "layer_weights", "output_product", "stack_over"]
 
 
 def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
@@ -34,21 +35,29 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     """The decoder's layers over a pool, which takes the core's layout: bf16, unless the weights are float32."""
     c = decoder.config
-    pool.keep_words(bf16=c.dtype != "float32")
     windows = c.windows or (None,) * c.layers
     layers = [layer_weights(layer, core, c.dtype, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
+    return stack_over(pool, core, decoder, c, layers, c.dtype)
+
+
+def stack_over(
+    pool: KVPool, core: Core, network: Any, shape: ModelConfig, layers: Sequence[LayerWeights], kind: str, **form: Any
+) -> Stack:
+    """Packed layers with a network's embedding, rotary table and last norm, over a pool of KV."""
+    pool.keep_words(bf16=kind != "float32")
     weights = StackWeights(
         layers=layers,
-        hidden=c.hidden,
-        heads=c.heads,
-        kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        ffn=c.ffn,
-        eps=c.norm_eps,
-        embedding=decoder.embedding,
-        cos=decoder.rope.cos,
-        sin=decoder.rope.sin,
-        norm=decoder.norm,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        eps=shape.norm_eps,
+        embedding=network.embedding,
+        cos=network.rope.cos,
+        sin=network.rope.sin,
+        norm=network.norm,
+        **form,
     )
     return Stack(core, weights, pool.keys, pool.values, pool.page_size)
 
