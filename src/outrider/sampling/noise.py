@@ -21,7 +21,6 @@ __all__ = [
     "Key",
     "Stream",
     "bits",
-    "bits_at",
     "bits_torch",
     "gumbel",
     "keys_of",
