@@ -85,7 +85,8 @@ class Engine:
         settled = self._commit(batch, writers, drafts, verdicts, scores)
         drafted = [own.drafted for own in settled]
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
-        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposed - begun, scored - chosen))
+        proposal, forward, rest = proposed - begun, scored - chosen, perf_counter() - scored + chosen - proposed
+        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, rest))
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
 
     def _load(self, batch: Batch) -> Load:

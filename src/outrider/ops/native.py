@@ -138,7 +138,7 @@ class Core:
         chosen = np.empty(rows, np.int64)
         places = (temperatures.ctypes.data, keys.ctypes.data, words.ctypes.data, chosen.ctypes.data)
         self._draw(logits.data_ptr(), rows, vocab, *places, self._worth_threads(rows, vocab))
-        return chosen.tolist()  # type: ignore[no-any-return]
+        return chosen.tolist()
 
     def rank(
         self, logits: Tensor, divisors: Floats, keys: Words, words: Words, best: int
