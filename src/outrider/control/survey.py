@@ -31,7 +31,7 @@ class Survey:
     """
 
     def __init__(self, arms: Seq[Arm], costs: Costs, forwards: bool = True) -> None:
-        self._arms = arms
+        self.arms = arms
         self._costs = costs
         sizes: list[tuple[int, int | None]] = [(nodes, None) for nodes in _NODES] if forwards else []
         sizes += [(min(nodes, arm.most), i) for i, arm in enumerate(arms) for nodes in _PROPOSALS]
@@ -70,7 +70,7 @@ class Survey:
         if arm is None:
             self._costs.observe_forward(stats.rows, self._load.context, stats.forward_s + stats.rest_s)
         else:
-            self._costs.observe_proposal(self._arms[arm].name, batch, nodes, stats.propose_s)
+            self._costs.observe_proposal(self.arms[arm].name, batch, nodes, stats.propose_s)
 
     def forget(self, key: Hashable) -> None:
         pass
