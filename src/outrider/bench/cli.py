@@ -4,17 +4,109 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from outrider.options import LoadFormat, MaxTokens, Model, Threads, numbers, set_threads
+from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, numbers, set_threads
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Measure this machine and this engine.", no_args_is_help=True)
+
+class _RunByDefault(TyperGroup):
+    """Options without a subcommand are those of `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        bare = not args or (args[0].startswith("-") and args[0] not in ("-h", "--help"))
+        return super().parse_args(ctx, ["run", *args] if bare else args)
+
+
+app = typer.Typer(
+    help="Measure speculation on this machine: `outrider bench [OPTIONS]` is `outrider bench run [OPTIONS]`.", cls=_RunByDefault
+)
 _errors = Console(stderr=True)
+
+
+@app.command("run")
+def bench_run(
+    model: Model = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help='Comma-separated methods, settings after a colon: "none,ngram:8,eagle:24:beam=3:branch=6:depth=9,auto". Plain '
+            "decoding is always among them. Default: none,ngram,draft_model,eagle,auto; for a model of your own, which may have "
+            "neither: none,ngram,suffix,recycle,auto."
+        ),
+    ] = None,
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: code, editing, json, random or random:TOKENS, or JSONL files (HumanEval, Spec-Bench, MT-bench "
+            "or your own: lines with turns, prompt or text, and category where there are several). Default: code,editing."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Comma-separated draft lengths: each method without one of its own runs at all of them.")
+    ] = None,
+    temperatures: Annotated[str | None, typer.Option(help="Comma-separated. Default: 0,0.8.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Comma-separated batch sizes. Default: 1,4.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens of each request. Default: 128.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category. Default: 6.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times everything runs, interleaved.")] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="What is not given: code, temperature 0, batch 1, 4 prompts of 64 tokens.")
+    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the first request; the others count up.")] = 0,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "safetensors",
+    threads: Threads = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl and report.html. Default: outrider-bench/DATE-TIME.")
+    ] = None,
+) -> None:
+    """Speed, acceptance and token equality of several methods on the same requests, beside plain decoding.
+
+    All methods are loaded in one process and take turns, request by request, after a warm-up. Writes results.jsonl and
+    report.html, and prints one JSON line last. Ends with 1 where a case failed or some tokens differ, 130 after Ctrl-C; what
+    was measured by then is kept.
+    """
+    from outrider.bench.record import record_suite
+    from outrider.bench.suite import Suite, expand_methods
+
+    set_threads(threads)
+    usual = "ngram,suffix,recycle,auto" if model else "ngram,draft_model,eagle,auto"
+    suite = Suite(
+        methods=expand_methods(methods or usual, numbers("--lengths", lengths, int) if lengths else []),
+        workloads=(workloads or ("code" if quick else "code,editing")).split(","),
+        model=model,
+        temperatures=numbers("--temperatures", temperatures or ("0" if quick else "0,0.8"), float),
+        batches=numbers("--batches", batches or ("1" if quick else "1,4"), int),
+        max_tokens=max_tokens or (64 if quick else 128),
+        limit=limit or (4 if quick else 6),
+        repeats=repeats,
+        seed=seed,
+        chat=chat,
+        ignore_eos=ignore_eos,
+        load={"dtype": dtype, "load_format": load_format},
+    )
+    code = record_suite(suite, output, _errors)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("report")
+def bench_report(
+    results: Annotated[Path, typer.Argument(help="A results.jsonl, or the folder it is in; several runs may be joined in one.")],
+) -> None:
+    """Write report.html beside a results.jsonl."""
+    from outrider.bench.record import read_rows, write_report
+
+    path = results / "results.jsonl" if results.is_dir() else results
+    print(write_report(read_rows(path), path.parent))
 
 
 @app.command("round")

@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.bench.summary import Group, Tally, combined, cost_points, summary
 from outrider.bench.watch import watching
-from outrider.bench.workloads import PromptSet, load_prompts
+from outrider.bench.workloads import is_random, load_prompts
 from outrider.config import SpeculationConfig, parse_method
 from outrider.draft import check_method
 from outrider.engine.llm import LLM
@@ -71,32 +71,26 @@ def expand_methods(methods: str, lengths: Sequence[int]) -> list[str]:
 
 
 def run_suite(suite: Suite, say: Say) -> Iterator[dict[str, Any]]:
-    """Rows as they are measured: one per method and category, one for the whole workload, and what forwards cost."""
-    say("loading none")
+    """Rows as they are measured: one per method and category where there are several, and one for the whole workload."""
+    texts = {
+        name: load_prompts(name) for name in suite.workloads if not is_random(name)
+    }  # bad files fail before anything is loaded
     bench = _Bench(suite, say)
-    sets = [load_prompts(name, bench.plain.config.vocab).tokenized(bench.plain.tokenizer, suite.chat) for name in suite.workloads]
-    seen: dict[str, list[Tally]] = {method: [] for method in suite.methods}
-    for prompts, temperature, batch in product(sets, suite.temperatures, suite.batches):
-        tallies = {
-            name: bench.measure(_Case(prompts.name, name, temperature, batch), own) for name, own in prompts.categories.items()
-        }
+    sets = [texts.get(name) or load_prompts(name, bench.plain.config.vocab) for name in suite.workloads]
+    ready = [own.tokenized(bench.plain.tokenizer, suite.chat) for own in sets]
+    for prompts, temperature, batch in product(ready, suite.temperatures, suite.batches):
+        marks: dict[str, Any] = {"temperature": temperature, "batch": batch}
+        tallies: list[dict[str, Tally]] = []
+        for category, own in prompts.categories.items():
+            tallies.append(bench.measure(_Case(prompts.name, category, temperature, batch), own))
+            if len(prompts.categories) > 1:
+                for method, tally in tallies[-1].items():
+                    head = {"method": method, "workload": prompts.name, "category": category}
+                    yield {**head, **marks, **summary(tally, tallies[-1][PLAIN])}
         for method in suite.methods:
-            seen[method] += [own[method] for own in tallies.values()]
-        yield from _rows(suite.methods, prompts, tallies, {"temperature": temperature, "batch": batch})
-    for method in suite.methods:
-        yield {"kind": "costs", "method": method, **cost_points(seen[method])}
-
-
-def _rows(
-    methods: Sequence[str], prompts: PromptSet, tallies: dict[str, dict[str, Tally]], marks: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    for method in methods:
-        head = {"kind": "row", "method": method, "workload": prompts.name}
-        if len(tallies) > 1:
-            for category, own in tallies.items():
-                yield {**head, "category": category, **marks, **summary(own[method], own[PLAIN])}
-        mine, plain = (combined([own[name] for own in tallies.values()]) for name in (method, PLAIN))
-        yield {**head, "category": None, **marks, **summary(mine, plain)}
+            mine, plain = (combined([own[name] for own in tallies]) for name in (method, PLAIN))
+            whole = {"method": method, "workload": prompts.name, "category": None}
+            yield {**whole, **marks, **summary(mine, plain), "costs": cost_points(mine)}
 
 
 class _Bench:
@@ -108,6 +102,7 @@ class _Bench:
         self._engines: dict[str, LLM] = {}
         self._failures: dict[str, str] = {}  # of loading
         self._references: dict[tuple[Ids, float, int], list[int]] = {}
+        say(f"loading {PLAIN}")
         self.plain = self._engines[PLAIN] = self._load(PLAIN)
         for method in suite.methods[1:]:
             say(f"loading {method}")

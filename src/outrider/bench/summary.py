@@ -12,9 +12,26 @@ from outrider.bench.watch import Round, decode_rounds
 from outrider.engine.acceptance import accepted_by_position, loops
 from outrider.engine.outputs import CompletionOutput
 
-__all__ = ["Group", "Tally", "combined", "cost_points", "quantile", "summary"]
+__all__ = ["MEANING", "Group", "Tally", "combined", "cost_points", "quantile", "summary"]
 
 _DRAWS = 2000
+MEANING = {
+    "tok/s": "Output tokens over wall time, reading the prompts included; of every group of requests that run together the "
+    "median of its repeats counts. Quartiles are of whole repeats.",
+    "speed-up": "Tokens per second over those of plain decoding of the same requests, which took turns with it in one process. "
+    "The 95 % interval is a bootstrap over groups of requests: how far it would move with other requests like these.",
+    "no loops": "The same without outputs in which some 8-gram occurs more than three times. Small models loop when greedy, and "
+    "loops are easy to guess.",
+    "tokens / round": "Tokens a round emits, the round that reads the prompt left out.",
+    "draft, verify, choose, host": "Per round in which nobody reads a prompt: proposing and the drafter's own records; the "
+    "target's forward; the target's choices and the walk; everything else (scheduling, planning, commit, text).",
+    "TTFT, ITL, TPOT": "Time to the first token; between rounds that bring a request tokens, as a reader sees them arrive; per "
+    "output token after the first. Medians.",
+    "efficiency": "Time of the round's draft and target forwards run alone over the round's wall time: after scoring, the same "
+    "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's. Taken "
+    "in a pass of its own over the first two groups. It is the engine's merit, as tokens per round are the drafter's.",
+    "equal": "Share of outputs whose token ids are those of plain decoding, one request at a time; every repeat is compared.",
+}
 
 
 @dataclass(slots=True)
@@ -100,9 +117,9 @@ def summary(own: Tally, plain: Tally) -> dict[str, Any]:
 _PHASES = ("wall", "draft", "verify", "choose", "host")
 
 
-def cost_points(tallies: Iterable[Tally]) -> dict[str, list[list[float]]]:
+def cost_points(own: Tally) -> dict[str, list[list[float]]]:
     """Median milliseconds of the target's forward by rows, and of a proposal by nodes, where seen five times or more."""
-    rounds = [one for own in tallies for one in decode_rounds(own.rounds)]
+    rounds = decode_rounds(own.rounds)
     return {
         "verify": _medians((one.rows, one.verify) for one in rounds),
         "propose": _medians((one.nodes, one.propose) for one in rounds if one.nodes),
@@ -142,8 +159,8 @@ def _interval(own: Sequence[Group], plain: Sequence[Group]) -> list[float]:
 
     def drawn() -> float:
         picked = rng.choices(places, k=len(places))
-        a, b = ([sum(column) for column in zip(*(side[i] for i in picked), strict=True)] for side in (mine, theirs))
-        return (a[0] / a[1]) / (b[0] / b[1])
+        speeds = [sum(side[i][0] for i in picked) / sum(side[i][1] for i in picked) for side in (mine, theirs)]
+        return speeds[0] / speeds[1]
 
     found = sorted(drawn() for _ in range(_DRAWS))
     return [quantile(found, 0.025), quantile(found, 0.975)]

@@ -11,7 +11,7 @@ from outrider.engine.acceptance import read_items
 from outrider.errors import InvalidParameter
 from outrider.text import Tokenizer
 
-__all__ = ["BUNDLED", "PromptSet", "Prompts", "find_prompts", "load_prompts"]
+__all__ = ["BUNDLED", "PromptSet", "Prompts", "find_prompts", "is_random", "load_prompts"]
 
 BUNDLED = {
     "code": "beginnings of Python functions and classes",
@@ -47,10 +47,15 @@ def find_prompts(name: str) -> Path:
     return Path(__file__).parent / f"{name}.jsonl" if name in BUNDLED else Path(name)
 
 
+def is_random(name: str) -> bool:
+    """Whether a workload is made of token ids nobody wrote, which needs the size of a vocabulary."""
+    return name.partition(":")[0] == _RANDOM
+
+
 def load_prompts(name: str, vocab: int | None = None) -> PromptSet:
     """A bundled workload, `random` or `random:TOKENS` (needs the vocabulary's size), or a JSONL file by its path."""
-    kind, _, length = name.partition(":")
-    if kind == _RANDOM:
+    length = name.partition(":")[2]
+    if is_random(name):
         if vocab is None:
             raise InvalidParameter("workload", "random tokens need a model at hand; name a text workload or a file")
         if length and not (length.isdigit() and int(length)):
