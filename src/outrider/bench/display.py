@@ -7,15 +7,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Board", "live_board", "rows_table", "show_failures"]
+__all__ = ["WIDE", "Board", "live_board", "rows_table", "show_failures"]
 
 _LIVE_ROWS = 12  # newest rows shown while it runs
 _EVERY_S = 0.25
+WIDE = 140  # columns of a terminal that shows everything
+_COLUMNS = (  # and whether they are details
+    ("workload", False), ("T", False), ("batch", False), ("method", False), ("tok/s", False), ("speed-up", False),
+    ("95 %", False), ("tok/round", False), ("draft/verify/choose/host", True), ("TTFT ms", True), ("ITL ms", True),
+    ("efficiency", True), ("loop", True), ("equal", False),
+)  # fmt: skip
 
 
 class Board:
@@ -30,7 +37,9 @@ class Board:
     def say(self, text: str) -> None:
         """What is being done."""
         if self._live is not None and time.monotonic() - self._drawn > _EVERY_S:
-            self._live.update(Group(rows_table(self.rows[-_LIVE_ROWS:]), Text(text, style="dim")), refresh=True)
+            self._live.update(
+                Group(rows_table(self.rows[-_LIVE_ROWS:], self._console.width >= WIDE), Text(text, style="dim")), refresh=True
+            )
             self._drawn = time.monotonic()
 
     def add(self, row: dict[str, Any]) -> None:
@@ -50,13 +59,15 @@ def live_board(console: Console) -> Iterator[Board]:
         yield Board(console, live)
 
 
-def rows_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """One line per row, failures in red."""
-    columns = ("workload", "T", "batch", "method", "tok/s", "speed-up", "95 %", "tokens/round", "draft / verify / choose / host",
-               "TTFT ms", "ITL ms", "efficiency", "loop", "equal")  # fmt: skip
-    table = Table(*columns)
+def rows_table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
+    """One line per row, failures in red; `wide` adds phases and latencies."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, detail in _COLUMNS:
+        if wide or not detail:
+            table.add_column(name, no_wrap=True, justify="left" if name in ("workload", "method") else "right")
     for row in rows:
-        table.add_row(*_cells(row))
+        cells = zip(_cells(row), _COLUMNS, strict=False)
+        table.add_row(*(cell for cell, (_, detail) in cells if wide or not detail))
     return table
 
 
@@ -73,7 +84,7 @@ def _cells(row: dict[str, Any]) -> list[str | Text]:
     if row["failed"]:
         return [*head, Text("failed", style="bold red")]
     low, high = row["speedup_interval"]
-    shares = " / ".join(f"{row['share_of_round'].get(name, 0):.0%}" for name in ("draft", "verify", "choose", "host"))
+    shares = "/".join(f"{row['share_of_round'].get(name, 0):.0%}" for name in ("draft", "verify", "choose", "host"))
     better = "green" if low > 1 else "red" if high < 1 else ""
     return [
         *head,
@@ -95,10 +106,8 @@ def _line(row: dict[str, Any]) -> str:
     head = f"{row['workload']}{category}, T {row['temperature']:g}, batch {row['batch']}, {row['method']}: "
     if row["failed"]:
         return f"{head}failed: {row['failed']}"
-    return (
-        f"{head}{row['tok_s']:.0f} tok/s, speed-up {row['speedup']:.2f}, {_number(row['tokens_per_round'])} tokens per round, "
-        + (f"{row['equal']:.0%} equal")
-    )
+    rate = f"{row['tok_s']:.0f} tok/s, speed-up {row['speedup']:.2f}, {_number(row['tokens_per_round'])} tokens per round"
+    return f"{head}{rate}, {row['equal']:.0%} equal"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

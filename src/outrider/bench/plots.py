@@ -10,7 +10,7 @@ from html import escape
 __all__ = ["Series", "bars", "legend", "lines", "stacked"]
 
 _WIDTH, _HEIGHT = 460.0, 250.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 10.0, 14.0, 40.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 10.0, 26.0, 40.0
 _COLOURS = 8
 
 
@@ -48,10 +48,9 @@ def legend(names: Sequence[str], kind: str = "c") -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def bars(title: str, groups: Sequence[str], series: Sequence[Series], unit: str, line_at: float | None = None) -> str:
-    """Grouped bars with whiskers, and a line at a value everything is compared with."""
-    tops = [high for own in series for _, high in own.spread] + [y for own in series for _, y in own.points] + [line_at or 0.0]
-    top = _nice_top(max(tops))
+def bars(title: str, groups: Sequence[str], series: Sequence[Series], unit: str, top: float) -> str:
+    """Grouped bars with whiskers up to `top`, and a line at 1, which everything is compared with."""
+    top = _nice_top(max(top, 1.0))
     frame = _Frame((0.0, float(len(groups))), (0.0, top))
     width = min((frame.across(1) - frame.across(0)) * 0.8 / max(len(series), 1), 30.0)
     parts = [*_grid(frame, top, unit)]
@@ -69,8 +68,7 @@ def bars(title: str, groups: Sequence[str], series: Sequence[Series], unit: str,
                 + (_whisker(left + width / 2, frame.up(low), frame.up(high)) if high > low else "")
                 + "</g>"
             )
-    if line_at is not None:
-        parts.append(_rule(frame, line_at))
+    parts.append(_rule(frame, 1.0))
     return _svg(title, parts)
 
 
@@ -100,22 +98,27 @@ def lines(title: str, series: Sequence[Series], labels: tuple[str, str], line_at
 
 def stacked(title: str, rows: Sequence[tuple[str, Sequence[float], str]], names: Sequence[str], unit: str) -> str:
     """Horizontal stacked bars: a label, its parts in the order of `names`, and a note at the end."""
-    top = max((sum(parts) for _, parts, _ in rows), default=1.0) or 1.0
-    height, left, room = 22.0 * len(rows) + 34, 148.0, 66.0
-    scale = (_WIDTH - left - room) / top
+    longest = max(sum(parts) for _, parts, _ in rows)
+    height, left, room = 22.0 * len(rows) + 40, 132.0, 84.0
+    scale = (_WIDTH - left - room) / longest
     parts: list[str] = []
+    for value in _ticks(_nice_top(longest)):
+        if value <= longest:
+            x = left + value * scale
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 34:.1f}"/>')
+            parts.append(_text(x, height - 20, f"{value:g}", "middle"))
     for i, (label, values, note) in enumerate(rows):
         y, x = 4 + 22.0 * i, left
-        parts.append(_text(left - 6, y + 12, label, "end", 22))
+        parts.append(_text(left - 6, y + 12, label, "end", 20))
         for number, value in enumerate(values):
-            said = escape(f"{label}, {names[number]}: {value:.3g} {unit}")
+            said, width = escape(f"{label}, {names[number]}: {value:.3g} {unit}"), max(value * scale, 0.0)
             parts.append(
-                f'<rect class="mark" x="{x:.1f}" y="{y}" width="{max(value * scale, 0):.1f}" height="16" '
-                f'fill="var(--p{number})"><title>{said}</title></rect>'
+                f'<rect class="mark" x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="var(--p{number})">'
+                f"<title>{said}</title></rect>"
             )
-            x += max(value * scale, 0)
+            x += width
         parts.append(_text(x + 5, y + 12, note, "start"))
-    parts.append(_text(left, height - 8, f"{unit}", "start"))
+    parts.append(_text((left + _WIDTH - room) / 2, height - 5, unit, "middle"))
     return _svg(title, parts, height)
 
 

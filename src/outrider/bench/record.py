@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.bench.conditions import conditions
-from outrider.bench.display import live_board, rows_table, show_failures
+from outrider.bench.display import WIDE, live_board, rows_table, show_failures
 from outrider.bench.report import render_report
 from outrider.bench.suite import Suite, run_suite
 from outrider.bench.summary import MEANING
@@ -41,13 +41,16 @@ def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
         except KeyboardInterrupt:
             interrupted = True
     rows = board.rows
-    console.print(rows_table(rows))
+    if not console.is_terminal:
+        console.width = max(console.width, WIDE)
+    console.print(rows_table(rows, console.width >= WIDE))
     show_failures(rows, console)
     if rows:
         report = write_report([row | {"conditions": marks} for row in rows], folder)
         console.print(f"{folder / 'results.jsonl'}, {report}", highlight=False, markup=False, soft_wrap=True)
+    brief = {name: value for name, value in marks.items() if name != "meaning"}
     whole = [row for row in rows if row["category"] is None]
-    print(json.dumps({"rows": [{name: row.get(name) for name in _SHOWN} for row in whole]} | marks), flush=True)
+    print(json.dumps({"rows": [{name: row.get(name) for name in _SHOWN} for row in whole]} | brief), flush=True)
     if interrupted:
         console.print(f"interrupted: {len(rows)} finished rows are kept", highlight=False)
         return _INTERRUPTED

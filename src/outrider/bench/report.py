@@ -76,6 +76,7 @@ def _sections(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[tuple[str
 
 
 def _speedups(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
+    top = max((row["speedup_interval"][1] for row in rows), default=1.0)
     for (temperature, batch), own in _facets(rows, "temperature", "batch"):
         groups = list(dict.fromkeys(_group(row) for row in own))
         series = []
@@ -85,7 +86,7 @@ def _speedups(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
             if points:
                 series.append(Series(method, methods.index(method), points, [tuple(row["speedup_interval"]) for row in mine]))
         if series:
-            yield bars(f"temperature {temperature:g}, batch {batch}", groups, series, "\u00d7 plain", line_at=1.0)
+            yield bars(f"temperature {temperature:g}, batch {batch}", groups, series, "\u00d7 plain", top)
 
 
 def _acceptance(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
