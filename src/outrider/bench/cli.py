@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from outrider.errors import InvalidParameter
 from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, numbers, set_threads
 
 __all__ = ["app"]
@@ -107,6 +108,74 @@ def bench_report(
 
     path = results / "results.jsonl" if results.is_dir() else results
     print(write_report(read_rows(path), path.parent))
+
+
+@app.command("serve")
+def bench_serve(
+    more_limits: Annotated[list[str] | None, typer.Argument(metavar="[LIMIT]...", help="Further limits after --goodput.")] = None,
+    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
+    rate: Annotated[
+        str | None, typer.Option(help="Comma-separated requests per second, Poisson arrivals; inf: all at once.")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Comma-separated numbers of requests always in flight. Default: 1.")
+    ] = None,
+    workload: Annotated[str, typer.Option(help="code, editing, json, or a JSONL file of prompts.")] = "code",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests at each load; a short workload comes again.")] = 32,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Count requests within these limits: ttft:MS, tpot:MS, e2el:MS; may be given several times."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="The name to ask for. Default: the first one the server lists.")] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions instead of /v1/completions.")] = False,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Sent with every request where given.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Sent with every request; not every server knows it.")] = False,
+    extra_body: Annotated[
+        str | None, typer.Option(help="JSON to add to every request, as in '{\"speculation\": false}'.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without a sign of life after which a request has failed.")
+    ] = 300.0,
+    output: Annotated[Path | None, typer.Option(help="File for the result, as JSON.")] = None,
+) -> None:
+    """Load a running OpenAI-compatible server and report TTFT, TPOT, ITL, throughput, goodput and failures.
+
+    Answers are streamed. ITL is the time between pieces, which may hold several tokens; TPOT divides by tokens. One JSON line
+    comes last; ends with 1 where a request failed, 130 after Ctrl-C.
+    """
+    from outrider.bench.load import Level, Target
+    from outrider.bench.serve import bench_server, parse_goodput
+    from outrider.bench.workloads import load_prompts
+
+    if rate is not None and concurrency is not None:
+        raise InvalidParameter("--rate", "and --concurrency are two ways to load a server; give one")
+    if more_limits and not goodput:
+        raise InvalidParameter("arguments", f"{more_limits[0]!r} follows no --goodput")
+    levels = [Level(rate=own) for own in numbers("--rate", rate, float)] if rate else []
+    levels = levels or [Level(concurrency=own) for own in numbers("--concurrency", concurrency or "1", int)]
+    if any((own.rate or own.concurrency or 0) <= 0 for own in levels):
+        raise InvalidParameter("--rate" if rate else "--concurrency", "must be above 0")
+    texts = [own for prompts in load_prompts(workload).categories.values() for own in prompts if isinstance(own, str)]
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    body |= ({"seed": seed} if seed is not None else {}) | ({"ignore_eos": True} if ignore_eos else {}) | _json_object(extra_body)
+    target = Target(url.rstrip("/").removesuffix("/v1"), model, chat, api_key, timeout, body)
+    limits = parse_goodput([*(goodput or []), *(more_limits or [])])
+    code = bench_server(target, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
+    if code:
+        raise typer.Exit(code)
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidParameter("--extra-body", f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidParameter("--extra-body", "must be a JSON object")
+    return found
 
 
 @app.command("round")

@@ -79,7 +79,7 @@ def lines(title: str, series: Sequence[Series], labels: tuple[str, str], line_at
     top = top or _nice_top(max([*ys, line_at or 0.0]))
     frame = _Frame((min(xs), max(xs)) if max(xs) > min(xs) else (xs[0] - 1, xs[0] + 1), (0.0, top))
     parts = [*_grid(frame, top, labels[1])]
-    for x in _some(sorted(set(xs))):
+    for x in _apart(sorted(set(xs)), frame):
         parts.append(_text(frame.across(x), _HEIGHT - _BOTTOM + 15, f"{x:g}", "middle"))
     parts.append(_text(frame.across(sum(frame.x) / 2), _HEIGHT - 8, labels[0], "middle"))
     if line_at is not None:
@@ -172,5 +172,10 @@ def _step(value: float) -> float:
     return next(own * power for own in (1, 2, 5, 10) if own * power >= rough * 0.999)
 
 
-def _some(values: Sequence[float], most: int = 10) -> Sequence[float]:
-    return values[:: -(-len(values) // most)]
+def _apart(values: Sequence[float], frame: _Frame) -> list[float]:
+    """Values whose labels do not touch, the last one among them."""
+    kept = [values[-1]]
+    for value in values[:-1]:
+        if all(abs(frame.across(value) - frame.across(own)) > 24 for own in kept):
+            kept.append(value)
+    return kept

@@ -184,6 +184,10 @@ def _header(rows: Sequence[Row], good: Sequence[Row]) -> str:
     )
 
 
+def _where(row: Row) -> str:
+    return f"{row['method']} on {row['workload']}, temperature {row['temperature']:g}, batch {row['batch']}"
+
+
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("tok/s", lambda row: f"{row['tok_s']:.0f}"),
     ("quartiles", lambda row: "\u2013".join(f"{value:.0f}" for value in row["tok_s_quartiles"])),
