@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,7 +136,6 @@ def bench_serve(
     extra_body: Annotated[
         str | None, typer.Option(help="JSON to add to every request, as in '{\"speculation\": false}'.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds without a sign of life after which a request has failed.")
     ] = 300.0,
@@ -143,8 +143,8 @@ def bench_serve(
 ) -> None:
     """Load a running OpenAI-compatible server and report TTFT, TPOT, ITL, throughput, goodput and failures.
 
-    Answers are streamed. ITL is the time between pieces, which may hold several tokens; TPOT divides by tokens. One JSON line
-    comes last; ends with 1 where a request failed, 130 after Ctrl-C.
+    Answers are streamed. ITL is the time between pieces, which may hold several tokens; TPOT divides by tokens. A key in
+    OUTRIDER_API_KEY is sent as a bearer token. One JSON line comes last; ends with 1 where a request failed, 130 after Ctrl-C.
     """
     from outrider.bench.load import Level, Target
     from outrider.bench.serve import bench_server, parse_goodput
@@ -161,7 +161,7 @@ def bench_serve(
     texts = [own for prompts in load_prompts(workload).categories.values() for own in prompts if isinstance(own, str)]
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     body |= ({"seed": seed} if seed is not None else {}) | ({"ignore_eos": True} if ignore_eos else {}) | _json_object(extra_body)
-    target = Target(url.rstrip("/").removesuffix("/v1"), model, chat, api_key, timeout, body)
+    target = Target(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
     code = bench_server(target, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
     if code:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ def summarise_level(level: Level, answers: Sequence[Answer], seconds: float, goo
     """The numbers of one load, named as vLLM's benchmark names them."""
     good = [own for own in answers if own.failed is None]
     row: dict[str, Any] = {
-        "request_rate": level.rate,
+        "load": str(level),
+        "request_rate": level.rate if level.rate is None or math.isfinite(level.rate) else str(level.rate),
         "max_concurrency": level.concurrency,
         "num_prompts": len(answers),
         "completed": len(good),
@@ -134,7 +136,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(Level(row["request_rate"], row["max_concurrency"])),
+            row["load"],
             str(row["completed"]),
             str(row["failed"]),
             f"{row['request_throughput']:.2f}",
