@@ -29,7 +29,7 @@ class Board:
     """Rows so far and what is running now. Drawn between measurements only, so that drawing is not measured."""
 
     def __init__(self, console: Console, live: Live | None) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []
         self._console = console
         self._live = live
         self._drawn = 0.0
@@ -38,13 +38,13 @@ class Board:
         """What is being done."""
         if self._live is not None and time.monotonic() - self._drawn > _EVERY_S:
             self._live.update(
-                Group(rows_table(self.rows[-_LIVE_ROWS:], self._console.width >= WIDE), Text(text, style="dim")), refresh=True
+                Group(rows_table(self._rows[-_LIVE_ROWS:], self._console.width >= WIDE), Text(text, style="dim")), refresh=True
             )
             self._drawn = time.monotonic()
 
     def add(self, row: dict[str, Any]) -> None:
         """A finished row."""
-        self.rows.append(row)
+        self._rows.append(row)
         if self._live is None:
             self._console.print(_line(row), highlight=False, markup=False, soft_wrap=True)
 

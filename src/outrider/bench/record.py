@@ -16,6 +16,7 @@ from outrider.bench.display import WIDE, live_board, rows_table, show_failures
 from outrider.bench.report import render_report
 from outrider.bench.suite import Suite, run_suite
 from outrider.bench.summary import MEANING
+from outrider.bench.workloads import is_random, load_prompts
 from outrider.errors import InvalidParameter
 from outrider.ops import find_core
 
@@ -27,27 +28,30 @@ _INTERRUPTED = 130
 
 def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
     """Run a suite, keep every row as soon as it is measured, and print one JSON line last; the exit code."""
+    for name in suite.workloads:
+        if not is_random(name):
+            load_prompts(name)  # bad files fail before anything is loaded or written
     begun = datetime.now(UTC)
     folder = folder or Path("outrider-bench") / begun.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     marks = conditions() | {"begun": begun.isoformat(timespec="seconds")} | _provenance(suite)
     interrupted = False
-    with (folder / "results.jsonl").open("w", encoding="utf-8") as file, live_board(console) as board:
+    path = folder / "results.jsonl"
+    with path.open("w", encoding="utf-8") as file, live_board(console) as board:
         try:
             for row in run_suite(suite, board.say):
-                board.add(row)
                 file.write(json.dumps(row | {"conditions": marks}) + "\n")
                 file.flush()
+                board.add(row)
         except KeyboardInterrupt:
             interrupted = True
-    rows = board.rows
+    rows = read_rows(path) if path.stat().st_size else []  # an interruption may come between keeping a row and showing it
     if not console.is_terminal:
         console.width = max(console.width, WIDE)
     console.print(rows_table(rows, console.width >= WIDE))
     show_failures(rows, console)
     if rows:
-        report = write_report([row | {"conditions": marks} for row in rows], folder)
-        console.print(f"{folder / 'results.jsonl'}, {report}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{path}, {write_report(rows, folder)}", highlight=False, markup=False, soft_wrap=True)
     brief = {name: value for name, value in marks.items() if name != "meaning"}
     whole = [row for row in rows if row["category"] is None]
     print(json.dumps({"rows": [{name: row.get(name) for name in _SHOWN} for row in whole]} | brief), flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.bench.summary import Group, Tally, combined, cost_points, summary
 from outrider.bench.watch import watching
-from outrider.bench.workloads import is_random, load_prompts
+from outrider.bench.workloads import load_prompts
 from outrider.config import SpeculationConfig, parse_method
 from outrider.draft import check_method
 from outrider.engine.llm import LLM
@@ -78,7 +78,7 @@ def run_suite(suite: Suite, say: Say) -> Iterator[dict[str, Any]]:
     bench = _Bench(suite, say)
     sets = [texts.get(name) or load_prompts(name, bench.plain.config.vocab) for name in suite.workloads]
     ready = [own.tokenized(bench.plain.tokenizer, suite.chat) for own in sets]
-    for prompts, temperature, batch in product(ready, suite.temperatures, suite.batches):
+    for prompts, temperature, batch in product(sets, suite.temperatures, suite.batches):
         marks: dict[str, Any] = {"temperature": temperature, "batch": batch}
         tallies: list[dict[str, Tally]] = []
         for category, own in prompts.categories.items():
