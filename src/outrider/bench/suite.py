@@ -72,12 +72,9 @@ def expand_methods(methods: str, lengths: Sequence[int]) -> list[str]:
 
 def run_suite(suite: Suite, say: Say) -> Iterator[dict[str, Any]]:
     """Rows as they are measured: one per method and category where there are several, and one for the whole workload."""
-    texts = {
-        name: load_prompts(name) for name in suite.workloads if not is_random(name)
-    }  # bad files fail before anything is loaded
     bench = _Bench(suite, say)
-    sets = [texts.get(name) or load_prompts(name, bench.plain.config.vocab) for name in suite.workloads]
-    ready = [own.tokenized(bench.plain.tokenizer, suite.chat) for own in sets]
+    vocab, tokenizer = bench.plain.config.vocab, bench.plain.tokenizer
+    sets = [load_prompts(name, vocab).tokenized(tokenizer, suite.chat) for name in suite.workloads]
     for prompts, temperature, batch in product(sets, suite.temperatures, suite.batches):
         marks: dict[str, Any] = {"temperature": temperature, "batch": batch}
         tallies: list[dict[str, Tally]] = []
