@@ -95,7 +95,7 @@ def test_a_stream_that_breaks_off_has_failed() -> None:
 def test_nobody_there_is_one_line() -> None:
     with stand_in() as server:
         url = server.url
-    with pytest.raises(OutriderError, match="is a server running there"):
+    with pytest.raises(OutriderError, match="is a server running and ready there"):
         bench_server(Target(url), [Level(concurrency=1)], ["x"], {}, QUIET)
 
 

@@ -80,8 +80,8 @@ async def find_model(target: Target) -> str:
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
-        reason = str(error) or type(error).__name__
-        raise OutriderError(f"{url} names no model ({reason}); is a server running there? --model skips this question") from None
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        raise OutriderError(f"{url} names no model ({reason}); is a server running and ready there?") from None
 
 
 async def run_level(

@@ -130,7 +130,7 @@ def _tell(row: dict[str, Any], name: str, console: Console) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    columns = ("load", "done", "failed", "req/s", "tok/s", "good req/s", "TTFT ms p50/p99", "TPOT ms p50/p99", "ITL ms p50/p99")
+    columns = ("load", "done", "failed", "req/s", "tok/s", "good/s", *(f"{name} ms\np50/p99" for name in ("TTFT", "TPOT", "ITL")))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
@@ -149,4 +149,4 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _pair(row: dict[str, Any], name: str) -> str:
     median, worst = row[f"median_{name}_ms"], row[f"p99_{name}_ms"]
-    return "-" if median is None else f"{median:.1f}/{worst:.1f}"
+    return "-" if median is None else f"{median:.3g}/{worst:.3g}"
