@@ -183,13 +183,16 @@ def bench_round(
     model: Model = None,
     load_format: LoadFormat = "safetensors",
     rounds: Annotated[int, typer.Option(min=10, help="Rounds to time.")] = 200,
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of running sequences.")] = "1",
+    queued: Annotated[str, typer.Option(help="Comma-separated numbers of requests waiting meanwhile.")] = "0",
     threads: Threads = None,
 ) -> None:
     """What a plain round costs beside the model's forward and the choice, and what the noise costs."""
     from outrider.bench.round import measure_noise, measure_round
 
     set_threads(threads)
-    rows = [measure_round(model, load_format, temperature, rounds).as_dict() for temperature in (0.0, 0.8)]
+    sizes = [(t, b, q) for q in numbers("--queued", queued, int) for b in numbers("--batches", batches, int) for t in (0.0, 0.8)]
+    rows = [measure_round(model, load_format, t, rounds, b, q).as_dict() for t, b, q in sizes]
     print(json.dumps({"rounds": rows, "noise": measure_noise()}))
 
 
@@ -292,6 +295,51 @@ def bench_never_slower(
     show_ratios(rows, _errors)
     print(json.dumps({"rows": as_rows(rows)} | conditions()))
     if any(row.lost for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command("batching")
+def bench_batching(
+    model: Model = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Times both ways run, interleaved; medians are shown.")] = 5,
+    threads: Threads = None,
+) -> None:
+    """The same requests at once and one after another: what continuous batching brings, plainly and with `auto`."""
+    from outrider.bench.batching import batching
+    from outrider.bench.conditions import conditions
+
+    set_threads(threads)
+    print(json.dumps(conditions() | {"rows": [batching(model, batch, tokens, repeats, method) for method in ("none", "auto")]}))
+
+
+@app.command("soak")
+def bench_soak(
+    model: Model = None,
+    method: Annotated[str, typer.Option(help="How to guess in the crowd.")] = "auto",
+    requests: Annotated[int, typer.Option(min=1, help="Random requests in all.")] = 1000,
+    longest: Annotated[int, typer.Option(min=2, help="Most tokens of a request.")] = 48,
+    pages: Annotated[int, typer.Option(min=8, help="KV pages of 16 tokens: few enough that they run out.")] = 96,
+    seed: Annotated[int, typer.Option(help="Of the requests, their arrivals and cancellations.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Random requests that come, go and are cancelled in too little memory; each is compared with its solo plain run."""
+    from outrider.bench.conditions import conditions
+    from outrider.bench.soak import random_requests, soak
+    from outrider.cache import KVPool
+    from outrider.engine.llm import LLM
+
+    set_threads(threads)
+    alone = LLM(model, max_model_len=512)
+    shape = alone.config
+    room = pages * 16 * KVPool.bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim)
+    crowd = LLM(model, speculation=method, max_model_len=512, max_num_seqs=16, page_size=16, kv_bytes=room)
+    with _errors.status("") as status:
+        told = lambda done: status.update(f"{done} of {requests} requests sent")  # noqa: E731
+        report = soak(crowd, alone, random_requests(crowd, requests, seed, longest), told)
+    print(json.dumps(report.as_dict() | conditions()))
+    if not report.good:
         raise typer.Exit(1)
 
 

@@ -101,7 +101,7 @@ class LLM:
         return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
 
     def measure_costs(self) -> None:
-        """Time forwards and proposals of all sizes now, a second or two, so that the controller need not learn them in service."""
+        """Time forwards and proposals of all sizes now, in a second or two, instead of learning them in service."""
         policy = self.engine.policy
         if not isinstance(policy, Adaptive):
             return
