@@ -83,9 +83,8 @@ def random_requests(llm: LLM, count: int, seed: int, longest: int = 48) -> list[
             seed=rng.randrange(1000),
             max_tokens=most,
         )
-        speculation = rng.choice(
-            [{}, {}, {}, {"enabled": False}, {"max_tokens": rng.randint(1, 6)}, {"method": rng.choice(methods or ["none"])}]
-        )
+        kinds: list[dict[str, Any]] = [{}, {}, {}, {"enabled": False}, {"max_tokens": rng.randint(1, 6)}]
+        speculation = rng.choice([*kinds, {"method": rng.choice(methods or ["none"])}])
         tail = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
         give_up = rng.randrange(most) if rng.random() < 0.15 else None
         out.append(Asked(rng.choice(stems) + tail, params, speculation, rng.choice([None, "a", "b"]), rng.choice([0, 0, 1]),

@@ -34,7 +34,8 @@ def resolve_auto(config: SpeculationConfig, directory: Path) -> SpeculationConfi
         found = tuple(_helped(own) if own.method == "draft_model" else own for own in found)
     names = ("suffix",) if found else ("suffix", "recycle")
     lookups = tuple(SpeculationConfig(name, draft_tokens=_MOST) for name in names)
-    return replace(config, options={**config.options, "members": (*lookups, *found)})
+    members = tuple(replace(own, draft_tokens=min(own.draft_tokens, config.draft_tokens)) for own in (*lookups, *found))
+    return replace(config, options={**config.options, "members": members})
 
 
 def _same_tokens(target: Path, draft: Path) -> bool:
