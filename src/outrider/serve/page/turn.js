@@ -1,0 +1,119 @@
+// One question and its answer, or its two answers where speculation is compared with plain decoding.
+
+import "./tokens.js";
+import { ask, events } from "./api.js";
+import { parting, Tally } from "./tally.js";
+import { count, decimal, duration, el, plain, speed } from "./words.js";
+
+/** Asks the server and shows what comes. `request` is {path, body, said, chat, method}. */
+class RunTurn extends HTMLElement {
+  #panes = el("div", { class: "panes" });
+  #verdict = el("div", { class: "verdict", role: "status", hidden: true });
+
+  begin(request, onNews) {
+    Object.assign(this, { request, onNews });
+    if (request.chat) this.append(el("p", { class: "said" }, request.said));
+    this.append(this.#verdict, this.#panes);
+  }
+
+  /** Run once; `speculate` false is plain decoding. */
+  async run(speculate, signal) {
+    const { path, body, said, chat, method } = this.request;
+    const tally = new Tally();
+    const pane = new Pane(speculate ? `Speculation on${method ? `: ${plain(method)}` : ""}` : "Speculation off", chat ? "" : said, speculate);
+    this.#panes.append(pane.root);
+    this.#panes.classList.toggle("two", this.#panes.children.length > 1);
+    try {
+      const asked = speculate ? body : { ...body, speculation: { enabled: false } };
+      const response = await ask(path, asked, signal);
+      for await (const event of events(response, signal)) {
+        const choice = event.choices?.[0];
+        tally.metrics = event.metrics ?? tally.metrics;
+        tally.finish = choice?.finish_reason ?? tally.finish;
+        tally.add(choice?.token_details ?? []);
+        pane.show(choice?.token_details ?? [], tally);
+        if (speculate || this.#panes.children.length === 1) this.onNews(tally);
+      }
+    } catch (error) {
+      tally.finish ??= signal.aborted ? "stopped" : "failed";
+      if (!tally.tokens.length && !signal.aborted) pane.root.remove();
+      if (!signal.aborted) throw error;
+    } finally {
+      pane.end(tally);
+    }
+    pane.tally = tally;
+    this.lastPane = pane;
+    return tally;
+  }
+
+  /** The same request with speculation off, and what the two have in common. */
+  async compare(fast, signal) {
+    const shown = this.lastPane;
+    this.#panes.classList.add("two");
+    this.#tell("waiting", "…", "Now the same request with speculation off", "One after the other, so that neither disturbs the other's time.");
+    const slow = await this.run(false, signal);
+    if (signal.aborted) return this.#tell("waiting", "–", "Not compared", "The run was stopped before both were complete.");
+    const at = parting(fast, slow);
+    if (at !== null) {
+      for (const pane of [shown, this.lastPane]) pane.tokens.markParting(at);
+      return this.#tell("differ", "≠", `The texts part at token ${at + 1}`, "This breaks the promise of equal tokens; please report it with prompt, seed and settings.");
+    }
+    return this.#tell("equal", "=", "Same tokens", `All ${count(fast.tokens.length)} token ids are equal.`, times(fast, slow));
+  }
+
+  #tell(kind, mark, title, text, ...more) {
+    this.#verdict.hidden = false;
+    this.#verdict.dataset.kind = kind;
+    this.#verdict.replaceChildren(
+      el("span", { class: "mark", "aria-hidden": "true" }, mark),
+      el("div", { class: "why" }, el("strong", {}, title), el("span", {}, text)), ...more);
+  }
+}
+
+/** One answer. */
+class Pane {
+  constructor(title, prompt, speculate) {
+    this.tokens = el("token-stream");
+    this.foot = el("p", { class: "foot" }, "waiting for the first token");
+    const copy = el("button", { type: "button", class: "quiet" }, "Copy");
+    copy.addEventListener("click", () => this.#copy(copy));
+    this.root = el("section", { class: speculate ? "pane guessing" : "pane", "aria-busy": "true", "aria-label": title },
+      el("header", {}, el("h3", {}, title), copy),
+      el("div", { class: "text" }, prompt ? el("span", { class: "prompt" }, prompt) : null, this.tokens),
+      this.foot);
+  }
+
+  show(details, tally) {
+    this.tokens.push(details);
+    const parts = [`${count(tally.tokens.length)} tokens`, `${speed(tally.speed)} tok/s`, `${decimal(tally.perRound)} per round`];
+    if (tally.finish) parts.push(duration(tally.totalMs), { length: "reached max tokens", stop: "ended by itself" }[tally.finish] ?? tally.finish);
+    this.foot.textContent = parts.join(" · ");
+  }
+
+  end(tally) {
+    this.show([], tally);
+    this.root.removeAttribute("aria-busy");
+    const reason = tally.spec?.off_reason;
+    if (reason && this.root.classList.contains("guessing")) this.foot.textContent += ` · speculation off: ${plain(reason)}`;
+  }
+
+  async #copy(button) {
+    await navigator.clipboard?.writeText(this.tokens.textContent);
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = "Copy"), 1200);
+  }
+}
+
+function times(fast, slow) {
+  const ratio = slow.totalMs / fast.totalMs;
+  const most = Math.max(fast.totalMs, slow.totalMs);
+  const line = (name, ms) => {
+    const bar = el("i", { class: "span" });
+    bar.style.setProperty("--share", ms / most);
+    return el("div", { class: "time" }, el("span", {}, name), bar, el("span", { class: "number" }, duration(ms)));
+  };
+  const said = ratio >= 1.005 ? `${decimal(ratio)}× faster` : ratio <= 0.995 ? `${decimal(1 / ratio)}× slower` : "equally fast";
+  return el("div", { class: "times" }, el("strong", {}, said), line("on", fast.totalMs), line("off", slow.totalMs));
+}
+
+customElements.define("run-turn", RunTurn);
