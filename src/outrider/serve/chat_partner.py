@@ -174,14 +174,15 @@ def _summary_of(output: CompletionOutput) -> Summary:
 
 
 def _summary_from(metrics: Mapping[str, Any], tokens: int) -> Summary:
-    stats = metrics.get("speculative_decoding") or {}
+    stats, times = metrics.get("speculative_decoding") or {}, metrics.get("timings") or {}
+    decoding_ms = times.get("total_ms", 0.0) - times.get("first_token_ms", 0.0)
     return Summary(
         method=stats.get("method") or "none",
         tokens=tokens,
         rounds=stats.get("rounds") or 0,
         drafted=stats.get("num_draft_tokens") or 0,
         accepted=stats.get("num_accepted_draft_tokens") or 0,
-        tokens_per_s=(metrics.get("timings") or {}).get("tokens_per_s") or 0.0,
+        tokens_per_s=(tokens - 1) / decoding_ms * 1000 if decoding_ms > 0 else 0.0,
         by_position=stats.get("acceptance_by_position") or [],
         off_reason=stats.get("off_reason"),
     )

@@ -19,7 +19,7 @@ const chatting = () => field("mode").value === "chat";
 /** What the form asks for. Names are the API's, so that an error's `param` finds its field. */
 function settings() {
   const seed = number("seed") ?? Math.floor(Math.random() * 2 ** 31);
-  field("seed").placeholder = `drawn: ${seed}`;
+  field("seed").placeholder = seed;
   const body = { model, stream: true, stream_options: { include_usage: true }, return_token_details: true, seed };
   for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) if (number(name) !== null) body[name] = number(name);
   body.speculation = { enabled: field("speculate").checked };
@@ -57,12 +57,14 @@ async function run() {
   turn.begin(asked, figures);
   busy(new AbortController());
   const { signal } = running;
+  asked.chat ? toComposer() : $("results").scrollIntoView({ block: innerWidth < 900 ? "start" : "nearest" });
   try {
     const speculate = field("speculate").checked;
     const tally = await turn.run(speculate, signal);
     if (asked.chat) remember(asked, tally);
     if (speculate && field("compare").checked && !signal.aborted) await turn.compare(tally, signal);
     announce(tally);
+    if (asked.chat) toComposer();
   } catch (error) {
     if (!turn.querySelector(".pane")) turn.remove();
     complain(error);
@@ -71,9 +73,10 @@ async function run() {
   }
 }
 
+const toComposer = () => form.scrollIntoView({ block: "end" }); // a conversation grows above it
+
 function remember(asked, tally) {
-  const answer = tally.tokens.map((token) => token.text).join("");
-  messages.push({ role: "user", content: asked.said }, { role: "assistant", content: answer });
+  messages.push({ role: "user", content: asked.said }, { role: "assistant", content: tally.text });
   field("prompt").value = "";
   $("fresh").hidden = false;
 }
@@ -96,7 +99,7 @@ function figures(tally) {
   if ($("legend").children.length !== sources.length + 1) $("legend").replaceChildren(...legend(sources), hint());
 }
 
-const hint = () => el("span", { class: "key rounds" }, el("i", { class: "swatch" }), "a round begins");
+const hint = () => el("span", { class: "key rounds" }, el("i", { class: "swatch" }), "a draft begins");
 
 const announce = (tally) => ($("said").textContent =
   `${count(tally.tokens.length)} tokens, ${speed(tally.speed)} per second, ${decimal(tally.perRound)} per round.`);
@@ -107,6 +110,7 @@ function complain(error) {
   $("trouble").hidden = !error;
   if (!error) return;
   $("trouble").replaceChildren(el("strong", {}, error.message), ...(error.hint ? [el("span", {}, error.hint)] : []));
+  $("trouble").scrollIntoView({ block: "nearest" });
   if (error.status === 401) document.dispatchEvent(new Event("key-wanted"));
   const named = { messages: "prompt", top_logprobs: "alternatives", logprobs: "alternatives", speculation: "method", max_completion_tokens: "max_tokens" };
   const at = error.param && field(named[error.param] ?? error.param);
@@ -123,6 +127,7 @@ function restart() {
 
 function changeMode() {
   const chat = chatting();
+  $("view-playground").classList.toggle("chatting", chat);
   $("system-row").hidden = !chat;
   $("prompt-label").textContent = chat ? "Your message" : "Text to continue";
   field("prompt").rows = chat ? 4 : 7;
@@ -143,7 +148,7 @@ export async function meet() {
   const own = stats.method ?? "";
   const others = [...new Set([...(stats.methods ?? []), ...Object.keys(stats.by_method ?? {})])].filter((name) => !["none", "target", own].includes(name));
   $("method").dataset.own = own;
-  const options = [["", own ? plain(own) : "the server's"], ...others.map((name) => [name, plain(name)])];
+  const options = [["", own ? plain(own) : "default"], ...others.map((name) => [name, plain(name)])];
   $("method").replaceChildren(...options.map(([value, label]) => el("option", { value }, label)));
   return model;
 }

@@ -3,6 +3,7 @@
 /** Tokens, rounds and guesses of a run. A round is the guesses that came true and the target's own token after them. */
 export class Tally {
   tokens = [];
+  text = "";
   rounds = 0;
   guessed = 0;
   reached = []; // rounds in which the guess at each position became text
@@ -13,7 +14,7 @@ export class Tally {
   finish = null;
   metrics = null;
 
-  /** Take the details of one chunk; each token learns whether a round begins with it. */
+  /** Take the details of one chunk; each token learns whether it opens a round. */
   add(details) {
     if (!details.length) return;
     this.last = performance.now();
@@ -41,10 +42,10 @@ export class Tally {
     return this.metrics?.speculative_decoding ?? null;
   }
 
-  /** By the server's clock where the run is over, else by ours. */
+  /** Of decoding, from the first token on. Times are the server's where the run is over, else this page's. */
   get speed() {
-    const seconds = (this.last - this.first) / 1000;
-    return this.metrics?.timings?.tokens_per_s ?? (seconds > 0 ? (this.tokens.length - 1) / seconds : null);
+    const seconds = (this.totalMs - this.firstMs) / 1000;
+    return seconds > 0 ? (this.tokens.length - 1) / seconds : null;
   }
 
   get totalMs() {

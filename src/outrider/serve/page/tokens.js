@@ -34,7 +34,7 @@ class TokenStream extends HTMLElement {
     span.textContent = token.text; // model text is only ever text
     span.tabIndex = this.#tokens.length ? -1 : 0;
     if (guess) span.dataset.position = token.position ?? "";
-    if (token.opens) span.classList.add("opens");
+    if (guess && token.opens) span.classList.add("opens");
     if (token.text.includes("\n")) span.classList.add("newline");
     if (!token.text) span.classList.add("silent");
     this.#tokens.push(token);

@@ -20,7 +20,7 @@ class RunTurn extends HTMLElement {
   async run(speculate, signal) {
     const { path, body, said, chat, method } = this.request;
     const tally = new Tally();
-    const pane = new Pane(speculate ? `Speculation on${method ? `: ${plain(method)}` : ""}` : "Speculation off", chat ? "" : said, speculate);
+    const pane = new Pane(speculate, method, chat ? "" : said);
     this.#panes.append(pane.root);
     this.#panes.classList.toggle("two", this.#panes.children.length > 1);
     try {
@@ -30,6 +30,7 @@ class RunTurn extends HTMLElement {
         const choice = event.choices?.[0];
         tally.metrics = event.metrics ?? tally.metrics;
         tally.finish = choice?.finish_reason ?? tally.finish;
+        tally.text += choice?.text ?? choice?.delta?.content ?? "";
         tally.add(choice?.token_details ?? []);
         pane.show(choice?.token_details ?? [], tally);
         if (speculate || this.#panes.children.length === 1) this.onNews(tally);
@@ -72,13 +73,16 @@ class RunTurn extends HTMLElement {
 
 /** One answer. */
 class Pane {
-  constructor(title, prompt, speculate) {
+  constructor(speculate, method, prompt) {
+    const title = speculate ? "Speculation on" : "Speculation off";
+    this.speculate = speculate;
+    this.title = el("h3", {}, speculate && method ? `${title}: ${plain(method)}` : title);
     this.tokens = el("token-stream");
     this.foot = el("p", { class: "foot" }, "waiting for the first token");
     const copy = el("button", { type: "button", class: "quiet" }, "Copy");
     copy.addEventListener("click", () => this.#copy(copy));
-    this.root = el("section", { class: speculate ? "pane guessing" : "pane", "aria-busy": "true", "aria-label": title },
-      el("header", {}, el("h3", {}, title), copy),
+    this.root = el("section", { class: "pane", "aria-busy": "true", "aria-label": title },
+      el("header", {}, this.title, copy),
       el("div", { class: "text" }, prompt ? el("span", { class: "prompt" }, prompt) : null, this.tokens),
       this.foot);
   }
@@ -93,8 +97,10 @@ class Pane {
   end(tally) {
     this.show([], tally);
     this.root.removeAttribute("aria-busy");
-    const reason = tally.spec?.off_reason;
-    if (reason && this.root.classList.contains("guessing")) this.foot.textContent += ` · speculation off: ${plain(reason)}`;
+    if (!this.speculate) return;
+    const { method, off_reason: reason } = tally.spec ?? {};
+    if (method && method !== "none") this.title.textContent = `Speculation on: ${plain(method)}`;
+    if (reason) this.foot.textContent += ` · speculation was off: ${plain(reason)}`;
   }
 
   async #copy(button) {
