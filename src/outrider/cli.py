@@ -14,6 +14,7 @@ from rich.console import Console
 
 from outrider._version import __version__
 from outrider.errors import InvalidParameter, OutriderError
+from outrider.serve.cli import register as register_serve
 from outrider.train.cli import app as train_app
 
 __all__ = ["app", "main"]
@@ -28,6 +29,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure this machine and this engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+register_serve(app)
 _errors = Console(stderr=True)
 Number = TypeVar("Number", int, float)
 

@@ -75,6 +75,7 @@ class LLM:
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
         decoder = load_decoder(self.directory, self._options)
         self.config: ModelConfig = decoder.config
+        self.max_num_seqs = config.max_num_seqs
         self.max_model_len = min(config.max_model_len or self.config.context, self.config.context)
         self.tokenizer = Tokenizer.load(self.directory)
         self._defaults, self._eos = generation_defaults(self.directory, self.config)
