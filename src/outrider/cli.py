@@ -15,6 +15,7 @@ from rich.console import Console
 from outrider._version import __version__
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.serve.chat import chat
+from outrider.serve.cli import register as register_serve
 from outrider.train.cli import app as train_app
 
 __all__ = ["app", "main"]
@@ -30,6 +31,7 @@ bench_app = typer.Typer(help="Measure this machine and this engine.", no_args_is
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command()(chat)
+register_serve(app)
 _errors = Console(stderr=True)
 Number = TypeVar("Number", int, float)
 

@@ -75,6 +75,7 @@ class LLM:
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
         decoder = load_decoder(self.directory, self._options)
         self.config: ModelConfig = decoder.config
+        self.max_num_seqs = config.max_num_seqs
         self.max_model_len = min(config.max_model_len or self.config.context, self.config.context)
         self.tokenizer = Tokenizer.load(self.directory)
         self._defaults, self._eos = generation_defaults(self.directory, self.config)
@@ -193,7 +194,22 @@ class LLM:
             return replace(asked, enabled=False)
         return replace(asked, method=None) if asked.method == self.speculation.method else asked
 
+    def requests(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        speculation: bool | Mapping[str, Any] | RequestSpeculation | None = None,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> tuple[list[Request], str]:
+        """One checked request for each sample and the method that drafts for them, as an EngineThread takes them."""
+        return self._requests(self._prepare(prompt, params, tenant), self._asked(speculation), priority)
+
     def _submit(self, prepared: _Prepared, asked: RequestSpeculation = RequestSpeculation()) -> list[Writer]:  # noqa: B008 (frozen)
+        requests, method = self._requests(prepared, asked)
+        return [self.engine.submit(request, method) for request in requests]
+
+    def _requests(self, prepared: _Prepared, asked: RequestSpeculation, priority: int = 0) -> tuple[list[Request], str]:
         params, name = prepared.params, f"request-{next(self._ids)}"
         request = Request(
             id=name,
@@ -204,11 +220,12 @@ class LLM:
             max_tokens=self.max_model_len - len(prepared.ids) if params.max_tokens is None else params.max_tokens,
             speculate=asked.enabled,
             tenant=prepared.tenant,
+            priority=priority,
             method=asked.method,
             draft_tokens=asked.draft_tokens,
         )
         method = (asked.method or self.speculation.method) if asked.enabled else "none"
-        return [self.engine.submit(replace(request, index=index), method) for index in range(params.n)]
+        return [replace(request, index=index) for index in range(params.n)], method
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, tenant: str | None = None) -> _Prepared:
         text = prompt if isinstance(prompt, str) else None
