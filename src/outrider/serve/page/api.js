@@ -46,7 +46,7 @@ export async function* events(response, signal) {
       buffer = blocks.pop();
       for (const block of blocks) {
         const data = block.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
-        if (data === "[DONE]") return;
+        if (data === "[DONE]") return void (await reader.read()); // to the very end, so that the connection can serve again
         if (!data) continue; // a keep-alive comment
         const event = JSON.parse(data);
         if (event.error) throw new ServerError(event.error.message, { param: event.error.param });

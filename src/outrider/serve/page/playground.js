@@ -33,8 +33,6 @@ function request() {
   const said = field("prompt").value;
   const alternatives = number("alternatives") ?? 0;
   const method = body.speculation.method ?? $("method").dataset.own;
-  // a salt of its own for each comparison: the second run must not profit from the first one's prefix
-  if (field("compare").checked && body.speculation.enabled) body.cache_salt = crypto.randomUUID?.() ?? String(Math.random());
   if (!chatting()) {
     Object.assign(body, { prompt: said }, alternatives ? { logprobs: alternatives } : {});
     return { path: "v1/completions", body, said, method, chat: false };
@@ -50,7 +48,8 @@ async function run() {
   complain(null);
   if (!field("prompt").value) return void field("prompt").focus();
   if (!form.reportValidity()) return;
-  const asked = request();
+  const [asked, speculate] = [request(), field("speculate").checked];
+  const compare = speculate && field("compare").checked;
   const turn = el("run-turn");
   if (!asked.chat) $("turns").replaceChildren();
   $("turns").append(turn);
@@ -59,10 +58,9 @@ async function run() {
   const { signal } = running;
   asked.chat ? toComposer() : $("results").scrollIntoView({ block: innerWidth < 900 ? "start" : "nearest" });
   try {
-    const speculate = field("speculate").checked;
-    const tally = await turn.run(speculate, signal);
+    const tally = await turn.run(speculate, signal, compare);
     if (asked.chat) remember(asked, tally);
-    if (speculate && field("compare").checked && !signal.aborted) await turn.compare(tally, signal);
+    if (compare && !signal.aborted) await turn.compare(tally, signal);
     announce(tally);
     if (asked.chat) toComposer();
   } catch (error) {

@@ -16,15 +16,15 @@ class RunTurn extends HTMLElement {
     this.append(this.#verdict, this.#panes);
   }
 
-  /** Run once; `speculate` false is plain decoding. */
-  async run(speculate, signal) {
+  /** Run once; `speculate` false is plain decoding. A run to be timed finds nothing of an earlier one in the prefix cache. */
+  async run(speculate, signal, timed) {
     const { path, body, said, chat, method } = this.request;
     const tally = new Tally();
     const pane = new Pane(speculate, method, chat ? "" : said);
     this.#panes.append(pane.root);
     this.#panes.classList.toggle("two", this.#panes.children.length > 1);
     try {
-      const asked = speculate ? body : { ...body, speculation: { enabled: false } };
+      const asked = { ...body, ...(speculate ? {} : { speculation: { enabled: false } }), ...(timed ? { cache_salt: salt() } : {}) };
       const response = await ask(path, asked, signal);
       for await (const event of events(response, signal)) {
         const choice = event.choices?.[0];
@@ -52,7 +52,7 @@ class RunTurn extends HTMLElement {
     const shown = this.lastPane;
     this.#panes.classList.add("two");
     this.#tell("waiting", "…", "Now the same request with speculation off", "One after the other, so that neither disturbs the other's time.");
-    const slow = await this.run(false, signal);
+    const slow = await this.run(false, signal, true);
     if (signal.aborted) return this.#tell("waiting", "–", "Not compared", "The run was stopped before both were complete.");
     const at = parting(fast, slow);
     if (at !== null) {
@@ -109,6 +109,8 @@ class Pane {
     setTimeout(() => (button.textContent = "Copy"), 1200);
   }
 }
+
+const salt = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16)).join("");
 
 function times(fast, slow) {
   const ratio = slow.totalMs / fast.totalMs;
