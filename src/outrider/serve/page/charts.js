@@ -13,7 +13,7 @@ function svg(name, attributes, ...children) {
 class BarChart extends HTMLElement {
   set values(values) {
     const shown = values.slice(0, 16);
-    const [step, height] = [22, 64];
+    const [step, height] = this.hasAttribute("large") ? [40, 120] : [22, 64];
     const width = Math.max(shown.length, 5) * step;
     const root = svg("svg", { viewBox: `0 -12 ${width} ${height + 28}`, width, height: height + 28, role: "img" });
     const told = shown.map((value, i) => `${i + 1}: ${Math.round(100 * value)} %`).join(", ");
@@ -21,11 +21,11 @@ class BarChart extends HTMLElement {
     for (const y of [0, height / 2, height]) root.append(svg("line", { class: "rule", x1: 0, x2: width, y1: y, y2: y }));
     shown.forEach((value, i) => {
       const tall = Math.max(Math.min(value, 1) * height, 1);
-      const x = i * step + 4;
-      const bar = svg("rect", { class: "bar", x, y: height - tall, width: step - 8, height: tall, rx: 2 });
+      const x = i * step + step / 5;
+      const bar = svg("rect", { class: "bar", x, y: height - tall, width: step * 0.6, height: tall, rx: 2 });
       bar.append(svg("title", {}, `position ${i + 1}: ${(100 * value).toFixed(1)} %`));
-      root.append(bar, svg("text", { class: "tick", x: x + step / 2 - 4, y: height + 13 }, String(i + 1)));
-      root.append(svg("text", { class: "amount", x: x + step / 2 - 4, y: height - tall - 3 }, String(Math.round(100 * value))));
+      root.append(bar, svg("text", { class: "tick", x: x + step * 0.3, y: height + 13 }, String(i + 1)));
+      root.append(svg("text", { class: "amount", x: x + step * 0.3, y: height - tall - 3 }, String(Math.round(100 * value))));
     });
     this.replaceChildren(root);
   }

@@ -15,7 +15,7 @@ class ServerDashboard extends HTMLElement {
     const tile = (name, label, ...more) => el("div", { class: "tile" }, el("dt", {}, label), (this.#parts[name] = el("dd", {}, "–")), ...more);
     const panel = (name, title) => el("section", { class: "card" }, el("h2", {}, title), (this.#parts[name] = el("div", { class: "listing" })));
     this.#parts.spark = el("spark-line", { points: POINTS, label: "Tokens per second over the last two minutes" });
-    this.#parts.chart = el("bar-chart");
+    this.#parts.chart = el("bar-chart", { large: true });
     this.#parts.trouble = el("p", { class: "trouble", role: "alert", hidden: true });
     this.#parts.usage = el("i", { class: "meter" });
     this.append(
