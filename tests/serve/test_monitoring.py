@@ -18,7 +18,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    found: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
     return found
 
 
