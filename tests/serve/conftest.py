@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from outrider import LLM
+from outrider.serve.address import listen
 from outrider.serve.app import create_app
-from outrider.serve.server import Server, listen
+from outrider.serve.server import Server
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 from outrider.serve.trace import Tracer
@@ -33,6 +34,7 @@ class Running:
         self.server = Server(self.app, settings)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self._socket])))
         self._thread.start()
+        self.connections: list[socket.socket] = []
         headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
         until(lambda: self.server.started)
@@ -58,6 +60,7 @@ class Running:
     def raw(self, data: bytes = b"") -> socket.socket:
         """A connection of one's own."""
         own = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        self.connections.append(own)
         own.sendall(data)
         return own
 
@@ -67,7 +70,8 @@ class Running:
         return self.service.in_flight == 0 and not engine.has_work and engine.pages.used == 0 and not self.service._tickets
 
     def close(self) -> None:
-        self.http.close()
+        for own in (self.http, *self.connections):
+            own.close()
         self.server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
@@ -102,7 +106,7 @@ def _current(llm: LLM) -> Iterator[dict[Settings, Running]]:
 
 
 @pytest.fixture
-def server_with(llm: LLM, _current: dict[Settings, Running]) -> Callable[..., Running]:
+def server_with(llm: LLM, _current: dict[Settings, Running]) -> Iterator[Callable[..., Running]]:
     """A server with some settings. They share one engine, so the one before is stopped."""
 
     def start(**changes: Any) -> Running:
@@ -113,7 +117,11 @@ def server_with(llm: LLM, _current: dict[Settings, Running]) -> Callable[..., Ru
             _current[settings] = Running(settings, lambda: llm).wait()
         return _current[settings]
 
-    return start
+    yield start
+    for running in _current.values():
+        for own in running.connections:
+            own.close()
+        running.connections.clear()
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def create_app(settings: Settings, load: Callable[[], LLM], tracer: Tracer | Non
     app.state.service = service
     app.state.tracer = tracer
     install_handlers(app)
-    app.include_router(router)
+    app.router.routes += router.routes  # flat, so that everybody who lists the routes sees them
     app.add_middleware(Guard, settings=settings)  # type: ignore[arg-type]
     return app
 

@@ -116,14 +116,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API. Every flag is also an environment variable: --max-queue is OUTRIDER_MAX_QUEUE."""
     signal.signal(signal.SIGTERM, _leave)  # until the server has handlers of its own
-    try:
-        from outrider.serve.settings import Limits, Settings
-        from outrider.serve.server import listen
-        from outrider.serve.server import serve as run
-        from outrider.serve.app import create_app  # isort: skip
-    except ImportError as error:
-        raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
-    from outrider.serve.trace import open_tracer
+    from outrider.serve.address import listen
+    from outrider.serve.settings import Limits, Settings
 
     logging.getLogger("outrider").setLevel(logging.INFO)
     names = served_model_name or [_short_name(model)]
@@ -147,10 +141,16 @@ def serve(
     if memory is not None:
         sizes["kv_bytes"] = parse_bytes("--memory", memory)
     template = None if chat_template is None else chat_template.read_text(encoding="utf-8")
-    tracer = None if otlp_traces_endpoint is None else open_tracer(otlp_traces_endpoint)
     own = listen(host, port)
     address = own.getsockname()[:2]
     _console.print(f"listening on http://{_written(address)}; loading {names[0]}", highlight=False)
+    try:
+        from outrider.serve.app import create_app
+        from outrider.serve.server import serve as run
+        from outrider.serve.trace import open_tracer
+    except ImportError as error:
+        raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
+    tracer = None if otlp_traces_endpoint is None else open_tracer(otlp_traces_endpoint)
 
     def load() -> LLM:
         import torch

@@ -24,30 +24,36 @@ def protocol(limits: Limits) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._timer = self.loop.call_later(limits.header_s, self._late)
+            self._wait()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self.cycle is None or self.cycle.response_complete:  # nothing runs: these bytes begin or continue a head
-                if self._timer is None:
-                    self._timer = self.loop.call_later(limits.header_s, self._late)
+            super().data_received(data)
+            if self._timer is not None:  # a head is open
                 self._head += len(data)
-                super().data_received(data)
                 if self._head > limits.header_bytes and not self.transport.is_closing():
                     self._refuse(_TOO_LARGE)
-            else:
-                super().data_received(data)
+
+        def on_message_begin(self) -> None:
+            self._wait()
+            super().on_message_begin()
 
         def on_headers_complete(self) -> None:
             self._stop()
             self._head = 0
             super().on_headers_complete()
 
+        def _wait(self) -> None:
+            self._timer = self._timer or self.loop.call_later(limits.header_s, self._late)
+
         def _late(self) -> None:
-            if not self.transport.is_closing():
+            self._timer = None
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._wait()  # the request before is still being answered
+            elif not self.transport.is_closing():
                 self._refuse(_TOO_SLOW)
 
         def _refuse(self, answer: bytes) -> None:

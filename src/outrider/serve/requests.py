@@ -74,8 +74,10 @@ def prepare_chat(llm: LLM, body: ChatRequest) -> Prepared:
         settings["add_generation_prompt"] = body.add_generation_prompt
     family, tools = "", [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     if tools:
-        from outrider.serve.tools import check_tools, family_of, tool_grammar, with_tools
-
+        try:
+            from outrider.serve.tools import check_tools, family_of, tool_grammar, with_tools
+        except ImportError:
+            raise InvalidParameter("tools", "tools are not available here") from None
         choice: Any = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
         if check_tools(tools, choice) != "none":
             family = family_of(tokenizer.chat_template)
@@ -139,8 +141,10 @@ def _structured(body: GenerationRequest) -> Any:
         return None
     if len(found) > 1:
         raise InvalidParameter("response_format", "only one of response_format, structured_outputs and guided_* may be given")
-    from outrider.sampling import Structured
-
+    try:
+        from outrider.sampling import Structured
+    except ImportError:
+        raise InvalidParameter("response_format", "structured output is not available here") from None
     ((kind, value),) = found
     return Structured(kind, value)
 
