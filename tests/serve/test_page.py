@@ -109,6 +109,16 @@ def shown(page: Page, pane: int = 0) -> list[dict[str, Any]]:
     return found
 
 
+def falsify(route: Route, event: int, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """An answer of the server, but for the first token of one of its events."""
+    response = route.fetch()
+    events = response.text().split("\n\n")
+    told = json.loads(events[event][6:])
+    change(told["choices"][0]["token_details"][0], route.request.post_data_json)
+    events[event] = f"data: {json.dumps(told)}"
+    route.fulfill(response=response, body="\n\n".join(events))
+
+
 def test_tokens_stream_in_with_their_sources(server: Running, opened: Callable[..., Page], keep: Callable[..., None]) -> None:
     page = ready(opened(server))
     page.evaluate(
@@ -177,10 +187,10 @@ def test_comparison_shows_equal_tokens_and_both_times(
     monkeypatch.setattr(server.service, "submit", lambda *given: others.append(server.service.in_flight) or submit(*given))
     page.on("request", lambda request: request.method == "POST" and asked.append(request.post_data_json))
     page.check("[name=compare]")
-    ask(page)
+    ask(page, max_tokens=96)
     verdict = page.locator(".verdict[data-kind=equal]")
     verdict.wait_for()
-    assert "Same tokens\nAll 32 token ids are equal." in verdict.inner_text()
+    assert "Same tokens\nAll 96 token ids are equal." in verdict.inner_text()
     assert verdict.locator(".times strong").inner_text().endswith(("faster", "slower", "fast"))
     assert verdict.locator(".time .number").count() == 2
     assert [own["text"] for own in shown(page, 0)] == [own["text"] for own in shown(page, 1)]
@@ -198,18 +208,10 @@ def test_comparison_shows_equal_tokens_and_both_times(
 def test_comparison_shows_where_texts_part(server: Running, opened: Callable[..., Page]) -> None:
     page = ready(opened(server))
 
-    def corrupt(route: Route) -> None:
-        """One wrong token in the plain answer."""
-        response = route.fetch()
-        body = response.text()
-        if not route.request.post_data_json["speculation"]["enabled"]:
-            events = body.split("\n\n")
-            wrong = json.loads(events[9][6:])
-            wrong["choices"][0]["token_details"][0]["id"] += 1
-            body = "\n\n".join([*events[:9], f"data: {json.dumps(wrong)}", *events[10:]])
-        route.fulfill(response=response, body=body)
+    def wrong(token: dict[str, Any], asked: dict[str, Any]) -> None:
+        token["id"] += not asked["speculation"]["enabled"]
 
-    page.route("**/v1/completions", corrupt)
+    page.route("**/v1/completions", lambda route: falsify(route, 9, wrong))
     page.check("[name=compare]")
     ask(page)
     verdict = page.locator(".verdict[data-kind=differ]")
@@ -227,10 +229,19 @@ def test_comparison_shows_where_texts_part(server: Running, opened: Callable[...
 
 def test_markup_stays_text(server: Running, opened: Callable[..., Page]) -> None:
     page = ready(opened(server))
+
+    def hostile(token: dict[str, Any], _: dict[str, Any]) -> None:
+        token["text"] = token["top"][0]["text"] = MARKUP
+
     page.fill("#temperature", "0")
     ask(page, f"rows = [\n{f'    {MARKUP!r},' + chr(10)}" * 8, max_tokens=64)
     ended(page)
     assert "<img" in "".join(own["text"] for own in shown(page))  # the model wrote it too
+    page.route("**/v1/completions", lambda route: falsify(route, 1, hostile))  # as if all of it were one token
+    ask(page)
+    ended(page)
+    page.locator(".token", has_text=MARKUP).hover()
+    assert page.locator("#token-card").inner_text().count(MARKUP.replace(" ", "␣")) == 2
     page.get_by_text("Chat", exact=True).click()
     ask(page, MARKUP, max_tokens=4)
     ended(page)

@@ -19,7 +19,8 @@ export class ServerError extends Error {
 export async function ask(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
   if (apiKey.get()) headers.Authorization = `Bearer ${apiKey.get()}`;
-  const options = { headers, signal, cache: "no-store" };
+  // a key given here stands alone: no password the browser holds, and no dialog of its own where the key is wrong
+  const options = { headers, signal, cache: "no-store", credentials: apiKey.get() ? "omit" : "same-origin" };
   if (body !== undefined) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
   let response;
   try {

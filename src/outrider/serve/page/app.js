@@ -28,6 +28,7 @@ async function greet() {
   try {
     $("model").textContent = await meet();
     $("state").dataset.kind = "well";
+    show();
   } catch (error) {
     $("model").textContent = error.status === 401 ? "key needed" : error.status === 503 ? "not ready" : "no answer";
     $("state").dataset.kind = "ill";

@@ -46,7 +46,9 @@ class ServerDashboard extends HTMLElement {
     } catch (error) {
       trouble.replaceChildren(el("strong", {}, error.message), el("span", {}, error.hint ?? ""));
       trouble.hidden = false;
-      if (error.status === 401) document.dispatchEvent(new Event("key-wanted"));
+      if (error.status !== 401) return;
+      this.watch(false); // until there is another key
+      document.dispatchEvent(new Event("key-wanted"));
     }
   }
 
