@@ -86,10 +86,10 @@ class Connection:
     async def stream(self, body: dict[str, Any], leave_after: int | None = None) -> Reply:
         """A streamed completion, read to its end or left after some chunks."""
         data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         reply, begun = Reply(), time.perf_counter()
         try:
-            reader, reply.status, length = await self._ask(head.encode() + data)
+            reader, reply.status, length = await self._ask(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             if length is not None:
                 reply.error = (await reader.readexactly(length)).decode()
             else:

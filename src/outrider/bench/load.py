@@ -187,8 +187,16 @@ def summarise(plan: Plan, seen: Seen, idle: dict[str, Any], unequal: int) -> dic
         "unequal": unequal,
         "tokens_per_s_of_finished": round(tokens / plan.seconds, 1),
         "first_token_ms": {"p50": _percentile(seen.first_s, 50), "p99": _percentile(seen.first_s, 99)},
-        "health_ms": {"p50": _percentile(seen.health_s, 50), "p99": _percentile(seen.health_s, 99), "samples": len(seen.health_s)},
-        "memory_mib": {"middle_third": round(before, 1), "last_third": round(after, 1), "growth": round(after / before, 4) if before else 0.0},
+        "health_ms": {
+            "p50": _percentile(seen.health_s, 50),
+            "p99": _percentile(seen.health_s, 99),
+            "samples": len(seen.health_s),
+        },
+        "memory_mib": {
+            "middle_third": round(before, 1),
+            "last_third": round(after, 1),
+            "growth": round(after / before, 4) if before else 0.0,
+        },
         "when_idle": {name: idle[name] for name in ("running", "waiting", "kv_usage", "finished")},
     }
 

@@ -198,7 +198,10 @@ class Service:
         if self.in_flight + sequences > llm.max_num_seqs + self.settings.max_queue:
             self.metrics.refused.inc()
             raise ApiError(
-                429, f"{self.in_flight} sequences are running or waiting; try again later", code="queue_full", headers={"Retry-After": "1"}
+                429,
+                f"{self.in_flight} sequences are running or waiting; try again later",
+                code="queue_full",
+                headers={"Retry-After": "1"},
             )
 
     def submit(self, jobs: Sequence[tuple[list[Request], str]], streams: bool) -> Ticket:
