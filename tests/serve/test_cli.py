@@ -92,7 +92,8 @@ def test_every_flag_has_a_twin_in_the_environment() -> None:
     assert names >= {
         "--speculative-config", "--speculative-model", "--num-speculative-tokens", "--method", "--draft-model", "--draft-tokens",
         "--host",
-        "--port", "--api-key", "--served-model-name", "--max-model-len", "--max-num-seqs", "--memory", "--dtype", "--chat-template",
+        "--port", "--api-key", "--served-model-name", "--max-model-len", "--max-num-seqs", "--memory", "--dtype",
+        "--chat-template",
         "--config",
     }  # fmt: skip
 

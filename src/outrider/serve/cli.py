@@ -183,6 +183,7 @@ def serve(
         llm = LLM(model, speculation=speculation, dtype=dtype, load_format=load_format, revision=revision, **sizes)
         if template is not None and llm.tokenizer is not None:
             llm.tokenizer.use_chat_template(template)
+        llm.measure_costs()
         _console.print(describe(llm, settings, address), highlight=False, markup=False, soft_wrap=True)
         return llm
 
@@ -245,7 +246,7 @@ def describe(llm: LLM, settings: Settings, address: tuple[str, int]) -> str:
     lines = [
         f"model         {settings.model_name} ({llm.directory})",
         f"speculation   {speculation}",
-        f"context       {llm.max_model_len} tokens; {llm.max_num_seqs} sequences at once, {settings.max_queue} may wait",
+        f"context       {llm.max_model_len} tokens; {llm.engine.scheduler.most} sequences at once, {settings.max_queue} may wait",
         f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB",
         f"chat          {'yes' if chats else 'no: the model has no chat template; --chat-template gives it one'}",
         f"key           {'needed' if settings.api_key else 'none; anybody who can reach the address is served'}",

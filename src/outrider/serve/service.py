@@ -195,7 +195,7 @@ class Service:
     def admit(self, sequences: int) -> None:
         """Refuse at once what would wait behind a full queue."""
         llm = self.ready()
-        if self.in_flight + sequences > llm.max_num_seqs + self.settings.max_queue:
+        if self.in_flight + sequences > llm.engine.scheduler.most + self.settings.max_queue:
             self.metrics.refused.inc()
             raise ApiError(
                 429,
