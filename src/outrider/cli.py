@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from outrider._version import __version__
+from outrider.bench.cli import app as bench_app
+from outrider.bench.http import bench_http
+from outrider.bench.soak import bench_load
 from outrider.errors import InvalidParameter, OutriderError
+from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, set_threads
 from outrider.serve.chat import chat
 from outrider.serve.cli import register as register_serve
 from outrider.train.cli import app as train_app
@@ -27,16 +29,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench_app = typer.Typer(help="Measure this machine and this engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command()(chat)
 register_serve(app)
+bench_app.command("load")(bench_load)
+bench_app.command("http")(bench_http)
 _errors = Console(stderr=True)
-Number = TypeVar("Number", int, float)
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
-Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
 Method = Annotated[
     str | None,
     typer.Option(
@@ -57,13 +58,8 @@ TopK = Annotated[int, typer.Option(help="Keep this many most probable tokens; 0 
 MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this share of the best.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn and reported.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weights and rows; native core).")]
-LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def main() -> None:
@@ -181,151 +177,12 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@bench_app.command("round")
-def bench_round(
-    model: Model = None,
-    load_format: LoadFormat = "safetensors",
-    rounds: Annotated[int, typer.Option(min=10, help="Rounds to time.")] = 200,
-    threads: Threads = None,
-) -> None:
-    """What a plain round costs beside the model's forward and the choice, and what the noise costs."""
-    from outrider.bench.round import measure_noise, measure_round
-
-    _set_threads(threads)
-    rows = [measure_round(model, load_format, temperature, rounds).as_dict() for temperature in (0.0, 0.8)]
-    print(json.dumps({"rounds": rows, "noise": measure_noise()}))
-
-
-@bench_app.command("forward")
-def bench_forward(
-    models: Annotated[
-        str, typer.Option(help="Comma-separated: pyrite, draft, random models 40m, 150m, 1.1b, or directories.")
-    ] = "pyrite,draft,150m",
-    dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, int8, float32.")] = "bfloat16,int8",
-    rows: Annotated[str, typer.Option(help="Comma-separated row counts.")] = "1,2,4,8,16,32",
-    context: Annotated[int, typer.Option(min=1, help="Positions before the rows.")] = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Times each row count runs, interleaved; medians are shown.")] = 40,
-    threads: Threads = None,
-) -> None:
-    """What a forward costs for 1 to 32 rows, beside the time its bytes need at the bandwidth of the same run."""
-    from outrider.bench.forward import Setting
-    from outrider.bench.forward import bench_forward as measure
-
-    _set_threads(threads)
-    setting = Setting([int(count) for count in rows.split(",")], context, repeats)
-    print(json.dumps(measure(models.split(","), dtypes.split(","), setting)))
-
-
-@bench_app.command("loss")
-def bench_loss(
-    data: Annotated[Path, typer.Argument(help="JSONL of texts: turns, prompt or text.")],
-    model: Model = None,
-    dtypes: Annotated[str, typer.Option(help="Comma-separated; the first is what the others are compared with.")] = (
-        "float32,bfloat16,int8"
-    ),
-    limit: Annotated[int | None, typer.Option(help="Use only this many texts.")] = None,
-    longest: Annotated[int, typer.Option(min=2, help="Tokens read of each text.")] = 512,
-) -> None:
-    """What a dtype costs in quality: mean loss per token on given texts."""
-    from outrider.bench.conditions import conditions
-    from outrider.bench.loss import bench_loss as measure
-
-    print(json.dumps(conditions() | {"rows": measure(data, model, dtypes.split(","), limit, longest)}))
-
-
-@bench_app.command("acceptance")
-def bench_acceptance(
-    data: Annotated[str, typer.Argument(help="JSONL of prompts (turns, prompt or text), or `editing`: 20 prompts to edit code.")],
-    model: Model = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help='Comma-separated methods, each with settings after it: "ngram:8,mixture:24:members=suffix+(eagle:beam=6)". '
-            "Default: every drafter."
-        ),
-    ] = None,
-    temperatures: Annotated[str, typer.Option(help="Comma-separated temperatures.")] = "0,0.8",
-    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
-    max_tokens: MaxTokens = 256,
-    limit: Annotated[int | None, typer.Option(help="Use only this many prompts.")] = None,
-    shaped: Annotated[int, typer.Option(min=0, help="Further requests with penalties and stop strings, for equality.")] = 0,
-    check: Annotated[bool, typer.Option(help="Compare every token with plain decoding, one request at a time.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of all requests.")] = 0,
-    threads: Threads = None,
-) -> None:
-    """Tokens per round, acceptance by position and the cost of a proposal, served; one JSON line per row, then a table."""
-    from outrider.bench.acceptance import EVERY_METHOD, Workload, bench_methods, show_rows
-    from outrider.bench.conditions import conditions
-    from outrider.bench.workloads import find_prompts
-    from outrider.engine.acceptance import read_prompts
-
-    _set_threads(threads)
-    workload = Workload(read_prompts(find_prompts(data), limit), max_tokens, shaped, seed)
-    cases = [(t, b) for b in _numbers("--batches", batches, int) for t in _numbers("--temperatures", temperatures, float)]
-    print(json.dumps(conditions() | {"prompts": len(workload.prompts)}), flush=True)
-    rows = []
-    for row in bench_methods(workload, model, methods or EVERY_METHOD, cases, check):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    show_rows(rows, Console(stderr=True, width=max(_errors.width, 150)))
-    if any(row.get("equal", 1.0) < 1.0 for row in rows):
-        raise typer.Exit(1)
-
-
-@bench_app.command("never-slower")
-def bench_never_slower(
-    model: Model = None,
-    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,2,4,8,16,32",
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each request.")] = 128,
-    pairs: Annotated[int, typer.Option(min=3, help="Paired runs of each case.")] = 9,
-    quick: Annotated[bool, typer.Option("--quick", help="Batch 1 and 8, two workloads, about a minute.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of all requests.")] = 0,
-    threads: Threads = None,
-) -> None:
-    """Throughput of `auto` over plain decoding: code, random tokens, temperature 1.5. Fails where it is slower beyond doubt."""
-    from outrider.bench.conditions import conditions
-    from outrider.bench.never_slower import as_rows, cases, never_slower, show_ratios
-
-    _set_threads(threads)
-    wanted = cases([1, 8] if quick else _numbers("--batches", batches, int), quick)
-    rows = []
-    for row in never_slower(model, wanted, min(tokens, 96) if quick else tokens, min(pairs, 5) if quick else pairs, seed):
-        rows.append(row)
-        _errors.print(f"{row.workload} at {row.temperature:g}, batch {row.batch}: {row.ratio:.2f}", highlight=False)
-    show_ratios(rows, _errors)
-    print(json.dumps({"rows": as_rows(rows)} | conditions()))
-    if any(row.lost for row in rows):
-        raise typer.Exit(1)
-
-
-@bench_app.command("proposal")
-def bench_proposal(
-    contexts: Annotated[str, typer.Option(help="Comma-separated context lengths.")] = "1024,2048,4096,8192,16384",
-    rounds: Annotated[int, typer.Option(min=10, help="Rounds to time at each.")] = 200,
-    threads: Threads = None,
-) -> None:
-    """What a round of each lookup drafter costs as the context grows; needs no model's forward."""
-    from outrider.bench.conditions import conditions
-    from outrider.bench.proposal import measure_proposals
-
-    _set_threads(threads)
-    rows = list(measure_proposals(_numbers("--contexts", contexts, int), rounds))
-    print(json.dumps(conditions() | {"rows": rows}, indent=1))
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise InvalidParameter(option, f"must be numbers separated by commas, got {text!r}") from None
-
-
 def _load(options: dict[str, Any]) -> Any:
     """An LLM from command-line options, with its settings checked before anything is loaded."""
     from outrider.config import SpeculationConfig, parse_method
     from outrider.engine.llm import LLM
 
-    _set_threads(options["threads"])
+    set_threads(options["threads"])
     settings = parse_method(options["method"] or ("ngram" if options["model"] else "eagle"))
     draft, method = options["draft_model"], settings["method"]
     if draft is not None and method not in ("draft_model", "eagle", "medusa"):
@@ -333,13 +190,6 @@ def _load(options: dict[str, Any]) -> Any:
     given = {"model": draft, "draft_tokens": options["draft_tokens"], "rule": options["rule"]}
     speculation = SpeculationConfig.parse(settings | {name: value for name, value in given.items() if value is not None})
     return LLM(options["model"], speculation=speculation, dtype=options["dtype"], load_format=options["load_format"])
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
 
 
 def _params(options: dict[str, Any]) -> Any:

@@ -88,7 +88,13 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 def request_bytes(path: str, body: Any, *headers: str) -> bytes:
     """A POST as it goes over the wire."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 

@@ -37,7 +37,13 @@ def test_completion_is_what_the_engine_writes_alone(client: OpenAI, solo: Any) -
 
 
 def test_a_stream_adds_up_to_the_whole(client: OpenAI) -> None:
-    given: dict[str, Any] = {"model": "pyrite", "prompt": PROMPT + "# naïve 🙂 日本\n", "max_tokens": 40, "seed": 3, "temperature": 1}
+    given: dict[str, Any] = {
+        "model": "pyrite",
+        "prompt": PROMPT + "# naïve 🙂 日本\n",
+        "max_tokens": 40,
+        "seed": 3,
+        "temperature": 1,
+    }
     whole = client.completions.create(**given)
     chunks = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
@@ -179,11 +185,14 @@ def test_every_token_says_where_it_came_from(server: Running, path: str) -> None
 
 def test_parameters_reach_the_engine(server: Running, solo: Any) -> None:
     given: dict[str, Any] = {
-        "max_tokens": 20, "min_tokens": 12, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4, "ignore_eos": True,
+        "max_tokens": 20, "min_tokens": 12, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4,
+        "ignore_eos": True,
         "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {"5": -50.0},
         "bad_words": ["return"], "stop_token_ids": [7],
     }  # fmt: skip
-    answer = server.post("/v1/completions", prompt=PROMPT, **given, priority=-3, return_token_ids=True, user="me", unknown_field=1)
+    answer = server.post(
+        "/v1/completions", prompt=PROMPT, **given, priority=-3, return_token_ids=True, user="me", unknown_field=1
+    )
     assert answer.json()["choices"][0]["token_ids"] == solo(PROMPT, **given).outputs[0].token_ids
 
 
@@ -253,7 +262,9 @@ def test_the_client_s_own_exceptions(client: OpenAI) -> None:
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize("name", ["best_of", "suffix", "functions", "audio", "prediction", "chat_template", "prompt_embeds", "use_beam_search"])
+@pytest.mark.parametrize(
+    "name", ["best_of", "suffix", "functions", "audio", "prediction", "chat_template", "prompt_embeds", "use_beam_search"]
+)
 def test_what_is_known_but_unsupported_is_refused(server: Running, name: str) -> None:
     answer = server.post("/v1/completions", prompt="x", max_tokens=1, **{name: "something"})
     assert answer.status_code == 400

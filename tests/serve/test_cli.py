@@ -64,7 +64,9 @@ def resolve(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_flags_go_before_the_environment_and_that_before_the_file(resolve: Any, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text('max-num-seqs: 3\nmax_model_len: 300\nmax-queue: 5\nspeculative-config: {method: suffix, num_speculative_tokens: 7}\n')
+    file.write_text(
+        "max-num-seqs: 3\nmax_model_len: 300\nmax-queue: 5\nspeculative-config: {method: suffix, num_speculative_tokens: 7}\n"
+    )
     given = resolve("--config", str(file), "--max-num-seqs", "9", OUTRIDER_MAX_MODEL_LEN="400", OUTRIDER_MAX_NUM_SEQS="8")
     assert (given["max_num_seqs"], given["max_model_len"], given["settings"].max_queue) == (9, 400, 5)
     assert (given["speculation"].method, given["speculation"].draft_tokens) == ("suffix", 7)
@@ -88,8 +90,11 @@ def test_every_flag_has_a_twin_in_the_environment() -> None:
             assert parameter.envvar == f"OUTRIDER_{parameter.name.upper()}", parameter.name
     names = {name for parameter in command.params for name in parameter.opts}
     assert names >= {
-        "--speculative-config", "--speculative-model", "--num-speculative-tokens", "--method", "--draft-model", "--draft-tokens", "--host",
-        "--port", "--api-key", "--served-model-name", "--max-model-len", "--max-num-seqs", "--memory", "--dtype", "--chat-template", "--config",
+        "--speculative-config", "--speculative-model", "--num-speculative-tokens", "--method", "--draft-model", "--draft-tokens",
+        "--host",
+        "--port", "--api-key", "--served-model-name", "--max-model-len", "--max-num-seqs", "--memory", "--dtype",
+        "--chat-template",
+        "--config",
     }  # fmt: skip
 
 
@@ -239,7 +244,9 @@ def test_a_signal_while_idle_and_a_deadline_for_those_who_drain(started: list[Pr
         for _ in range(600):
             if client.get("/health").status_code == 200:
                 break
-        with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}) as stream:
+        with client.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        ) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.own.send_signal(signal.SIGTERM)

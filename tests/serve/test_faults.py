@@ -82,7 +82,9 @@ def test_leaving_while_the_prompt_is_read(server: Running, llm: LLM, monkeypatch
 
 def test_leaving_a_request_that_does_not_stream(server: Running) -> None:
     before = aborted(server)
-    own = server.raw(request_bytes("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}))
+    own = server.raw(
+        request_bytes("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True})
+    )
     until(lambda: running(server) == 1)
     own.close()
     until(server.is_idle)
@@ -183,7 +185,9 @@ def test_what_is_not_sound_json_gets_400(server: Running, body: bytes) -> None:
 
 
 def test_a_nul_character_is_text(server: Running) -> None:
-    answer = server.http.post("/v1/completions", content=b'{"prompt": "a\\u0000b", "max_tokens": 1}', headers={"Content-Type": "application/json"})
+    answer = server.http.post(
+        "/v1/completions", content=b'{"prompt": "a\\u0000b", "max_tokens": 1}', headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 200
 
 
@@ -194,7 +198,9 @@ def test_bodies_beyond_the_limit_get_413(server_with: Starter) -> None:
     answer = server.http.post("/v1/completions", content=chunks, headers={"Content-Type": "application/json"})
     assert answer.status_code == 413, "without a length too"
     assert answer.json()["error"]["code"] == "body_too_large"
-    early = server.raw(request_bytes("/v1/completions", b"")[:-4].replace(b"Content-Length: 0", b"Content-Length: 1000000000") + b"\r\n\r\n")
+    early = server.raw(
+        request_bytes("/v1/completions", b"")[:-4].replace(b"Content-Length: 0", b"Content-Length: 1000000000") + b"\r\n\r\n"
+    )
     assert b" 413 " in read_until(early, b"}}"), "refused before it is sent"
 
 
@@ -216,7 +222,10 @@ def test_heads_beyond_the_limit_get_431(server: Running) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {str(i): 1.0 for i in range(301)}}, "logit_bias"),
         ({"guided_json": {"description": "x" * 70_000}}, "guided_json"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"description": "x" * 70_000}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"description": "x" * 70_000}}}},
+            "response_format",
+        ),
         ({"bad_words": ["a"] * 2000}, "bad_words"),
         ({"cache_salt": "a" * 300}, "cache_salt"),
     ],
@@ -228,7 +237,9 @@ def test_parameters_beyond_their_limits_get_400(server: Running, changes: dict[s
     assert answer.json()["error"]["param"].split("[")[0].split(".")[0] == param
 
 
-def test_a_full_queue_answers_429_without_asking_the_engine(server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_answers_429_without_asking_the_engine(
+    server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = server_with(max_queue=1)
     score = llm.engine.runner.score
 

@@ -78,7 +78,8 @@ def test_the_snapshot_for_the_dashboard(server: Running) -> None:
     server.post("/v1/completions", prompt="def main(", max_tokens=16, temperature=0)
     stats = server.http.get("/stats").json()
     assert set(stats) >= {
-        "model", "uptime_s", "running", "waiting", "kv_usage", "prefix_hit_rate", "preemptions", "generated_tokens", "tokens_per_s",
+        "model", "uptime_s", "running", "waiting", "kv_usage", "prefix_hit_rate", "preemptions", "generated_tokens",
+        "tokens_per_s",
         "tokens_per_round", "acceptance_by_position", "by_method", "off_reasons", "finished",
     }  # fmt: skip
     assert stats["generated_tokens"] > 0

@@ -28,7 +28,8 @@ CHECKS = [
     negative_data_rejection,
 ]
 OPERATIONS = [
-    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/models"),
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/stats"),
 ]  # fmt: skip
 
@@ -73,5 +74,7 @@ def operation_cases(operation: Any) -> Callable[..., Any]:
 
     from schemathesis import GenerationMode  # isort: skip
 
-    both = operation.as_strategy(generation_mode=GenerationMode.POSITIVE) | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+    both = operation.as_strategy(generation_mode=GenerationMode.POSITIVE) | operation.as_strategy(
+        generation_mode=GenerationMode.NEGATIVE
+    )
     return given(case=both)

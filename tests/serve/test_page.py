@@ -268,6 +268,19 @@ def test_escape_stops_a_run(server: Running, opened: Callable[..., Page]) -> Non
     until(server.is_idle)
 
 
+def test_a_comparison_that_fails_says_so(server: Running, opened: Callable[..., Page]) -> None:
+    page = ready(opened(server))
+    page.route(
+        "**/v1/completions",
+        lambda route: route.continue_() if route.request.post_data_json["speculation"]["enabled"] else route.abort(),
+    )
+    page.check("[name=compare]")
+    ask(page, max_tokens=8)
+    page.wait_for_selector("#trouble:not([hidden])")
+    assert "Not compared" in page.inner_text(".verdict")
+    assert page.locator(".pane").count() == 1
+
+
 def test_chat_remembers_what_was_said(server: Running, opened: Callable[..., Page], keep: Callable[..., None]) -> None:
     page = ready(opened(server))
     asked: list[Any] = []

@@ -45,14 +45,25 @@ def test_every_route_but_health_needs_the_key(server_with: Starter) -> None:
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"):
             answer = server.http.request(method, path, headers={"Authorization": "Bearer wrong"}, json={})
             assert (answer.status_code == 401) == (path != "/health"), (method, path, answer.status_code)
-    for bad in ("", "Bearer", "Bearer ", f"Bearer {KEY}x", f"bearer {KEY[:-1]}", KEY, "Basic !!", "Basic " + base64.b64encode(b"u:no").decode()):
+    for bad in (
+        "",
+        "Bearer",
+        f"Bearer {KEY}x",
+        f"bearer {KEY[:-1]}",
+        KEY,
+        "Basic !!",
+        "Basic " + base64.b64encode(b"u:no").decode(),
+    ):
         answer = server.http.get("/v1/models", headers={"Authorization": bad})
         assert answer.status_code == 401, bad
         assert answer.json()["error"]["type"] == "authentication_error"
     assert server.http.get("/v1/models").status_code == 200
     basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
     assert server.http.get("/stats", headers={"Authorization": f"Basic {basic}"}).status_code == 200, "for browsers"
-    for crooked in (b"GET /v1/models HTTP/1.1\r\nHost: localhost/health?", b"GET /health/../v1/models HTTP/1.1\r\nHost: localhost"):
+    for crooked in (
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost/health?",
+        b"GET /health/../v1/models HTTP/1.1\r\nHost: localhost",
+    ):
         assert b" 401 " in server.raw(crooked + b"\r\n\r\n").recv(4096)
 
 
@@ -84,7 +95,11 @@ def test_pages_of_other_sites_are_not_answered(server: Running) -> None:
 
 def test_requests_bring_no_templates(server: Running) -> None:
     given: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    for more in ({"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, {"chat_template_kwargs": {"tokenize": True}}):
+    for more in (
+        {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {"chat_template_kwargs": {"tokenize": True}},
+    ):
         answer = server.post("/v1/chat/completions", **given, **more)
         assert answer.status_code == 400
         assert "chat_template" in answer.json()["error"]["message"]
@@ -97,7 +112,9 @@ def test_nothing_is_fetched(server: Running) -> None:
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
         {"type": "file", "file": {"file_id": "file:///etc/passwd"}},
     ):
-        answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, part]}])
+        answer = server.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+        )
         assert answer.status_code == 400
         assert "nothing is fetched" in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == "messages[0].content"
@@ -146,7 +163,9 @@ def test_prompts_are_not_logged_unless_asked(server_with: Starter, caplog: pytes
         server = server_with()
         server.post("/v1/completions", prompt="my secret prompt", max_tokens=2)
         server.post("/v1/completions", prompt="my secret prompt", max_tokens=-2)
-        server.http.post("/v1/completions", content=b'{"prompt": "my secret prompt"', headers={"Content-Type": "application/json"})
+        server.http.post(
+            "/v1/completions", content=b'{"prompt": "my secret prompt"', headers={"Content-Type": "application/json"}
+        )
         assert "my secret" not in caplog.text
         server_with(log_requests=True).post("/v1/completions", prompt="my secret prompt", max_tokens=2)
         assert "my secret prompt" in caplog.text
@@ -166,7 +185,14 @@ def test_tenants_do_not_meet_in_the_cache(server: Running) -> None:
 
 
 def test_the_page_s_files_are_the_only_files(server: Running) -> None:
-    for path in ("/page/..%2fapp.py", "/page/%2e%2e%2fcli.py", "/page/../app.py", "/page/app.py", "/page/%00", "/page/index.html%00.js"):
+    for path in (
+        "/page/..%2fapp.py",
+        "/page/%2e%2e%2fcli.py",
+        "/page/../app.py",
+        "/page/app.py",
+        "/page/%00",
+        "/page/index.html%00.js",
+    ):
         raw = server.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         assert b" 404 " in raw.recv(4096).split(b"\r\n")[0] + b" ", path
 
@@ -190,7 +216,12 @@ def test_request_ids_are_echoed_and_never_break_a_header(server: Running) -> Non
 
 def test_no_route_runs_code_or_changes_the_server(server: Running) -> None:
     methods = {(route.path, method) for route in server.app.routes if isinstance(route, APIRoute) for method in route.methods}
-    assert {path for path, method in methods if method != "GET"} == {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+    assert {path for path, method in methods if method != "GET"} == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/detokenize",
+    }
     source = "".join(path.read_text() for path in Path(guard.__file__).parent.glob("*.py"))
     assert "subprocess" not in source
     assert "urlopen" not in source

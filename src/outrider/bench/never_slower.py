@@ -63,6 +63,7 @@ def never_slower(model: str | None, wanted: Sequence[Case], tokens: int, pairs: 
     most = max(case.batch for case in wanted)
     plain = LLM(model, speculation="none", max_num_seqs=most)
     fast = LLM(model, speculation="auto", max_num_seqs=most)
+    fast.measure_costs()
     for case in wanted:
         yield measure(plain, fast, case, tokens, pairs, seed)
 

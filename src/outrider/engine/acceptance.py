@@ -14,7 +14,7 @@ from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
 from outrider.sampling import SamplingParams
 
-__all__ = ["Acceptance", "loops", "measure_acceptance", "read_prompts", "summarise"]
+__all__ = ["Acceptance", "accepted_by_position", "loops", "measure_acceptance", "read_items", "read_prompts", "summarise"]
 
 _GRAM, _TIMES = 8, 3
 
@@ -50,7 +50,7 @@ def summarise(outputs: Sequence[CompletionOutput], temperature: float) -> Accept
         looping=1 - len(steady) / len(outputs),
         tokens_per_round=_rate(steady),
         tokens_per_round_all=_rate(outputs),
-        by_position=_by_position(steady),
+        by_position=accepted_by_position(steady),
         tok_s=sum(len(o.token_ids) - 1 for o in outputs) / decode if decode else 0.0,
     )
 
@@ -63,25 +63,33 @@ def loops(tokens: Sequence[int]) -> bool:
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     """First turns (or `prompt`, `text` fields) of a JSONL file."""
-    prompts: list[str] = []
+    return [text for _, text in read_items(path)][:limit]
+
+
+def read_items(path: Path) -> list[tuple[str | None, str]]:
+    """Category (None where there is none) and prompt of every line of a JSONL file: its first turn, `prompt` or `text`."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise InvalidParameter("data", f"{path} cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            text = item["turns"][0] if "turns" in item else item.get("prompt") or item["text"]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError):
-            raise InvalidParameter(
-                "data", f'{path}:{number} is not {{"turns": [...]}}, {{"prompt": ...}} or {{"text": ...}}'
-            ) from None
-        prompts.append(text)
-    if not prompts:
+    items = [_item(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
         raise InvalidParameter("data", f"{path} holds no prompts")
-    return prompts[:limit]
+    return items
+
+
+def _item(path: Path, number: int, line: bytes) -> tuple[str | None, str]:
+    try:
+        item = json.loads(line)
+        text = item["turns"][0] if "turns" in item else item.get("prompt") or item["text"]
+        if not isinstance(text, str) or not text:
+            raise TypeError
+        category = item.get("category")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise InvalidParameter(
+            "data", f'{path}:{number} is not {{"turns": [...]}}, {{"prompt": ...}} or {{"text": ...}} with text in it'
+        ) from None
+    return None if category is None else str(category), text
 
 
 def _rate(outputs: Sequence[CompletionOutput]) -> float | None:
@@ -90,7 +98,8 @@ def _rate(outputs: Sequence[CompletionOutput]) -> float | None:
     return sum(len(o.token_ids) - 1 for o in outputs) / rounds if rounds else None
 
 
-def _by_position(outputs: Sequence[CompletionOutput]) -> list[float]:
+def accepted_by_position(outputs: Sequence[CompletionOutput]) -> list[float]:
+    """Of the rounds that drafted so far, the share accepted up to there."""
     drafted, accepted = Counter[int](), Counter[int]()
     for output in outputs:
         drafted.update(dict(enumerate(output.speculation["drafted_by_position"])))

@@ -60,6 +60,11 @@ class Engine:
             writer.seq.finish_reason = "abort"
             self._finish(writer.seq)
 
+    def reset_counts(self) -> None:
+        """Forget what was counted so far, such as a survey's own work."""
+        self.tally = Tally()
+        self.scheduler.preemptions = self.scheduler.prefix_queries = self.scheduler.prefix_hits = 0
+
     def round(self) -> list[Writer]:
         """Advance every running sequence; the writers that changed."""
         batch, started, stopped = self.scheduler.next()
@@ -89,7 +94,8 @@ class Engine:
         settled = self._commit(batch, writers, drafts, verdicts, scores, plan)
         drafted = [own.drafted for own in settled]
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
-        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposed - begun, scored - chosen))
+        proposal, forward, rest = proposed - begun, scored - chosen, perf_counter() - scored + chosen - proposed
+        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, rest))
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
 
     def _load(self, batch: Batch) -> Load:

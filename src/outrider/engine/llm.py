@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.cache import KVPool
 from outrider.config import EngineConfig, RequestSpeculation, SpeculationConfig
-from outrider.control import Adaptive, Costs, FixedLength, Policy
+from outrider.control import Adaptive, Costs, FixedLength, Policy, Survey
 from outrider.core import Request
 from outrider.draft import DraftContext, build_drafter, check_method
 from outrider.draft.auto import arms_of, resolve_auto
@@ -35,6 +35,7 @@ __all__ = ["LLM"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 _KV_SHARE_OF_MEMORY = 0.25
+_SURVEYED, _SURVEY_PROMPT = 8, 64  # sequences and prompt tokens with which costs are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,6 @@ class LLM:
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
         decoder = load_decoder(self.directory, self._options)
         self.config: ModelConfig = decoder.config
-        self.max_num_seqs = config.max_num_seqs
         self.max_model_len = min(config.max_model_len or self.config.context, self.config.context)
         self.tokenizer = Tokenizer.load(self.directory)
         self._defaults, self._eos = generation_defaults(self.directory, self.config)
@@ -99,6 +99,30 @@ class LLM:
         self._costs_path = costs_path(self.directory, runner)
         atexit.register(_save_costs, weakref.ref(self))
         return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
+
+    def measure_costs(self) -> None:
+        """Time forwards and proposals of all sizes now, a second or two, so that the controller need not learn them in service."""
+        policy = self.engine.policy
+        if not isinstance(policy, Adaptive):
+            return
+        for batch in (1, min(_SURVEYED, self.engine.scheduler.most)):
+            survey = Survey(policy.arms, policy.costs, forwards=batch == 1)
+            length = min(_SURVEY_PROMPT, self.max_model_len - survey.rounds)
+            if length <= 0 or self.engine.has_work:
+                return
+            params = SamplingParams(temperature=0.8, seed=0, max_tokens=survey.rounds, ignore_eos=True)
+            prompts = [[(i * 7919 + b) % self.config.vocab for i in range(length)] for b in range(batch)]
+            writers = [own for prompt in prompts for own in self._submit(self._prepare(prompt, params, "survey"))]
+            self.engine.policy = survey
+            try:
+                while self.engine.has_work and not survey.done:
+                    self.engine.round()
+            finally:
+                self.engine.policy = policy
+                for writer in writers:
+                    self.engine.abort(writer)
+        self.engine.reset_counts()
+        self.save_costs()
 
     def save_costs(self) -> None:
         """Keep what was measured for the next start on this machine."""

@@ -16,6 +16,7 @@ from typing import TypeVar
 from outrider.core import Request, Sequence
 from outrider.engine.commit import Writer
 from outrider.engine.engine import Engine
+from outrider.engine.heartbeat import Heartbeat
 from outrider.engine.outputs import StreamPiece
 from outrider.errors import EngineDead, OutriderError
 
@@ -63,6 +64,7 @@ class EngineThread:
         self._door = threading.Lock()
         self._open = True
         self._jobs: dict[Sequence, Job] = {}
+        self._heartbeat = Heartbeat(engine)
         self._thread = threading.Thread(target=self._live, name="outrider-engine", daemon=True)
         self._thread.start()
 
@@ -115,6 +117,7 @@ class EngineThread:
                 if self.engine.has_work:
                     for writer in self.engine.round():
                         self._tell(writer)
+                    self._heartbeat.beat()
         except BaseException as error:
             self.error = error
             _log.critical("the engine's thread died", exc_info=error)

@@ -13,7 +13,9 @@ __all__ = ["listen"]
 def listen(host: str, port: int) -> socket.socket:
     """The listening socket, taken before anything slow begins."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except socket.gaierror as error:
         raise InvalidParameter("--host", f"{host!r} is no address of this machine ({error.strerror})") from None
     own = socket.socket(family, kind, proto)

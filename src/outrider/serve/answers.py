@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from outrider._version import __version__
@@ -282,7 +283,11 @@ class ChatAnswer(Answer):
     def chunk_choices(self, index: int, piece: StreamPiece) -> list[dict[str, Any]]:
         output = piece.output
         deltas = self._deltas(index, piece)
-        if not deltas and piece.token_ids and (self._body.logprobs or self._body.return_token_ids or self._body.return_token_details):
+        if (
+            not deltas
+            and piece.token_ids
+            and (self._body.logprobs or self._body.return_token_ids or self._body.return_token_details)
+        ):
             deltas = [{"content": ""}]  # tokens whose text is still held back
         if index not in self._greeted:
             self._greeted.add(index)
@@ -296,7 +301,9 @@ class ChatAnswer(Answer):
         if output is not None:
             calls = index in self._calls and self._calls[index].called and output.finish_reason == "stop"
             reason = "tool_calls" if calls else output.finish_reason
-            choices.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": output.stop_reason})
+            choices.append(
+                {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": output.stop_reason}
+            )
         return choices
 
     def _deltas(self, index: int, piece: StreamPiece) -> list[dict[str, Any]]:
@@ -344,7 +351,7 @@ def metrics_of(outputs: Sequence[CompletionOutput], draft_tokens: int) -> dict[s
         "speculative_decoding": {
             "mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 0.0,
             "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
-            "acceptance_histogram": [a - b for a, b in zip(reached, reached[1:], strict=False)] if steps else [],
+            "acceptance_histogram": [a - b for a, b in pairwise(reached)] if steps else [],
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,

@@ -62,7 +62,7 @@ def create_app(settings: Settings, load: Callable[[], LLM], tracer: Tracer | Non
     app.state.tracer = tracer
     install_handlers(app)
     app.router.routes += router.routes  # flat, so that everybody who lists the routes sees them
-    app.add_middleware(Guard, settings=settings)  # type: ignore[arg-type]
+    app.add_middleware(Guard, settings=settings)
     return app
 
 
@@ -78,7 +78,10 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
 
 @router.post(
-    "/v1/chat/completions", response_model=schemas.ChatCompletion, responses={200: {"content": _STREAM}}, summary="Answer a conversation"
+    "/v1/chat/completions",
+    response_model=schemas.ChatCompletion,
+    responses={200: {"content": _STREAM}},
+    summary="Answer a conversation",
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     return await _generate(request, body, prepare_chat, partial(ChatAnswer), "chatcmpl")

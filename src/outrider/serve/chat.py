@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.errors import InvalidParameter, OutriderError
+from outrider.options import Dtype, MaxTokens, Threads, set_threads
 from outrider.serve.chat_partner import LocalModel, NoTemplate, Partner, Prompt, RemoteModel, Summary
 from outrider.serve.chat_screen import Screen, Tally, finished, totals
 
@@ -237,10 +238,10 @@ def chat(
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much of the mass.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    max_tokens: MaxTokens = 256,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers. Default: drawn for each.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weights and rows; native core).")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
 ) -> None:
     """Chat in the terminal, with a model in this process or a server, and see how fast it goes. /help shows the commands."""
     if url is not None and model is not None:
@@ -251,14 +252,12 @@ def chat(
 
 
 def _load(model: str | None, method: str | None, draft_tokens: int | None, dtype: str, threads: int | None) -> LocalModel:
-    import torch
     from rich.console import Console
 
     from outrider.config import SpeculationConfig, parse_method
     from outrider.engine.llm import LLM
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     settings = parse_method(method or ("ngram" if model else "eagle"))
     speculation = SpeculationConfig.parse(settings | ({} if draft_tokens is None else {"draft_tokens": draft_tokens}))
     with Console(stderr=True).status("loading"):

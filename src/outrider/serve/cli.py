@@ -66,22 +66,31 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(envvar="OUTRIDER_MODEL", help="Model directory or hub id. Default: the bundled model.")
     ] = None,
-    config: Annotated[
+    config: Annotated[  # noqa: ARG001 (its callback has read it)
         Path | None,
-        _option("config", "YAML file of flags and their values; flags and the environment go before it.", callback=_read_config, is_eager=True),
+        _option(
+            "config",
+            "YAML file of flags and their values; flags and the environment go before it.",
+            callback=_read_config,
+            is_eager=True,
+        ),
     ] = None,
     host: Annotated[str, _option("host", "Address to listen on. Others than this machine's own need --api-key.")] = "127.0.0.1",
     port: Annotated[int, _option("port", "Port to listen on; 0 takes any free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[str | None, _option("api-key", "Key that every request must carry, /health excepted.", show_default=False)] = None,
+    api_key: Annotated[
+        str | None, _option("api-key", "Key that every request must carry, /health excepted.", show_default=False)
+    ] = None,
     insecure: Annotated[bool, _option("insecure", "Serve everybody who can reach --host, without a key.")] = False,
     allowed_host: Annotated[
         list[str] | None, _option("allowed-host", "Further name by which clients may address the server; may be repeated.")
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, _option("served-model-name", "Name in the API; further ones are aliases. Default: the directory's name.")
+        list[str] | None,
+        _option("served-model-name", "Name in the API; further ones are aliases. Default: the directory's name."),
     ] = None,
     method: Annotated[
-        str | None, _option("method", 'How to draft: auto, none, ngram, suffix, eagle, ..., with settings as in "eagle:24". Default: auto.')
+        str | None,
+        _option("method", 'How to draft: auto, none, ngram, suffix, eagle, ..., with settings as in "eagle:24". Default: auto.'),
     ] = None,
     draft_model: Annotated[
         str | None, _option("draft-model", "Directory or hub id of the drafter's weights.", "--speculative-model")
@@ -91,22 +100,34 @@ def serve(
     ] = None,
     speculative_config: Annotated[
         str | None,
-        _option("speculative-config", 'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.'),
+        _option(
+            "speculative-config",
+            'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.',
+        ),
     ] = None,
-    max_model_len: Annotated[int | None, _option("max-model-len", "Longest prompt and output together. Default: the model's.")] = None,
+    max_model_len: Annotated[
+        int | None, _option("max-model-len", "Longest prompt and output together. Default: the model's.")
+    ] = None,
     max_num_seqs: Annotated[int, _option("max-num-seqs", "Sequences that run at once.", min=1)] = 32,
     max_queue: Annotated[int, _option("max-queue", "Sequences that may wait; more get 429.", min=0)] = 256,
     memory: Annotated[str | None, _option("memory", "Memory for KV, such as 4GiB. Default: a quarter of the machine's.")] = None,
     dtype: Annotated[str, _option("dtype", "auto, bfloat16, float32 or int8.")] = "auto",
-    load_format: Annotated[str, _option("load-format", "safetensors, or dummy for random weights from config.json.")] = "safetensors",
+    load_format: Annotated[
+        str, _option("load-format", "safetensors, or dummy for random weights from config.json.")
+    ] = "safetensors",
     revision: Annotated[str | None, _option("revision", "Commit, tag or branch of a model on the hub.")] = None,
     chat_template: Annotated[
-        Path | None, _option("chat-template", "File with a Jinja chat template, instead of the model's own.", exists=True, dir_okay=False)
+        Path | None,
+        _option("chat-template", "File with a Jinja chat template, instead of the model's own.", exists=True, dir_okay=False),
     ] = None,
     threads: Annotated[int | None, _option("threads", "CPU threads. Default: torch's choice.", min=1)] = None,
     stream_interval: Annotated[int, _option("stream-interval", "Tokens that make a chunk, at least.", min=1)] = 1,
-    ping_interval: Annotated[float, _option("ping-interval", "Seconds of silence after which a stream gets a comment.", min=0.05)] = 15.0,
-    drain_timeout: Annotated[float, _option("drain-timeout", "Seconds that running requests get when the server stops.", min=0)] = 30.0,
+    ping_interval: Annotated[
+        float, _option("ping-interval", "Seconds of silence after which a stream gets a comment.", min=0.05)
+    ] = 15.0,
+    drain_timeout: Annotated[
+        float, _option("drain-timeout", "Seconds that running requests get when the server stops.", min=0)
+    ] = 30.0,
     max_body: Annotated[str, _option("max-body", "Largest request body.")] = "4MiB",
     otlp_traces_endpoint: Annotated[
         str | None, _option("otlp-traces-endpoint", "Send OpenTelemetry spans there (OTLP over HTTP).")
@@ -114,7 +135,7 @@ def serve(
     log_requests: Annotated[bool, _option("log-requests", "Log what is asked, prompts included.")] = False,
     access_log: Annotated[bool, _option("access-log", "Log a line for each request: address, path and status.")] = False,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API. Every flag is also an environment variable: --max-queue is OUTRIDER_MAX_QUEUE."""
+    """Serve a model over HTTP, with OpenAI's API. Every flag is also a variable: --max-queue is OUTRIDER_MAX_QUEUE."""
     signal.signal(signal.SIGTERM, _leave)  # until the server has handlers of its own
     from outrider.serve.address import listen
     from outrider.serve.settings import Limits, Settings
@@ -162,6 +183,7 @@ def serve(
         llm = LLM(model, speculation=speculation, dtype=dtype, load_format=load_format, revision=revision, **sizes)
         if template is not None and llm.tokenizer is not None:
             llm.tokenizer.use_chat_template(template)
+        llm.measure_costs()
         _console.print(describe(llm, settings, address), highlight=False, markup=False, soft_wrap=True)
         return llm
 
@@ -212,22 +234,25 @@ def describe(llm: LLM, settings: Settings, address: tuple[str, int]) -> str:
     elif own.method == "auto":
         speculation = f"on: a controller chooses among {drafters} round by round, and drafts nothing where that does not pay"
     else:
-        speculation = f"on: {own.method}{f' of {drafters}' if drafters else ''}, up to {own.draft_tokens} tokens a round, rule {own.rule}"
+        speculation = (
+            f"on: {own.method}{f' of {drafters}' if drafters else ''}, up to {own.draft_tokens} tokens a round, rule {own.rule}"
+        )
     url, key = f"http://{_written(address)}", "$OUTRIDER_API_KEY" if settings.api_key else ""
     header = f" -H 'Authorization: Bearer '\"{key}\"" if key else ""
     secret = "os.environ['OUTRIDER_API_KEY']" if key else "'none'"
+    chats = llm.tokenizer is not None and llm.tokenizer.chat_template
     pool = llm.engine.runner.pool
     mib = (pool.keys.nbytes + pool.values.nbytes) / 2**20
     lines = [
         f"model         {settings.model_name} ({llm.directory})",
         f"speculation   {speculation}",
-        f"context       {llm.max_model_len} tokens; {llm.max_num_seqs} sequences at once, {settings.max_queue} may wait",
+        f"context       {llm.max_model_len} tokens; {llm.engine.scheduler.most} sequences at once, {settings.max_queue} may wait",
         f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB",
-        f"chat          {'yes' if llm.tokenizer is not None and llm.tokenizer.chat_template else 'no chat template; --chat-template gives one'}",
+        f"chat          {'yes' if chats else 'no: the model has no chat template; --chat-template gives it one'}",
         f"key           {'needed' if settings.api_key else 'none; anybody who can reach the address is served'}",
         "",
         f"  curl {url}/v1/completions{header} -H 'Content-Type: application/json' \\",
-        f"    -d '{{\"model\": \"{settings.model_name}\", \"prompt\": \"def main(\", \"max_tokens\": 64}}'",
+        f'    -d \'{{"model": "{settings.model_name}", "prompt": "def main(", "max_tokens": 64}}\'',
         "",
         "  from openai import OpenAI",
         f"  client = OpenAI(base_url='{url}/v1', api_key={secret})",

@@ -87,7 +87,9 @@ def install_handlers(app: FastAPI) -> None:
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first thing the schema objects to."""
     first = errors[0]
-    where = [part for part in first["loc"] if part != "body" and not (isinstance(part, str) and ("[" in part or part[:1].isupper()))]
+    where = [
+        part for part in first["loc"] if part != "body" and not (isinstance(part, str) and ("[" in part or part[:1].isupper()))
+    ]
     param = ""
     for part in where:
         if isinstance(part, str) and part in ("str", "int", "float", "bool", "list", "dict"):

@@ -70,7 +70,12 @@ class Guard:
         if not self._knows(headers.get(b"authorization", b"")):
             # a browser that opens the page asks its user for the key; programs send it as a bearer token
             scheme = "Bearer" if scope["path"].startswith("/v1") else 'Basic realm="outrider", charset="UTF-8"'
-            return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key", headers={"WWW-Authenticate": scheme})
+            return ApiError(
+                401,
+                "a valid API key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": scheme},
+            )
         host = headers.get(b"host", b"").decode("latin-1")
         if self._hosts is not None and _hostname(host) not in self._hosts:
             return ApiError(403, "this server is not known by that name; --allowed-host adds one", code="unknown_host")

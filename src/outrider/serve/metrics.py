@@ -86,7 +86,9 @@ class Metrics:
         self._generated = self._histogram("request_generation_tokens", "Tokens generated.", _TOKENS)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._success = self._counter("request_success", "Requests by how they ended.", "finished_reason")
-        self._speculation = self._counter("request_speculation", "Requests with speculation on or off, and why.", "state", "reason")
+        self._speculation = self._counter(
+            "request_speculation", "Requests with speculation on or off, and why.", "state", "reason"
+        )
         self._fallbacks = self._counter("spec_decode_fallbacks", "Requests set aside by a faulty drafter.", "reason")
         self._corrupted = self._counter("corrupted_requests", "Requests whose logits were not finite or whose forward failed.")
         self.refused = self._counter("requests_refused", "Requests refused because the queue was full.").labels(model)
@@ -179,7 +181,9 @@ class _EngineCollector(Collector):
     def _by_label(self, now: Snapshot) -> Iterator[Metric]:
         model = self._metrics._model
         positions = CounterMetricFamily(
-            _P + "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by depth in the draft.", labels=["model_name", "position"]
+            _P + "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by depth in the draft.",
+            labels=["model_name", "position"],
         )
         for position, accepted in enumerate(now.accepted_by_position):
             positions.add_metric([model, str(position)], accepted)
@@ -191,7 +195,9 @@ class _EngineCollector(Collector):
             _P + "spec_decode_accepted_tokens_by_method", "Accepted tokens by drafter.", labels=["model_name", "method"]
         )
         share = GaugeMetricFamily(
-            _P + "spec_decode_acceptance_by_method", "Share of drafted tokens accepted, by drafter.", labels=["model_name", "method"]
+            _P + "spec_decode_acceptance_by_method",
+            "Share of drafted tokens accepted, by drafter.",
+            labels=["model_name", "method"],
         )
         for method, (tried, came_true) in now.by_source.items():
             drafted.add_metric([model, method], tried)

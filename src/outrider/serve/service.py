@@ -195,10 +195,13 @@ class Service:
     def admit(self, sequences: int) -> None:
         """Refuse at once what would wait behind a full queue."""
         llm = self.ready()
-        if self.in_flight + sequences > llm.max_num_seqs + self.settings.max_queue:
+        if self.in_flight + sequences > llm.engine.scheduler.most + self.settings.max_queue:
             self.metrics.refused.inc()
             raise ApiError(
-                429, f"{self.in_flight} sequences are running or waiting; try again later", code="queue_full", headers={"Retry-After": "1"}
+                429,
+                f"{self.in_flight} sequences are running or waiting; try again later",
+                code="queue_full",
+                headers={"Retry-After": "1"},
             )
 
     def submit(self, jobs: Sequence[tuple[list[Request], str]], streams: bool) -> Ticket:

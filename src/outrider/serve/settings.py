@@ -59,7 +59,8 @@ class Settings:
         if self.api_key is None and not self.insecure and not is_loopback(self.host):
             raise InvalidParameter(
                 "--host",
-                f"{self.host} can be reached by others, and no key protects the server; pass --api-key, or --insecure to serve anybody",
+                f"{self.host} can be reached by others, and no key protects the server; "
+                "pass --api-key, or --insecure to serve anybody",
             )
 
 

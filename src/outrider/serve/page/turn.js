@@ -52,8 +52,9 @@ class RunTurn extends HTMLElement {
     const shown = this.lastPane;
     this.#panes.classList.add("two");
     this.#tell("waiting", "…", "Now the same request with speculation off", "One after the other, so that neither disturbs the other's time.");
-    const slow = await this.run(false, signal, true);
-    if (signal.aborted) return this.#tell("waiting", "–", "Not compared", "The run was stopped before both were complete.");
+    const incomplete = () => this.#tell("waiting", "–", "Not compared", "The second run did not come to its end.");
+    const slow = await this.run(false, signal, true).catch((error) => (incomplete(), Promise.reject(error)));
+    if (signal.aborted) return incomplete();
     const at = parting(fast, slow);
     if (at !== null) {
       for (const pane of [shown, this.lastPane]) pane.tokens.markParting(at);

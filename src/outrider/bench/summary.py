@@ -1,0 +1,188 @@
+"""Numbers of a benchmark row, from what was measured. No engine here."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.watch import Round, decode_rounds
+from outrider.engine.acceptance import accepted_by_position, loops
+from outrider.engine.outputs import CompletionOutput
+
+__all__ = ["MEANING", "Group", "Tally", "combined", "cost_points", "quantile", "summary"]
+
+_DRAWS = 2000
+MEANING = {
+    "tok/s": "Output tokens over wall time, reading the prompts included; of every group of requests that run together the "
+    "median of its repeats counts. Quartiles are of whole repeats.",
+    "speed-up": "Tokens per second over those of plain decoding of the same requests, which took turns with it in one process. "
+    "The 95 % interval is a bootstrap over groups of requests: how far it would move with other requests like these.",
+    "no loops": "The same without outputs in which some 8-gram occurs more than three times. Small models loop when greedy, and "
+    "loops are easy to guess.",
+    "tokens / round": "Tokens a round emits, the round that reads the prompt left out.",
+    "draft, verify, choose, host": "Per round in which nobody reads a prompt: proposing and the drafter's own records; the "
+    "target's forward; the target's choices and the walk; everything else (scheduling, planning, commit, text).",
+    "TTFT, ITL, TPOT": "Time to the first token; between rounds that bring a request tokens, as a reader sees them arrive; per "
+    "output token after the first. Medians.",
+    "efficiency": "Time of the round's draft and target forwards run alone over the round's wall time: after scoring, the same "
+    "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's. Taken "
+    "in a pass of its own over the first two groups. It is the engine's merit, as tokens per round are the drafter's.",
+    "equal": "Share of outputs whose token ids are those of plain decoding, one request at a time; every repeat is compared.",
+}
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests that run together: as many as the batch holds."""
+
+    seconds: list[float] = field(default_factory=list)  # of each repeat
+    outputs: list[CompletionOutput] = field(default_factory=list)  # of the last repeat
+    compared: int = 0  # outputs of all repeats, and of the pass that times forwards alone
+    equal: int = 0  # of them, with the token ids of plain decoding
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(own.token_ids) for own in self.outputs)
+
+    @property
+    def looping(self) -> int:
+        return sum(loops(own.token_ids) for own in self.outputs)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one method did with the prompts of one category."""
+
+    groups: list[Group] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)  # seconds to the first token
+    alone: list[Round] = field(default_factory=list)  # of the pass whose forwards ran again alone
+    skipped: int = 0  # prompts that do not fit the context
+    failed: str | None = None
+
+
+def combined(tallies: Sequence[Tally]) -> Tally:
+    """Several categories as one."""
+    whole = Tally(skipped=sum(own.skipped for own in tallies), failed=next((own.failed for own in tallies if own.failed), None))
+    for own in tallies:
+        for name in ("groups", "rounds", "gaps", "first", "alone"):
+            getattr(whole, name).extend(getattr(own, name))
+    return whole
+
+
+def summary(own: Tally, plain: Tally) -> dict[str, Any]:
+    """Speed, acceptance, phases and equality of a method beside plain decoding of the same requests."""
+    outputs = [output for group in own.groups for output in group.outputs]
+    if own.failed is not None or plain.failed is not None:
+        return {"failed": own.failed or f"plain decoding failed: {plain.failed}", "skipped": own.skipped}
+    rounds, alone = decode_rounds(own.rounds), decode_rounds(own.alone)
+    steady = [i for i, group in enumerate(own.groups) if not group.looping]
+    wall = sum(one.wall for one in rounds)
+    per_round = {name: _ms(sum(getattr(one, name) for one in rounds) / len(rounds)) for name in _PHASES} if rounds else {}
+    steady_outputs = [output for output in outputs if not loops(output.token_ids)]
+    return {
+        "requests": len(outputs),
+        "tokens": sum(len(output.token_ids) for output in outputs),
+        "skipped": own.skipped,
+        "tok_s": _speed(own.groups),
+        "tok_s_quartiles": _quartiles(own.groups),
+        "speedup": _ratio(own.groups, plain.groups),
+        "speedup_interval": _interval(own.groups, plain.groups),
+        "speedup_steady": _ratio([own.groups[i] for i in steady], [plain.groups[i] for i in steady]) if steady else None,
+        "tokens_per_round": _per_round(outputs),
+        "tokens_per_round_steady": _per_round(steady_outputs),
+        "looping": 1 - len(steady_outputs) / len(outputs),
+        "accepted_by_position": accepted_by_position(outputs),
+        "drafted": sum(output.speculation["drafted"] for output in outputs),
+        "accepted": sum(output.speculation["accepted"] for output in outputs),
+        "ms_per_round": per_round,
+        "share_of_round": {name: sum(getattr(one, name) for one in rounds) / wall for name in _PHASES if name != "wall"}
+        if rounds
+        else {},
+        "ttft_ms": _spread(own.first),
+        "itl_ms": _spread(own.gaps),
+        "tpot_ms": _spread(1 / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s),
+        "efficiency": sum(one.alone for one in alone) / sum(one.wall for one in alone) if alone else None,
+        "compared": sum(group.compared for group in own.groups),
+        "equal": sum(group.equal for group in own.groups) / max(sum(group.compared for group in own.groups), 1),
+        "fallbacks": sum(output.speculation["fallback_reason"] is not None for output in outputs),
+        "failed": None,
+    }
+
+
+_PHASES = ("wall", "draft", "verify", "choose", "host")
+
+
+def cost_points(own: Tally) -> dict[str, list[list[float]]]:
+    """Median milliseconds of the target's forward by rows, and of a proposal by nodes, where seen five times or more."""
+    rounds = decode_rounds(own.rounds)
+    return {
+        "verify": _medians((one.rows, one.verify) for one in rounds),
+        "propose": _medians((one.nodes, one.propose) for one in rounds if one.nodes),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of them lies, interpolated."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _speed(groups: Sequence[Group]) -> float:
+    """Tokens over seconds, the seconds of each group the median of its repeats."""
+    return sum(group.tokens for group in groups) / sum(statistics.median(group.seconds) for group in groups)
+
+
+def _ratio(own: Sequence[Group], plain: Sequence[Group]) -> float:
+    return _speed(own) / _speed(plain)
+
+
+def _quartiles(groups: Sequence[Group]) -> list[float]:
+    """Of the speeds of whole repeats."""
+    tokens, repeats = sum(group.tokens for group in groups), min(len(group.seconds) for group in groups)
+    speeds = [tokens / sum(group.seconds[i] for group in groups) for i in range(repeats)]
+    return [quantile(speeds, 0.25), quantile(speeds, 0.75)]
+
+
+def _interval(own: Sequence[Group], plain: Sequence[Group]) -> list[float]:
+    """Where the speed-up lies for requests like these, 95 times of 100: a bootstrap over groups."""
+    rng, places = random.Random(0), range(len(own))
+    mine = [(group.tokens, statistics.median(group.seconds)) for group in own]
+    theirs = [(group.tokens, statistics.median(group.seconds)) for group in plain]
+
+    def drawn() -> float:
+        picked = rng.choices(places, k=len(places))
+        speeds = [sum(side[i][0] for i in picked) / sum(side[i][1] for i in picked) for side in (mine, theirs)]
+        return speeds[0] / speeds[1]
+
+    found = sorted(drawn() for _ in range(_DRAWS))
+    return [quantile(found, 0.025), quantile(found, 0.975)]
+
+
+def _per_round(outputs: Sequence[CompletionOutput]) -> float | None:
+    """Tokens per round, the prompt's own round left out: nothing can be drafted in it."""
+    rounds = sum(output.speculation["rounds"] - 1 for output in outputs)
+    return sum(len(output.token_ids) - 1 for output in outputs) / rounds if rounds else None
+
+
+def _spread(seconds: Iterable[float]) -> dict[str, float] | None:
+    values = list(seconds)
+    return {"median": _ms(statistics.median(values)), "p99": _ms(quantile(values, 0.99))} if values else None
+
+
+def _medians(pairs: Iterable[tuple[int, float]]) -> list[list[float]]:
+    found: dict[int, list[float]] = {}
+    for size, seconds in pairs:
+        found.setdefault(size, []).append(seconds)
+    return [[size, _ms(statistics.median(own))] for size, own in sorted(found.items()) if len(own) >= 5]
+
+
+def _ms(seconds: float) -> float:
+    return seconds * 1e3

@@ -1,0 +1,213 @@
+"""The main benchmark: workloads, rows, equality counted, failures, interruption, one JSON line last."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider.bench.record import read_rows, record_suite
+from outrider.bench.suite import Suite, expand_methods, run_suite
+from outrider.bench.workloads import BUNDLED, load_prompts
+from outrider.cli import app
+from outrider.engine import llm as llm_module
+from outrider.errors import InvalidParameter
+
+REQUIRED = {"method", "workload", "batch", "tok_s", "speedup", "tokens_per_round", "efficiency", "equal"}
+
+
+def small(methods: str, workloads: list[str], **changes: Any) -> Suite:
+    settings: dict[str, Any] = {"max_tokens": 12, "limit": 2, "repeats": 1} | changes
+    return Suite(expand_methods(methods, []), workloads, **settings)
+
+
+def rows_of(suite: Suite) -> list[dict[str, Any]]:
+    return list(run_suite(suite, lambda text: None))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    path = tmp_path / "mixed.jsonl"
+    lines = [
+        {"question_id": 1, "category": "writing", "turns": ["def greet(name):\n", "and now in French"]},
+        {"question_id": 2, "category": "math", "turns": ["def add(a, b):\n"]},
+        {"question_id": 3, "category": "writing", "turns": ["class Poem:\n"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    return path
+
+
+def test_bundled_workloads_hold_texts_of_their_own() -> None:
+    for name in BUNDLED:
+        prompts = load_prompts(name).categories[name]
+        assert len(set(prompts)) == len(prompts) >= 16
+    json_prompts = load_prompts("json").categories["json"]
+    assert all('"' in str(prompt) and "{" in str(prompt) for prompt in json_prompts)
+
+
+def test_files_by_category_and_plain_fields(mixed: Path, tmp_path: Path) -> None:
+    found = load_prompts(str(mixed))
+    assert found.name == "mixed"
+    assert found.categories == {"writing": ["def greet(name):\n", "class Poem:\n"], "math": ["def add(a, b):\n"]}
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"task_id": "HumanEval/0", "prompt": "def f():\\n"}\n{"text": "import os\\n"}\n')
+    assert load_prompts(str(own)).categories == {"own": ["def f():\n", "import os\n"]}
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b'{"turns": []}', b'{"prompt": 5}', b'{"other": "x"}', b'["x"]', b'{"text": ""}', b'{"text": "\xff"}', b"7"]
+)
+def test_a_bad_line_is_named(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(InvalidParameter, match=r"bad\.jsonl:3 is not"):
+        record_suite(small("ngram", [str(path)]), tmp_path / "out", Console(file=io.StringIO()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_workload(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InvalidParameter, match="holds no prompts"):
+        load_prompts(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(InvalidParameter, match=r"neither a workload \(code, editing, json, random\) nor a JSONL file"):
+        load_prompts("cod")
+    with pytest.raises(InvalidParameter, match="random:256"):
+        load_prompts("random:x", 100)
+    assert {len(prompt) for prompt in load_prompts("random:5", 100).categories["random:5"]} == {5}
+
+
+def test_methods_and_lengths() -> None:
+    assert expand_methods("ngram,none,eagle:24:beam=3,auto", []) == ["none", "ngram", "eagle:24:beam=3", "auto"]
+    assert expand_methods("suffix:min_match=2,eagle:24,auto", [4, 8]) == [
+        "none", "suffix:4:min_match=2", "suffix:8:min_match=2", "eagle:24", "auto",
+    ]  # fmt: skip
+    with pytest.raises(InvalidParameter, match="eagel"):
+        expand_methods("none,eagel", [])
+    with pytest.raises(InvalidParameter, match="unknown setting 'colour'"):
+        expand_methods("ngram:colour=2", [])
+
+
+def test_rows_by_category_and_batch(mixed: Path) -> None:
+    rows = rows_of(small("ngram,eagle", [str(mixed), "random:9"], temperatures=[0.8], batches=[1, 3], repeats=2, max_tokens=8))
+    marks = [(row["workload"], row["temperature"], row["batch"], row["category"], row["method"]) for row in rows]
+    assert marks == [
+        (workload, temperature, batch, category, method)
+        for workload, categories in (("mixed", ("writing", "math", None)), ("random:9", (None,)))
+        for temperature in (0.8,)
+        for batch in (1, 3)
+        for category in categories
+        for method in ("none", "ngram", "eagle")
+    ]
+    for row in rows:
+        assert row["failed"] is None
+        assert row["equal"] == 1.0
+        assert (
+            row["requests"] == (3 if row["batch"] == 3 else 2 if row["category"] == "writing" else 1) or row["category"] is None
+        )
+        assert row["compared"] >= 2 * row["requests"]
+        assert row["tok_s"] > 0
+        assert row["speedup_interval"][0] <= row["speedup_interval"][1]
+        assert row["tok_s_quartiles"][0] <= row["tok_s_quartiles"][1]
+        shares = row["share_of_round"]
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert min(shares.values()) >= 0
+        assert row["ms_per_round"]["wall"] == pytest.approx(sum(row["ms_per_round"][name] for name in shares))
+        assert row["efficiency"] > 0
+        assert row["ttft_ms"]["median"] > 0
+        assert row["itl_ms"]["p99"] >= row["itl_ms"]["median"] > 0
+    plain = [row for row in rows if row["method"] == "none"]
+    assert {row["speedup"] for row in plain} == {1.0}
+    assert {row["tokens_per_round"] for row in plain} == {1.0}
+    guessing = [row for row in rows if row["method"] == "eagle" and row["category"] is None]
+    assert all(row["tokens_per_round"] > 1.0 and len(row["accepted_by_position"]) == 5 for row in guessing)
+
+
+def test_a_difference_is_counted_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = llm_module.LLM.generate
+
+    def spoilt(self, prompts, params=None, **kwargs):  # type: ignore[no-untyped-def]
+        results = real(self, prompts, params, **kwargs)
+        if self.speculation.method == "ngram" and params[0].seed == 0:
+            results[0].outputs[0].token_ids[-1] += 1
+        return results
+
+    monkeypatch.setattr(llm_module.LLM, "generate", spoilt)
+    code = record_suite(small("ngram,suffix", ["code"]), tmp_path, Console(file=io.StringIO()))
+    assert code == 1
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["method"], row["equal"]) for row in rows] == [("none", 1.0), ("ngram", 0.5), ("suffix", 1.0)]
+    assert 'class="bad">50%' in (tmp_path / "report.html").read_text()
+
+
+def test_failed_cases_are_reported_and_the_others_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = "ngram,draft_model:model=/nowhere,tests.bench.faulty:Raises"
+    said = io.StringIO()
+    code = record_suite(small(methods, ["code"]), tmp_path, Console(file=said))
+    assert code == 1
+    rows = {row["method"]: row for row in read_rows(tmp_path / "results.jsonl")}
+    assert rows["none"]["failed"] is rows["ngram"]["failed"] is None
+    assert "/nowhere" in rows["draft_model:model=/nowhere"]["failed"]
+    assert "planted" in rows["tests.bench.faulty:Raises"]["failed"]
+    assert said.getvalue().count("failed: ") >= 4  # as they happen, and at the end
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["failed"] is None for row in shown] == [True, True, False, False]
+    assert "planted" in (tmp_path / "report.html").read_text()
+
+
+def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "x = 1\n" * 2000}) + "\n" + json.dumps({"prompt": "x = 1\n"}))
+    rows = rows_of(small("ngram", [str(path)]))
+    assert {(row["skipped"], row["requests"]) for row in rows} == {(1, 1)}
+    assert all("no prompt leaves room" in row["failed"] for row in rows_of(small("ngram", ["random:2040"])))
+
+
+def test_the_bare_command_is_run_and_its_json_line_is_last(tmp_path: Path) -> None:
+    options = ["--methods", "none,ngram", "--quick", "--limit", "1", "--max-tokens", "8", "--repeats", "1"]
+    for number, form in enumerate(([], ["run"])):
+        done = CliRunner().invoke(app, ["bench", *form, *options, "--output", str(tmp_path / str(number))])
+        assert done.exit_code == 0, done.output
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert [row["method"] for row in result["rows"]] == ["none", "ngram"]
+        assert all(row.keys() >= REQUIRED and row["equal"] == 1.0 for row in result["rows"])
+        kept = read_rows(tmp_path / str(number) / "results.jsonl")
+        assert all({"device", "versions", "command", "model", "core", "suite"} <= row["conditions"].keys() for row in kept)
+    again = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "0")])
+    assert again.exit_code == 0
+    assert again.stdout.strip().endswith("report.html")
+    (tmp_path / "0" / "results.jsonl").write_text('{"method": "none"}\n')
+    with pytest.raises(InvalidParameter, match=r"results\.jsonl:1 is not a row"):
+        CliRunner().invoke(app, ["bench", "report", str(tmp_path / "0")], catch_exceptions=False)
+
+
+def test_an_interrupted_bench_keeps_its_finished_rows(tmp_path: Path) -> None:
+    temperatures = ",".join(str(i / 100) for i in range(1, 200))  # would take many minutes
+    arguments = ["--methods", "ngram", "--workloads", "code", "--temperatures", temperatures, "--batches", "1", "--limit", "1"]
+    command = [sys.executable, "-m", "outrider.cli", "bench", *arguments, "--max-tokens", "8", "--output", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
+        assert process.stderr is not None
+        for _ in range(4):
+            assert "equal" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    rows = read_rows(tmp_path / "results.jsonl")
+    assert len(rows) >= 4
+    shown = json.loads(out.splitlines()[-1])["rows"]
+    assert [(row["method"], row["temperature"]) for row in shown] == [(row["method"], row["temperature"]) for row in rows]
+    assert f"{len(rows)} finished rows are kept" in err
+    assert (tmp_path / "report.html").exists()
+    assert "Traceback" not in err
