@@ -11,8 +11,10 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -200,3 +202,39 @@ def test_in_a_terminal(where: str, server: Running, terminal: Callable[..., Term
     chat.wait("> ")
     chat.type("/quit\n")
     assert chat.process.wait(30) == 0
+
+
+class Silent(BaseHTTPRequestHandler):
+    """A server that has a model and then says nothing until it is let go."""
+
+    released = threading.Event()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "mute"}]}')
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.released.wait(60)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_ctrl_c_ends_the_wait_for_a_silent_server(terminal: Callable[..., Terminal]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as silent:
+        threading.Thread(target=silent.serve_forever).start()
+        try:
+            chat = terminal("--url", f"http://127.0.0.1:{silent.server_port}")
+            chat.wait("> ")
+            chat.type("hello\n")
+            chat.wait("hello")
+            time.sleep(0.5)  # long enough to be waiting
+            chat.type("\x03")
+            chat.wait("stopped · 0 tokens(.|\n)*> ", 20)
+            chat.type("\x04")
+            assert chat.process.wait(30) == 0
+        finally:
+            Silent.released.set()
+            silent.shutdown()
