@@ -215,7 +215,7 @@ def test_a_signal_under_load_lets_requests_finish_and_refuses_others(started: li
     for _ in range(600):
         if client.get("/health").status_code == 200:
             break
-    given = {"prompt": "def main(", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    given = {"prompt": "def main(", "max_tokens": 160, "temperature": 0, "ignore_eos": True}
     found: list[httpx.Response] = []
     askers = [threading.Thread(target=lambda: found.append(client.post("/v1/completions", json=given))) for _ in range(3)]
     for asker in askers:
