@@ -134,9 +134,10 @@ def test_tools_that_may_be_left_alone(server: Running) -> None:
     assert none == plain
     auto = server.post("/v1/chat/completions", **given, tools=[TOOL]).json()["choices"][0]
     assert auto["message"]["content"] is not None or auto["message"]["tool_calls"]
+    called = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
     past = [
         *MESSAGES,
-        {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]},
+        {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": called}]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]  # fmt: skip
     assert server.post("/v1/chat/completions", messages=past, tools=[TOOL], max_tokens=4).status_code == 200
