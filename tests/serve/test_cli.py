@@ -81,6 +81,7 @@ def test_defaults(resolve: Any) -> None:
     assert given["settings"].host == "127.0.0.1"
     assert given["settings"].api_key is None
     assert given["speculation"].method == "auto"
+    assert resolve("--host", "0.0.0.0", "--insecure")["settings"].insecure
 
 
 def test_every_flag_has_a_twin_in_the_environment() -> None:
