@@ -81,6 +81,7 @@ def test_defaults(resolve: Any) -> None:
     assert given["settings"].host == "127.0.0.1"
     assert given["settings"].api_key is None
     assert given["speculation"].method == "auto"
+    assert resolve("--host", "0.0.0.0", "--insecure")["settings"].insecure
 
 
 def test_every_flag_has_a_twin_in_the_environment() -> None:
@@ -215,7 +216,7 @@ def test_a_signal_under_load_lets_requests_finish_and_refuses_others(started: li
     for _ in range(600):
         if client.get("/health").status_code == 200:
             break
-    given = {"prompt": "def main(", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    given = {"prompt": "def main(", "max_tokens": 160, "temperature": 0, "ignore_eos": True}
     found: list[httpx.Response] = []
     askers = [threading.Thread(target=lambda: found.append(client.post("/v1/completions", json=given))) for _ in range(3)]
     for asker in askers:

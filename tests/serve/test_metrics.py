@@ -50,7 +50,7 @@ def test_names_and_sums(server: Running) -> None:
     assert grown("prompt_tokens_total") == 4 * len(server.post("/tokenize", prompt="def main(").json()["tokens"])
     assert grown("request_success_total{finished_reason=length}") == 7
     assert grown("time_to_first_token_seconds_count") == 7
-    assert grown("request_speculation_total{reason=asked,state=off}") == 1
+    assert grown("request_speculation_total{reason=the request turned it off,state=off}") == 1
     assert grown("request_speculation_total{reason=,state=on}") == 6
     accepted, drafted = grown("spec_decode_num_accepted_tokens_total"), grown("spec_decode_num_draft_tokens_total")
     assert 0 < accepted < drafted

@@ -50,7 +50,7 @@ def test_no_500_and_no_answer_outside_the_schema(server: Running, document: Any,
     statuses: set[int] = set()
 
     @settings(
-        max_examples=40 if method == "POST" else 8,
+        max_examples=30 if method == "POST" else 8,
         derandomize=True,
         deadline=None,
         database=None,
@@ -59,14 +59,24 @@ def test_no_500_and_no_answer_outside_the_schema(server: Running, document: Any,
     )
     @operation_cases(operation)
     def run(case: Any) -> None:
-        if isinstance(case.body, dict) and not case.body.get("max_tokens"):
-            case.body.setdefault("max_completion_tokens", 4)  # what runs to the end of the context takes long
+        if isinstance(case.body, dict) and method == "POST":
+            shorten(case.body)
         response = case.call(base_url=server.url)
         statuses.add(response.status_code)
         case.validate_response(response, checks=CHECKS)
 
     run()
     assert statuses - {400}, "something got through"
+
+
+def shorten(body: dict[str, Any]) -> None:
+    """What runs to the end of the context takes long; sound limits become small ones, all others stay."""
+    names = ("max_tokens", "max_completion_tokens")
+    for name in names:
+        if type(body.get(name)) is int and 4 < body[name] < 2048:
+            body[name] = 4
+    if "messages" in body and all(body.get(name) is None for name in names):
+        body["max_completion_tokens"] = 4
 
 
 def operation_cases(operation: Any) -> Callable[..., Any]:

@@ -97,6 +97,9 @@ class Connection:
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             reply.error = f"{type(error).__name__}: {error}"
             self.close()
+        except asyncio.CancelledError:
+            self.close()
+            raise
         reply.total_s = time.perf_counter() - begun
         return reply
 

@@ -20,6 +20,7 @@ __all__ = ["Plan", "bench_load", "run_load"]
 _errors = Console(stderr=True)
 _HEALTH_S = 0.1
 _MEMORY_S = 2.0
+_PROBES = 50
 _GROWTH = 1.05  # of resident memory, from after the first third to the end
 
 
@@ -45,6 +46,7 @@ class Seen:
     first_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
     memory_mib: list[float] = field(default_factory=list)
+    refusals_s: list[float] = field(default_factory=list)
 
 
 def bench_load(
@@ -65,10 +67,10 @@ def bench_load(
     plan = Plan(streams, 60 * minutes, cancel, tokens, seed)
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(max_num_seqs)]
     with _errors.status("the server loads"):
-        server = Server([*arguments, "--max-queue", str(2 * streams)])
+        server = Server([*arguments, "--max-queue", str(streams)])
     try:
         with _errors.status(f"{streams} streams for {minutes:g} minutes"):
-            seen, idle = asyncio.run(run_load(server, plan))
+            seen, idle = asyncio.run(run_load(server, plan, max_num_seqs + streams))
     finally:
         code = server.stop()
     with _errors.status("the same requests alone"):
@@ -83,7 +85,7 @@ def bench_load(
         raise typer.Exit(1)
 
 
-async def run_load(server: Any, plan: Plan) -> tuple[Seen, dict[str, Any]]:
+async def run_load(server: Any, plan: Plan, room: int) -> tuple[Seen, dict[str, Any]]:
     """Keep the server busy; what was seen, and its own statistics when all is over."""
     from outrider.bench.client import Connection
 
@@ -92,6 +94,7 @@ async def run_load(server: Any, plan: Plan) -> tuple[Seen, dict[str, Any]]:
     await asyncio.gather(*(_client(server.port, plan, number, until, seen) for number in range(plan.streams)))
     for watcher in watchers:
         watcher.cancel()
+    await _overfill(server.port, plan, room, seen)
     own = Connection(server.port)
     for _ in range(100):  # those who left are cleared away within a round
         stats: dict[str, Any] = json.loads((await own.get("/stats"))[1])
@@ -137,6 +140,28 @@ async def _client(port: int, plan: Plan, number: int, until: float, seen: Seen) 
             seen.finished.append((which, reply.text, reply.tokens))
             seen.first_s.append(reply.first_s)
     own.close()
+
+
+async def _overfill(port: int, plan: Plan, room: int, seen: Seen) -> None:
+    """Fill the queue to its last place, and see how soon one more is refused."""
+    from outrider.bench.client import Connection
+
+    body = requests_of(plan)[0] | {"max_tokens": 1000, "ignore_eos": True}
+    held = [asyncio.create_task(Connection(port).stream(body)) for _ in range(room)]
+    probe, own = Connection(port), Connection(port)
+    while (stats := json.loads((await own.get("/stats"))[1]))["running"] + stats["waiting"] < room:
+        await asyncio.sleep(0.05)
+    for _ in range(_PROBES):
+        reply = await probe.stream(body)
+        seen.refusals_s.append(reply.total_s)
+        if reply.status != 429:
+            seen.failures[f"a full queue said {reply.status}"] += 1
+        await asyncio.sleep(0.02)
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    for connection in (probe, own):
+        connection.close()
 
 
 async def _watch_health(port: int, seen: Seen) -> None:
@@ -192,6 +217,7 @@ def summarise(plan: Plan, seen: Seen, idle: dict[str, Any], unequal: int) -> dic
             "p99": _percentile(seen.health_s, 99),
             "samples": len(seen.health_s),
         },
+        "refusal_ms": {"p50": _percentile(seen.refusals_s, 50), "p99": _percentile(seen.refusals_s, 99)},
         "memory_mib": {
             "middle_third": round(before, 1),
             "last_third": round(after, 1),
@@ -209,6 +235,7 @@ def passed(report: dict[str, Any]) -> bool:
         and not report["failed"]
         and report["unequal"] == 0
         and report["health_ms"]["p99"] < 100
+        and report["refusal_ms"]["p99"] < 100
         and report["memory_mib"]["growth"] <= _GROWTH
         and idle["running"] == idle["waiting"] == idle["kv_usage"] == 0
         and report["exit_code"] == 0

@@ -375,8 +375,11 @@ def metrics_of(outputs: Sequence[CompletionOutput], draft_tokens: int) -> dict[s
 
 
 def _failed(output: CompletionOutput) -> ApiError:
+    """Why a sequence could not go on; what the forward said stays in the server's log."""
     reason = str(output.stop_reason)
-    return ApiError(500, reason if "not finite" in reason else "the model's forward failed", code="corrupted")
+    if reason.startswith("the model's forward failed"):
+        return ApiError(500, "the model's forward failed; the server's log says how", code="corrupted")
+    return ApiError(400 if "no token can follow" in reason else 500, reason, code="corrupted")
 
 
 def _call(name: str | None, function: str | None, arguments: str) -> dict[str, Any]:

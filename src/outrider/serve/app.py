@@ -22,7 +22,14 @@ from outrider.serve.body import StrictRoute
 from outrider.serve.errors import ApiError, install_handlers
 from outrider.serve.guard import Guard
 from outrider.serve.requests import Prepared, as_messages, prepare_chat, prepare_completion
-from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
+from outrider.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeChat,
+    TokenizePrompt,
+)
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 from outrider.serve.streaming import ClientGone, EventStream, unless_gone
@@ -37,7 +44,8 @@ _log = logging.getLogger("outrider.serve")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
 }
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
 _PAGE_TYPES = {
     ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": "application/json",
     ".png": "image/png", ".ico": "image/x-icon", ".woff2": "font/woff2",
@@ -157,7 +165,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 @router.post("/tokenize", response_model=schemas.Tokenized, summary="Text to token ids")
-async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+async def tokenize(request: Request, body: TokenizePrompt | TokenizeChat) -> Response:
     service = _service(request)
     llm = service.ready()
     tokenizer = llm.tokenizer
@@ -165,9 +173,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         raise ApiError(400, "this model has no tokenizer")
 
     def work() -> list[int]:
-        if body.messages is not None:
+        if isinstance(body, TokenizeChat):
             return tokenizer.chat(as_messages(body.messages))
-        assert body.prompt is not None
         return tokenizer.encode(body.prompt) if body.add_special_tokens else list(tokenizer.encode_bare(body.prompt))
 
     ids = await service.off_loop(work)

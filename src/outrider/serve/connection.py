@@ -9,7 +9,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.serve.settings import Limits
 
-__all__ = ["protocol"]
+__all__ = ["ABORT", "protocol"]
+
+ABORT = "outrider.abort"  # in a request's scope: ends its connection at once, whatever is still to be written
 
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -40,6 +42,7 @@ def protocol(limits: Limits) -> type[HttpToolsProtocol]:
         def on_message_begin(self) -> None:
             self._wait()
             super().on_message_begin()
+            self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
         def on_headers_complete(self) -> None:
             self._stop()

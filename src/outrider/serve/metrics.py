@@ -117,9 +117,7 @@ class Metrics:
     def _count_speculation(self, request: Request, output: CompletionOutput) -> None:
         stats = output.speculation
         fallback = stats["fallback_reason"]
-        off = stats.get("off_reason") or (
-            "asked" if not request.speculate else "no method" if stats["method"] == "none" else "fallback" if fallback else None
-        )
+        off = stats["off_reason"] if request.speculate else "the request turned it off"
         if fallback:
             self._fallbacks.labels(self._model, _kind(fallback)).inc()
         if off is not None:

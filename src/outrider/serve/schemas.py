@@ -21,7 +21,8 @@ __all__ = [
     "Health",
     "ModelCard",
     "ModelList",
-    "TokenizeRequest",
+    "TokenizeChat",
+    "TokenizePrompt",
     "Tokenized",
     "Version",
 ]
@@ -251,18 +252,17 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-class TokenizeRequest(_Request):
-    """POST /tokenize: a prompt or a conversation."""
+class TokenizePrompt(_Request):
+    """POST /tokenize with a prompt."""
 
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=_L.messages)
+    prompt: str
     add_special_tokens: bool = True
 
-    @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
+
+class TokenizeChat(_Request):
+    """POST /tokenize with a conversation."""
+
+    messages: list[Message] = Field(min_length=1, max_length=_L.messages)
 
 
 class DetokenizeRequest(_Request):

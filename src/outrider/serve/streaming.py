@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.serve.answers import Answer
+from outrider.serve.connection import ABORT
 from outrider.serve.errors import as_api_error, body_of
 from outrider.serve.service import Service, Ticket
 
@@ -37,9 +38,9 @@ class EventStream(Response):
         self._ticket = ticket
         self._answer = answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnect(receive))
-        work = asyncio.ensure_future(self._send_all(send))
+        work = asyncio.ensure_future(self._send_all(scope, send))
         try:
             await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -49,7 +50,7 @@ class EventStream(Response):
             work.cancel()
             self._service.abort(self._ticket)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         limit = self._service.settings.limits.write_s
 
         async def write(data: bytes, more: bool = True) -> None:
@@ -66,7 +67,7 @@ class EventStream(Response):
                 event = json.dumps(body_of(as_api_error(error)))
                 await write(f"data: {event}\n\ndata: [DONE]\n\n".encode(), more=False)
         except (TimeoutError, OSError):
-            return  # the reader is gone, or as good as gone
+            scope[ABORT]()  # the reader is gone, or as good as gone
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
