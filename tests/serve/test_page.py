@@ -40,7 +40,7 @@ def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
 
     def show(server: Running, **options: Any) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 1000}, "reduced_motion": "reduce"} | options)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
