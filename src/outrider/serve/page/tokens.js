@@ -1,6 +1,6 @@
 // Streamed tokens, marked by where they came from, and the card that tells about one of them.
 
-import { decimal, el, percent, place, plain } from "./words.js";
+import { el, percent, place, plain } from "./words.js";
 
 let card = null; // one for the page
 
@@ -113,7 +113,7 @@ function row(token, chosen) {
   return el("tr", { class: chosen ? "chosen" : "" },
     el("th", { scope: "row" }, visible(token.text)),
     el("td", {}, bar),
-    el("td", { class: "number" }, p < 0.001 ? `${decimal(token.logprob, 1)} nats` : percent(p, 1)));
+    el("td", { class: "number" }, p < 0.001 ? "< 0.1 %" : percent(p, 1)));
 }
 
 const visible = (text) => (text ? text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣") : "∅");
