@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +51,8 @@ class Tokenizer:
         return self._hf.eos_token_id  # type: ignore[no-any-return]
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
+    def chat_template(self) -> str | None:
+        return self._hf.chat_template  # type: ignore[no-any-return]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens the model expects around it."""
@@ -110,6 +110,11 @@ class Tokenizer:
     def table(self) -> dict[str, int]:
         """Every token and its id: two models that share it have the same tokens."""
         return self.fast.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
+
+    @cached_property
+    def longest(self) -> int:
+        """Letters of the longest token."""
+        return max(map(len, self.table()))
 
     @property
     def bos_ids(self) -> list[int]:

@@ -60,6 +60,11 @@ class Engine:
             writer.seq.finish_reason = "abort"
             self._finish(writer.seq)
 
+    def reset_counts(self) -> None:
+        """Forget what was counted so far, such as a survey's own work."""
+        self.tally = Tally()
+        self.scheduler.preemptions = self.scheduler.prefix_queries = self.scheduler.prefix_hits = 0
+
     def round(self) -> list[Writer]:
         """Advance every running sequence; the writers that changed."""
         batch, started, stopped = self.scheduler.next()
