@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,15 +62,28 @@ class Tokenizer:
         """Ids of a piece of text, without special tokens."""
         return tuple(self._hf(text, add_special_tokens=False)["input_ids"])
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's turn."""
+    @property
+    def chat_template(self) -> str | None:
+        return self._hf.chat_template  # type: ignore[no-any-return]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Ids of a conversation, ready for the assistant's turn. A template that knows tools is told of them."""
         if not self._hf.chat_template:
             raise InvalidParameter("messages", "this model has no chat template; use generate with a plain prompt")
-        text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = self._hf.apply_chat_template(
+            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+        )
         return list(self.encode_bare(text))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+    def to_json(self) -> str:
+        """The whole tokenizer as tokenizers' JSON, without padding and truncation."""
+        bare = copy(self.fast)
+        bare.no_padding()
+        bare.no_truncation()
+        return bare.to_str()  # type: ignore[no-any-return]
 
     def table(self) -> dict[str, int]:
         """Every token and its id: two models that share it have the same tokens."""

@@ -15,8 +15,9 @@ from outrider.engine.commit import Settled, Writer, advance, note_prompt, settle
 from outrider.engine.guard import GuardedDrafter
 from outrider.engine.scheduler import Scheduler
 from outrider.model import Runner
+from outrider.sampling import Grammars
 from outrider.text import Tokenizer
-from outrider.verify import verify
+from outrider.verify import prune, verify
 
 __all__ = ["Engine"]
 
@@ -36,6 +37,10 @@ class Engine:
         self.context = config.max_model_len or runner.decoder.config.context
         self.pages = PageTable(runner.pool.pages - 1, config.page_size)
         self.scheduler = Scheduler(self.pages, config)
+        known = tokenizer is not None
+        self.grammars = Grammars(
+            tokenizer.to_json if known else None, runner.decoder.config.vocab, tokenizer.eos_id if known else None
+        )
         self._writers: dict[Sequence, Writer] = {}
         self._suspects: set[Sequence] = set()  # sequences whose forward failed once
 
@@ -47,6 +52,8 @@ class Engine:
         """Queue a request; its Writer grows with every round."""
         seq = Sequence(request)
         seq.stats.method = method
+        if request.params.structured is not None:
+            seq.guide = self.grammars.guide(request.params.structured, request.stop_ids)
         self.scheduler.submit(seq)  # may refuse it
         self._writers[seq] = writer = Writer(seq, self.tokenizer)
         return writer
@@ -71,7 +78,7 @@ class Engine:
         plan = self.policy.plan(load)
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
         begun = perf_counter()
-        drafts = self.drafter.propose(batch, plan)
+        drafts = prune(self.drafter.propose(batch, plan), batch)
         proposed = perf_counter()
         drafts = self.policy.select(drafts, load)
         chosen = perf_counter()

@@ -73,6 +73,8 @@ def rank(logits: Tensor, rows: Sequence[Row], count: int, temperatures: Sequence
     left in doubt is how far q is from the target's law.
     """
     law = _processed(logits, rows, list(range(len(rows)))) if _alike(rows) else _one_by_one(logits, rows)
+    if any(row.allowed is not None for row in rows):  # a draft may know none of the tokens a grammar asks for
+        law = torch.where(law.amax(-1, keepdim=True).isfinite(), law, logits)
     law = torch.log_softmax(law, -1)
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
     kept, ids = torch.topk(law, min(max(_CONSIDERED if noisy else 1, count), law.shape[1]), dim=-1)

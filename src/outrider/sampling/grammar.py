@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameter, OutriderError
+from outrider.sampling.judge import Judge, compile_grammar
 
 __all__ = ["KINDS", "Grammars", "Guide", "Structured"]
 
@@ -26,6 +27,7 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 96  # brackets within brackets: parsers recurse
 MAX_COMPILED = 64  # grammars kept for reuse
 _PARAM = "response_format"
+_LONGEST_COMPLAINT = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +112,14 @@ def _depth(text: str) -> int:
 class Grammars:
     """Grammars compiled for one tokenizer, the latest of them kept. Safe to use from any thread."""
 
-    def __init__(self, tokenizer_json: str | None, vocab: int, eos_id: int | None) -> None:
-        self._tokenizer_json = tokenizer_json
+    def __init__(self, tokenizer_json: Callable[[], str] | None, vocab: int, eos_id: int | None) -> None:
+        self._tokenizer_json = tokenizer_json  # None: the model has no tokenizer
         self._vocab = vocab
         self._eos_id = eos_id
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Structured, Any] = OrderedDict()
         self._tokenizer: Any = None
+        self._judge: Judge | None = None
 
     def check(self, structured: Structured) -> None:
         """Compile it, or say what is wrong with it."""
@@ -128,11 +131,117 @@ class Grammars:
         return Guide(self._matcher(structured), self._vocab, stop_ids | own)
 
     def _matcher(self, structured: Structured) -> Any:
-        raise NotImplementedError
+        with self._lock:
+            if structured not in self._compiled:
+                self._compiled[structured] = self._compile(structured)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(structured)
+            return self._compiled[structured]
+
+    def _compile(self, structured: Structured) -> Any:
+        if self._judge is None:
+            self._load()
+        assert self._judge is not None
+        complaint = self._judge.complaint(structured.kind, structured.value)
+        if complaint is not None:
+            raise InvalidParameter(_PARAM, f"the {structured.kind} cannot be used: {complaint[:_LONGEST_COMPLAINT]}")
+        return compile_grammar(self._tokenizer, structured.kind, structured.value)
+
+    def _load(self) -> None:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise OutriderError("structured output needs llguidance: pip install 'outrider[serve]'") from None
+        if self._tokenizer_json is None:
+            raise InvalidParameter(_PARAM, "this model has no tokenizer, so its output cannot follow a grammar")
+        text = self._tokenizer_json()
+        try:
+            known = LLTokenizer(text, eos_token=self._eos_id).vocab_size
+            vocab = max(known, self._vocab)
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab, eos_token=self._eos_id)
+        except ValueError as error:
+            raise InvalidParameter(_PARAM, f"this model's tokenizer cannot follow a grammar: {error}") from None
+        self._judge = Judge(text, vocab, self._eos_id)
 
 
 class Guide:
     """Where one sequence stands in its grammar, and what may follow."""
 
+    __slots__ = ("_ends", "_fed", "_known", "_length", "_matcher", "_settled", "_start", "_vocab", "fault")
+
     def __init__(self, start: Any, vocab: int, ends: frozenset[int]) -> None:
-        raise NotImplementedError
+        self.fault: str | None = None  # why the grammar can be followed no further
+        self._start = start
+        self._vocab = vocab
+        self._ends = ends
+        self._known: dict[tuple[int, ...], Tensor | None] = {}  # path -> what may follow it
+        self._length = -1  # tokens of the sequence when they were asked for
+        self._restart()
+
+    def allowed(self, tokens: Sequence[int], start: int, path: Sequence[int] = ()) -> Tensor | None:
+        """Which tokens may follow: (V,) bool. None where the path itself leaves the grammar.
+
+        `tokens` are the sequence's, its output from `start` on; `path` are drafted ones. Once the grammar is
+        complete only the ends may come, and after an end only ends.
+        """
+        if self._length != len(tokens):
+            self._known.clear()
+            self._length = len(tokens)
+        key = tuple(path)
+        if key not in self._known:
+            self._known[key] = self._ask(tokens[start:], key)
+        return self._known[key]
+
+    def complete(self, tokens: Sequence[int], start: int) -> bool:
+        """Whether the output so far matches the whole grammar."""
+        return self._take(tokens[start:], ()) is not None and bool(self._matcher.is_accepting())
+
+    def _ask(self, output: Sequence[int], path: tuple[int, ...]) -> Tensor | None:
+        mask = self._mask(output, path)
+        if not self._matcher.is_error():
+            return mask
+        # a limit was hit, perhaps only because of all that was tried before: a fresh start decides
+        self._restart()
+        if path:
+            return None
+        mask = self._mask(output, path)
+        if self._matcher.is_error():
+            self.fault = self._matcher.get_error().split("\n")[0]
+            self._restart()
+            return torch.zeros(self._vocab, dtype=torch.bool)
+        return mask
+
+    def _mask(self, output: Sequence[int], path: tuple[int, ...]) -> Tensor | None:
+        left = self._take(output, path)
+        if left is None:
+            return None if path else torch.zeros(self._vocab, dtype=torch.bool)
+        matcher = self._matcher
+        if left or matcher.is_stopped():
+            mask = torch.zeros(self._vocab, dtype=torch.bool)
+        else:
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab]).bool()
+        if matcher.is_accepting():
+            mask[[token for token in self._ends if token < self._vocab]] = True
+        return mask
+
+    def _take(self, output: Sequence[int], path: tuple[int, ...]) -> list[int] | None:
+        """Bring the matcher behind these tokens; those after the grammar's end, or None where it does not take them."""
+        target = [*output, *path]
+        same, fed = self._settled, self._fed
+        while same < len(fed) and same < len(target) and fed[same] == target[same]:
+            same += 1
+        if same < len(fed):
+            self._matcher.rollback(len(fed) - same)
+            del fed[same:]
+        self._settled = min(same, len(output))
+        taken = self._matcher.try_consume_tokens(target[same:]) if same < len(target) else 0
+        fed += target[same : same + taken]
+        left = target[len(fed) :]
+        return left if not left or (self._matcher.is_accepting() and self._ends.issuperset(left)) else None
+
+    def _restart(self) -> None:
+        self._matcher = self._start.deep_copy()
+        self._fed: list[int] = []  # tokens the matcher has taken
+        self._settled = 0  # leading ones of them that are the sequence's for good

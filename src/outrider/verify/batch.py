@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Plan, Scores, Tree, Verdict
+from outrider.core import ROOT, Batch, Drafts, Plan, Scores, Tree, Verdict
 from outrider.core import Sequence as Generation
 from outrider.sampling import Key, Row, Stream, choose, draw, law, uniform
 from outrider.verify import block, rejection, typical
 from outrider.verify.match import walk
 
-__all__ = ["rows_of", "verify"]
+__all__ = ["prune", "rows_of", "verify"]
 
 
 def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Verdict]:
@@ -27,6 +27,34 @@ def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Ver
         else Verdict([], [])
         for b, tree in enumerate(trees)
     ]
+
+
+def prune(drafts: Drafts, batch: Batch) -> Drafts:
+    """The drafts without the nodes a grammar forbids: none of them could be chosen.
+
+    A draft drawn from q stays whole: refusing a token that was drawn is the rule's own business, and its
+    correction depends on it.
+    """
+    if drafts.q is not None or all(seq.guide is None for seq in batch.sequences):
+        return drafts
+    trees = drafts.on_host()
+    kept = [_allowed_nodes(seq, tree) for seq, tree in zip(batch.sequences, trees, strict=True)]
+    if all(len(nodes) == len(tree.tokens) for nodes, tree in zip(kept, trees, strict=True)):
+        return drafts
+    return drafts.subset(kept)
+
+
+def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
+    """Nodes whose whole path the grammar takes."""
+    if seq.guide is None:
+        return range(len(tree.tokens))
+    paths: dict[int, list[int]] = {ROOT: []}
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        above = paths.get(parent)
+        allowed = None if above is None else seq.guide.allowed(seq.tokens, seq.prompt_len, above)
+        if above is not None and allowed is not None and bool(allowed[token]):
+            paths[node] = [*above, token]
+    return [node for node in paths if node != ROOT]
 
 
 def rows_of(seq: Generation, tree_tokens: Sequence[int], tree_parents: Sequence[int]) -> list[Row]:
