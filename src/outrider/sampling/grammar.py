@@ -130,6 +130,12 @@ class Grammars:
         own = frozenset() if self._eos_id is None else frozenset((self._eos_id,))
         return Guide(self._matcher(structured), self._vocab, stop_ids | own)
 
+    def close(self) -> None:
+        """End the process that compiles; it starts again when it is needed."""
+        with self._lock:
+            if self._judge is not None:
+                self._judge.close()
+
     def _matcher(self, structured: Structured) -> Any:
         with self._lock:
             if structured not in self._compiled:
@@ -168,7 +174,7 @@ class Grammars:
 class Guide:
     """Where one sequence stands in its grammar, and what may follow."""
 
-    __slots__ = ("_ends", "_fed", "_known", "_length", "_matcher", "_settled", "_start", "_vocab", "fault")
+    __slots__ = ("_ends", "_fed", "_known", "_length", "_lock", "_matcher", "_settled", "_start", "_vocab", "fault")
 
     def __init__(self, start: Any, vocab: int, ends: frozenset[int]) -> None:
         self.fault: str | None = None  # why the grammar can be followed no further
@@ -177,25 +183,28 @@ class Guide:
         self._ends = ends
         self._known: dict[tuple[int, ...], Tensor | None] = {}  # path -> what may follow it
         self._length = -1  # tokens of the sequence when they were asked for
+        self._lock = threading.Lock()  # a drafter left behind by its deadline may still ask
         self._restart()
 
     def allowed(self, tokens: Sequence[int], start: int, path: Sequence[int] = ()) -> Tensor | None:
         """Which tokens may follow: (V,) bool. None where the path itself leaves the grammar.
 
-        `tokens` are the sequence's, its output from `start` on; `path` are drafted ones. Once the grammar is
+        `tokens` are the sequence's, which only grow, its output from `start` on; `path` are drafted ones. Once the grammar is
         complete only the ends may come, and after an end only ends.
         """
-        if self._length != len(tokens):
-            self._known.clear()
-            self._length = len(tokens)
         key = tuple(path)
-        if key not in self._known:
-            self._known[key] = self._ask(tokens[start:], key)
-        return self._known[key]
+        with self._lock:
+            if self._length != len(tokens):
+                self._known.clear()
+                self._length = len(tokens)
+            if key not in self._known:
+                self._known[key] = self._ask(tokens[start:], key)
+            return self._known[key]
 
     def complete(self, tokens: Sequence[int], start: int) -> bool:
         """Whether the output so far matches the whole grammar."""
-        return self._take(tokens[start:], ()) is not None and bool(self._matcher.is_accepting())
+        with self._lock:
+            return self._take(tokens[start:], ()) is not None and bool(self._matcher.is_accepting())
 
     def _ask(self, output: Sequence[int], path: tuple[int, ...]) -> Tensor | None:
         mask = self._mask(output, path)
@@ -207,7 +216,7 @@ class Guide:
             return None
         mask = self._mask(output, path)
         if self._matcher.is_error():
-            self.fault = self._matcher.get_error().split("\n")[0]
+            self.fault = self._matcher.get_error().replace("<non-verbose/>", "").strip()
             self._restart()
             return torch.zeros(self._vocab, dtype=torch.bool)
         return mask

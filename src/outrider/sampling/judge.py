@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any
 
-_PATIENCE_S = 5.0  # for one grammar; most take milliseconds
+_PATIENCE_S = 3.0  # for one grammar; most take milliseconds
 _LOADING_S = 60.0  # for the process to start and read the tokenizer
 _STACK = 4 << 20  # half of what a thread has by default: what passes here has room there
 
@@ -31,7 +31,7 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
     from llguidance import LLMatcher, grammar_from
 
     if kind in ("json_schema", "json_object"):
-        space = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}  # unbounded, a model may write nothing else
+        space = {"whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,6})"}  # unbounded, a model may write nothing else
         source = LLMatcher.grammar_from_json_schema(text or '{"type": "object"}', defaults=space)  # type: ignore[typeddict-item]
     elif kind == "choice":
         source = LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, json.loads(text))))
@@ -42,7 +42,7 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
         if not any(matcher.compute_bitmask()):
             raise ValueError("nothing matches it")
     if matcher.is_error():
-        reason = matcher.get_error().split("\n")[0]
+        reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
         raise ValueError("nothing matches it" if reason.startswith("NoExtension") else reason)
     return matcher
 
