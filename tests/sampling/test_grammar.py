@@ -239,7 +239,7 @@ def test_whitespace_is_bounded(grammars: Grammars) -> None:
     assert space & follows(grammars, nulls, "[")
     assert not space & follows(grammars, nulls, "[ ")
     assert space & follows(grammars, nulls, "[\n")
-    assert not space & follows(grammars, nulls, "[\n" + " " * 24)
+    assert not space & follows(grammars, nulls, "[\n" + " " * 16)
 
 
 def test_answers_do_not_depend_on_what_was_asked_before(grammars: Grammars) -> None:

@@ -14,6 +14,7 @@ import threading
 import weakref
 from typing import Any
 
+WHITESPACE = r"\x20|\x0A(\x20{0,16}|\x09{0,4})"  # in JSON: unbounded, a model may write nothing else
 _PATIENCE_S = 3.0  # for one grammar; most take milliseconds
 _LOADING_S = 60.0  # for the process to start and read the tokenizer
 _STACK = 4 << 20  # half of what a thread has by default: what passes here has room there
@@ -31,8 +32,8 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
     from llguidance import LLMatcher, grammar_from
 
     if kind in ("json_schema", "json_object"):
-        space = {"whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,6})"}  # unbounded, a model may write nothing else
-        source = LLMatcher.grammar_from_json_schema(text or '{"type": "object"}', defaults=space)  # type: ignore[typeddict-item]
+        space: Any = {"whitespace_pattern": WHITESPACE}
+        source = LLMatcher.grammar_from_json_schema(text or '{"type": "object"}', defaults=space)
     elif kind == "choice":
         source = LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, json.loads(text))))
     else:
