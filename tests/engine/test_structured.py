@@ -203,7 +203,8 @@ def test_min_tokens_keeps_a_grammar_going_and_then_waits_at_its_end() -> None:
 
 
 def test_ignore_eos_repeats_the_end() -> None:
-    found = both(loaded(), [SamplingParams(seed=2, max_tokens=12, ignore_eos=True, structured=Structured("choice", ["yes", "no"]))])[0]
+    params = SamplingParams(seed=2, max_tokens=12, ignore_eos=True, structured=Structured("choice", ["yes", "no"]))
+    found = both(loaded(), [params])[0]
     assert found.text in ("yes", "no")
     assert (found.finish_reason, len(found.token_ids)) == ("length", 12)
     assert set(found.token_ids[4:]) == {0}

@@ -37,10 +37,8 @@ class Engine:
         self.context = config.max_model_len or runner.decoder.config.context
         self.pages = PageTable(runner.pool.pages - 1, config.page_size)
         self.scheduler = Scheduler(self.pages, config)
-        known = tokenizer is not None
-        self.grammars = Grammars(
-            tokenizer.to_json if known else None, runner.decoder.config.vocab, tokenizer.eos_id if known else None
-        )
+        vocab = runner.decoder.config.vocab
+        self.grammars = Grammars(None, vocab, None) if tokenizer is None else Grammars(tokenizer.to_json, vocab, tokenizer.eos_id)
         self._writers: dict[Sequence, Writer] = {}
         self._suspects: set[Sequence] = set()  # sequences whose forward failed once
 

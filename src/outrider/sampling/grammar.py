@@ -184,7 +184,9 @@ class Guide:
         self._known: dict[tuple[int, ...], Tensor | None] = {}  # path -> what may follow it
         self._length = -1  # tokens of the sequence when they were asked for
         self._lock = threading.Lock()  # a drafter left behind by its deadline may still ask
-        self._restart()
+        self._fed: list[int] = []  # tokens the matcher has taken
+        self._settled = 0  # leading ones of them that are the sequence's for good
+        self._matcher = start.deep_copy()
 
     def allowed(self, tokens: Sequence[int], start: int, path: Sequence[int] = ()) -> Tensor | None:
         """Which tokens may follow: (V,) bool. None where the path itself leaves the grammar.
@@ -251,6 +253,4 @@ class Guide:
         return left if not left or (self._matcher.is_accepting() and self._ends.issuperset(left)) else None
 
     def _restart(self) -> None:
-        self._matcher = self._start.deep_copy()
-        self._fed: list[int] = []  # tokens the matcher has taken
-        self._settled = 0  # leading ones of them that are the sequence's for good
+        self._matcher, self._fed, self._settled = self._start.deep_copy(), [], 0

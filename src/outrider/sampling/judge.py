@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 WHITESPACE = r"\x20|\x0A(\x20{0,16}|\x09{0,4})"  # in JSON: unbounded, a model may write nothing else
 _PATIENCE_S = 3.0  # for one grammar; most take milliseconds
 _LOADING_S = 60.0  # for the process to start and read the tokenizer
+_MEMORY = 4 << 30
 _STACK = 4 << 20  # half of what a thread has by default: what passes here has room there
 
 
@@ -39,12 +41,12 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
     else:
         source = grammar_from(kind, text)  # type: ignore[arg-type]
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
-    if not matcher.is_error():
-        if not any(matcher.compute_bitmask()):
-            raise ValueError("nothing matches it")
-    if matcher.is_error():
-        reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-        raise ValueError("nothing matches it" if reason.startswith("NoExtension") else reason)
+    allowed = b"" if matcher.is_error() else matcher.compute_bitmask()
+    reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    if reason.startswith("NoExtension") or not (reason or any(allowed)):
+        raise ValueError("nothing matches it")
+    if reason:
+        raise ValueError(reason)
     return matcher
 
 
@@ -79,14 +81,15 @@ class Judge:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._process, self._answers), daemon=True).start()
         weakref.finalize(self, _end, self._process)
 
     def _ask(self, line: str, patience: float) -> str | None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
@@ -111,10 +114,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     if process.stdin is not None:
-        try:
+        with suppress(OSError):  # what was left to write has no reader
             process.stdin.close()
-        except OSError:  # what was left to write has no reader
-            pass
 
 
 def _serve() -> None:
@@ -135,6 +136,10 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
+    with suppress(ImportError, ValueError, OSError):  # not every system limits memory
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     threading.stack_size(_STACK)
     worker = threading.Thread(target=_serve, daemon=True)
     worker.start()

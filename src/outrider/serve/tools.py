@@ -9,7 +9,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,10 +170,8 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
-        try:
+        with suppress(ValueError, RecursionError):  # whatever the caller wrote, it is theirs
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            pass  # whatever the caller wrote, it is theirs
     return {**call, "function": function}
 
 
@@ -293,7 +292,8 @@ class ToolStream:
         if self._call is not None and not self._call.told:
             self._buffer = self._call.text + self._buffer
             self._call = None
-        if self._buffer.strip() or not self.called:
+        cut = self._after and self._format.closing.strip().startswith(self._buffer.strip())
+        if not cut and (self._buffer.strip() or not self.called):
             self._say(self._buffer, out)
         self._buffer = ""
         return out
@@ -317,7 +317,7 @@ class ToolStream:
             text, rest = self._buffer[:found], self._buffer[found + (0 if bare else len(marker)) :]
             if text.strip():
                 self._say(text.rstrip(), out)
-            self._call = _CallReader(self._format, "" if bare else marker)
+            self._call = _CallReader(self._format, "" if bare else marker, self._names)
             self._buffer = rest
             return True
         safe = len(self._buffer) - _overlap(self._buffer, marker)
@@ -328,11 +328,11 @@ class ToolStream:
 
     def _read(self, call: _CallReader, out: list[CallDelta]) -> bool:
         """Give a call its text until it ends; one that is no call becomes text again."""
-        used = call.take(self._buffer, self._names)
+        used = call.take(self._buffer)
         self._buffer = self._buffer[used:]
         if not call.sound:
             self._call, self._fresh = None, False
-            self._say(call.text, out)
+            self._say("" if call.told else call.text, out)
             return True
         if call.name is not None:
             first = not call.told
@@ -353,15 +353,17 @@ class ToolStream:
         if not text:
             return False
         if own.listed and (text.startswith("{") or (between and text.startswith(between))):
-            self._call = _CallReader(own, "")
-            text = text.removeprefix(between)
+            self._call = _CallReader(own, "", self._names)
+            self._buffer = text.removeprefix(between)
         elif closing and closing.startswith(text) and text != closing:
             return False
+        elif closing and text.startswith(closing):
+            self._buffer = text.removeprefix(closing)
         self._after = False
-        self._buffer = text.removeprefix(closing) if closing and self._call is None else text
         return True
 
     def _say(self, text: str, out: list[CallDelta]) -> None:
+        text = text.lstrip() if self._fresh and self.called else text
         if text:
             out.append(CallDelta(content=text))
             self._fresh = self._fresh and not text.strip()
@@ -370,67 +372,65 @@ class ToolStream:
 class _CallReader:
     """One call, letter by letter: {"name": ..., "arguments": {...}}, or name[ARGS]{...}."""
 
-    def __init__(self, own: Format, opening: str) -> None:
-        self.text = opening  # all of it, in case it is no call
+    def __init__(self, own: Format, opening: str, names: Set[str]) -> None:
         self.sound = True
         self.done = False
         self.told = False
         self.name: str | None = None  # once the call may be told
-        self._names: set[str] = set()
-        self._listed = own.listed
-        self._named = own.named
+        self._format = own
+        self._names = names
+        self._text = [opening]  # all of it until it is told, in case it is no call
         self._depth = 0
         self._string = self._escaped = False
         self._key: str | None = None  # the property being read
-        self._word = ""  # its name, or its value so far
+        self._word: list[str] = []  # its name, or what is not yet told of its value
         self._values: dict[str, str] = {}
-        self._sent = 0
 
-    def take(self, text: str, names: set[str]) -> int:
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    def take(self, text: str) -> int:
         """Read on; how many letters were its own."""
-        self._names = names
-        for i, letter in enumerate(text):
-            self._letter(letter)
-            self.text += letter
-            if self.done or not self.sound:
-                self._decide()
-                return i + 1
+        used = 0
+        while used < len(text) and self.sound and not self.done:
+            self._letter(text[used])
+            if not self.told:
+                self._text.append(text[used])
+            used += 1
         self._decide()
-        return len(text)
+        return used
 
     def news(self) -> str:
         """What the arguments gained since the last time."""
-        self.told = True
-        known = self._arguments()
-        piece, self._sent = known[self._sent :], len(known)
-        return piece
-
-    def _arguments(self) -> str:
+        first, self.told = not self.told, True
         if self._key in _ARGUMENTS:
-            return self._word.lstrip()
-        return next((self._values[key] for key in _ARGUMENTS if key in self._values), "{}" if self.done else "")
+            piece = "".join(self._word)
+            self._word.clear()
+        else:
+            piece = next((self._values.pop(key) for key in _ARGUMENTS if key in self._values), "{}" if first else "")
+        return piece.lstrip() if first else piece
 
     def _decide(self) -> None:
-        """Whether it can be told by now: a tool's name is known, and arguments have begun or are not there."""
-        if not self.sound or self.told:
+        """Whether it can be told by now: a tool's name is known, and its arguments have begun or are not there."""
+        if self.told or not self.sound:
             return
-        if "name" in self._values and self._values["name"] not in self._names:
-            self.sound = False
+        name = self._values.get("name")
+        if name is None:
+            self.sound = not self.done
             return
-        begun = self._arguments()
-        if begun and not begun.startswith("{"):
-            self.sound = False
-        elif "name" in self._values and begun:
-            self.name = self._values["name"]
-        elif self.done:
-            self.sound = False
+        reading = "".join(self._word) if self._key in _ARGUMENTS else ""
+        begun = next((self._values[key] for key in _ARGUMENTS if key in self._values), reading).lstrip()
+        self.sound = name in self._names and (not begun or begun.startswith("{"))
+        if self.sound and (begun or self.done):
+            self.name = name
 
     def _letter(self, letter: str) -> None:
         if self._depth == 0:
             self._open(letter)
             return
         if self._string:
-            self._word += letter
+            self._word.append(letter)
             self._string = self._escaped or letter != '"'
             self._escaped = letter == "\\" and not self._escaped
             return
@@ -446,49 +446,48 @@ class _CallReader:
         elif self._depth == 1 and letter == ":" and self._key is None:
             self._begin_value()
         else:
-            self._word += letter
-            if self._named and self._depth == 1 and letter == "}":
+            self._word.append(letter)
+            if self._format.named and self._depth == 1 and letter == "}":
                 self._end_value()
                 self.done = True
 
     def _open(self, letter: str) -> None:
         """Before the object: white space, a list's bracket, or a name."""
-        if self._named:
-            self._word += letter
-            name, found, _ = self._word.partition("[ARGS]")
-            if found:
-                self._values["name"], self._key, self._word, self._depth = name.strip(), "arguments", "", 1
-            elif len(self._word) > 80:
-                self.sound = False
+        if self._format.named:
+            self._word.append(letter)
+            if letter == "]" and (name := "".join(self._word)).endswith("[ARGS]"):
+                self._values["name"], self._key, self._depth = name.removesuffix("[ARGS]").strip(), "arguments", 1
+                self._word.clear()
+            self.sound = len(self._word) < _LONGEST_NAME
         elif letter == "{":
             self._depth = 1
-        elif not (letter.isspace() or (letter == "[" and self._listed)):
+        elif not (letter.isspace() or (letter == "[" and self._format.listed)):
             self.sound = False
 
     def _begin_value(self) -> None:
-        self._key, self._word = _text_of(self._word), ""
-        if self._key not in _KEYS or self._key in self._values:
-            self.sound = False
+        self._key = _text_of(self._word)
+        self._word.clear()
+        self.sound = self._key in _KEYS and self._key not in self._values
 
     def _end_value(self) -> None:
-        if self._key is None:
-            self.sound = self.sound and not self._word.strip() and self._depth == 0
-            return
-        value = _text_of(self._word) if self._key == "name" else self._word.strip()
-        if value is None:
+        if self._key is None:  # an empty object, or a comma too many
             self.sound = False
-        else:
-            self._values[self._key] = value
-        self._key, self._word = None, ""
+            return
+        value = _text_of(self._word) if self._key == "name" else "".join(self._word).rstrip()
+        self.sound = value is not None
+        self._values[self._key] = value or ""
+        self._word.clear()
+        self._key = None
 
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", *_ARGUMENTS)
+_LONGEST_NAME = 80
 
 
-def _text_of(raw: str) -> str | None:
+def _text_of(raw: Sequence[str]) -> str | None:
     try:
-        value = json.loads(raw)
+        value = json.loads("".join(raw))
     except ValueError:
         return None
     return value if isinstance(value, str) else None
