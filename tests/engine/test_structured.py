@@ -8,17 +8,18 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.core import Batch, Drafts
+from outrider.core import Batch, Drafts, Plan
 from outrider.engine import engine as engine_module
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
-from outrider.sampling import Row, Structured
+from outrider.sampling import Guide, Row, Structured
 from tests.schemas import random_schema
 
 METHODS = {
@@ -86,6 +87,24 @@ def test_random_schemas(number: int) -> None:
     assert sum(output.speculation["accepted"] for output in found[:50]) > 100
     if number == 0:
         assert [o.token_ids for o in found[50:]] == [o.token_ids for o in outputs(llm, free, False)]
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        "ngram:6",
+        "recycle:12",
+        "medusa:16",
+        "lookahead:24",
+        "cascade:6:levels=ngram+draft_model",
+        "early_exit:3:exit_layer=9",
+        "auto",
+    ],
+)
+def test_every_drafter(speculation: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the controller's costs are this machine's own
+    params = [SamplingParams(seed=i, max_tokens=90, temperature=(0.0, 0.7, 1.0)[i % 3], structured=PERSON) for i in range(3)]
+    both(LLM(speculation=speculation), params)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +267,7 @@ def test_refused_at_the_door() -> None:
 # the tests above can fail
 
 
-def unpruned(drafts: Drafts, _batch: Batch) -> Drafts:
+def unguided(drafts: Drafts, _batch: Batch, _plan: Plan) -> Drafts:
     return drafts
 
 
@@ -260,17 +279,22 @@ def test_a_mask_missing_at_inner_nodes_is_noticed(monkeypatch: pytest.MonkeyPatc
         return row._replace(allowed=None) if path else row
 
     monkeypatch.setattr(Row, "at", classmethod(broken))
-    monkeypatch.setattr(engine_module, "prune", unpruned)
+    monkeypatch.setattr(engine_module, "guided", unguided)
     params = [SamplingParams(seed=i, max_tokens=60, structured=PERSON) for i in range(6)]
     with pytest.raises(AssertionError):
         both(loaded(), params)
 
 
-def test_pruning_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forbidden nodes are never chosen, so leaving them in costs rows and nothing else."""
+def test_pruning_and_prescribing_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbidden nodes are never chosen and prescribed text always is: what a grammar does to drafts is speed alone."""
     params = [SamplingParams(seed=i, max_tokens=120, structured=PERSON) for i in range(6)]
-    pruned = outputs(loaded("suffix"), params)
-    monkeypatch.setattr(engine_module, "prune", unpruned)
-    whole = both(loaded("suffix"), params)
-    assert [o.token_ids for o in whole] == [o.token_ids for o in pruned]
-    assert sum(o.speculation["drafted"] for o in whole) > sum(o.speculation["drafted"] for o in pruned)
+    guided = both(loaded("suffix"), params)
+    with monkeypatch.context() as patch:
+        patch.setattr(Guide, "forced", lambda *_: [])
+        pruned = outputs(loaded("suffix"), params)
+    monkeypatch.setattr(engine_module, "guided", unguided)
+    whole = outputs(loaded("suffix"), params)
+    assert [o.token_ids for o in whole] == [o.token_ids for o in pruned] == [o.token_ids for o in guided]
+    drafted, rounds = ([sum(o.speculation[key] for o in own) for own in (whole, pruned, guided)] for key in ("drafted", "rounds"))
+    assert drafted[0] > drafted[1]
+    assert rounds[0] == rounds[1] > rounds[2]

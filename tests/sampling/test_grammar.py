@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -180,6 +182,28 @@ def test_only_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         own.check(Structured("regex", text))
     own.close()
     assert compiled == list("abcdb")
+
+
+def test_known_grammars_do_not_wait_for_a_slow_one(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread asks for guides: a compiler that hangs for another request must not hold it."""
+    known, busy, go_on = Structured("regex", "known"), threading.Event(), threading.Event()
+    grammars.check(known)
+
+    def slow(_judge: Any, _kind: str, _text: str) -> str:
+        busy.set()
+        go_on.wait(60)
+        return "slow"
+
+    monkeypatch.setattr(judge_module.Judge, "complaint", slow)
+    with ThreadPoolExecutor(2) as pool:
+        hanging = pool.submit(grammars.check, Structured("regex", "another"))
+        busy.wait(60)
+        try:
+            assert pool.submit(grammars.guide, known, frozenset((EOS,))).result(20).allowed([], 0) is not None
+        finally:
+            go_on.set()
+        with pytest.raises(InvalidParameter, match="slow"):
+            hanging.result()
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

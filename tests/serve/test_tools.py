@@ -51,7 +51,7 @@ SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in 
 LOOSE = FLAGS | {"properties": {"on": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}}
 ENFORCED = SCHEMAS | {"set_flags": LOOSE}  # uniqueItems is not
 NAMED = {"type": "function", "function": {"name": "set_flags"}}
-ARGUMENTS = '{"city": "a } \\" b", "deep": [{"x": "]"}], "é": 1.5}'
+ARGUMENTS = '{"city": "a } \\" b", "path": "C:\\\\", "deep": [{"x": "]"}], "é": 1.5}'
 
 
 def written(family: str, *calls: tuple[str, str]) -> str:

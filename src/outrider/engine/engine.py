@@ -17,7 +17,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.model import Runner
 from outrider.sampling import Grammars
 from outrider.text import Tokenizer
-from outrider.verify import prune, verify
+from outrider.verify import guided, verify
 
 __all__ = ["Engine"]
 
@@ -76,7 +76,7 @@ class Engine:
         plan = self.policy.plan(load)
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
         begun = perf_counter()
-        drafts = prune(self.drafter.propose(batch, plan), batch)
+        drafts = guided(self.drafter.propose(batch, plan), batch, plan)
         proposed = perf_counter()
         drafts = self.policy.select(drafts, load)
         chosen = perf_counter()

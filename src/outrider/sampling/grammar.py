@@ -116,7 +116,7 @@ class Grammars:
         self._tokenizer_json = tokenizer_json  # None: the model has no tokenizer
         self._vocab = vocab
         self._eos_id = eos_id
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._compiled: OrderedDict[Structured, Any] = OrderedDict()
         self._tokenizer: Any = None
         self._judge: Judge | None = None
@@ -132,18 +132,27 @@ class Grammars:
 
     def close(self) -> None:
         """End the process that compiles; it starts again when it is needed."""
-        with self._lock:
+        with self._compiling:
             if self._judge is not None:
                 self._judge.close()
 
     def _matcher(self, structured: Structured) -> Any:
-        with self._lock:
-            if structured not in self._compiled:
-                self._compiled[structured] = self._compile(structured)
+        found = self._find(structured)
+        if found is not None:
+            return found
+        with self._compiling:  # one grammar may take seconds; those known are served meanwhile
+            found = self._find(structured) or self._compile(structured)
+            with self._lock:
+                self._compiled[structured] = found
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-            self._compiled.move_to_end(structured)
-            return self._compiled[structured]
+            return found
+
+    def _find(self, structured: Structured) -> Any:
+        with self._lock:
+            if structured in self._compiled:
+                self._compiled.move_to_end(structured)
+            return self._compiled.get(structured)
 
     def _compile(self, structured: Structured) -> Any:
         if self._judge is None:
@@ -202,6 +211,11 @@ class Guide:
             if key not in self._known:
                 self._known[key] = self._ask(tokens[start:], key)
             return self._known[key]
+
+    def forced(self, tokens: Sequence[int], start: int) -> list[int]:
+        """Tokens that must follow, spelled as the tokenizer would: others may spell the same text."""
+        with self._lock:
+            return [] if self._take(tokens[start:], ()) else list(self._matcher.compute_ff_tokens())
 
     def complete(self, tokens: Sequence[int], start: int) -> bool:
         """Whether the output so far matches the whole grammar."""
