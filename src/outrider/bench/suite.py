@@ -38,7 +38,7 @@ class Suite:
     temperatures: Sequence[float] = (0.0,)
     batches: Sequence[int] = (1,)
     max_tokens: int = 128
-    limit: int = 6  # prompts of each category; a larger batch takes as many as it holds
+    limit: int = 5  # prompts of each category; a larger batch takes as many as it holds
     repeats: int = 3
     seed: int = 0
     chat: bool = False
