@@ -50,6 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
             own.lock.notify_all()
             if number > 1:  # the first warms up, alone
                 own.lock.wait_for(lambda: own.busiest >= own.faults.get("together", 0), timeout=10)
+            if number > 1 and "together" in own.faults:
+                own.lock.wait_for(lambda: own.busiest > own.faults["together"], timeout=0.1)  # any beyond would show here
         try:
             every = own.faults.get("refuse")
             if every and number % every == 0:
