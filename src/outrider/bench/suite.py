@@ -45,6 +45,12 @@ class Suite:
     ignore_eos: bool = False
     load: dict[str, Any] = field(default_factory=dict)  # dtype, load_format
 
+    def __post_init__(self) -> None:
+        if not all(batch > 0 for batch in self.batches):
+            raise InvalidParameter("batches", f"must be above 0, got {', '.join(map(str, self.batches))}")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # says what is wrong with it, before anything is loaded
+
 
 @dataclass(frozen=True, slots=True)
 class _Case:
