@@ -147,7 +147,7 @@ def watching(llm: LLM, alone: bool = False) -> Iterator[Watch]:
 
 def _settled() -> float:
     """The time when everything asked of a GPU is done."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return perf_counter()
 
