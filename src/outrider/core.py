@@ -69,6 +69,15 @@ class SpeculationStats:
     fallback_reason: str | None = None
 
     @property
+    def off_reason(self) -> str | None:
+        """Why nothing was drafted; None where something was."""
+        if self.fallback_reason is not None:
+            return self.fallback_reason
+        if self.drafted or not self.rounds:
+            return None
+        return "no drafter was asked for" if self.method == "none" else "nothing was worth drafting"
+
+    @property
     def tokens_per_round(self) -> float:
         """Mean number of tokens a round emitted."""
         return self.emitted / self.rounds if self.rounds else 0.0
@@ -100,6 +109,7 @@ class SpeculationStats:
             "drafted_by_position": self.drafted_by_position,
             "tokens_per_round": round(self.tokens_per_round, 4),
             "fallback_reason": self.fallback_reason,
+            "off_reason": self.off_reason,
         }
 
 
@@ -155,6 +165,7 @@ class Arm(NamedTuple):
     name: str
     members: tuple[int, ...]  # drafters it asks, by number
     most: int  # nodes it can use
+    methods: tuple[str, ...] = ()  # what it is made of, where that is more than its name says
 
 
 class Plan(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self.fast = hf_tokenizer.backend_tokenizer
+        self._plain: Any = None  # a copy that knows no control tokens
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer | None:
@@ -61,12 +62,47 @@ class Tokenizer:
         """Ids of a piece of text, without special tokens."""
         return tuple(self._hf(text, add_special_tokens=False)["input_ids"])
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's turn."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+        """Ids of a conversation, ready for the assistant's turn.
+
+        Control tokens come from the template alone: where a message spells one, a private character stands in
+        for it while the template is rendered, and its letters are encoded afterwards. `settings` are the
+        template's own variables, and `tools`.
+        """
         if not self._hf.chat_template:
-            raise InvalidParameter("messages", "this model has no chat template; use generate with a plain prompt")
-        text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return list(self.encode_bare(text))
+            raise InvalidParameter("messages", "this model has no chat template; use plain prompts, or give it a template")
+        tools = settings.pop("tools", None)
+        veil = _Veil(self._control_tokens(), [messages, tools])
+        try:
+            text = self._hf.apply_chat_template(
+                veil.cover(list(messages)),
+                tools=veil.cover(tools),
+                tokenize=False,
+                **{"add_generation_prompt": True} | settings,
+            )
+        except Exception as error:  # templates raise what they like about messages they do not take
+            raise InvalidParameter("messages", f"the chat template does not take them: {error}") from None
+        ids: list[int] = []
+        for piece, spelled in veil.split(text):
+            ids += self._letters_of(piece) if spelled else self.encode_bare(piece)
+        return ids
+
+    def use_chat_template(self, template: str) -> None:
+        """Take another chat template than the model's own."""
+        self._hf.chat_template = template
+
+    def _control_tokens(self) -> list[str]:
+        return [token.content for token in self.fast.get_added_tokens_decoder().values() if token.special]
+
+    def _letters_of(self, text: str) -> list[int]:
+        """Ids of a control token's letters, which mean nothing."""
+        if self._plain is None:
+            self._plain = type(self.fast).from_str(self.fast.to_str())
+            self._plain.encode_special_tokens = True
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        if any(token.special for i, token in self.fast.get_added_tokens_decoder().items() if i in ids):
+            raise InvalidParameter("messages", f"{text!r} is a control token, and this tokenizer cannot spell it")
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
@@ -117,6 +153,46 @@ def _letters() -> dict[str, int]:
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+class _Veil:
+    """Private characters in place of the control tokens that messages spell."""
+
+    def __init__(self, control: Sequence[str], seen: Any) -> None:
+        self._control = sorted(control, key=len, reverse=True)
+        used = set().union(*map(set, _strings(seen)))
+        first = 0xF0000  # a plane of private characters; some of them nobody wrote
+        while any(chr(first + i) in used for i in range(len(control))):
+            first += len(control)
+        self._marks = {token: chr(first + i) for i, token in enumerate(self._control)}
+        self._tokens = {mark: token for token, mark in self._marks.items()}
+
+    def cover(self, value: Any) -> Any:
+        """The same with every string covered."""
+        if isinstance(value, str):
+            for token, mark in self._marks.items():
+                value = value.replace(token, mark)
+            return value
+        if isinstance(value, Mapping):
+            return {self.cover(key): self.cover(own) for key, own in value.items()}
+        return [self.cover(own) for own in value] if isinstance(value, list | tuple) else value
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """Pieces of the text, and of each whether it is a covered token, now bare."""
+        pieces = re.split(f"([{''.join(self._tokens)}])", text) if self._tokens else [text]
+        return [(self._tokens.get(piece, piece), piece in self._tokens) for piece in pieces if piece]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, own in value.items():
+            yield from _strings(key)
+            yield from _strings(own)
+    elif isinstance(value, list | tuple):
+        for own in value:
+            yield from _strings(own)
 
 
 class TextStream:

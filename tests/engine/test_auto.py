@@ -8,7 +8,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.config import RequestSpeculation
-from outrider.control import Adaptive
+from outrider.control import Adaptive, Costs
 from outrider.errors import InvalidParameter
 from outrider.model.bundled import bundled_model
 
@@ -20,11 +20,24 @@ PROMPTS = [
 ]
 
 
+class Flat(Costs):
+    """A machine on which drafts cost next to nothing: what the controller chooses does not hang on the clock."""
+
+    def forward(self, rows: float, context: int) -> float:
+        return 1.0
+
+    def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
+        return 0.01 * length
+
+
 @pytest.fixture(scope="module")
 def auto(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return LLM(speculation="auto")
+        llm = LLM(speculation="auto")
+    assert isinstance(llm.engine.policy, Adaptive)
+    llm.engine.policy.costs = Flat()
+    return llm
 
 
 def ids(llm: LLM, params: SamplingParams, **settings: object) -> list[list[int]]:
@@ -46,7 +59,7 @@ def test_auto_emits_what_plain_decoding_does(auto: LLM, temperature: float) -> N
 def test_everything_the_model_has_is_an_arm(auto: LLM) -> None:
     assert isinstance(auto.engine.policy, Adaptive)
     names = {arm.name for arm in auto.engine.policy.arms}
-    assert {"suffix", "draft_model", "eagle", "medusa", "suffix+eagle"} <= names
+    assert {"suffix", "cascade", "eagle", "medusa", "suffix+eagle"} <= names
 
 
 def test_a_request_may_ask_for_a_method_a_limit_or_nothing(auto: LLM) -> None:

@@ -4,12 +4,22 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.sampling import CORRUPTED, Key, Row, SamplingParams, choose, draw, process
+from outrider.sampling import CORRUPTED, Key, Row, SamplingParams, choice, choose, draw, process, rank
 from outrider.sampling.noise import bits, gumbel, keys_of
 from tests.sampling.chi import UNLIKELY, p_value
 
 INF = float("inf")
 NAN = float("nan")
+
+
+@pytest.fixture(autouse=True, params=["core", "numpy"])
+def path(request, monkeypatch):
+    """Everything here holds for the native core and for numpy alike."""
+    if request.param == "numpy":
+        monkeypatch.setattr(choice, "choosing_core", lambda: None)
+    elif choice.choosing_core() is None:
+        pytest.skip("the native core is not in use here")
+    return request.param
 
 
 def dense(law, keys):
@@ -210,3 +220,30 @@ def test_a_temperature_too_small_for_float32_is_greedy():
     best = int(logits.argmax())
     for temperature in (1e-5, 1e-6, 1e-30, 1e-50, 5e-324):
         assert choose(logits, [row_of(SamplingParams(temperature=temperature))]) == [best]
+
+
+@pytest.mark.parametrize("vocab", [3, 17, 700])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.4])
+def test_ranks_are_those_of_the_noisy_scores(vocab, temperature):
+    """Against the definition: the largest of law / sharpness + noise, and their softmax."""
+    logits = 3 * torch.randn((40, vocab), generator=torch.Generator().manual_seed(vocab))
+    rows = [row_of(SamplingParams(temperature=temperature), position=i) for i in range(40)]
+    divisor = temperature * 0.7 or 1.0
+    scores = logits.double().numpy() / divisor
+    if temperature:
+        scores += gumbel(bits(keys_of([Key(row.seed, row.position, row.sample) for row in rows]), vocab))
+    ranked = rank(logits, rows, 3, [0.7] * 40)
+    order = np.argsort(-scores, axis=1)[:, :3]
+    assert (ranked.tokens == order).mean() > 0.99, "ties of the last digit aside"
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    chances = np.take_along_axis(weights / weights.sum(1, keepdims=True), order, 1)
+    np.testing.assert_allclose(ranked.chances, chances, rtol=0.02, atol=2e-3)
+
+
+def test_a_row_without_tokens_has_no_ranks():
+    logits = torch.randn((3, 40), generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = NAN
+    for temperature in (0.0, 1.0):
+        tokens = rank(logits, [row_of(SamplingParams(temperature=temperature))] * 3, 2).tokens
+        assert (tokens[1] == CORRUPTED).all()
+        assert (tokens[[0, 2]] >= 0).all()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from operator import is_
 
 import numpy as np
@@ -26,49 +27,83 @@ _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.01  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
-_REPLAN = 4  # rounds between plans while the same sequences run
+_REPLAN = 4  # rounds a plan stands
+_LONGEST = 64  # where nothing has paid for long
+_FEW = 4  # sequences among which a newcomer is planned for at once
+_NEVER = (0, 0)
 
 
 class Adaptive:
-    """Chooses arm and length for every sequence, prunes what they propose, and learns from every round."""
+    """Chooses arm and length for every sequence, prunes what they propose, and learns from every round.
+
+    A plan stands for a few rounds, and for more and more of them while drafting does not pay: what is off
+    must cost nothing.
+    """
 
     def __init__(self, arms: Seq[Arm], costs: Costs) -> None:
         self.arms = arms
         self.costs = costs
         self._record = Record(len(arms))
-        self._who: tuple[Hashable, ...] = ()  # whom the standing plan is for
-        self._standing = Plan(())
-        self._age = 0
+        self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and length, of everyone planned for
+        self._who: Seq[Hashable] = ()
+        self._complete = False  # all of them are planned for
+        self._age, self._every = 0, 0  # of the standing plan, in rounds, and how old it may get
         self._rate = 1.0  # tokens per second that the standing plan promises
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._losses: dict[Hashable, Floats] = {}  # seconds that a probe of each arm would cost each sequence
+        self._times: dict[int, Floats] = {}  # of a round with 0, 1, ... further rows, by rows; as of the standing plan
         self._credit: float | None = None  # seconds that may be lost on probes
+        self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
-        self._probing: Hashable = None
+        self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
+        self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._promised = 0.0  # accepted tokens expected of the probe
         self._paid = 0.0  # seconds expected to be lost on it
         self._load: Load | None = None
         self._plan = Plan(())
 
     def arms_named(self, method: str) -> list[int]:
-        """Arms a request may use that asked for one method: its own, without company."""
-        return [i for i, arm in enumerate(self.arms) if arm.name == method]
+        """Arms a request may use that asked for one method: its own, without company, or one it is part of."""
+        own = [i for i, arm in enumerate(self.arms) if arm.name == method]
+        return own or [i for i, arm in enumerate(self.arms) if method in arm.methods]
 
     def plan(self, load: Load) -> Plan:
-        """Who drafts, with what, how far. Thought over every few rounds, or when others run."""
-        self._load, self._probing = load, None
+        """Who drafts, with what, how far."""
+        self._load, self._probe = load, None
         self._age += 1
-        if self._age % _REPLAN and len(load.keys) == len(self._who) and all(map(is_, load.keys, self._who)):
-            self._plan = self._limited(self._standing, load)
+        if self._is_due(load):
+            self._age, self._who = 0, tuple(load.keys)
+            self._best(load)
+            drafting = any(length for _, length in self._standing.values())
+            self._every = max(_REPLAN, len(load.keys) // 2) if drafting else min(2 * max(self._every, _REPLAN), _LONGEST)
+            self._plan = self._with_probe(load, self._stood(load))
+        elif self._again is not None and self._again[0] in load.keys:
+            self._plan = self._probed(load, self._stood(load), *self._again)
+        elif self._credit is not None and self._credit >= self._next_probe:
+            self._plan = self._with_probe(load, self._stood(load))
         else:
-            self._who, self._standing = tuple(load.keys), self._best(load)
-            self._plan = self._with_probe(load, self._limited(self._standing, load))
+            self._plan = self._stood(load)
         return self._plan
 
-    def _limited(self, plan: Plan, load: Load) -> Plan:
-        if not any(plan.lengths):
-            return plan
-        return plan._replace(lengths=tuple(map(min, plan.lengths, load.room)))
+    def _is_due(self, load: Load) -> bool:
+        """Whether to think again: the plan is old, or somebody could draft who is not in it."""
+        if self._age >= self._every:
+            return True
+        keys, who = load.keys, self._who
+        if self._complete and len(keys) == len(who) and all(map(is_, keys, who)):
+            return False
+        self._who, self._complete = tuple(keys), all(key in self._standing for key in keys)
+        if self._complete or (len(keys) > _FEW and self._age < _REPLAN):
+            return False
+        return any(room and key not in self._standing for key, room in zip(keys, load.room, strict=True))
+
+    def _stood(self, load: Load) -> Plan:
+        """The standing plan for those who run now, as far as they have room."""
+        if not any(length for _, length in self._standing.values()):
+            return _nothing(len(load.keys))
+        settings = [self._standing.get(key, _NEVER) for key in load.keys]
+        lengths = tuple(min(length, room) for (_, length), room in zip(settings, load.room, strict=True))
+        return Plan(lengths, arms=tuple(arm for arm, _ in settings))
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:
         """Keep the nodes whose tokens pay for their rows, over all sequences at once."""
@@ -77,7 +112,7 @@ class Adaptive:
         pool: list[tuple[float, int, int]] = []
         rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.survival.tolist(), strict=True)
         for b, (key, arm, length, tree, says) in enumerate(rows):
-            if length:
+            if length and not self._woke(key, arm, len(tree.tokens)):
                 survival = self._record.expect(key, arm, length, tree.parents, says)
                 pool += [(-own, b, i) for i, own in enumerate(survival)]
         pool.sort()
@@ -92,43 +127,55 @@ class Adaptive:
             self._record.keep(key, nodes)
         return drafts.subset(kept)
 
+    def _woke(self, key: Hashable, arm: int, nodes: int) -> bool:
+        """Whether this is a probe's first try and brought nothing: the arm may have slept, and can guess after this round."""
+        first = self._probe == (key, arm) and self._again is None and nodes == 0
+        if self._probe is not None and key is self._probe[0]:
+            self._again = (key, arm) if first else None
+        return first
+
     def observe(self, stats: RoundStats) -> None:
         """Learn what was accepted and what it cost."""
-        if self._load is None:
+        load, self._load = self._load, None
+        if load is None:
             return
-        self.costs.observe_forward(stats.rows, self._load.context, stats.forward_s)
-        self._observe_proposals(stats.propose_s)
+        self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
         if self._credit is not None:
-            self._credit += _PROBES * (stats.forward_s + stats.propose_s)
-        for key, path in zip(self._load.keys, stats.paths, strict=True):
+            self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
+        if not any(self._plan.lengths):
+            return
+        self._observe_proposals(stats.propose_s, load)
+        for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
-            if key is self._probing and self._credit is not None:
+            if self._probe is not None and key is self._probe[0] and self._credit is not None:
                 surplus = max(len(path) - self._promised, 0.0) / self._rate
                 self._credit += min(surplus, self._paid)  # a probe that brings more than was expected is free
+        self._probe = None
 
-    def _observe_proposals(self, seconds: float) -> None:
+    def _observe_proposals(self, seconds: float, load: Load) -> None:
         """What the arms that drafted took; several share the time as they were expected to."""
         asked = [
             (self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own))
             for arm, own in self._users(self._plan).items()
         ]
-        expected = [self.costs.proposal(*one, self._load.context if self._load else 0) for one in asked]
+        expected = [self.costs.proposal(*one, load.context) for one in asked]
         for one, share in zip(asked, expected, strict=True):
             self.costs.observe_proposal(*one, seconds * share / sum(expected) if sum(expected) > 0 else seconds / len(asked))
 
     def forget(self, key: Hashable) -> None:
-        """A sequence is over."""
+        """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
-        self._losses.pop(key, None)
-        self._gains.pop(key, None)
+        self._who, self._again = (), None
+        for known in (self._standing, self._losses, self._gains):
+            known.pop(key, None)
 
-    def _best(self, load: Load) -> Plan:
-        """The arm and length of every sequence that make tokens over time largest.
+    def _best(self, load: Load) -> None:
+        """Plan for everyone: the arm and length that make tokens over time largest.
 
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._losses, self._gains = {}, {}
+        self._losses, self._gains, self._times = {}, {}, {}
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if able and self.arms:
@@ -150,7 +197,8 @@ class Adaptive:
                 if best > 0:
                     lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
             self._drop_the_lonely(load, len(able), lengths, arms)
-        return Plan(tuple(lengths), arms=tuple(arms))
+        self._standing = {load.keys[b]: (arms[b], lengths[b]) for b in able}
+        self._complete = len(able) == len(load.keys)
 
     def _price(self, load: Load, able: int) -> Floats:
         """(arms, lengths): seconds it costs one of the sequences when all draft so."""
@@ -182,8 +230,14 @@ class Adaptive:
             self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
             for arm, own in self._users(self._plan).items()
         )
-        times = [self.costs.forward(load.rows + n, load.context) for n in range(len(survival) + 1)]
-        return int(np.argmax(tokens / (np.array(times) + spent)))
+        return int(np.argmax(tokens / (self._round_times(load, len(tokens)) + spent)))
+
+    def _round_times(self, load: Load, count: int) -> Floats:
+        known = self._times.get(load.rows)
+        if known is None or len(known) < count:
+            times = [self.costs.forward(load.rows + n, load.context) for n in range(max(count, 33))]
+            known = self._times[load.rows] = np.array(times)
+        return known[:count]
 
     def _users(self, plan: Plan) -> dict[int, list[int]]:
         """Sequences that draft, by arm."""
@@ -205,19 +259,29 @@ class Adaptive:
             return plan
         b, arm = able[self._turn % len(able)], self._turn // len(able) % (len(self.arms) + 1)
         cost = self._probe_cost(load, plan, b, arm)
+        self._next_probe = 0.0 if cost == math.inf else cost  # the next in turn is looked at in the next round
         if self._credit < cost < math.inf:
             return plan  # until there is enough
         self._turn += 1
         if cost == math.inf:
             return plan
         self._credit -= cost
-        self._paid = cost
+        self._paid, self._next_probe = cost, 0.0
+        self._every = self._age + 2  # what it brings is thought over soon
         if arm == len(self.arms):
-            return plan._replace(lengths=(0,) * len(plan.lengths))
-        self._probing = load.keys[b]
+            return _nothing(len(plan.lengths))
+        return self._probed(load, plan, load.keys[b], arm)
+
+    def _probed(self, load: Load, plan: Plan, key: Hashable, arm: int) -> Plan:
+        """The plan with a change: one sequence tries an arm."""
+        b = load.keys.index(key)
         lengths, arms = list(plan.lengths), list(plan.arms)
         lengths[b], arms[b] = min(_PROBE_LENGTH, self.arms[arm].most, load.room[b]), arm
-        self._promised = float(self._record.curve(load.keys[b], arm)[lengths[b] - 1])
+        if lengths[b] == 0:
+            self._again = None
+            return plan
+        self._probe = (key, arm)
+        self._promised = float(self._record.curve(key, arm)[lengths[b] - 1])
         return plan._replace(lengths=tuple(lengths), arms=tuple(arms))
 
     def _probe_cost(self, load: Load, plan: Plan, b: int, arm: int) -> float:
@@ -233,3 +297,8 @@ class Adaptive:
             shared = self.costs.proposal(name, able, length, load.context) / able
             cost += max(self.costs.proposal(name, 1, length, load.context) - shared, 0.0)
         return max(cost, 0.0)
+
+
+@lru_cache(maxsize=256)
+def _nothing(batch: int) -> Plan:
+    return Plan((0,) * batch, arms=(0,) * batch)

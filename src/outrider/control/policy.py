@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from outrider.core import Drafts, Plan
+from outrider.core import Arm, Drafts, Plan
 
 __all__ = ["FixedLength", "Load", "Policy", "RoundStats"]
 
@@ -30,10 +30,15 @@ class RoundStats(NamedTuple):
     rows: int = 0  # of the forward, drafts included
     propose_s: float = 0.0
     forward_s: float = 0.0
+    rest_s: float = 0.0  # of the round, beside proposal and forward: choosing, verifying, committing
 
 
 class Policy(Protocol):
     """Who drafts, with what, how far."""
+
+    @property
+    def arms(self) -> Seq[Arm]:
+        """The ways to draft that plans choose among; none where there is one way only."""
 
     def arms_named(self, method: str) -> list[int]:
         """The arms a request may use that asked for one method."""
@@ -53,6 +58,8 @@ class Policy(Protocol):
 
 class FixedLength:
     """The same draft length for every sequence that has room for it."""
+
+    arms: Seq[Arm] = ()
 
     def __init__(self, length: int, rule: str = "match") -> None:
         self._length = length

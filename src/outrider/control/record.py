@@ -24,6 +24,7 @@ Floats = npt.NDArray[np.float64]
 MOST = 64  # nodes a curve covers
 _PRIOR = np.cumsum(0.6 ** np.arange(1, MOST + 1))
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
+_TRUST = 2.0  # rounds that others' experience counts for beside a sequence's own
 _JUDGED = 200.0  # nodes that a class of claims remembers
 _OWN_JUDGED = 48.0  # and a sequence
 _DOUBT = 4.0  # judged nodes that the claim itself counts for
@@ -58,7 +59,7 @@ class _Own:
     """What one sequence adds to that."""
 
     curve: Floats
-    rounds: float
+    rounds: float = 0.0
     expected: float = 0.0  # of the nodes judged, those expected to come true and those that did; fading
     true: float = 0.0
     seen: float = 0.0
@@ -100,8 +101,12 @@ class Record:
         self._pending: dict[Hashable, _Pending] = {}
 
     def curve(self, key: Hashable, arm: int) -> Floats:
-        """Accepted tokens to expect from the best 1, 2, ... nodes for this sequence."""
-        return self._of(key, arm).curve
+        """Accepted tokens to expect from the best 1, 2, ... nodes for this sequence: its own record, and at first the others'."""
+        shared, own = self._arms[arm].curve, self._own.get(key)
+        if own is None or own[arm].rounds == 0.0:
+            return shared
+        weight = own[arm].rounds / (own[arm].rounds + _TRUST)
+        return shared + weight * (own[arm].curve - shared)
 
     def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float]) -> list[float]:
         """The survival of every node of a proposal, given what the drafter says it is."""
@@ -144,7 +149,7 @@ class Record:
 
     def _of(self, key: Hashable, arm: int) -> _Own:
         if key not in self._own:
-            self._own[key] = [_Own(own.curve.copy(), min(own.rounds, _OWN / 2)) for own in self._arms]
+            self._own[key] = [_Own(own.curve) for own in self._arms]
         return self._own[key][arm]
 
 

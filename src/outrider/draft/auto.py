@@ -1,4 +1,4 @@
-"""Everything a model has to draft with, as arms the controller chooses among."""
+"""`auto`: everything a model has to draft with, as arms the controller chooses among round by round."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.config import SpeculationConfig
-from outrider.core import Arm
+from outrider.core import Arm, Batch, Drafts, Plan, Scores, Sequence, Verdict
+from outrider.draft.mixture import Member, MixtureDrafter
 from outrider.errors import InvalidParameter
 
-__all__ = ["arms_of", "resolve_auto"]
+__all__ = ["AutoDrafter", "arms_of", "resolve_auto"]
 
 _LOOKUPS = ("suffix", "ngram", "recycle")  # two of them know the same text
 _COMPANIONS = {  # what may come with a target, in the folder of that name
@@ -19,6 +20,7 @@ _COMPANIONS = {  # what may come with a target, in the folder of that name
     "medusa": SpeculationConfig("medusa", draft_tokens=32),
 }
 _MOST = 32  # nodes of an arm
+_DOZE = 24  # rounds after which a member that nobody asked no longer follows the text
 
 
 def resolve_auto(config: SpeculationConfig, directory: Path) -> SpeculationConfig:
@@ -28,14 +30,28 @@ def resolve_auto(config: SpeculationConfig, directory: Path) -> SpeculationConfi
     if config.nested():
         return config
     found = tuple(own for name, own in _COMPANIONS.items() if (directory / name / "config.json").exists())
+    if _same_tokens(directory, directory / "draft"):
+        found = tuple(_helped(own) if own.method == "draft_model" else own for own in found)
     names = ("suffix",) if found else ("suffix", "recycle")
     lookups = tuple(SpeculationConfig(name, draft_tokens=_MOST) for name in names)
-    return replace(config, options={**config.options, "members": (*lookups, *found)})
+    members = tuple(replace(own, draft_tokens=min(own.draft_tokens, config.draft_tokens)) for own in (*lookups, *found))
+    return replace(config, options={**config.options, "members": members})
+
+
+def _same_tokens(target: Path, draft: Path) -> bool:
+    paths = [folder / "tokenizer.json" for folder in (target, draft)]
+    return all(path.exists() for path in paths) and paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def _helped(model: SpeculationConfig) -> SpeculationConfig:
+    """A draft model that checks what a lookup guesses: the same tokens, sooner."""
+    levels = (SpeculationConfig("suffix", draft_tokens=_MOST), replace(model, draft_tokens=_MOST))
+    return SpeculationConfig("cascade", draft_tokens=model.draft_tokens, options={"levels": levels})
 
 
 def arms_of(members: Seq[SpeculationConfig]) -> list[Arm]:
     """Each member alone, and the suffix automaton beside each that is no lookup: its long copies, their good guesses."""
-    alone = [Arm(own.method, (i,), min(own.draft_tokens, _MOST)) for i, own in enumerate(members)]
+    alone = [Arm(own.method, (i,), min(own.draft_tokens, _MOST), tuple(own.methods())) for i, own in enumerate(members)]
     pairs = [
         Arm(f"{a.method}+{b.method}", (i, j), _MOST)
         for i, a in enumerate(members)
@@ -43,3 +59,68 @@ def arms_of(members: Seq[SpeculationConfig]) -> list[Arm]:
         if a.method == "suffix" and b.method not in _LOOKUPS
     ]
     return alone + pairs
+
+
+class AutoDrafter(MixtureDrafter):
+    """A mixture in which the plan says who is asked about each sequence, so that nobody else costs anything.
+
+    Members that read the target's hidden rows follow every round while they are in use. Not asked for a
+    while, they sleep: their sequences end for them, as when a sequence gives way, and begin again when they are asked.
+    """
+
+    def __init__(self, members: Seq[Member], arms: Seq[Arm]) -> None:
+        super().__init__(members)
+        self._arms = [frozenset(arm.members) for arm in arms]
+        self._reads = [bool(member.drafter.needs.taps) for member in members]
+        self._follows: list[set[Sequence]] = [set() for _ in members]  # sequences begun, by member
+        self._idle = [0] * len(members)  # rounds since anybody asked
+        self._asked: set[int] = set()
+        self._awake = list(range(len(members)))
+
+    def begin(self, seq: Sequence) -> None:
+        for m, idle in enumerate(self._idle):
+            if not self._reads[m] or idle <= _DOZE:
+                self._begin(m, seq)
+
+    def _begin(self, m: int, seq: Sequence) -> None:
+        self._members[m].drafter.begin(seq)
+        self._follows[m].add(seq)
+
+    def end(self, seq: Sequence) -> None:
+        self._last.pop(seq, None)
+        for member, own in zip(self._members, self._follows, strict=True):
+            if seq in own:
+                own.remove(seq)
+                member.drafter.end(seq)
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        arms = [self._arms[arm] if n else frozenset() for arm, n in zip(plan.arms, plan.lengths, strict=True)]
+        self._asked = {m for own in arms for m in own}
+        for m in self._asked:
+            self._idle[m] = 0
+            for seq in [seq for seq, own in zip(batch.sequences, arms, strict=True) if m in own]:
+                if seq not in self._follows[m]:
+                    self._begin(m, seq)
+        self._note_needs()
+        if len(self._asked) == 1:
+            return self._ask(next(iter(self._asked)), batch, plan)
+        return self._merged(batch, plan, arms)
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        self._judge(batch, verdicts)
+        for m, member in enumerate(self._members):
+            if m in self._asked or member.drafter.needs.scores or (self._reads[m] and self._follows[m]):
+                self._show(m, batch, drafts, verdicts, scores)
+            self._idle[m] += 1
+            if self._idle[m] > _DOZE and self._reads[m] and self._follows[m]:
+                for seq in self._follows[m]:
+                    member.drafter.end(seq)
+                self._follows[m].clear()
+        self._asked = set()
+        self._note_needs()
+
+    def _note_needs(self) -> None:
+        """Ask the engine only for what those awake read."""
+        awake = [m for m, own in enumerate(self._follows) if own or not self._reads[m]]
+        if awake != self._awake:
+            self._awake, self.needs = awake, self._needs_of(awake)

@@ -14,7 +14,7 @@ from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Ve
 from outrider.draft.protocol import Guess, Lookup
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Feed, Runner
-from outrider.sampling import Key, Row, Stream, draw, law, process, rank
+from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process, rank
 
 __all__ = ["CascadeDrafter", "ModelLevel"]
 
@@ -164,8 +164,6 @@ class ModelLevel:
             path = chain.path
             rows += [Row.at(chain.seq, [*path, *guess[:i]]) for i in range(len(guess) + 1)]
         logits = self._runner.logits(self._runner.forward(feeds).last, wanted)
-        if not bool(logits.isfinite().all()):
-            raise DrafterFault("a model's logits are not finite")
         out, first = [], 0
         for chain, guess in zip(chains, guesses, strict=True):
             own = slice(first, first + len(guess) + 1)
@@ -193,6 +191,7 @@ class ModelLevel:
 def _ranked(logits: Tensor, rows: Seq[Row], _seq: Sequence) -> _Chosen:
     """The choice at each row with the target's noise, and how sure it is."""
     best = rank(logits, rows, 1)
+    _check(best.tokens.min())
     return _Chosen(best.tokens[:, 0].tolist(), best.chances[:, 0].tolist(), [])
 
 
@@ -202,8 +201,14 @@ def _drawn_apart(logits: Tensor, rows: Seq[Row], seq: Sequence) -> _Chosen:
     for own, row in zip(logits, rows, strict=True):
         key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
         picked += draw(process(own, row)[None], None if row.params.greedy else [key])
+    _check(min(picked))
     laws = [law(own, row) for own, row in zip(logits, rows, strict=True)]
     return _Chosen(picked, [float(own[token]) for own, token in zip(laws, picked, strict=True)], laws)
+
+
+def _check(lowest: int) -> None:
+    if lowest == CORRUPTED:
+        raise DrafterFault("a model's logits are not finite")
 
 
 def _cut(chosen: _Chosen, guess: list[int]) -> _Chosen:

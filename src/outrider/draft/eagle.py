@@ -90,14 +90,15 @@ class EagleDrafter:
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         grow(growing, shape, self._catch_up, self._extend, self._sharpener)
         for own in growing:
-            self._states[own.seq].laws = own.laws
+            if own.laws:
+                self._states[own.seq].laws = own.laws
         return drafts_of(growing)
 
     def _sprout(self, seq: Sequence, planned: int) -> Growing:
         """An empty draft; without room where the newest token has no feature before it."""
-        size, state = len(seq.tokens), self._states[seq]
-        room = min(planned, self._head.config.shape.context - size) if size - 1 > state.first else 0
-        return Growing(seq, room, seq.pages, size)
+        size = len(seq.tokens)
+        able = planned > 0 and size - 1 > self._states[seq].first
+        return Growing(seq, min(planned, self._head.config.shape.context - size) if able else 0, seq.pages, size)
 
     def _catch_up(self, active: Seq[Growing]) -> Tensor:
         """Rows for all features the target has given since the last draft; the last one sees the newest token."""

@@ -110,8 +110,6 @@ def grow(growing: Seq[Growing], shape: TreeShape, start: Network, extend: Networ
         if not active:
             return
         logits = (extend if level else start)(active)
-        if not bool(logits.amax(-1).isfinite().all()):  # -inf is a token the draft has no say on
-            raise DrafterFault("the draft's logits are not finite")
         _branch(active, logits, shape.branch, sharpener)
         for own in active:
             own.narrow(shape.beam)
@@ -123,10 +121,13 @@ def _branch(active: Seq[Growing], logits: Tensor, branch: int, sharpener: Sharpe
     places = [(own, node, own.path(node)) for own in active for node in own.frontier]
     rows = [Row.at(own.seq, path) for own, _, path in places]
     ranked = rank(logits, rows, branch, [sharpener.temperature(row.params) for row in rows])
+    if ranked.tokens[:, 0].min() < 0:
+        raise DrafterFault("the draft's logits are not finite")
     for own in active:
         own.frontier = []
     for i, (own, node, path) in enumerate(places):
-        own.laws[tuple(path)] = Law(ranked.ids[i], ranked.logq[i], rows[i])
+        if not rows[i].params.greedy:
+            own.laws[tuple(path)] = Law(logits[i], rows[i])
         for token, chance in zip(ranked.tokens[i].tolist(), ranked.chances[i].tolist(), strict=True):
             own.put(node, token, chance)
 

@@ -104,7 +104,7 @@ class MedusaDrafter:
             ranked = rank(scores, rows, width, [self._sharpener.temperature(row.params, head) for row in rows])
             for i, (own, tokens, chances) in enumerate(zip(out, ranked.tokens.tolist(), ranked.chances.tolist(), strict=True)):
                 own.append(_Guess(tokens, chances))
-                self._laws.setdefault(sequences[i], []).append(Law(ranked.ids[i], ranked.logq[i], rows[i]))
+                self._laws.setdefault(sequences[i], []).append(Law(scores[i], rows[i]))
         return out
 
 

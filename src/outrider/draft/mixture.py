@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
@@ -58,26 +58,27 @@ class MixtureDrafter:
         merge: bool = True,
         splice: bool = True,
         enough: float = math.inf,
-        arms: Seq[Seq[int]] = (),
     ) -> None:
         if not members:
             raise InvalidParameter("members", "a mixture needs at least one")
         if not enough > 0:
             raise InvalidParameter("enough", f"must be positive, got {enough}")
-        needs = [member.drafter.needs for member in members]
-        self.needs = Needs(
-            taps=tuple(sorted({tap for own in needs for tap in own.taps})),
-            scores=any(own.scores for own in needs),
-            kv_bytes_per_token=sum(own.kv_bytes_per_token for own in needs),
-        )
         self._members = members
-        self._arms = [frozenset(arm) for arm in arms]  # members to ask, by the plan's arm; without a plan for it, all
-        self._everyone = frozenset(range(len(members)))
+        self.needs = self._needs_of(range(len(members)))
         self._merge = merge
         self._splice = splice and merge
         self._enough = enough
         self._record = Calibration(weight=6.0, memory=600.0)
         self._last: dict[Sequence, _Merged] = {}
+
+    def _needs_of(self, members: Iterable[int]) -> Needs:
+        """What these members need, and the KV of all."""
+        needs = [self._members[m].drafter.needs for m in members]
+        return Needs(
+            taps=tuple(sorted({tap for own in needs for tap in own.taps})),
+            scores=any(own.scores for own in needs),
+            kv_bytes_per_token=sum(member.drafter.needs.kv_bytes_per_token for member in self._members),
+        )
 
     def begin(self, seq: Sequence) -> None:
         for member in self._members:
@@ -90,22 +91,36 @@ class MixtureDrafter:
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Judge what every member said by the text that came, and let them see the round."""
+        self._judge(batch, verdicts)
+        for m in range(len(self._members)):
+            self._show(m, batch, drafts, verdicts, scores)
+
+    def _judge(self, batch: Batch, verdicts: list[Verdict]) -> None:
+        if not self._last:
+            return
         for seq, verdict in zip(batch.sequences, verdicts, strict=True):
             merged = self._last.pop(seq, None)
             if merged is not None and seq.finish_reason is None:
                 for node, true in came_true(merged.tokens, merged.parents, verdict.tokens):
                     self._record.record(merged.kind(node), true)
                     self._record.record(merged.stance(node), true)
-        for member in self._members:
-            wanted = member.drafter.needs.taps
-            own = replace(scores, taps=_columns(scores.taps, self.needs.taps, wanted) if wanted else None)
-            member.drafter.commit(batch, drafts, verdicts, own)
+
+    def _show(self, m: int, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        """Let a member see the round, with the taps it asked for."""
+        drafter = self._members[m].drafter
+        wanted = drafter.needs.taps
+        if wanted != self.needs.taps:
+            scores = replace(scores, taps=_columns(scores.taps, self.needs.taps, wanted) if wanted else None)
+        drafter.commit(batch, drafts, verdicts, scores)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         if plan.rule != "match":
             return self._ask(0, batch, plan)
+        return self._merged(batch, plan, [frozenset(range(len(self._members)))] * len(batch.sequences))
+
+    def _merged(self, batch: Batch, plan: Plan, asked: Seq[frozenset[int]]) -> Drafts:
+        """One draft for each sequence from what the members asked about it say."""
         merged = [_Merged(len(self._members), seq.request.params.greedy) for seq in batch.sequences]
-        asked = [self._arms[arm] for arm in plan.arms] if self._arms and plan.arms else [self._everyone] * len(merged)
         open_ = list(plan.lengths)
         for m in range(len(self._members)):
             lengths = tuple(n if m in own else 0 for n, own in zip(open_, asked, strict=True))

@@ -170,12 +170,12 @@ def _mixture(context: DraftContext) -> Drafter:
 
 
 def _auto(context: DraftContext) -> Drafter:
-    from outrider.draft.auto import arms_of
-    from outrider.draft.mixture import Member, MixtureDrafter
+    from outrider.draft.auto import AutoDrafter, arms_of
+    from outrider.draft.mixture import Member
 
     configs = context.config.nested()
     members = [Member(build_drafter(replace(context, config=own)), own.draft_tokens) for own in configs]
-    return MixtureDrafter(members, arms=[arm.members for arm in arms_of(configs)])
+    return AutoDrafter(members, arms_of(configs))
 
 
 _FACTORIES: dict[str, Factory] = {

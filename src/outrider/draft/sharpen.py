@@ -32,11 +32,15 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Law(NamedTuple):
-    """The draft's law at a node before sharpening, most probable tokens first."""
+    """The draft's law at a node before sharpening: raw logits over the target's ids, and where they speak."""
 
-    ids: npt.NDArray[np.int64]  # (m,) the target's ids
-    logq: _Floats  # (m,)
+    logits: Tensor  # (V,)
     row: Row
+
+    def best(self) -> tuple[Tensor, _Floats]:
+        """The most probable tokens and their log probabilities."""
+        logq, ids = torch.log_softmax(process(self.logits, self.row), -1).topk(min(_TOKENS, len(self.logits)))
+        return ids, logq.double().numpy()
 
 
 @dataclass(slots=True)
@@ -81,8 +85,9 @@ class Sharpener:
             record = self._records.setdefault(self._class(law.row.params, len(path)), _Record())
             record.rounds += 1
             if record.seen < _YOUNG or record.rounds % _RARELY == 0:
-                logp = torch.log_softmax(process(logits, law.row), -1)[torch.from_numpy(law.ids[:_TOKENS])].double().numpy()
-                record.right = record.right * _MEMORY + self._worth(law.logq[:_TOKENS], logp)
+                ids, logq = law.best()
+                logp = torch.log_softmax(process(logits, law.row), -1)[ids].double().numpy()
+                record.right = record.right * _MEMORY + self._worth(logq, logp)
                 record.weight = record.weight * _MEMORY + 1.0
                 record.seen += 1
 

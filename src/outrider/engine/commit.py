@@ -9,7 +9,7 @@ import torch
 
 from outrider.cache import KVPool
 from outrider.core import Batch, Scores, Sequence, Verdict
-from outrider.engine.outputs import CompletionOutput, StreamPiece, Timings
+from outrider.engine.outputs import CompletionOutput, Run, StreamPiece, Timings
 from outrider.sampling import CORRUPTED, Logprob, logprobs_of
 from outrider.text import StopStrings, TextStream, Tokenizer
 
@@ -38,9 +38,13 @@ class Writer:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)  # one for each round that emitted
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache at the start
     submitted: float = field(default_factory=perf_counter)
+    started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    _runs_sent: int = 0
     _stream: TextStream | None = None
     _stops: StopStrings = field(default_factory=lambda: StopStrings(()))
 
@@ -99,15 +103,21 @@ class Writer:
         """Whether something happened since the last piece."""
         return self.sent < len(self.from_draft) or self.seq.finish_reason is not None
 
+    def start(self) -> None:
+        """Note when it was first admitted, and what the prefix cache held of it."""
+        if not self.started:
+            self.started, self.cached_tokens = perf_counter(), self.seq.cached
+
     def piece(self) -> StreamPiece:
         """What is new since the last piece, held back where a stop string may still begin."""
         done, whole = self.seq.finish_reason is not None, self.text
         safe = len(whole) if done else max(self._stops.safe(whole), self.shown)
         text, self.shown = whole[self.shown : safe], safe
         tokens = self.seq.tokens[self.seq.prompt_len + self.sent :]
-        guessed = self.from_draft[self.sent :]
+        guessed, logprobs = self.from_draft[self.sent :], self.logprobs[self.sent :]
         self.sent = len(self.from_draft)
-        return StreamPiece(self.seq.request.index, text, tokens, guessed, self.output() if done else None)
+        runs, self._runs_sent = self.runs[self._runs_sent :], len(self.runs)
+        return StreamPiece(self.seq.request.index, text, tokens, guessed, self.output() if done else None, runs, logprobs)
 
     def output(self) -> CompletionOutput:
         """The finished output."""
@@ -130,7 +140,10 @@ class Writer:
                 first_token_s=self.first_token - self.submitted,
                 total_s=self.last_token - self.submitted,
                 decode_tokens_per_s=(len(tokens) - 1) / decode if decode > 0 else 0.0,
+                queued_s=max(self.started - self.submitted, 0.0),
             ),
+            runs=self.runs,
+            cached_tokens=self.cached_tokens,
         )
 
 

@@ -9,11 +9,13 @@ from time import perf_counter
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
 from outrider.control import Load, Policy, RoundStats
-from outrider.core import Batch, Drafts, Request, Scores, Sequence, Verdict
+from outrider.core import Batch, Drafts, Plan, Request, Scores, Sequence, Verdict
 from outrider.draft import Drafter
 from outrider.engine.commit import Settled, Writer, advance, note_prompt, settle_kv
 from outrider.engine.guard import GuardedDrafter
+from outrider.engine.outputs import Run
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.tally import Tally
 from outrider.model import Runner
 from outrider.text import Tokenizer
 from outrider.verify import verify
@@ -36,6 +38,7 @@ class Engine:
         self.context = config.max_model_len or runner.decoder.config.context
         self.pages = PageTable(runner.pool.pages - 1, config.page_size)
         self.scheduler = Scheduler(self.pages, config)
+        self.tally = Tally()
         self._writers: dict[Sequence, Writer] = {}
         self._suspects: set[Sequence] = set()  # sequences whose forward failed once
 
@@ -63,6 +66,7 @@ class Engine:
         for seq in stopped:
             self.drafter.end(seq)
         for seq in started:
+            self._writers[seq].start()
             self.drafter.begin(seq)
         if self._suspects:
             batch = self._one_suspect(batch)
@@ -82,10 +86,11 @@ class Engine:
         scored = perf_counter()
         self._suspects.difference_update(batch.sequences)
         verdicts = verify(drafts, scores, batch, plan)
-        settled = self._commit(batch, writers, drafts, verdicts, scores)
+        settled = self._commit(batch, writers, drafts, verdicts, scores, plan)
         drafted = [own.drafted for own in settled]
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
-        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposed - begun, scored - chosen))
+        proposal, forward, rest = proposed - begun, scored - chosen, perf_counter() - scored + chosen - proposed
+        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, rest))
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
 
     def _load(self, batch: Batch) -> Load:
@@ -106,7 +111,7 @@ class Engine:
         return 0 if self._suspects else max(room, 0)
 
     def _commit(
-        self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: list[Verdict], scores: Scores
+        self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: list[Verdict], scores: Scores, plan: Plan
     ) -> list[Settled]:
         trees = drafts.on_host()
         settled = []
@@ -119,9 +124,16 @@ class Engine:
                 settled.append(Settled())
                 continue
             rows = [root, *(root + 1 + node for node in verdicts[b].path)]
+            before = writer.last_token
             own = advance(writer, verdicts[b].tokens, rows, scores)
             own.drafted = len(trees[b].parents)
-            seq.stats.record(_depths(trees[b].parents), own.accepted, own.kept)
+            depths = _depths(trees[b].parents)
+            seq.stats.record(depths, own.accepted, own.kept)
+            source = self.policy.arms[plan.arms[b]].name if depths and plan.arms else seq.stats.method
+            writer.runs.append(Run(source, own.accepted, own.kept))
+            self.tally.record(source, depths, own.accepted, own.kept)
+            if before and own.kept:
+                self.tally.note_gap((writer.last_token - before) / own.kept, own.kept)
             settled.append(own)
         settle_kv(self.runner.pool, batch, verdicts, settled)
         self.drafter.commit(batch, drafts, verdicts, scores)

@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.cache import KVPool
 from outrider.config import EngineConfig, RequestSpeculation, SpeculationConfig
-from outrider.control import Adaptive, Costs, FixedLength, Policy
+from outrider.control import Adaptive, Costs, FixedLength, Policy, Survey
 from outrider.core import Request
 from outrider.draft import DraftContext, build_drafter, check_method
 from outrider.draft.auto import arms_of, resolve_auto
@@ -35,6 +35,7 @@ __all__ = ["LLM"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 _KV_SHARE_OF_MEMORY = 0.25
+_SURVEYED, _SURVEY_PROMPT = 8, 64  # sequences and prompt tokens with which costs are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,29 @@ class LLM:
         self._costs_path = costs_path(self.directory, runner)
         atexit.register(_save_costs, weakref.ref(self))
         return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
+
+    def measure_costs(self) -> None:
+        """Time forwards and proposals of all sizes now, in a second or two, instead of learning them in service."""
+        policy = self.engine.policy
+        if not isinstance(policy, Adaptive):
+            return
+        for batch in (1, min(_SURVEYED, self.engine.scheduler.most)):
+            survey = Survey(policy.arms, policy.costs, forwards=batch == 1)
+            length = min(_SURVEY_PROMPT, self.max_model_len - survey.rounds)
+            if length <= 0 or self.engine.has_work:
+                return
+            params = SamplingParams(temperature=0.8, seed=0, max_tokens=survey.rounds, ignore_eos=True)
+            prompts = [[(i * 7919 + b) % self.config.vocab for i in range(length)] for b in range(batch)]
+            writers = [own for prompt in prompts for own in self._submit(self._prepare(prompt, params, "survey"))]
+            self.engine.policy = survey
+            try:
+                while self.engine.has_work and not survey.done:
+                    self.engine.round()
+            finally:
+                self.engine.policy = policy
+                for writer in writers:
+                    self.engine.abort(writer)
+        self.save_costs()
 
     def save_costs(self) -> None:
         """Keep what was measured for the next start on this machine."""
@@ -187,7 +211,22 @@ class LLM:
             return replace(asked, enabled=False)
         return replace(asked, method=None) if asked.method == self.speculation.method else asked
 
+    def requests(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        speculation: bool | Mapping[str, Any] | RequestSpeculation | None = None,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> tuple[list[Request], str]:
+        """One checked request for each sample and the method that drafts for them, as an EngineThread takes them."""
+        return self._requests(self._prepare(prompt, params, tenant), self._asked(speculation), priority)
+
     def _submit(self, prepared: _Prepared, asked: RequestSpeculation = RequestSpeculation()) -> list[Writer]:  # noqa: B008 (frozen)
+        requests, method = self._requests(prepared, asked)
+        return [self.engine.submit(request, method) for request in requests]
+
+    def _requests(self, prepared: _Prepared, asked: RequestSpeculation, priority: int = 0) -> tuple[list[Request], str]:
         params, name = prepared.params, f"request-{next(self._ids)}"
         request = Request(
             id=name,
@@ -198,11 +237,12 @@ class LLM:
             max_tokens=self.max_model_len - len(prepared.ids) if params.max_tokens is None else params.max_tokens,
             speculate=asked.enabled,
             tenant=prepared.tenant,
+            priority=priority,
             method=asked.method,
             draft_tokens=asked.draft_tokens,
         )
         method = (asked.method or self.speculation.method) if asked.enabled else "none"
-        return [self.engine.submit(replace(request, index=index), method) for index in range(params.n)]
+        return [replace(request, index=index) for index in range(params.n)], method
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, tenant: str | None = None) -> _Prepared:
         text = prompt if isinstance(prompt, str) else None

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.sampling import Logprob
 
-__all__ = ["CompletionOutput", "RequestOutput", "StreamPiece", "Timings"]
+__all__ = ["CompletionOutput", "RequestOutput", "Run", "StreamPiece", "Timings", "sources_of"]
+
+
+class Run(NamedTuple):
+    """The tokens of one round: the first `guessed` of `kept` came from a drafter, the rest from the target."""
+
+    source: str
+    guessed: int
+    kept: int
+
+
+def sources_of(runs: Sequence[Run]) -> list[tuple[str, int | None]]:
+    """For every token who guessed it and at which depth of the draft; the target's own have none."""
+    out: list[tuple[str, int | None]] = []
+    for source, guessed, kept in runs:
+        out += [(source, depth) for depth in range(guessed)]
+        out += [("target", None)] * (kept - guessed)
+    return out
 
 
 @dataclass(slots=True)
@@ -17,6 +35,7 @@ class Timings:
     first_token_s: float = 0.0
     total_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    queued_s: float = 0.0  # until it was first admitted
 
 
 @dataclass(slots=True)
@@ -34,6 +53,8 @@ class CompletionOutput:
     from_draft: list[bool] = field(default_factory=list)  # per token: guessed by the drafter?
     speculation: dict[str, Any] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
+    runs: list[Run] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 @dataclass(slots=True)
@@ -56,3 +77,5 @@ class StreamPiece:
     token_ids: list[int]
     from_draft: list[bool]
     output: CompletionOutput | None = None
+    runs: list[Run] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)

@@ -46,6 +46,11 @@ class Scheduler:
         self._arrivals = count()
 
     @property
+    def most(self) -> int:
+        """Sequences that may run at once."""
+        return self._config.max_num_seqs
+
+    @property
     def running(self) -> list[Sequence]:
         return self._running
 

@@ -7,13 +7,16 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from outrider.core import Request, Sequence
 from outrider.engine.commit import Writer
 from outrider.engine.engine import Engine
+from outrider.engine.heartbeat import Heartbeat
 from outrider.engine.outputs import StreamPiece
 from outrider.errors import EngineDead, OutriderError
 
@@ -21,19 +24,22 @@ __all__ = ["EngineThread", "Job"]
 
 _log = logging.getLogger("outrider")
 News = StreamPiece | OutriderError
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
 class Job:
     """The samples of one request on their way through the engine.
 
-    News comes through `tell`, called on the engine's thread, or is kept for `pieces` to read.
+    News comes through `tell`, called on the engine's thread, or is kept for `pieces` to read. Where `wants`
+    says no, tokens wait for a later piece; the last piece always comes.
     """
 
     requests: Seq[Request]
     method: str
     tell: Callable[[News], None]
     inbox: queue.SimpleQueue[News] | None = None
+    wants: Callable[[Writer], bool] | None = None
     writers: list[Writer] = field(default_factory=list)
 
     def pieces(self) -> Iterator[StreamPiece]:
@@ -58,6 +64,7 @@ class EngineThread:
         self._door = threading.Lock()
         self._open = True
         self._jobs: dict[Sequence, Job] = {}
+        self._heartbeat = Heartbeat(engine)
         self._thread = threading.Thread(target=self._live, name="outrider-engine", daemon=True)
         self._thread.start()
 
@@ -65,10 +72,16 @@ class EngineThread:
     def alive(self) -> bool:
         return self._open
 
-    def submit(self, requests: Seq[Request], method: str, tell: Callable[[News], None] | None = None) -> Job:
+    def submit(
+        self,
+        requests: Seq[Request],
+        method: str,
+        tell: Callable[[News], None] | None = None,
+        wants: Callable[[Writer], bool] | None = None,
+    ) -> Job:
         """Queue the samples of one request. Without `tell`, read them with `Job.pieces`."""
         inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
-        job = Job(requests, method, tell or inbox.put, None if tell else inbox)
+        job = Job(requests, method, tell or inbox.put, None if tell else inbox, wants)
         with self._door:
             if not self._open:
                 raise self._stopped()
@@ -78,6 +91,20 @@ class EngineThread:
     def abort(self, job: Job) -> None:
         """End a job's samples before the next round; each tells its last piece."""
         self._calls.put(partial(self._abort, job))
+
+    def ask(self, question: Callable[[Engine], T]) -> Future[T]:
+        """Have a question answered on the engine's thread, between two rounds."""
+        answer: Future[T] = Future()
+
+        def reply() -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(question(self.engine))
+
+        with self._door:
+            if not self._open:
+                raise self._stopped()
+            self._calls.put(reply)
+        return answer
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Abort what runs and end the thread."""
@@ -90,6 +117,7 @@ class EngineThread:
                 if self.engine.has_work:
                     for writer in self.engine.round():
                         self._tell(writer)
+                    self._heartbeat.beat()
         except BaseException as error:
             self.error = error
             _log.critical("the engine's thread died", exc_info=error)
@@ -129,6 +157,8 @@ class EngineThread:
         job = self._jobs[writer.seq]
         if writer.seq.finish_reason is not None:
             del self._jobs[writer.seq]
+        elif job.wants is not None and not job.wants(writer):
+            return
         try:
             job.tell(writer.piece())
         except Exception:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -51,6 +53,10 @@ _WIDEST_HEAD = 512  # kWidest in core.cpp
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
 
+_WORTH_THREADS = 1 << 18  # logits to choose among
+
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -111,6 +117,10 @@ class Core:
         self.read.restype, self.read.argtypes = _float, [_pointer, _int, _int]
         self.forward = library.outrider_forward
         self.forward.argtypes = [_pointer, _pointer]
+        self._draw = library.outrider_draw
+        self._draw.argtypes = [_pointer, _int, _int, *[_pointer] * 4, _int]
+        self._rank = library.outrider_rank
+        self._rank.argtypes = [_pointer, _int, _int, *[_pointer] * 3, _int, _pointer, _pointer, _int]
 
     def take_threads(self) -> None:
         """Use as many threads as torch was given, and leave torch one.
@@ -121,6 +131,28 @@ class Core:
         if (given := torch.get_num_threads()) > 1:
             self.threads = given
             torch.set_num_threads(1)
+
+    def draw(self, logits: Tensor, temperatures: Floats, keys: Words, words: Words) -> list[int]:
+        """The choice in each row of logits (N, V), -1 where there is none; temperature 0 is greedy."""
+        logits, (rows, vocab) = logits.contiguous(), logits.shape
+        chosen = np.empty(rows, np.int64)
+        places = (temperatures.ctypes.data, keys.ctypes.data, words.ctypes.data, chosen.ctypes.data)
+        self._draw(logits.data_ptr(), rows, vocab, *places, self._worth_threads(rows, vocab))
+        return chosen.tolist()
+
+    def rank(
+        self, logits: Tensor, divisors: Floats, keys: Words, words: Words, best: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """The likeliest choices in each row (N, best) and their chances, to a few digits; divisor 0 is greedy."""
+        logits, (rows, vocab) = logits.contiguous(), logits.shape
+        tokens, chances = np.empty((rows, best), np.int64), np.empty((rows, best))
+        given = (divisors.ctypes.data, keys.ctypes.data, words.ctypes.data)
+        found = (tokens.ctypes.data, chances.ctypes.data)
+        self._rank(logits.data_ptr(), rows, vocab, *given, best, *found, self._worth_threads(rows, vocab))
+        return tokens, chances
+
+    def _worth_threads(self, rows: int, vocab: int) -> int:
+        return min(self.threads, rows) if rows * vocab > _WORTH_THREADS else 1
 
 
 @lru_cache(maxsize=2)

@@ -8,143 +8,134 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outrider.ops import Core, serving_ops
 from outrider.sampling.distribution import Row, process
-from outrider.sampling.noise import Key, bits, bits_at, gumbel, keys_of
+from outrider.sampling.noise import Key, bits, gumbel, keys_of, token_words
 
 __all__ = ["CORRUPTED", "Ranked", "choose", "draw", "rank"]
 
-_CONSIDERED = 128  # tokens a drafter's ranking looks at
 CORRUPTED = -1  # returned where the logits hold NaN or leave nothing to choose
+_Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """The chosen token of every row. logits (N, V) float32 on the CPU, raw; they are not changed."""
-    out = [CORRUPTED] * len(rows)
-    greedy = [i for i, row in enumerate(rows) if row.params.greedy]
-    sampled = [i for i, row in enumerate(rows) if not row.params.greedy]
-    for group, with_noise in ((greedy, False), (sampled, True)):
-        if not group:
-            continue
-        law = _processed(logits, rows, group)
-        keys = [Key(rows[i].seed, rows[i].position, rows[i].sample) for i in group] if with_noise else None
-        for i, token in zip(group, draw(law, keys), strict=True):
-            out[i] = token
-    return out
+    law, temperatures = _processed(logits, rows)
+    return _drawn(law, temperatures, [Key(row.seed, row.position, row.sample) for row in rows])
 
 
 def draw(law: Tensor, keys: Sequence[Key] | None) -> list[int]:
     """Gumbel-max over processed logits (N, V); no keys means no noise. Ties go to the lowest id."""
-    array = law.numpy()
+    return _drawn(law, [0.0 if keys is None else 1.0] * len(law), keys or ())
+
+
+class Ranked(NamedTuple):
+    """The likeliest choices of each row, best first, and how likely each is to be the choice."""
+
+    tokens: npt.NDArray[np.int64]  # (N, k); CORRUPTED where the row leaves nothing to choose
+    chances: npt.NDArray[np.float64]  # (N, k)
+
+
+def rank(logits: Tensor, rows: Sequence[Row], count: int, sharpness: Sequence[float] | None = None) -> Ranked:
+    """What a drafter should guess: the `count` largest of log q + the target's own noise.
+
+    `sharpness` divides the log q of each row that is sampled before the noise comes in.
+
+    The chances are the softmax of the noisy scores: the noise is known, so what is left in doubt is how
+    far q is from the target's law.
+    """
+    law, temperatures = _processed(logits, rows)
+    divisors = np.array(temperatures, np.float32)
+    if sharpness is not None:
+        divisors *= np.array(sharpness, np.float32)
+    count = min(count, law.shape[1])
+    words = _words([Key(row.seed, row.position, row.sample) for row in rows], temperatures)
+    core = choosing_core()
+    if core is None or law.dtype != torch.float32:
+        return _rank_slowly(law, divisors, words, count)
+    return Ranked(*core.rank(law, divisors, words, token_words(law.shape[1]), count))
+
+
+@lru_cache(maxsize=1)
+def choosing_core() -> Core | None:
+    """The native core, where it serves."""
+    return serving_ops().core
+
+
+def _processed(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[float]]:
+    """Logits with every parameter applied but the temperature, and that; it is applied, so 1, in rows that are truncated."""
+    temperatures = [0.0 if row.params.greedy else row.params.temperature for row in rows]
+    special = [i for i, row in enumerate(rows) if row.params.adjusts or row.params.truncates]
+    if special:
+        raw, logits = logits, logits.clone()
+        for i in special:
+            logits[i] = process(raw[i], rows[i])
+            temperatures[i] = 1.0 if temperatures[i] else 0.0
+    return logits, temperatures
+
+
+def _words(keys: Sequence[Key], temperatures: Sequence[float]) -> Words:
+    """The keys' words; where no row needs noise, none are computed."""
+    return keys_of(keys) if any(temperatures) else np.zeros((len(temperatures), 2), np.uint32)
+
+
+def _drawn(logits: Tensor, temperatures: Sequence[float], keys: Sequence[Key]) -> list[int]:
+    words, core = _words(keys, temperatures), choosing_core()
+    divisors = np.array(temperatures, np.float32)
+    if core is not None and logits.dtype == torch.float32:
+        return core.draw(logits, divisors, words, token_words(logits.shape[1]))
+    return _draw_slowly(logits, divisors, words)
+
+
+def _draw_slowly(logits: Tensor, divisors: _Floats, words: Words) -> list[int]:
+    """Without the native core; the core gives the same tokens."""
+    array, noisy = logits.numpy(), divisors > 0
+    if (divisors[noisy] != 1.0).any():
+        array = array / np.where(noisy, divisors, np.float32(1.0))[:, None]
     best = array.argmax(axis=1)  # numpy promises the first of equals; a NaN counts as largest
     top = array[np.arange(len(best)), best]
     sound = np.isfinite(top)
-    if keys is not None and sound.all():
-        best = _noisy_argmax(array, best, top, keys)
-    elif keys is not None:
-        kept = [key for key, good in zip(keys, sound, strict=True) if good]
-        best[sound] = _noisy_argmax(array[sound], best[sound], top[sound], kept)
+    drawn = noisy & sound
+    if drawn.any():
+        best[drawn] = _noisy_argmax(array[drawn], best[drawn], top[drawn], words[drawn])
     return [int(token) if good else CORRUPTED for token, good in zip(best, sound, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """The likeliest choices of each row, best first, and how likely each is to be the choice."""
-
-    tokens: npt.NDArray[np.int64]  # (N, k)
-    chances: npt.NDArray[np.float64]  # (N, k)
-    ids: npt.NDArray[np.int64]  # (N, m) the tokens looked at, most probable first
-    logq: npt.NDArray[np.float64]  # (N, m) their log probabilities before sharpening
-
-
-def rank(logits: Tensor, rows: Sequence[Row], count: int, temperatures: Sequence[float] | None = None) -> Ranked:
-    """What a drafter should guess: the `count` largest of log q + the target's own noise.
-
-    `temperatures` sharpen (or flatten) the q of each row that is sampled before the noise comes in.
-
-    Looked at are the most probable tokens of each row and the one that wins among all: the others are
-    rarely the choice. The chances are the softmax of the noisy scores: the noise is known, so what is
-    left in doubt is how far q is from the target's law.
-    """
-    law = _processed(logits, rows, list(range(len(rows)))) if _alike(rows) else _one_by_one(logits, rows)
-    law = torch.log_softmax(law, -1)
-    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
-    kept, ids = torch.topk(law, min(max(_CONSIDERED if noisy else 1, count), law.shape[1]), dim=-1)
-    tokens, logq = ids.numpy(), kept.double().numpy()
-    if not noisy:  # the most probable is the choice, if q is the target's law
-        return Ranked(tokens[:, :count], np.exp(logq[:, :count]), tokens, logq)
-    divisors = np.array([1.0 if temperatures is None else temperatures[i] for i in noisy])
-    candidates, scores = _with_noise(law, (tokens, logq.copy()), noisy, divisors, rows)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    chances = weights / weights.sum(axis=1, keepdims=True)
-    return Ranked(np.take_along_axis(candidates, order, 1), np.take_along_axis(chances, order, 1), tokens, logq)
+def _rank_slowly(logits: Tensor, divisors: _Floats, words: Words, count: int) -> Ranked:
+    """Without the native core. exp(law + g) is exp(law) / -log1p(-v), v the uniform number behind the noise g."""
+    array, noisy = logits.numpy(), divisors > 0
+    scaled = array / np.where(noisy, divisors, np.float32(1.0))[:, None]
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+    if noisy.any():
+        v = np.minimum((bits(words[noisy], array.shape[1]) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1.0 - 2.0**-24))
+        weights[noisy] /= -np.log1p(-v)
+    order = np.argsort(-weights, axis=1, kind="stable")[:, :count]
+    chances = np.take_along_axis(weights, order, 1).astype(np.float64) / weights.sum(axis=1, keepdims=True)
+    sound = np.isfinite(array.max(axis=1, keepdims=True))
+    return Ranked(np.where(sound, order, CORRUPTED), chances)
 
 
-_Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
-
-
-def _with_noise(law: Tensor, best: _Scored, noisy: list[int], divisors: npt.NDArray[np.float64], rows: Sequence[Row]) -> _Scored:
-    """Candidates and scores with noise in the noisy rows, and one column more: the winner among all tokens.
-
-    A winner that is a candidate already scores -inf there.
-    """
-    keys = [Key(rows[i].seed, rows[i].position, rows[i].sample) for i in noisy]
-    words, vocab = keys_of(keys), law.shape[1]
-    own = law if len(noisy) == len(rows) else law[noisy]
-    sharp = own if (divisors == 1.0).all() else own / torch.from_numpy(divisors).float()[:, None]
-    winners = np.array(draw(sharp, keys))[:, None].clip(0)
-    tokens = np.concatenate((best[0], best[0][:, :1]), 1)
-    scores = np.concatenate((best[1], np.full((len(rows), 1), -np.inf)), 1)
-    fresh = ~(best[0][noisy] == winners).any(1)
-    tokens[noisy, -1] = winners[:, 0]
-    scores[noisy, -1] = np.where(fresh, np.take_along_axis(own.numpy(), winners, 1)[:, 0], -np.inf)
-    scores[noisy] = scores[noisy] / divisors[:, None] + gumbel(bits_at(words, tokens[noisy], vocab))
-    return tokens, scores
-
-
-def _alike(rows: Sequence[Row]) -> bool:
-    return all(row.params.greedy == rows[0].params.greedy for row in rows)
-
-
-def _one_by_one(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    return torch.stack([process(own, row) for own, row in zip(logits, rows, strict=True)])
-
-
-def _processed(logits: Tensor, rows: Sequence[Row], group: list[int]) -> Tensor:
-    """Rows of the group, processed; rows of equal plain parameters are handled in one sweep."""
-    picked = logits if len(group) == len(rows) else logits[group]
-    special = [j for j, i in enumerate(group) if rows[i].params.adjusts or rows[i].params.truncates]
-    if not special and rows[group[0]].params.greedy:
-        return picked
-    if rows[group[0]].params.greedy:
-        out = picked.clone()
-    else:
-        temperature = torch.tensor([rows[i].params.temperature for i in group])
-        out = picked / temperature[:, None]
-    for j in special:
-        out[j] = process(picked[j], rows[group[j]])
-    return out
-
-
-_Floats = npt.NDArray[np.float32]
 _LOG_2_32_AND_MARGIN = math.log(2.0**32 * 1.001)
 
 
-def _noisy_argmax(law: _Floats, best: npt.NDArray[np.int64], top: _Floats, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
+def _noisy_argmax(law: _Floats, best: npt.NDArray[np.int64], top: _Floats, keys: Words) -> npt.NDArray[np.int64]:
     """argmax of law + noise, evaluating the noise only where it can matter.
 
     The most probable token scores top + g(best). Another token i beats that only if
     g_i > top - law_i + g(best), and g_i > x implies v_i < exp(-x). That needs one comparison
     with the raw bits and leaves a handful of tokens per row, whose scores are then exact.
     """
-    words = bits(keys_of(keys), law.shape[1])
+    words = bits(keys, law.shape[1])
     index = np.arange(len(best))
     floor = gumbel(words[index, best])
     # bits < 2^32 exp(law - top - floor), with a margin for the rounding of exp, of the float32 bits and of the shift

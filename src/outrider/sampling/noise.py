@@ -15,7 +15,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "Key", "Stream", "bits", "bits_at", "bits_torch", "gumbel", "keys_of", "uniform"]
+__all__ = [
+    "GUMBEL_MAX",
+    "GUMBEL_MIN",
+    "Key",
+    "Stream",
+    "bits",
+    "bits_torch",
+    "gumbel",
+    "keys_of",
+    "token_words",
+    "uniform",
+]
 
 Words = npt.NDArray[np.uint32]
 
@@ -55,7 +66,7 @@ def keys_of(keys: Sequence[Key]) -> Words:
 
 def bits(keys: Words, vocab: int) -> Words:
     """32 random bits for every (key, token), (rows, vocab)."""
-    return _mix(np.bitwise_xor(keys[:, :1], _token_words(vocab)), keys)
+    return _mix(np.bitwise_xor(keys[:, :1], token_words(vocab)), keys)
 
 
 def _mix(x: Words, keys: Words) -> Words:
@@ -68,15 +79,10 @@ def _mix(x: Words, keys: Words) -> Words:
     return x
 
 
-def bits_at(keys: Words, tokens: npt.NDArray[np.int64], vocab: int) -> Words:
-    """The same bits as `bits`, for chosen tokens of each key, (rows, chosen)."""
-    return _mix(np.bitwise_xor(keys[:, :1], _token_words(vocab)[tokens]), keys)
-
-
 def bits_torch(keys: Words, vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """The same bits as `bits`, as int64 on any device."""
     k = torch.from_numpy(keys.astype(np.int64)).to(device)
-    x = torch.from_numpy(_token_words(vocab).astype(np.int64)).to(device) ^ k[:, :1]
+    x = torch.from_numpy(token_words(vocab).astype(np.int64)).to(device) ^ k[:, :1]
     x = (x * (k[:, 1:] | 1)) & _MASK
     for shift, multiplier in _MIXING:
         x = ((x ^ (x >> shift)) * multiplier) & _MASK
@@ -95,7 +101,7 @@ def uniform(key: Key) -> float:
 
 
 @lru_cache(maxsize=8)
-def _token_words(vocab: int) -> Words:
+def token_words(vocab: int) -> Words:
     """A fixed random-looking word per token id, so that keys need not break up runs of ids.
 
     Every step is one-to-one: two tokens of equal words would share their noise for ever, and

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 
 #include "attention.h"
+#include "choice.h"
 #include "threads.h"
 
 namespace outrider {
@@ -432,6 +433,31 @@ OUTRIDER_API int32_t outrider_forward(const StackSpec* stack, const ForwardSpec*
     return 0;
 }
 
+// A team's run, or one thread's without waking anybody.
+template <class Body>
+void run_alone_or(int64_t threads, const Body& body) {
+    if (threads > 1) return team().run(static_cast<int>(threads), body);
+    body(0, 1);
+}
+
+// For each of `rows` rows of logits its choice, or -1; temperature 0 is greedy.
+OUTRIDER_API void outrider_draw(const float* logits, int64_t rows, int64_t vocab, const float* temperatures, const NoiseKey* keys,
+                                const uint32_t* words, int64_t* chosen, int64_t threads) {
+    run_alone_or(threads, [&](int thread, int all) {
+        for (int64_t r = thread; r < rows; r += all)
+            chosen[r] = draw_row(logits + r * vocab, static_cast<int>(vocab), temperatures[r], keys[r], words);
+    });
+}
+
+// For each row its `best` likeliest choices and their chances. Logits are divided by the row's divisor; 0 is greedy.
+OUTRIDER_API void outrider_rank(const float* logits, int64_t rows, int64_t vocab, const float* divisors, const NoiseKey* keys,
+                                const uint32_t* words, int64_t best, int64_t* tokens, double* chances, int64_t threads) {
+    run_alone_or(threads, [&](int thread, int all) {
+        static thread_local std::vector<float> weight;
+        for (int64_t r = thread; r < rows; r += all)
+            rank_row(logits + r * vocab, static_cast<int>(vocab), divisors[r], keys[r], words, static_cast<int>(best), weight, tokens + r * best, chances + r * best);
+    });
+}
 
 // Reads memory as a forward reads weights, for measuring bandwidth. The sum keeps the reads from vanishing.
 OUTRIDER_API double outrider_read(const float* memory, int64_t bytes, int64_t threads) {

@@ -43,6 +43,14 @@ inline void store_words(void* p, Words a) { _mm512_storeu_si512(p, a); }
 inline Words splat_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 inline Words sub_words(Words a, Words b) { return _mm512_sub_epi32(a, b); }
+inline Words multiply_words(Words a, Words b) { return _mm512_mullo_epi32(a, b); }
+inline Words and_words(Words a, Words b) { return _mm512_and_si512(a, b); }
+inline Words xor_words(Words a, Words b) { return _mm512_xor_si512(a, b); }
+template <int n> inline Words shift_down(Words a) { return _mm512_srli_epi32(a, n); }
+inline uint32_t at_most(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }  // a bit per lane
+inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
 inline f32x16 to_float(Words a) { return {_mm512_cvtepi32_ps(a)}; }
 inline Words nearest_integers(f32x16 a) { return _mm512_cvtps_epi32(a.v); }
 inline void store_low_bytes(void* p, Words a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
@@ -114,6 +122,18 @@ inline Words splat_word(uint32_t x) {
 }
 inline Words add_words(Words a, Words b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline Words sub_words(Words a, Words b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+inline Words multiply_words(Words a, Words b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline Words and_words(Words a, Words b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+inline Words xor_words(Words a, Words b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+template <int n> inline Words shift_down(Words a) { return {_mm256_srli_epi32(a.lo, n), _mm256_srli_epi32(a.hi, n)}; }
+inline uint32_t at_most8(__m256 a, __m256 b) { return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LE_OQ))); }
+inline uint32_t at_most(f32x16 a, f32x16 b) { return at_most8(a.lo, b.lo) | at_most8(a.hi, b.hi) << 8; }
+inline __m256 where_less8(__m256 a, __m256 b, __m256 yes, __m256 no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
+    return {where_less8(a.lo, b.lo, yes.lo, no.lo), where_less8(a.hi, b.hi, yes.hi, no.hi)};
+}
 inline f32x16 to_float(Words a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline Words nearest_integers(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 inline void store_low_bytes(void* p, Words a) {

@@ -1,0 +1,76 @@
+"""Measuring costs before anybody waits for them: a policy that tries every size in turn. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from outrider.control.costs import Costs
+from outrider.control.policy import Load, RoundStats
+from outrider.core import Arm, Drafts, Plan
+
+__all__ = ["Survey"]
+
+_NODES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # beside one row
+_PROPOSALS = (2, 8)  # nodes asked of every arm
+_REPEATS = 4  # the first of them is not counted: it catches up
+
+
+class _Trial(NamedTuple):
+    nodes: int
+    arm: int | None  # None: made-up nodes, whose forward is timed
+    counts: bool
+
+
+class Survey:
+    """Runs through forwards of growing row counts, then through proposals of every arm.
+
+    Drafts whose forward is to be timed are made up: what is right about them does not matter, and the
+    tokens of the requests it is run with are thrown away.
+    """
+
+    def __init__(self, arms: Seq[Arm], costs: Costs, forwards: bool = True) -> None:
+        self.arms = arms
+        self._costs = costs
+        sizes: list[tuple[int, int | None]] = [(nodes, None) for nodes in _NODES] if forwards else []
+        sizes += [(min(nodes, arm.most), i) for i, arm in enumerate(arms) for nodes in _PROPOSALS]
+        self._left = [_Trial(*size, counts=time > 0) for size in sizes for time in range(_REPEATS)]
+        self._trial: _Trial | None = None
+        self._load: Load | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Tokens a request must have room for, one a round, and the last draft."""
+        return len(self._left) + max(_NODES) + 2
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def arms_named(self, method: str) -> list[int]:  # noqa: ARG002
+        return []
+
+    def plan(self, load: Load) -> Plan:
+        self._load, self._trial = load, None
+        if all(load.room) and self._left:  # everyone has read its prompt
+            self._trial = self._left.pop(0)
+        nodes, arm = (0, None) if self._trial is None else self._trial[:2]
+        return Plan(tuple(min(nodes, room) for room in load.room), arms=(arm or 0,) * len(load.room))
+
+    def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
+        if self._trial is None or self._trial.arm is not None:
+            return Drafts.empty(len(load.room))
+        return Drafts.chains([[0] * min(self._trial.nodes, room) for room in load.room])
+
+    def observe(self, stats: RoundStats) -> None:
+        if self._trial is None or self._load is None or not self._trial.counts:
+            return
+        batch, (nodes, arm, _) = len(self._load.room), self._trial
+        if arm is None:
+            self._costs.observe_forward(stats.rows, self._load.context, stats.forward_s + stats.rest_s)
+        else:
+            self._costs.observe_proposal(self.arms[arm].name, batch, nodes, stats.propose_s)
+
+    def forget(self, key: Hashable) -> None:
+        pass

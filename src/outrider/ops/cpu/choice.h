@@ -1,0 +1,141 @@
+// Choosing tokens: argmax of logit / temperature + Gumbel noise. outrider/sampling has the specification.
+//
+// The noise of a token follows from a key and the token's word. `draw` is exact: noise is evaluated in double where
+// it can matter. `rank` serves drafters, whose guesses need no exact bits.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+namespace outrider {
+
+struct NoiseKey { uint32_t first, second; };
+
+// Sixteen tokens' random bits.
+inline Words noise_bits(const uint32_t* token_words, NoiseKey key) {
+    Words x = multiply_words(xor_words(load_words(token_words), splat_word(key.first)), splat_word(key.second | 1u));
+    x = multiply_words(xor_words(x, shift_down<16>(x)), splat_word(0x7feb352du));
+    return multiply_words(xor_words(x, shift_down<15>(x)), splat_word(0x846ca68bu));
+}
+
+inline double gumbel(uint32_t bits) {
+    const double v = std::min((bits + 0.5) * 0x1p-32, 1.0 - 0x1p-24);
+    return -std::log(-std::log1p(-v));
+}
+
+// Rows are read in strips of sixteen; the last one is filled up, with -inf for logits.
+inline f32x16 strip(const float* x, int left) {
+    if (left >= kLanes) return load(x);
+    float all[kLanes];
+    std::fill(all, all + kLanes, -std::numeric_limits<float>::infinity());
+    std::memcpy(all, x, left * sizeof(float));
+    return load(all);
+}
+
+inline Words strip_bits(const uint32_t* words, int left, NoiseKey key) {
+    if (left >= kLanes) return noise_bits(words, key);
+    uint32_t all[kLanes] = {};
+    std::memcpy(all, words, left * sizeof(uint32_t));
+    return noise_bits(all, key);
+}
+
+// The largest value and its first place; NaN where one is among the values.
+struct Top {
+    float value;
+    int place;
+};
+
+inline Top top_of(const float* x, int count) {
+    const f32x16 lowest = splat(-std::numeric_limits<float>::infinity());
+    f32x16 most = lowest;
+    uint32_t sound = 0xffff;
+    for (int i = 0; i < count; i += kLanes) {
+        const f32x16 own = strip(x + i, count - i);
+        sound &= at_most(lowest, own);
+        most = maximum(own, most);
+    }
+    const float value = largest(most);
+    if (sound != 0xffff) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    for (int i = 0; i < count; i += kLanes)
+        if (const uint32_t found = at_most(splat(value), strip(x + i, count - i))) return {value, i + __builtin_ctz(found)};
+    return {value, 0};
+}
+
+// One row's choice, or -1 where its logits leave none. Temperature 0 is greedy.
+inline int64_t draw_row(const float* logits, int count, float temperature, NoiseKey key, const uint32_t* words) {
+    const Top top = top_of(logits, count);
+    if (!std::isfinite(top.value)) return -1;
+    if (temperature == 0.0f) return top.place;
+    // A token wins only if its noise exceeds x = top + g(top) - its law, and g > x implies bits < 2^32 exp(-x).
+    // 1 + f >= 2^f bounds that power from above; the margin is for roundings, and bits are halved to fit a sign.
+    uint32_t bits[kLanes];
+    store_words(bits, strip_bits(words + top.place, 1, key));
+    const double floor = static_cast<double>(top.value / temperature) + gumbel(bits[0]);
+    const f32x16 offset = splat(static_cast<float>(31.0 + 0.02 + std::abs(floor) * 1e-6 - floor * 1.44269504));
+    double best = -std::numeric_limits<double>::infinity();
+    int64_t chosen = -1;
+    for (int i = 0; i < count; i += kLanes) {
+        const f32x16 law = strip(logits + i, count - i) / splat(temperature);
+        const Words random = strip_bits(words + i, count - i, key);
+        const f32x16 power = minimum(splat(33.0f), maximum(splat(0.0f), law * splat(1.44269504f) + offset));
+        const f32x16 bound = as_float(nearest_integers((power + splat(127.0f)) * splat(0x1p23f)));
+        uint32_t hits = at_most(to_float(shift_down<1>(random)), bound);
+        if (!hits) continue;
+        float laws[kLanes];
+        store(laws, law), store_words(bits, random);
+        for (; hits; hits &= hits - 1) {
+            const int j = __builtin_ctz(hits);
+            const double score = static_cast<double>(laws[j]) + gumbel(bits[j]);
+            if (score > best) best = score, chosen = i + j;
+        }
+    }
+    return chosen;
+}
+
+// -log1p(-v) of the uniform numbers the bits stand for, to five digits: the noise is -log of it.
+inline f32x16 waiting_time(Words bits) {
+    const f32x16 one = splat(1.0f), v = (to_float(shift_down<1>(bits)) + splat(0.25f)) * splat(0x1p-31f), u = one - v;
+    const Words raw = as_words(u);
+    const f32x16 m = as_float(xor_words(and_words(raw, splat_word(0x7fffffu)), splat_word(0x3f800000u)));  // u = m 2^e
+    const f32x16 e = to_float(sub_words(shift_down<23>(raw), splat_word(127)));
+    const f32x16 half = splat(0.5f);
+    const f32x16 s = where_less(v, half, v, m - one) / where_less(v, half, splat(2.0f) - v, m + one), square = s * s;
+    f32x16 series = splat(1.0f / 9);
+    for (float c : {1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f}) series = fma(series, square, splat(c));
+    series = series * s * splat(2.0f);  // 2 atanh(s): -log1p(-v), or log m
+    const f32x16 late = splat(0.0f) - fma(e, splat(0.69314718f), series);
+    return minimum(splat(16.635532f), where_less(v, half, series, late));
+}
+
+// The `best` likeliest choices of a row, likeliest first, and their chances: the softmax of the noisy scores.
+// Tokens are -1 where the logits leave no choice. Divisor 0 is greedy.
+inline void rank_row(const float* logits, int count, float divisor, NoiseKey key, const uint32_t* words, int best,
+                     std::vector<float>& weights, int64_t* tokens, double* chances) {
+    const Top top = top_of(logits, count);
+    if (!std::isfinite(top.value)) return std::fill(tokens, tokens + best, -1);
+    weights.resize(count + kLanes);
+    float* w = weights.data();
+    const f32x16 scale = splat(divisor == 0.0f ? 1.0f : 1.0f / divisor);
+    f32x16 sums = splat(0.0f);
+    for (int i = 0; i < count; i += kLanes) {
+        f32x16 own = exponential((strip(logits + i, count - i) - splat(top.value)) * scale);
+        if (divisor != 0.0f) own = own / waiting_time(strip_bits(words + i, count - i, key));
+        store(w + i, own);
+        sums += own;
+    }
+    const double total = sum(sums);
+    for (int k = 0; k < best; k++) {
+        const Top next = top_of(w, count);
+        tokens[k] = next.place;
+        chances[k] = next.value / total;
+        w[next.place] = -1.0f;
+    }
+}
+
+}  // namespace outrider
