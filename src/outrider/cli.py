@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 
 from outrider._version import __version__
+from outrider.bench.peers.cli import peers
+from outrider.bench.plan.cli import plan
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.train.cli import app as train_app
 
@@ -28,6 +30,8 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure this machine and this engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command()(plan)
+app.command()(peers)
 _errors = Console(stderr=True)
 Number = TypeVar("Number", int, float)
 
