@@ -19,7 +19,8 @@ _METHODS = "none,auto,suffix:24,eagle:24:beam=3:branch=6:depth=9,mixture:24:memb
 
 def peers(
     models: Annotated[
-        str, typer.Option(help="Comma-separated: pyrite, model directories, or random models 40m, 150m, 1.1b (plain decoding only).")
+        str,
+        typer.Option(help="Comma-separated: pyrite, model directories, or random models 40m, 150m, 1.1b (plain decoding only)."),
     ] = "pyrite",
     prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts (turns, prompt or text). Default: bundled code.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Use this many prompts.")] = 8,
@@ -32,7 +33,9 @@ def peers(
     ] = "outrider,transformers,llama.cpp,openvino",
     methods: Annotated[
         str | None,
-        typer.Option(help="Outrider's methods, comma-separated; `none` is plain decoding. Default: a few with pyrite, else none,auto."),
+        typer.Option(
+            help="Outrider's methods, comma-separated; `none` is plain decoding. Default: a few with pyrite, else none,auto."
+        ),
     ] = None,
     python: Annotated[
         list[str] | None,

@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(self, given: Mapping[str, Any], python: str, folder: Path) -> None:
         self.peer, self.kind = given["peer"], given["kind"]
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
         source = str(Path(__file__).parents[3])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]) if self.peer == "outrider" else ""
         threads = str(given["threads"])
@@ -233,7 +233,9 @@ def _prompt_ids(model: str, setting: Setting, source: Path) -> list[list[int]]:
     prompts = made_up if tokenizer is None else [tokenizer.encode(text) for text in setting.prompts]
     longest = ModelConfig.read(source).context - setting.tokens
     if any(len(ids) > longest for ids in prompts):
-        raise InvalidParameter("--prompts", f"one is longer than {longest} tokens, all that {model} can read before {setting.tokens}")
+        raise InvalidParameter(
+            "--prompts", f"one is longer than {longest} tokens, all that {model} can read before {setting.tokens}"
+        )
     joined = [token for ids in prompts * (setting.prefill // sum(map(len, prompts)) + 1) for token in ids]
     return [*prompts, joined[: setting.prefill]]
 

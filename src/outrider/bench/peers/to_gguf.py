@@ -20,7 +20,12 @@ from outrider.text import Tokenizer
 __all__ = ["KINDS", "write_gguf"]
 
 KINDS = {"BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16", "Q8_0": "MOSTLY_Q8_0"}  # as the package names files of each
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -119,7 +124,11 @@ def _tensors(directory: Path, config: ModelConfig) -> list[tuple[str, Tensor]]:
 
 
 def _tensor(name: str, tensor: Tensor, config: ModelConfig) -> tuple[str, Tensor]:
-    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+    whole = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
     if name in whole:
         return whole[name], tensor
     _, _, layer, rest = name.split(".", 3)

@@ -51,7 +51,9 @@ class Outrider:
         from outrider import SamplingParams
 
         reply = Reply()
-        output = self._llms[mode].generate([ids], SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))[0].outputs[0]
+        output = (
+            self._llms[mode].generate([ids], SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))[0].outputs[0]
+        )
         reply["first_s"] = output.timings.first_token_s
         return reply.done(output.token_ids)
 
@@ -207,7 +209,7 @@ def _as_ir(path: str) -> str:
     return folder
 
 
-PEERS = {"outrider": Outrider, "transformers": Transformers, "llama.cpp": LlamaCpp, "openvino": OpenVINO}
+PEERS: dict[str, Any] = {"outrider": Outrider, "transformers": Transformers, "llama.cpp": LlamaCpp, "openvino": OpenVINO}
 
 
 def main() -> None:

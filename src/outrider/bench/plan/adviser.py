@@ -30,7 +30,10 @@ _FAMILIES: dict[int, tuple[str, dict[str, int]]] = {
     32016: ("CodeLlama", {"llama-68m": 68, "llama-160m": 162, "TinyLlama-1.1B": 1100}),
     32768: ("Mistral 7B v0.3, Mixtral 8x22B", {"Mistral-7B-v0.3": 7250}),
     128256: ("Llama 3, 3.1, 3.2, 3.3", {"Llama-3.2-1B": 1236, "Llama-3.2-3B": 3213, "Llama-3.1-8B": 8030}),
-    151936: ("Qwen2, Qwen2.5, Qwen3", {"Qwen2.5-0.5B": 494, "Qwen3-0.6B": 596, "Qwen2.5-1.5B": 1544, "Qwen3-1.7B": 1721, "Qwen3-4B": 4022}),
+    151936: (
+        "Qwen2, Qwen2.5, Qwen3",
+        {"Qwen2.5-0.5B": 494, "Qwen3-0.6B": 596, "Qwen2.5-1.5B": 1544, "Qwen3-1.7B": 1721, "Qwen3-4B": 4022},
+    ),
     152064: ("Qwen2.5 from 7B on", {"Qwen2.5-0.5B": 494, "Qwen2.5-1.5B": 1544, "Qwen2.5-3B": 3086}),
 }
 

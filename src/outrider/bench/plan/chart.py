@@ -47,7 +47,9 @@ def svg_lines(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
         short = name if len(name) <= 24 else name[:23] + "…"
         parts.append(f'<text x="{_LEFT + across + 30}" y="{38 + 18 * i}"><title>{escape(name)}</title>{escape(short)}</text>')
     parts.append(f'<text x="{_LEFT + across / 2}" y="{_HEIGHT - 8}" class="middle">{escape(labels[0])}</text>')
-    parts.append(f'<text x="12" y="{30 + up / 2}" class="middle" transform="rotate(-90 12 {30 + up / 2})">{escape(labels[1])}</text>')
+    parts.append(
+        f'<text x="12" y="{30 + up / 2}" class="middle" transform="rotate(-90 12 {30 + up / 2})">{escape(labels[1])}</text>'
+    )
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 
@@ -55,8 +57,9 @@ def page(title: str, charts: Sequence[str], notes: Sequence[str], facts: str) ->
     """A self-contained page."""
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:800px;margin:2em auto;padding:0 1em;color:#111;background:#fff}"
-        "svg{width:100%;height:auto;margin:1em 0}text{font:12px system-ui,sans-serif;fill:#222}.title{font-weight:600;font-size:14px}"
-        ".end{text-anchor:end}.middle{text-anchor:middle}.grid{stroke:#ddd}.even{stroke:#999;stroke-dasharray:4 3}"
+        "svg{width:100%;height:auto;margin:1em 0}text{font:12px system-ui,sans-serif;fill:#222}"
+        ".title{font-weight:600;font-size:14px}.end{text-anchor:end}.middle{text-anchor:middle}.grid{stroke:#ddd}"
+        ".even{stroke:#999;stroke-dasharray:4 3}"
         "pre{background:#f5f5f5;padding:1em;overflow:auto;font-size:12px}"
     )
     body = "".join(charts) + "".join(f"<pre>{escape(note)}</pre>" for note in notes) + f"<pre>{escape(facts)}</pre>"

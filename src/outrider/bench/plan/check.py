@@ -87,8 +87,7 @@ def markdown(rows: Sequence[Prediction]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        lines.append(
-            f"| `{row.method}` | {row.tokens_per_round:.2f} | {row.tokens_per_round_measured:.2f} | {row.predicted:.2f} | {row.measured:.2f} | {row.error:+.1%} "
-            f"| {row.decode_predicted:.2f} | {row.decode_measured:.2f} |"
-        )
+        rates = f"{row.tokens_per_round:.2f} | {row.tokens_per_round_measured:.2f}"
+        whole = f"{row.predicted:.2f} | {row.measured:.2f} | {row.error:+.1%}"
+        lines.append(f"| `{row.method}` | {rates} | {whole} | {row.decode_predicted:.2f} | {row.decode_measured:.2f} |")
     return "\n".join(lines)

@@ -23,7 +23,8 @@ _errors = Console(stderr=True)
 def plan(
     model: Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for.')
+        str | None,
+        typer.Option(help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for.'),
     ] = None,
     prompts: Annotated[str | None, typer.Option(help="JSONL of prompts, or `editing`. Default: bundled code.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 8; all with --check.")] = None,
@@ -33,7 +34,8 @@ def plan(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once, for --acceptance and --simulate.")] = 1,
     acceptance: Annotated[
-        str | None, typer.Option(help="Plan for this chance that a guess is right (or chances by position: 0.8,0.75,0.7) instead.")
+        str | None,
+        typer.Option(help="Plan for this chance that a guess is right (or chances by position: 0.8,0.75,0.7) instead."),
     ] = None,
     ranks: Annotated[
         str | None, typer.Option(help="With --acceptance: chances of a node's first, second, ... candidate, to plan a tree.")
@@ -47,12 +49,16 @@ def plan(
         list[Path] | None, typer.Option(help="With --target: a draft model's directory; may be given several times.")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="With --target: GB/s of memory. Default: measured.")] = None,
-    simulate: Annotated[Path | None, typer.Option(help="Replay traces of --record through the controller; needs --costs.")] = None,
+    simulate: Annotated[
+        Path | None, typer.Option(help="Replay traces of --record through the controller; needs --costs.")
+    ] = None,
     arrival: Annotated[float | None, typer.Option(help="With --simulate: requests per second. Default: all at once.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="With --simulate: how many.")] = 64,
     record: Annotated[Path | None, typer.Option(help="Write what was guessed and accepted, a request per line.")] = None,
     save_costs: Annotated[Path | None, typer.Option(help="Write the measured costs.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Predict one half of the prompts from the other, and measure it.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Predict one half of the prompts from the other, and measure it.")
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="With --check: runs of every prompt, interleaved; medians count.")] = 3,
     html: Annotated[Path | None, typer.Option(help="Write the what-if plots as a page.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the formulas.")] = False,
@@ -119,7 +125,9 @@ def _available(model: str | None) -> str:
 
     directory = locate(str(model or bundled_model()))
     needs = {"draft_model": "draft", "cascade": "draft", "eagle": "eagle", "mixture": "eagle", "medusa": "medusa"}
-    have = [m for m in CHECKED.split(",") if (n := needs.get(m.split(":")[0])) is None or (directory / n / "config.json").exists()]
+    have = [
+        m for m in CHECKED.split(",") if (n := needs.get(m.split(":")[0])) is None or (directory / n / "config.json").exists()
+    ]
     return ",".join(have)
 
 
@@ -156,11 +164,18 @@ def _given(given: dict[str, Any], console: Console) -> dict[str, Any]:
     found = planner.plan_chain(own, plain, one, most=32, batch=given["batch"])
     table = planner.what_if(own, plain, most=32, batch=given["batch"])
     if given["ranks"]:
-        trees = []
+        trees: list[dict[str, Any]] = []
         for size in planner.LENGTHS:
             tokens, parents = best_tree(_chances("--ranks", given["ranks"]), size)
             base = plain.round_s(0, 0, given["batch"])
-            trees.append({"nodes": size, "tokens": tokens, "parents": parents, "speedup": tokens * base / own.round_s(size, size, given["batch"])})
+            trees.append(
+                {
+                    "nodes": size,
+                    "tokens": tokens,
+                    "parents": parents,
+                    "speedup": tokens * base / own.round_s(size, size, given["batch"]),
+                }
+            )
         found["tree"] = max(trees, key=lambda tree: tree["speedup"])
     show.chain(found, name, console)
     show.what_if(table, f"chains at the costs of {name}", console)
@@ -235,4 +250,9 @@ def _check(given: dict[str, Any], console: Console) -> dict[str, Any]:
     print(markdown(rows), file=sys.stderr if given["as_json"] else sys.stdout)
     worst = max(rows, key=lambda row: abs(row.error))
     console.print(f"worst: {worst.method}, {worst.error:+.1%}", highlight=False)
-    return {"rows": [row.as_dict() for row in rows], "prompts": len(prompts), "tokens": given["tokens"], "repeats": given["repeats"]}
+    return {
+        "rows": [row.as_dict() for row in rows],
+        "prompts": len(prompts),
+        "tokens": given["tokens"],
+        "repeats": given["repeats"],
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 
 __all__ = [
     "FORMULAS",
@@ -100,12 +100,12 @@ def best_tree(ranks: Sequence[float], nodes: int, depth: int | None = None) -> t
     """Expected tokens and parents of the best static tree, where a node's j-th child is right with chance `ranks[j]`."""
     given, deepest = tuple(ranks), depth if depth is not None else nodes
 
-    @lru_cache(maxsize=None)
+    @cache
     def subtree(size: int, left: int) -> float:
         """Tokens expected below a node that came true, itself counted, with `size` nodes in all."""
         return 1.0 + forest(size - 1, 0, left)[0]
 
-    @lru_cache(maxsize=None)
+    @cache
     def forest(size: int, rank: int, left: int) -> tuple[float, int]:
         """The best use of `size` nodes as children from a rank on: tokens, and the size of the first."""
         if size == 0 or rank == len(given) or left == 0:
@@ -155,6 +155,6 @@ def chain_law(chances: float | Sequence[float], length: int) -> Callable[[int], 
     def law(room: int) -> Counter[tuple[int, int]]:
         most = min(length, room)
         survival = [1.0, *survival_of(chances, most), 0.0]
-        return Counter({(most, k): survival[k] - survival[k + 1] for k in range(most + 1)})  # type: ignore[misc]
+        return Counter({(most, k): survival[k] - survival[k + 1] for k in range(most + 1)})
 
     return law

@@ -23,7 +23,8 @@ from outrider.sampling import SamplingParams
 
 __all__ = ["Memory", "Prices", "Profile", "Prompt", "Subject", "memory_of"]
 
-_STALL = 3.0  # a time this many times the median counts as this many: a stall is not a cost
+_MANY = 64
+_STALL = 5.0  # a time this many times the median counts as this many: a stall is not a cost
 _COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 Prompt = str | Sequence[int]
@@ -37,9 +38,12 @@ class Prices:
         self._curves: dict[str, dict[int, Curve]] | None = None
 
     def learn(self, rounds: Iterable[Round]) -> None:
-        """Add measured rounds; those that read prompts are left out."""
+        """Add measured rounds; of those that read prompts, only forwards of many rows: they are no round's rows."""
         for own in rounds:
-            if not own.prefill:
+            if own.prefill:
+                if own.rows > _MANY:
+                    self.add("forward", own.batch, own.rows, own.forward_s)
+            else:
                 if own.asked:
                     self.add("propose", own.batch, own.asked, own.propose_s)
                 self.add("forward", own.batch, own.rows, own.forward_s)
@@ -68,11 +72,22 @@ class Prices:
         known = sorted(curves)
         low = max((b for b in known if b <= batch), default=known[0])
         high = min((b for b in known if b >= batch), default=known[-1])
-        first = _at(curves[low], size if part == "propose" else max(size * low // batch, 1))
+        first, second = (
+            _at(curves[own], size) if part == "propose" else _within(curves[own], size * own // batch) for own in (low, high)
+        )
         if low == high:
             return first * (batch / low if batch > low else 1.0)
-        second = _at(curves[high], size if part == "propose" else max(size * high // batch, 1))
         return first + (second - first) * (batch - low) / (high - low)
+
+    @classmethod
+    def forwards(cls, several: Iterable[Prices]) -> Prices:
+        """All that is known of the target's forward, whoever drafted."""
+        prices = cls()
+        for own in several:
+            for size, times in own._seen["forward"].get(1, {}).items():
+                for seconds in times:
+                    prices.add("forward", 1, size, seconds)
+        return prices
 
     def as_dict(self) -> dict[str, Any]:
         """{"forward": {batch: {rows: seconds}}, "propose": {batch: {length: seconds}}, "host": {batch: {rows: seconds}}}."""
@@ -95,8 +110,15 @@ def _at(curve: Curve, size: int) -> float:
     return curve.time(size) or 0.0
 
 
+def _within(curve: Curve, size: int) -> float:
+    """At the nearest size that was seen, where it lies outside them all: nothing says that the host's time grows so."""
+    return _at(curve, min(max(size, min(curve.means)), max(curve.means)))
+
+
 def _curve(sizes: Mapping[int, Sequence[float]]) -> Curve:
-    return Curve({size: _mean(times) for size, times in sizes.items()}, {size: float(len(times)) for size, times in sizes.items()})
+    return Curve(
+        {size: _mean(times) for size, times in sizes.items()}, {size: float(len(times)) for size, times in sizes.items()}
+    )
 
 
 def _mean(times: Sequence[float]) -> float:
@@ -122,18 +144,19 @@ class Profile:
     traces: list[Trace] = field(default_factory=list)
     prices: Prices = field(default_factory=Prices)
     firsts: list[tuple[int, float]] = field(default_factory=list)  # tokens of a prompt, seconds to its first token
-    entries: list[float] = field(default_factory=list)  # seconds that a request's first proposal takes beyond others
+    entries: list[tuple[int, float]] = field(default_factory=list)  # likewise, what its first proposal takes beyond others
     memory: Memory = Memory(0, 0)
 
     @cached_property
     def guesses(self) -> list[Guess]:
-        """Every recorded guess that had all the room it was asked to fill."""
+        """Every recorded guess."""
         return [guess for trace in self.traces for guess in trace.guesses]
 
     def law(self, most: int) -> Mapping[tuple[int, int], float]:
         """How often so many nodes are verified and so many of them accepted, when `most` may be drafted."""
         if most not in (laws := self._laws):
-            laws[most] = Counter(guess.best(most) for guess in self.guesses) if most and self.guesses else Counter({(0, 0): 1})
+            found = Counter(guess.best(most) for guess in self.guesses if guess.room >= most) if most else None
+            laws[most] = found or Counter({(0, 0): 1})
         return laws[most]
 
     @cached_property
@@ -155,23 +178,15 @@ class Profile:
         """Seconds until the first token and in all, for a request of so many tokens."""
         if length:
             spent, _ = expected_time(
-                tokens - 1, lambda room: self.law(min(length, room)), lambda room, nodes: self.prices.round_s(min(length, room), nodes)
+                tokens - 1,
+                lambda room: self.law(min(length, room)),
+                lambda room, nodes: self.prices.round_s(min(length, room), nodes),
             )
-            spent += statistics.fmean(self.entries) if self.entries else 0.0
+            spent += _line(self.entries, prompt)
         else:
             spent = (tokens - 1) * self.prices.round_s(0, 0)
-        first = self.first_s(prompt)
+        first = _line(self.firsts, prompt)
         return first, first + spent
-
-    def first_s(self, prompt: int) -> float:
-        """Seconds until the first token: a line through what was measured."""
-        if not self.firsts:
-            return 0.0
-        sizes, times = [size for size, _ in self.firsts], [time for _, time in self.firsts]
-        if len(set(sizes)) < 3:
-            return statistics.median(times)
-        slope, base = np.polyfit(sizes, times, 1)
-        return float(max(base + slope * prompt, min(times)))
 
     def speedup(self, plain: Profile, length: int, batch: int = 1) -> float:
         """Against plain rounds, for rounds that draft alike."""
@@ -211,6 +226,15 @@ class Profile:
                     if hit < most:
                         true[hit] += 1
         return [count / seen for count in true] if seen else []
+
+
+def _line(points: Sequence[tuple[int, float]], x: float) -> float:
+    """The value at x of a line through the points that a few far ones do not move: medians of slopes and of what is left."""
+    if not points:
+        return 0.0
+    slopes = [(b - a) / (j - i) for n, (i, a) in enumerate(points) for j, b in points[:n] if i != j]
+    slope = statistics.median(slopes) if slopes else 0.0
+    return slope * x + statistics.median(y - slope * own for own, y in points)
 
 
 def _depth(guess: Guess) -> int:
@@ -255,15 +279,14 @@ class Subject:
         own.__dict__.pop("guesses", None)
         own.__dict__.pop("_laws", None)
         decoding = [r for r in rounds if not r.prefill]
-        own.traces.append(Trace(own.method, prompt, own.most, [r.guesses[0] for r in decoding if r.room >= own.most]))
+        own.traces.append(Trace(own.method, prompt, own.most, [r.guesses[0] for r in decoding if r.guesses[0].room]))
         own.firsts.append((prompt, first_s))
         full = [r for r in decoding if r.asked == own.most]
         if len(full) > 2:  # the first proposal may have a prompt to read
-            own.entries.append(full[0].propose_s - statistics.median(r.propose_s for r in full[1:]))
+            own.entries.append((prompt, full[0].propose_s - _mean([r.propose_s for r in full[1:]])))
             own.prices.add("forward", 1, full[0].rows, full[0].forward_s)
             own.prices.add("host", 1, full[0].rows, full[0].host_s)
-            decoding.remove(full[0])
-        own.prices.learn(decoding)
+        own.prices.learn(r for r in rounds if not full[2:] or r is not full[0])
 
 
 def memory_of(llm: LLM) -> Memory:

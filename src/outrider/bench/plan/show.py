@@ -34,7 +34,9 @@ def rows(found: Sequence[Row], context: int, console: Console) -> None:
     for row in found:
         if row.curve:
             told = " ".join(f"{k}:{value:.2f}" for k, value in row.curve)
-            console.print(f"{spark([value for _, value in row.curve])}  {row.method}  by length {told}", highlight=False, soft_wrap=True)
+            console.print(
+                f"{spark([value for _, value in row.curve])}  {row.method}  by length {told}", highlight=False, soft_wrap=True
+            )
 
 
 def what_if(curves: Curves, title: str, console: Console) -> None:
@@ -103,7 +105,12 @@ def outcomes(found: Sequence[Outcome], console: Console) -> None:
     for own in found:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in sorted(own.drafted_by.items(), key=lambda item: -item[1]))
         table.add_row(
-            own.policy, f"{own.tok_s:.1f}", f"{own.tok_s / plain.tok_s:.2f}", f"{own.tokens_per_round:.2f}", f"{own.latency_s:.3f}", shares
+            own.policy,
+            f"{own.tok_s:.1f}",
+            f"{own.tok_s / plain.tok_s:.2f}",
+            f"{own.tokens_per_round:.2f}",
+            f"{own.latency_s:.3f}",
+            shares,
         )
     console.print(table)
 

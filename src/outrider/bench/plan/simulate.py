@@ -17,7 +17,7 @@ from outrider.errors import InvalidParameter
 
 __all__ = ["Outcome", "Traffic", "controller", "simulate"]
 
-_NO_GUESS = Guess([], [], [], 0)
+_NO_GUESS = Guess([], [], [], 0, 0)
 PLAIN = "none"
 
 
@@ -72,8 +72,8 @@ class _Request:
 def controller(arms: Sequence[Arm], prices: Mapping[str, Prices]) -> Adaptive:
     """The controller of `--method auto`, with the prices as if it had measured them earlier."""
     costs = Costs()
-    for rows, seconds in _sizes(prices[PLAIN], "forward"):
-        costs.observe_forward(rows, 0, seconds)
+    for rows, seconds in Prices.forwards(prices.values()).as_dict()["forward"].get("1", {}).items():
+        costs.observe_forward(int(rows), 0, seconds)
     for arm in arms:
         for batch, sizes in prices[arm.name].as_dict()["propose"].items():
             for length, seconds in sizes.items():
@@ -96,7 +96,7 @@ def simulate(traces: Sequence[Trace], prices: Mapping[str, Prices], traffic: Tra
         for i, at in enumerate(traffic.arrivals())
     )
     chosen, own_arm = _policy(policy, arms, prices)
-    return _Run(arms, prices, chosen, own_arm).go(policy, waiting, traffic)
+    return _Run(arms, prices, Prices.forwards(prices.values()), chosen, own_arm).go(policy, waiting, traffic)
 
 
 def _policy(name: str, arms: Sequence[Arm], prices: Mapping[str, Prices]) -> tuple[Policy, int]:
@@ -116,6 +116,7 @@ class _Run:
 
     arms: Sequence[Arm]
     prices: Mapping[str, Prices]
+    target: Prices
     policy: Policy
     own_arm: int  # of a policy that knows only one
     clock: float = 0.0
@@ -138,9 +139,7 @@ class _Run:
         tokens = traffic.requests * traffic.tokens
         shares = {arm: count / self.rounds for arm, count in self.users.items()}
         decoded = tokens - traffic.requests  # the first token of each comes with its prompt
-        return Outcome(
-            name, self.clock, tokens / self.clock, decoded / self.rounds, sum(latencies) / len(latencies), shares
-        )
+        return Outcome(name, self.clock, tokens / self.clock, decoded / self.rounds, sum(latencies) / len(latencies), shares)
 
     def step(self, running: list[_Request]) -> None:
         """One round, as the engine runs it."""
@@ -164,7 +163,7 @@ class _Run:
                 self.users[self.arms[arm].name if n else PLAIN] += 1
         propose_s = sum(self.prices[self.arms[arm].name].time("propose", len(own), max(own)) for arm, own in asked.items())
         total = rows + sum(map(len, kept))
-        forward_s = self.prices[PLAIN].time("forward", len(running), total)
+        forward_s = self.target.time("forward", len(running), total)
         host = self.prices[self.arms[next(iter(asked))].name if asked else PLAIN]
         self.clock += propose_s + forward_s + host.time("host", len(running), total - sum(reading) + len(reading))
         for own, path in zip(running, paths, strict=True):
@@ -190,8 +189,3 @@ def _path(guess: Guess, kept: Sequence[int]) -> list[int]:
             break
         path.append(place[node])
     return path
-
-
-def _sizes(prices: Prices, part: str) -> list[tuple[int, float]]:
-    found = prices.as_dict()[part]
-    return [(int(size), seconds) for sizes in found.values() for size, seconds in sizes.items()]

@@ -23,6 +23,7 @@ class Guess(NamedTuple):
     survival: list[float]  # as the drafter claims
     path: list[int]  # accepted nodes, from the root down
     at: int  # tokens the sequence had emitted in rounds before
+    room: int  # nodes there was room for; a draft cut short says nothing about longer ones
 
     def best(self, most: int) -> tuple[int, int]:
         """Nodes and accepted ones, had only the likeliest `most` been verified; a parent comes before its children."""
@@ -38,7 +39,6 @@ class Round:
     """One round of all sequences, and what its parts took."""
 
     asked: int  # nodes the drafter was asked for, of the sequence that was asked for most
-    room: int  # nodes there was room for, likewise
     batch: int
     rows: int
     prefill: bool
@@ -94,15 +94,14 @@ class Recorder:
     def observe(self, stats: RoundStats) -> None:
         assert self._load is not None
         guesses = []
-        for key, (parents, survival), path in zip(self._load.keys, self._trees, stats.paths, strict=True):
+        rows = zip(self._load.keys, self._load.room, self._trees, stats.paths, strict=True)
+        for key, room, (parents, survival), path in rows:
             at = self._emitted.get(key, 0)
-            guesses.append(Guess(parents, [round(s, 5) for s in survival[: len(parents)]], list(path), at))
+            guesses.append(Guess(parents, [round(s, 5) for s in survival[: len(parents)]], list(path), at, room))
             self._emitted[key] = at + len(path) + 1
         batch = len(self._load.keys)
         prefill = self._load.rows > batch
-        room = max(self._load.room, default=0)
-        own = Round(self._asked, room, batch, stats.rows, prefill, guesses, stats.propose_s, stats.forward_s)
-        self.rounds.append(own)
+        self.rounds.append(Round(self._asked, batch, stats.rows, prefill, guesses, stats.propose_s, stats.forward_s))
         self._ended = perf_counter()
 
     def forget(self, key: Hashable) -> None:
@@ -125,7 +124,7 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """One request per line."""
     with path.open("w", encoding="utf-8") as file:
         for own in traces:
-            rounds = [{"parents": g.parents, "survival": g.survival, "path": g.path, "at": g.at} for g in own.guesses]
+            rounds = [guess._asdict() for guess in own.guesses]
             file.write(json.dumps({"method": own.method, "prompt": own.prompt, "most": own.most, "rounds": rounds}) + "\n")
 
 
@@ -139,7 +138,7 @@ def read_traces(path: Path) -> list[Trace]:
     for number, line in enumerate(lines, 1):
         try:
             data = json.loads(line)
-            guesses = [Guess(own["parents"], own["survival"], own["path"], own["at"]) for own in data["rounds"]]
+            guesses = [Guess(own["parents"], own["survival"], own["path"], own["at"], own["room"]) for own in data["rounds"]]
             traces.append(Trace(str(data["method"]), int(data["prompt"]), int(data["most"]), _checked(guesses)))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidParameter("--simulate", f"{path}:{number} is no trace of `outrider plan --record`: {error}") from None
