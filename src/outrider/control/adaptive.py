@@ -37,6 +37,7 @@ class Adaptive:
         self.costs = costs
         self._record = Record(len(arms))
         self._who: tuple[Hashable, ...] = ()  # whom the standing plan is for
+        self._able: list[bool] = []  # which of them could draft
         self._standing = Plan(())
         self._age = 0
         self._rate = 1.0  # tokens per second that the standing plan promises
@@ -58,10 +59,12 @@ class Adaptive:
         """Who drafts, with what, how far. Thought over every few rounds, or when others run."""
         self._load, self._probing = load, None
         self._age += 1
-        if self._age % _REPLAN and len(load.keys) == len(self._who) and all(map(is_, load.keys, self._who)):
+        able = [room > 0 for room in load.room]  # a plan made while somebody read its prompt has nothing for it
+        same = len(load.keys) == len(self._who) and able == self._able and all(map(is_, load.keys, self._who))
+        if self._age % _REPLAN and same:
             self._plan = self._limited(self._standing, load)
         else:
-            self._who, self._standing = tuple(load.keys), self._best(load)
+            self._who, self._able, self._standing = tuple(load.keys), able, self._best(load)
             self._plan = self._with_probe(load, self._limited(self._standing, load))
         return self._plan
 

@@ -207,7 +207,7 @@ class Profile:
         out = []
         for depth in range(most):
             reached = [guess for guess in self.guesses if len(guess.path) >= depth and _depth(guess) > depth]
-            if len(reached) < 5:
+            if not reached:
                 break
             out.append(sum(len(guess.path) > depth for guess in reached) / len(reached))
         return out

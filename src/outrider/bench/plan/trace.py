@@ -105,13 +105,14 @@ class Recorder:
         self._ended = perf_counter()
 
     def forget(self, key: Hashable) -> None:
-        self._emitted.pop(key, None)
+        pass  # its last round is yet to be observed
 
     def take(self) -> list[Round]:
         """The rounds since the last time, the latest closed."""
         if self._load is not None:
             self._close(self._ended)
             self._load = None
+        self._emitted.clear()
         taken, self.rounds = self.rounds, []
         return taken
 
