@@ -30,8 +30,8 @@ class Prediction:
     measured: float
     decode_predicted: float
     decode_measured: float
-    tokens_per_round: float  # on the half that was learnt from
-    tokens_per_round_measured: float  # on the other: how much of the error is that texts differ
+    tokens_per_round: float  # predicted
+    tokens_per_round_measured: float
 
     @property
     def error(self) -> float:
@@ -75,15 +75,17 @@ def check(
         ratios = [predicted(plain, decode) / predicted(own, decode) for decode in (False, True)]
         seen = [measured(plain.method, decode) / measured(own.method, decode) for decode in (False, True)]
         outputs = [output for i in odd for output in runs[own.method, i]]
+        sizes = [len(runs[own.method, i][0].token_ids) for i in odd]
+        expected = sum(size - 1 for size in sizes) / sum(own.decoding(size, own.most)[1] for size in sizes)
         rate = sum(len(o.token_ids) - 1 for o in outputs) / sum(o.speculation["rounds"] - 1 for o in outputs)
-        out.append(Prediction(own.method, ratios[0], seen[0], ratios[1], seen[1], own.tokens(own.most), rate))
+        out.append(Prediction(own.method, ratios[0], seen[0], ratios[1], seen[1], expected, rate))
     return out
 
 
 def markdown(rows: Sequence[Prediction]) -> str:
     """The table for the documentation."""
     lines = [
-        "| drafter | tokens per round, learnt | measured | speed-up, predicted | measured | error | decoding alone | measured |",
+        "| drafter | tokens per round, predicted | measured | speed-up, predicted | measured | error | decoding alone | measured |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

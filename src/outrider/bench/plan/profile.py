@@ -23,7 +23,8 @@ from outrider.sampling import SamplingParams
 
 __all__ = ["Memory", "Prices", "Profile", "Prompt", "Subject", "memory_of"]
 
-_MANY = 64
+_MANY = 64  # rows
+_NEAR = 256  # recorded guesses that speak for a place in the text
 _STALL = 5.0  # a time this many times the median counts as this many: a stall is not a cost
 _COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -154,13 +155,23 @@ class Profile:
 
     def law(self, most: int) -> Mapping[tuple[int, int], float]:
         """How often so many nodes are verified and so many of them accepted, when `most` may be drafted."""
-        if most not in (laws := self._laws):
+        if most not in self._laws:
             found = Counter(guess.best(most) for guess in self.guesses if guess.room >= most) if most else None
-            laws[most] = found or Counter({(0, 0): 1})
-        return laws[most]
+            self._laws[most] = found or Counter({(0, 0): 1})
+        return self._laws[most]
+
+    def law_at(self, place: int, most: int) -> Mapping[tuple[int, int], float]:
+        """The same after so many tokens: lookups guess better the more they have read."""
+        able = [guess for guess in self.guesses if guess.room >= most > 0]
+        near = sorted(able, key=lambda guess: abs(guess.at - place))[:_NEAR]
+        return Counter(guess.best(most) for guess in near) or Counter({(0, 0): 1})
 
     @cached_property
     def _laws(self) -> dict[int, Mapping[tuple[int, int], float]]:
+        return {}
+
+    @cached_property
+    def _spans(self) -> dict[tuple[int, int], tuple[float, float]]:
         return {}
 
     def tokens(self, length: int) -> float:
@@ -176,17 +187,19 @@ class Profile:
 
     def request_s(self, prompt: int, tokens: int, length: int) -> tuple[float, float]:
         """Seconds until the first token and in all, for a request of so many tokens."""
-        if length:
-            spent, _ = expected_time(
+        first = _line(self.firsts, prompt)
+        spent, _ = self.decoding(tokens, length)
+        return first, first + spent + (_line(self.entries, prompt) if length else 0.0)
+
+    def decoding(self, tokens: int, length: int) -> tuple[float, float]:
+        """Seconds and rounds after the first token, the first proposal's extra time left out."""
+        if (tokens, length) not in self._spans:
+            self._spans[tokens, length] = expected_time(
                 tokens - 1,
-                lambda room: self.law(min(length, room)),
+                lambda room: self.law_at(tokens - 1 - room, min(length, room)),
                 lambda room, nodes: self.prices.round_s(min(length, room), nodes),
             )
-            spent += _line(self.entries, prompt)
-        else:
-            spent = (tokens - 1) * self.prices.round_s(0, 0)
-        first = _line(self.firsts, prompt)
-        return first, first + spent
+        return self._spans[tokens, length]
 
     def speedup(self, plain: Profile, length: int, batch: int = 1) -> float:
         """Against plain rounds, for rounds that draft alike."""
@@ -276,8 +289,8 @@ class Subject:
 
     def _learn(self, rounds: Sequence[Round], prompt: int, first_s: float) -> None:
         own = self.profile
-        own.__dict__.pop("guesses", None)
-        own.__dict__.pop("_laws", None)
+        for name in ("guesses", "_laws", "_spans"):
+            own.__dict__.pop(name, None)
         decoding = [r for r in rounds if not r.prefill]
         own.traces.append(Trace(own.method, prompt, own.most, [r.guesses[0] for r in decoding if r.guesses[0].room]))
         own.firsts.append((prompt, first_s))
