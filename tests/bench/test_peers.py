@@ -39,7 +39,9 @@ def test_a_gguf_file_reads_back(tmp_path: Path, kind: str) -> None:
     folder = export_model(str(bundled_model() / "draft"), tmp_path / "draft")
     write_gguf(folder, tmp_path / "draft.gguf", kind)
     reader = gguf.GGUFReader(tmp_path / "draft.gguf")
-    fields = {name: reader.fields[f"llama.{name}"].contents() for name in ("embedding_length", "attention.head_count", "block_count")}
+    fields = {
+        name: reader.fields[f"llama.{name}"].contents() for name in ("embedding_length", "attention.head_count", "block_count")
+    }
     assert fields == {"embedding_length": 256, "attention.head_count": 4, "block_count": 2}
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     assert len(tokens) == 8192
