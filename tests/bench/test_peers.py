@@ -137,3 +137,5 @@ def test_the_ratios_are_of_what_they_say() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="40m, 150m, 1.1b"):
         compare_peers("nobody", Setting(), lambda _: None)
+    with pytest.raises(InvalidParameter, match="llama.cpp, openvino"):
+        compare_peers("40m", Setting(["vllm"]), lambda _: None)

@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 from outrider.bench.plan.adviser import advise, rank_candidates
 from outrider.bench.plan.check import check
 from outrider.bench.plan.planner import given_costs, plan_chain, plan_rows, read_costs
-from outrider.bench.plan.profile import Prices, Profile, Subject
+from outrider.bench.plan.prices import Prices
+from outrider.bench.plan.profile import Profile
 from outrider.bench.plan.simulate import Traffic, simulate
+from outrider.bench.plan.subject import Subject
 from outrider.bench.plan.trace import Guess, Trace, read_traces, write_traces
 from outrider.cli import app
 from outrider.control import Costs

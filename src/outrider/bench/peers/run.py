@@ -131,6 +131,8 @@ class _Row:
 
 def compare_peers(model: str, setting: Setting, say: Callable[[str], None]) -> dict[str, Any]:
     """Rows and ratios for one model. Peers that are not installed are named with how to get them."""
+    if unknown := [peer for peer in setting.peers if peer not in PEERS]:
+        raise InvalidParameter("--peers", f"unknown {unknown[0]!r}; known: {', '.join(PEERS)}")
     missing: dict[str, str] = {}
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as name, ExitStack() as stack:
@@ -196,8 +198,6 @@ def _loads(source: Path, folder: Path, setting: Setting, bare: bool, missing: di
     """What each process is told to load; files are written when their peer's turn comes."""
     context = ModelConfig.read(source).context
     for peer in setting.peers:
-        if peer not in PEERS:
-            raise InvalidParameter("--peers", f"unknown {peer!r}; known: {', '.join(PEERS)}")
         if setting.device != "cpu" and peer not in ("outrider", "transformers"):
             continue
         for kind, own in _KINDS[peer]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.bench.plan.formulas import best_length, expected_tokens, survival_of
-from outrider.bench.plan.profile import Prompt, Subject
+from outrider.bench.plan.subject import Prompt, Subject
 from outrider.draft.vocabulary import SameTokens, Side, relate, shared_tokens
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import ModelConfig
@@ -63,8 +64,6 @@ class Advice:
     fits: list[Fit]
 
     def as_dict(self) -> dict[str, Any]:
-        from dataclasses import asdict
-
         return asdict(self)
 
 
@@ -128,8 +127,6 @@ def _config(path: Path) -> ModelConfig:
     if path.is_dir():
         return ModelConfig.read(path)
     if path.name.endswith(".json") and path.exists():
-        import json
-
         return ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")), str(path))
     raise InvalidParameter("--target", f"{path} is neither a model directory nor a config.json")
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.bench.plan.profile import Profile, Prompt, Subject
+from outrider.bench.plan.profile import Profile
+from outrider.bench.plan.subject import Prompt, Subject
 from outrider.engine.outputs import CompletionOutput
 from outrider.sampling import SamplingParams
 
@@ -85,7 +86,7 @@ def check(
 def markdown(rows: Sequence[Prediction]) -> str:
     """The table for the documentation."""
     lines = [
-        "| drafter | tokens per round, predicted | measured | speed-up, predicted | measured | error | decoding alone | measured |",
+        "| drafter | tokens a round, predicted | measured | speed-up, predicted | measured | error | decoding only | measured |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

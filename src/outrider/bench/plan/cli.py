@@ -13,7 +13,8 @@ from rich.console import Console
 from outrider.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from outrider.bench.plan.profile import Prices, Subject
+    from outrider.bench.plan.prices import Prices
+    from outrider.bench.plan.subject import Subject
 
 __all__ = ["plan"]
 
@@ -69,10 +70,10 @@ def plan(
     Measures costs and acceptance on prompts, or takes them as given (--acceptance, --costs). --target advises on draft
     models, --simulate replays recorded drafts through the controller, --check compares predictions with measurements.
     """
+    given = dict(locals())
     from outrider.bench.conditions import conditions
     from outrider.bench.plan.formulas import FORMULAS
 
-    given = dict(locals())
     if threads is not None:
         import torch
 
@@ -97,7 +98,7 @@ def plan(
 
 
 def _subjects(given: dict[str, Any], methods: str, batch: int) -> list[Subject]:
-    from outrider.bench.plan.profile import Subject
+    from outrider.bench.plan.subject import Subject
 
     names = ["none", *(method for method in methods.split(",") if method != "none")]
     return [Subject(given["model"], name, given["dtype"], batch) for name in names]

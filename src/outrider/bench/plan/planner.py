@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.plan.formulas import best_length, best_tree, break_even, closed_form_length, expected_tokens, survival_of
-from outrider.bench.plan.profile import Prices, Profile, Prompt, Subject
+from outrider.bench.plan.prices import Prices
+from outrider.bench.plan.profile import Profile
+from outrider.bench.plan.subject import Prompt, Subject
 from outrider.errors import InvalidParameter
 from outrider.sampling import SamplingParams
 

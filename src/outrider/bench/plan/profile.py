@@ -1,131 +1,20 @@
-"""A drafter measured: what its guesses were worth and what each part of its rounds cost, as a prediction needs them."""
+"""A drafter as a prediction needs it: what its guesses were worth and what each part of its rounds costs."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-from safetensors import safe_open
 
 from outrider.bench.plan.formulas import best_length, break_even, expected_time
-from outrider.bench.plan.trace import Guess, Recorder, Round, Trace
-from outrider.config import SpeculationConfig
-from outrider.control.costs import Curve
-from outrider.engine.llm import LLM
-from outrider.engine.outputs import RequestOutput
-from outrider.sampling import SamplingParams
+from outrider.bench.plan.prices import Prices
+from outrider.bench.plan.trace import Guess, Trace
 
-__all__ = ["Memory", "Prices", "Profile", "Prompt", "Subject", "memory_of"]
+__all__ = ["Memory", "Profile"]
 
-_MANY = 64  # rows
 _NEAR = 256  # recorded guesses that speak for a place in the text
-_STALL = 5.0  # a time this many times the median counts as this many: a stall is not a cost
-_COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
-_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-Prompt = str | Sequence[int]
-
-
-class Prices:
-    """Seconds of a round's parts: forwards by rows, proposals by length and the host by rows, each at batches seen."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, dict[int, dict[int, list[float]]]] = {part: {} for part in ("propose", "forward", "host")}
-        self._curves: dict[str, dict[int, Curve]] | None = None
-
-    def learn(self, rounds: Iterable[Round]) -> None:
-        """Add measured rounds; of those that read prompts, only forwards of many rows: they are no round's rows."""
-        for own in rounds:
-            if own.prefill:
-                if own.rows > _MANY:
-                    self.add("forward", own.batch, own.rows, own.forward_s)
-            else:
-                if own.asked:
-                    self.add("propose", own.batch, own.asked, own.propose_s)
-                self.add("forward", own.batch, own.rows, own.forward_s)
-                self.add("host", own.batch, own.rows, own.host_s)
-
-    def add(self, part: str, batch: int, size: int, seconds: float) -> None:
-        batch = 1 if part == "forward" else batch  # rows are rows, whosever they are
-        self._seen[part].setdefault(batch, {}).setdefault(size, []).append(seconds)
-        self._curves = None
-
-    def round_s(self, asked: int, nodes: int, batch: int = 1) -> float:
-        """A round that asks for so many nodes and verifies so many, for each of `batch` sequences."""
-        rows = batch * (1 + nodes)
-        proposal = self.time("propose", batch, asked) if asked else 0.0
-        return proposal + self.time("forward", batch, rows) + self.time("host", batch, rows)
-
-    def time(self, part: str, batch: int, size: int) -> float:
-        """Between batches that were seen it is interpolated; beyond, a proposal grows with the batch."""
-        if self._curves is None:
-            self._curves = {name: {b: _curve(sizes) for b, sizes in own.items()} for name, own in self._seen.items()}
-        curves = self._curves[part]
-        if not curves:
-            return 0.0
-        if part == "forward":
-            return _at(curves[1], size)
-        known = sorted(curves)
-        low = max((b for b in known if b <= batch), default=known[0])
-        high = min((b for b in known if b >= batch), default=known[-1])
-        first, second = (
-            _at(curves[own], size) if part == "propose" else _within(curves[own], size * own // batch) for own in (low, high)
-        )
-        if low == high:
-            return first * (batch / low if batch > low else 1.0)
-        return first + (second - first) * (batch - low) / (high - low)
-
-    @classmethod
-    def forwards(cls, several: Iterable[Prices]) -> Prices:
-        """All that is known of the target's forward, whoever drafted."""
-        prices = cls()
-        for own in several:
-            for size, times in own._seen["forward"].get(1, {}).items():
-                for seconds in times:
-                    prices.add("forward", 1, size, seconds)
-        return prices
-
-    def as_dict(self) -> dict[str, Any]:
-        """{"forward": {batch: {rows: seconds}}, "propose": {batch: {length: seconds}}, "host": {batch: {rows: seconds}}}."""
-        return {
-            part: {str(b): {str(size): _mean(times) for size, times in sorted(own.items())} for b, own in sorted(seen.items())}
-            for part, seen in self._seen.items()
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Prices:
-        prices = cls()
-        for part in prices._seen:
-            for batch, sizes in data.get(part, {}).items():
-                for size, seconds in sizes.items():
-                    prices.add(part, int(batch), int(size), float(seconds))
-        return prices
-
-
-def _at(curve: Curve, size: int) -> float:
-    return curve.time(size) or 0.0
-
-
-def _within(curve: Curve, size: int) -> float:
-    """At the nearest size that was seen, where it lies outside them all: nothing says that the host's time grows so."""
-    return _at(curve, min(max(size, min(curve.means)), max(curve.means)))
-
-
-def _curve(sizes: Mapping[int, Sequence[float]]) -> Curve:
-    return Curve(
-        {size: _mean(times) for size, times in sizes.items()}, {size: float(len(times)) for size, times in sizes.items()}
-    )
-
-
-def _mean(times: Sequence[float]) -> float:
-    """The mean without the weight of stalls."""
-    limit = _STALL * statistics.median(times)
-    return statistics.fmean(min(time, limit) for time in times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,77 +144,3 @@ def _depth(guess: Guess) -> int:
     for parent in guess.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return max(depths, default=0)
-
-
-class Subject:
-    """An engine with one drafter that is watched while it works."""
-
-    def __init__(self, model: str | None, method: str | Mapping[str, Any], dtype: str = "auto", batch: int = 1) -> None:
-        config = SpeculationConfig.parse(method)
-        self.llm = LLM(model, speculation=config, dtype=dtype, max_num_seqs=batch, prefix_cache=False)
-        name = method if isinstance(method, str) else config.method
-        self.profile = Profile(name, config.draft_tokens if config.method != "none" else 0, memory=memory_of(self.llm))
-        self._rule = config.rule
-        self._recorder = self._watch(self.profile.most)
-
-    def _watch(self, length: int) -> Recorder:
-        self.llm.engine.policy = recorder = Recorder(length, self._rule)
-        return recorder
-
-    def run(self, prompt: Prompt, params: SamplingParams, learn: bool = True) -> RequestOutput:
-        """Generate for one prompt; its rounds are learnt unless they are to be predicted."""
-        result = self.llm.generate([prompt], params)[0]
-        rounds = self._recorder.take()
-        if learn:
-            self._learn(rounds, len(result.prompt_token_ids), result.outputs[0].timings.first_token_s)
-        return result
-
-    def learn_costs(self, prompts: Sequence[Prompt], params: SamplingParams, length: int) -> None:
-        """What rounds of this length cost for these prompts at once; acceptance is not learnt from it."""
-        recorder = self._watch(min(length, self.profile.most))
-        self.llm.generate(list(prompts), params)
-        self.profile.prices.learn(own for own in recorder.take() if own.batch == len(prompts))
-        self._recorder = self._watch(self.profile.most)
-
-    def _learn(self, rounds: Sequence[Round], prompt: int, first_s: float) -> None:
-        own = self.profile
-        for name in ("guesses", "_laws", "_spans"):
-            own.__dict__.pop(name, None)
-        decoding = [r for r in rounds if not r.prefill]
-        own.traces.append(Trace(own.method, prompt, own.most, [r.guesses[0] for r in decoding if r.guesses[0].room]))
-        own.firsts.append((prompt, first_s))
-        full = [r for r in decoding if r.asked == own.most]
-        if len(full) > 2:  # the first proposal may have a prompt to read
-            own.entries.append((prompt, full[0].propose_s - _mean([r.propose_s for r in full[1:]])))
-            own.prices.add("forward", 1, full[0].rows, full[0].forward_s)
-            own.prices.add("host", 1, full[0].rows, full[0].host_s)
-        own.prices.learn(r for r in rounds if not full[2:] or r is not full[0])
-
-
-def memory_of(llm: LLM) -> Memory:
-    """Weights and KV of the drafter that came with an engine."""
-    folders = {path for own in _parts(llm.speculation) if (path := _folder(own, llm.directory)) is not None}
-    dtype = str(llm.speculation.options.get("dtype", llm.config.dtype))
-    size = _BYTES.get(dtype, 2)
-    return Memory(sum(_parameters(path) * size for path in folders), llm.engine.drafter.needs.kv_bytes_per_token)
-
-
-def _parts(config: SpeculationConfig) -> Iterable[SpeculationConfig]:
-    yield config
-    for own in config.nested():
-        yield from _parts(own)
-
-
-def _folder(config: SpeculationConfig, target: Path) -> Path | None:
-    if config.method not in _COMPANIONS:
-        return None
-    return Path(config.model) if config.model else target / _COMPANIONS[config.method]
-
-
-def _parameters(folder: Path) -> int:
-    """Weights in a folder's safetensors, scales left out."""
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            count += sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys() if not name.endswith(".scale"))  # noqa: SIM118
-    return count

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outrider.bench.plan.profile import Prices
+from outrider.bench.plan.prices import Prices
 from outrider.bench.plan.trace import Guess, Trace
 from outrider.control import Adaptive, Costs, FixedLength, Load, Policy, RoundStats
 from outrider.core import Arm, Drafts
