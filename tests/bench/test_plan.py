@@ -51,6 +51,12 @@ def test_given_costs_give_the_formulas_speed_up() -> None:
     assert found["best_length"] == max(range(9), key=lambda k: (1 - 0.8 ** (k + 1)) / 0.2 / (1 + 0.1 * k))
 
 
+def test_a_batch_pays_for_the_rows_of_all() -> None:
+    own = prices(0.0002)
+    assert own.round_s(4, 3, batch=4) == pytest.approx(4 * 0.0002 + 0.003 + 15 * 0.0001 + 0.0002)
+    assert own.round_s(0, 0, batch=16) == pytest.approx(0.003 + 15 * 0.0001 + 0.0002)
+
+
 def test_rows_that_cost_end_it_at_some_batch() -> None:
     own, plain = given_costs(draft=0.0, row=0.1, host=0.0)
     few, many = (plan_chain(own, plain, chance, most=4)["break_even_batch"] for chance in (0.5, 0.9))
@@ -112,9 +118,11 @@ def test_traces_survive_the_disk_and_bad_lines_are_named(tmp_path: Path) -> None
     path = tmp_path / "trace.jsonl"
     write_traces(path, [constant(2, 3), constant(1, 3, "other")])
     assert read_traces(path) == [constant(2, 3), constant(1, 3, "other")]
-    path.write_text(path.read_text() + '{"method": "x", "prompt": 1, "most": 2, "rounds": [{"parents": [5]}]}\n')
-    with pytest.raises(InvalidParameter, match=r"trace\.jsonl:3"):
-        read_traces(path)
+    good = path.read_text()
+    for bad in ('{"parents": [5]}', '{"parents": [5], "survival": [0.5], "path": [], "at": 0, "room": 1}', "nonsense"):
+        path.write_text(good + f'{{"method": "x", "prompt": 1, "most": 2, "rounds": [{bad}]}}\n')
+        with pytest.raises(InvalidParameter, match=r"trace\.jsonl:3"):
+            read_traces(path)
 
 
 def test_the_controllers_own_file_serves_as_costs(tmp_path: Path) -> None:

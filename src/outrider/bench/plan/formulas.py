@@ -132,7 +132,7 @@ def expected_time(
 ) -> tuple[float, float]:
     """Seconds and rounds a request needs to emit `tokens`, if every round is drawn alike.
 
-    `law(room)` is how often a round with that much room verifies so many nodes and accepts so many of them;
+    `law(room)` is how often a round with that much room verifies so many nodes and accepts so many of them, never more;
     `round_s(room, nodes)` is its time.
     """
     seconds, rounds = [0.0], [0.0]
@@ -141,7 +141,7 @@ def expected_time(
         total = sum(chances.values())
         time = count = 0.0
         for (nodes, accepted), weight in chances.items():
-            after = left - 1 - min(accepted, left - 1)
+            after = left - 1 - accepted
             time += weight * (round_s(left - 1, nodes) + seconds[after])
             count += weight * (1.0 + rounds[after])
         seconds.append(time / total)

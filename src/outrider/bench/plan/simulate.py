@@ -182,10 +182,5 @@ def _likeliest(guess: Guess, most: int) -> tuple[list[int], list[int], list[floa
 
 def _path(guess: Guess, kept: Sequence[int]) -> list[int]:
     """The accepted nodes among those verified, by their place there."""
-    place = {node: i for i, node in enumerate(kept)}
-    path: list[int] = []
-    for node in guess.path:
-        if node not in place:
-            break
-        path.append(place[node])
-    return path
+    place = {node: i for i, node in enumerate(kept)}  # closed under parents, so what is left of the path has no gaps
+    return [place[node] for node in guess.path if node in place]
