@@ -9,7 +9,7 @@ __all__ = ["page", "spark", "svg_lines"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666", "#b15928", "#111111")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _RIGHT = 720, 380, 48, 44, 190
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _RIGHT = 760, 380, 48, 44, 230
 
 
 def spark(values: Sequence[float], top: float | None = None) -> str:
@@ -44,7 +44,7 @@ def svg_lines(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
         path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<rect x="{_LEFT + across + 12}" y="{32 + 18 * i}" width="12" height="3" fill="{colour}"/>')
-        short = name if len(name) <= 24 else name[:23] + "…"
+        short = name if len(name) <= 28 else name[:27] + "…"
         parts.append(f'<text x="{_LEFT + across + 30}" y="{38 + 18 * i}"><title>{escape(name)}</title>{escape(short)}</text>')
     parts.append(f'<text x="{_LEFT + across / 2}" y="{_HEIGHT - 8}" class="middle">{escape(labels[0])}</text>')
     parts.append(
