@@ -24,7 +24,7 @@ __all__ = ["Adaptive"]
 
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 _WORTH = 1.01  # a draft must promise this much more than none
-_PROBES = 0.01  # share of the time that may go into trying what does not seem to pay
+_PROBES = 0.006  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
 _REPLAN = 4  # rounds a plan stands
