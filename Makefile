@@ -12,7 +12,7 @@ SANITIZED := build/_core_sanitized.so
 $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,train,serve]'
 	touch $@
 
 check: $(STAMP)

@@ -1,4 +1,4 @@
-"""The command line: generate, compare, doctor, bench, train."""
+"""The command line: generate, chat, compare, doctor, bench, train."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from rich.console import Console
 
 from outrider._version import __version__
 from outrider.bench.cli import app as bench_app
+from outrider.bench.http import bench_http
+from outrider.bench.peers.cli import peers
+from outrider.bench.plan.cli import plan
+from outrider.bench.soak import bench_load
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, set_threads
+from outrider.serve.chat import chat
+from outrider.serve.cli import register as register_serve
 from outrider.train.cli import app as train_app
 
 __all__ = ["app", "main"]
@@ -28,6 +34,12 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command()(chat)
+register_serve(app)
+bench_app.command("load")(bench_load)
+bench_app.command("http")(bench_http)
+app.command()(plan)
+app.command()(peers)
 _errors = Console(stderr=True)
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM
-from outrider.bench.soak import random_requests, soak
+from outrider.bench.crowd import random_requests, soak
 from outrider.cache import KVPool
 
 PAGES, SIZE = 40, 16

@@ -101,6 +101,27 @@ def test_a_listener_that_raises_costs_its_own_request_only(decoder: Decoder, thr
     assert thread.alive
 
 
+def test_who_wants_no_pieces_gets_the_last_with_everything_in_it(decoder: Decoder, thread: EngineThread) -> None:
+    whole = run(make_engine(decoder), [request(3)])[0].output().token_ids
+    calm = list(thread.submit([request(3)], "none", wants=lambda writer: False).pieces())
+    assert [piece.token_ids for piece in calm] == [whole]
+    batched = list(thread.submit([request(3)], "none", wants=lambda writer: len(writer.from_draft) - writer.sent >= 6).pieces())
+    assert [len(piece.token_ids) for piece in batched] == [6, 6, 6, 2]
+    assert [token for piece in batched for token in piece.token_ids] == whole
+
+
+def test_questions_are_answered_between_rounds(thread: EngineThread) -> None:
+    job = thread.submit([request(4, 300)], "none")
+    next(iter(job.pieces()))
+    names = [thread.ask(lambda engine: (threading.current_thread().name, len(engine.scheduler.running))) for _ in range(3)]
+    assert {answer.result(30) for answer in names} == {("outrider-engine", 1)}
+    thread.abort(job)
+    list(job.pieces())
+    thread.close()
+    with pytest.raises(EngineDead):
+        thread.ask(lambda engine: None)
+
+
 def test_when_the_thread_dies_everybody_hears(decoder: Decoder) -> None:
     engine = make_engine(decoder)
     thread = EngineThread(engine)

@@ -335,7 +335,7 @@ def bench_soak(
 ) -> None:
     """Random requests that come, go and are cancelled in too little memory; each is compared with its solo plain run."""
     from outrider.bench.conditions import conditions
-    from outrider.bench.soak import random_requests, soak
+    from outrider.bench.crowd import random_requests, soak
     from outrider.cache import KVPool
     from outrider.engine.llm import LLM
 

@@ -1,191 +1,248 @@
-"""`outrider bench soak`: a crowd of random requests in too little memory, each compared with its solo plain run."""
+"""`outrider bench load`: many streams at once, some of them left; every finished text must be what it is alone."""
 
 from __future__ import annotations
 
-import gc
+import asyncio
+import json
 import random
-import resource
-import threading
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
-from outrider.core import Sequence as Generation
-from outrider.engine.llm import LLM
-from outrider.engine.outputs import CompletionOutput
-from outrider.engine.worker import EngineThread, Job
-from outrider.errors import QueueFull
-from outrider.sampling import SamplingParams
+import typer
+from rich.console import Console
 
-__all__ = ["Asked", "SoakReport", "random_requests", "soak"]
+__all__ = ["Plan", "bench_load", "run_load"]
+
+_errors = Console(stderr=True)
+_HEALTH_S = 0.1
+_MEMORY_S = 2.0
+_PROBES = 50
+_GROWTH = 1.05  # of resident memory, from after the first third to the end
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request of the crowd."""
+class Plan:
+    """What is asked, by how many, for how long."""
 
-    prompt: Sequence[int]
-    params: SamplingParams
-    speculation: dict[str, Any]
-    tenant: str | None
-    priority: int
-    wait: float  # rounds' worth of a pause before it comes, 0 mostly
-    give_up: int | None  # tokens after which its client leaves
+    streams: int
+    seconds: float
+    cancel: float  # share of requests left before their end
+    tokens: int
+    seed: int
+    kinds: int = 64  # different requests
 
 
 @dataclass(slots=True)
-class SoakReport:
-    """What came of it. Good where `different`, `failed` and `leaks` are empty."""
+class Seen:
+    """What was seen."""
 
-    requests: int = 0
-    finished: int = 0
+    finished: list[tuple[int, str, int]] = field(default_factory=list)  # which request, its text, its tokens
     cancelled: int = 0
-    refused: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    preemptions: int = 0
-    prefix_hits: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    different: list[int] = field(default_factory=list)  # requests whose tokens are not those of the solo run
-    failed: list[str] = field(default_factory=list)
-    leaks: list[str] = field(default_factory=list)
-    grown_mb: float = 0.0  # resident memory over the second half
-
-    @property
-    def good(self) -> bool:
-        return not (self.different or self.failed or self.leaks)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    failures: Counter[str] = field(default_factory=Counter)
+    first_s: list[float] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+    memory_mib: list[float] = field(default_factory=list)
+    refusals_s: list[float] = field(default_factory=list)
 
 
-def random_requests(llm: LLM, count: int, seed: int, longest: int = 48) -> list[Asked]:
-    """Prompts with common beginnings, all kinds of parameters, methods, tenants and priorities."""
-    rng, vocab = random.Random(seed), llm.config.vocab
-    stems = [[rng.randrange(vocab) for _ in range(rng.randint(20, 150))] for _ in range(6)]
-    methods = sorted({arm.name for arm in llm.engine.policy.arms} & set(llm.speculation.methods()))
-    out = []
-    for _ in range(count):
-        most = rng.randint(2, longest)
-        params = SamplingParams(
-            n=rng.choice([1, 1, 1, 1, 2, 3]),
-            temperature=rng.choice([0.0, 0.0, 0.7, 1.0, 1.4]),
-            top_p=rng.choice([1.0, 1.0, 0.9]),
-            top_k=rng.choice([0, 0, 40]),
-            min_p=rng.choice([0.0, 0.0, 0.05]),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
-            frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
-            min_tokens=rng.choice([0, 0, min(5, most)]),
-            stop=rng.choice([(), (), ("\n\n",), ("self", "return")]),
-            logit_bias=rng.choice([None, None, {rng.randrange(vocab): 4.0}]),
-            seed=rng.randrange(1000),
-            max_tokens=most,
-        )
-        kinds: list[dict[str, Any]] = [{}, {}, {}, {"enabled": False}, {"max_tokens": rng.randint(1, 6)}]
-        speculation = rng.choice([*kinds, {"method": rng.choice(methods or ["none"])}])
-        tail = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
-        give_up = rng.randrange(most) if rng.random() < 0.15 else None
-        out.append(Asked(rng.choice(stems) + tail, params, speculation, rng.choice([None, "a", "b"]), rng.choice([0, 0, 1]),
-                         rng.choice([0.0, 0.0, 0.002, 0.01]), give_up))  # fmt: skip
-    return out
+def bench_load(
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")] = None,
+    method: Annotated[str, typer.Option(help="How the server drafts.")] = "auto",
+    streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 100,
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 5.0,
+    cancel: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests whose client leaves.")] = 0.2,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request.")] = 96,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences the server runs at once.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
+) -> None:
+    """Load a server of its own: no failures, every finished text equal to its solo run, memory flat, /health quick."""
+    from outrider.bench.client import Server
+    from outrider.bench.conditions import conditions
 
-
-def soak(crowd: LLM, alone: LLM, asked: Sequence[Asked], told: Callable[[int], None] = lambda _: None) -> SoakReport:
-    """Run the requests through `crowd`'s engine thread as they come and go, then each through `alone`, plainly."""
-    report, before = SoakReport(requests=len(asked)), threading.active_count()
-    free, middle = crowd.engine.pages.free, 0
-    thread = EngineThread(crowd.engine)
-    began = time.perf_counter()
-    clients: list[_Client] = []
+    plan = Plan(streams, 60 * minutes, cancel, tokens, seed)
+    arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(max_num_seqs)]
+    with _errors.status("the server loads"):
+        server = Server([*arguments, "--max-queue", str(streams)])
     try:
-        for i, one in enumerate(asked):
-            time.sleep(one.wait)
-            while sum(not client.done.is_set() for client in clients[-64:]) >= 24:
-                time.sleep(0.001)
-            clients.append(_Client(crowd, thread, one))
-            told(i + 1)
-            middle = middle or (_resident_kb() if i >= len(asked) // 2 else 0)
-        _ = [client.done.wait(600) for client in clients]
-        report.seconds = time.perf_counter() - began
-        scheduler = crowd.engine.scheduler
-        report.preemptions, report.prefix_hits = scheduler.preemptions, scheduler.prefix_hits
-        report.grown_mb = round((_resident_kb() - middle) / 1024, 1)
+        with _errors.status(f"{streams} streams for {minutes:g} minutes"):
+            seen, idle = asyncio.run(run_load(server, plan, max_num_seqs + streams))
     finally:
-        thread.close()
-    for i, one in enumerate(asked):
-        _judge(i, clients[i], one, alone, report)
-    clients.clear()
-    _note_leaks(crowd, free, before, report)
-    return report
+        code = server.stop()
+    with _errors.status("the same requests alone"):
+        unequal, different = check_texts(model, plan, seen)
+    report = summarise(plan, seen, idle, unequal) | {"checked_against": f"{different} solo runs", "exit_code": code}
+    report["passed"] = passed(report)
+    text = json.dumps(report | conditions(), indent=1)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+    if not report["passed"]:
+        raise typer.Exit(1)
 
 
-class _Client:
-    """Reads one request's stream in the engine's thread, and leaves early where it is meant to."""
+async def run_load(server: Any, plan: Plan, room: int) -> tuple[Seen, dict[str, Any]]:
+    """Keep the server busy; what was seen, and its own statistics when all is over."""
+    from outrider.bench.client import Connection
 
-    def __init__(self, llm: LLM, thread: EngineThread, asked: Asked) -> None:
-        self.done = threading.Event()
-        self.outputs: dict[int, CompletionOutput] = {}
-        self.seen: dict[int, list[int]] = {}
-        self.error: str | None = None
-        self.left = False
-        self._asked, self._thread = asked, thread
-        requests, method = llm.requests(asked.prompt, asked.params, asked.speculation or None, asked.tenant, asked.priority)
-        self._job: Job | None = None
-        self._job = thread.submit(requests, method, self._hear)
-
-    def _hear(self, news: Any) -> None:
-        if isinstance(news, Exception):
-            self.error = f"{type(news).__name__}: {news}"
-            self.left = self.left or isinstance(news, QueueFull)
-            self.done.set()
-            return
-        self.seen.setdefault(news.index, []).extend(news.token_ids)
-        if news.output is not None:
-            self.outputs[news.index] = news.output
-        limit = self._asked.give_up
-        if limit is not None and not self.left and self._job is not None and sum(map(len, self.seen.values())) > limit:
-            self.left = True
-            self._thread.abort(self._job)
-        if len(self.outputs) == self._asked.params.n:
-            self.done.set()
+    seen, until = Seen(), time.monotonic() + plan.seconds
+    watchers = [asyncio.create_task(_watch_health(server.port, seen)), asyncio.create_task(_watch_memory(server, seen))]
+    await asyncio.gather(*(_client(server.port, plan, number, until, seen) for number in range(plan.streams)))
+    for watcher in watchers:
+        watcher.cancel()
+    await _overfill(server.port, plan, room, seen)
+    own = Connection(server.port)
+    for _ in range(100):  # those who left are cleared away within a round
+        stats: dict[str, Any] = json.loads((await own.get("/stats"))[1])
+        if stats["running"] == stats["waiting"] == 0 and stats["kv_usage"] == 0:
+            break
+        await asyncio.sleep(0.05)
+    own.close()
+    return seen, stats
 
 
-def _judge(i: int, client: _Client, one: Asked, alone: LLM, report: SoakReport) -> None:
-    if client.error or not client.done.is_set():
-        report.failed.append(f"request {i}: {client.error or 'never ended'}")
-        return
-    solo = alone.generate(one.prompt, one.params)[0].outputs
-    report.cancelled += client.left
-    report.finished += not client.left
-    for own in solo:
-        got = client.outputs[own.index]
-        report.tokens += len(got.token_ids)
-        report.drafted += got.speculation["drafted"]
-        report.accepted += got.speculation["accepted"]
-        whole = got.finish_reason == own.finish_reason and got.token_ids == own.token_ids
-        if not whole and not (got.finish_reason == "abort" and got.token_ids == own.token_ids[: len(got.token_ids)]):
-            report.different.append(i)
-        if got.speculation["fallback_reason"]:
-            report.failed.append(f"request {i}: {got.speculation['fallback_reason']}")
+def requests_of(plan: Plan) -> list[dict[str, Any]]:
+    """The different requests: prompts of code, greedy and sampled, short and long."""
+    from outrider.engine.acceptance import read_prompts
+
+    draw = random.Random(plan.seed)
+    prompts = read_prompts(Path(__file__).with_name("workloads") / "code.jsonl")
+    return [
+        {
+            "prompt": prompts[i % len(prompts)],
+            "max_tokens": draw.randint(max(1, plan.tokens // 4), plan.tokens),
+            "temperature": draw.choice([0.0, 0.8, 1.0]),
+            "top_p": draw.choice([1.0, 0.95]),
+            "seed": draw.randrange(2**31),
+        }
+        for i in range(plan.kinds)
+    ]
 
 
-def _note_leaks(llm: LLM, free: int, threads: int, report: SoakReport) -> None:
-    """Pages, threads and whatever still holds on to a sequence."""
-    if llm.engine.pages.free != free:
-        report.leaks.append(f"{free - llm.engine.pages.free} pages")
-    if threading.active_count() > threads:
-        report.leaks.append(f"{threading.active_count() - threads} threads")
-    gc.collect()
-    alive = sum(type(thing) is Generation for thing in gc.get_objects())
-    if alive:
-        report.leaks.append(f"{alive} sequences are still held")
+async def _client(port: int, plan: Plan, number: int, until: float, seen: Seen) -> None:
+    from outrider.bench.client import Connection
+
+    draw = random.Random(plan.seed * 1_000_003 + number)
+    requests, own = requests_of(plan), Connection(port)
+    while time.monotonic() < until:
+        which = draw.randrange(len(requests))
+        leave = draw.randrange(0, 12) if draw.random() < plan.cancel else None
+        reply = await own.stream(requests[which], leave)
+        if reply.cancelled:
+            seen.cancelled += 1
+        elif reply.status != 200 or reply.error is not None or not reply.done:
+            seen.failures[f"{reply.status}: {reply.error or 'the stream broke off'}"[:200]] += 1
+        else:
+            seen.finished.append((which, reply.text, reply.tokens))
+            seen.first_s.append(reply.first_s)
+    own.close()
 
 
-def _resident_kb() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize() // 1024
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+async def _overfill(port: int, plan: Plan, room: int, seen: Seen) -> None:
+    """Fill the queue to its last place, and see how soon one more is refused."""
+    from outrider.bench.client import Connection
+
+    body = requests_of(plan)[0] | {"max_tokens": 1000, "ignore_eos": True}
+    held = [asyncio.create_task(Connection(port).stream(body)) for _ in range(room)]
+    probe, own = Connection(port), Connection(port)
+    while (stats := json.loads((await own.get("/stats"))[1]))["running"] + stats["waiting"] < room:
+        await asyncio.sleep(0.05)
+    for _ in range(_PROBES):
+        reply = await probe.stream(body)
+        seen.refusals_s.append(reply.total_s)
+        if reply.status != 429:
+            seen.failures[f"a full queue said {reply.status}"] += 1
+        await asyncio.sleep(0.02)
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    for connection in (probe, own):
+        connection.close()
+
+
+async def _watch_health(port: int, seen: Seen) -> None:
+    from outrider.bench.client import Connection
+
+    own = Connection(port)
+    while True:
+        begun = time.perf_counter()
+        status, _ = await own.get("/health")
+        seen.health_s.append(time.perf_counter() - begun)
+        if status != 200:
+            seen.failures[f"/health said {status}"] += 1
+        await asyncio.sleep(_HEALTH_S)
+
+
+async def _watch_memory(server: Any, seen: Seen) -> None:
+    while True:
+        seen.memory_mib.append(server.resident_mib())
+        await asyncio.sleep(_MEMORY_S)
+
+
+def check_texts(model: str | None, plan: Plan, seen: Seen) -> tuple[int, int]:
+    """How many finished texts are not what plain decoding writes alone, and how many solo runs that took."""
+    from outrider.engine.llm import LLM
+    from outrider.sampling import SamplingParams
+
+    llm, requests = LLM(model, max_num_seqs=1), requests_of(plan)
+    alone: dict[int, tuple[str, int]] = {}
+    for which in sorted({which for which, _, _ in seen.finished}):
+        given = dict(requests[which])
+        output = llm.generate(given.pop("prompt"), SamplingParams(**given))[0].outputs[0]
+        alone[which] = (output.text, len(output.token_ids))
+    return sum((text, tokens) != alone[which] for which, text, tokens in seen.finished), len(alone)
+
+
+def summarise(plan: Plan, seen: Seen, idle: dict[str, Any], unequal: int) -> dict[str, Any]:
+    """The report."""
+    memory = seen.memory_mib or [0.0]
+    third = len(memory) // 3
+    before, after = statistics.median(memory[third : 2 * third] or memory), statistics.median(memory[2 * third :])
+    tokens = sum(count for _, _, count in seen.finished)
+    return {
+        "streams": plan.streams,
+        "seconds": plan.seconds,
+        "finished": len(seen.finished),
+        "cancelled": seen.cancelled,
+        "failed": dict(seen.failures),
+        "unequal": unequal,
+        "tokens_per_s_of_finished": round(tokens / plan.seconds, 1),
+        "first_token_ms": {"p50": _percentile(seen.first_s, 50), "p99": _percentile(seen.first_s, 99)},
+        "health_ms": {
+            "p50": _percentile(seen.health_s, 50),
+            "p99": _percentile(seen.health_s, 99),
+            "samples": len(seen.health_s),
+        },
+        "refusal_ms": {"p50": _percentile(seen.refusals_s, 50), "p99": _percentile(seen.refusals_s, 99)},
+        "memory_mib": {
+            "middle_third": round(before, 1),
+            "last_third": round(after, 1),
+            "growth": round(after / before, 4) if before else 0.0,
+        },
+        "when_idle": {name: idle[name] for name in ("running", "waiting", "kv_usage", "finished")},
+    }
+
+
+def passed(report: dict[str, Any]) -> bool:
+    """Whether everything held."""
+    idle = report["when_idle"]
+    return (
+        report["finished"] > 0
+        and not report["failed"]
+        and report["unequal"] == 0
+        and report["health_ms"]["p99"] < 100
+        and report["refusal_ms"]["p99"] < 100
+        and report["memory_mib"]["growth"] <= _GROWTH
+        and idle["running"] == idle["waiting"] == idle["kv_usage"] == 0
+        and report["exit_code"] == 0
+    )
+
+
+def _percentile(values: list[float], share: int) -> float:
+    """In milliseconds."""
+    ordered = sorted(values) or [0.0]
+    return round(1000 * ordered[min(len(ordered) - 1, len(ordered) * share // 100)], 2)

@@ -63,9 +63,8 @@ class Adaptive:
         self._plan = Plan(())
 
     def arms_named(self, method: str) -> list[int]:
-        """Arms a request may use that asked for one method: its own, without company, or one it is part of."""
-        own = [i for i, arm in enumerate(self.arms) if arm.name == method]
-        return own or [i for i, arm in enumerate(self.arms) if method in arm.methods]
+        """Arms a request may use that asked for one method: its own, without company."""
+        return [i for i, arm in enumerate(self.arms) if arm.name == method]
 
     def plan(self, load: Load) -> Plan:
         """Who drafts, with what, how far."""

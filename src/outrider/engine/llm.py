@@ -121,6 +121,7 @@ class LLM:
                 self.engine.policy = policy
                 for writer in writers:
                     self.engine.abort(writer)
+        self.engine.reset_counts()
         self.save_costs()
 
     def save_costs(self) -> None:
@@ -162,10 +163,16 @@ class LLM:
         several = [messages] if isinstance(messages[0], Mapping) else list(messages)
         return self.generate([self._tokenizer().chat(own) for own in several], params, tenant=tenant)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, tenant: str | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        tenant: str | None = None,
+        speculation: bool | Mapping[str, Any] | RequestSpeculation | None = None,
+    ) -> Iterator[StreamPiece]:
         """Complete one prompt piece by piece; leaving the loop early aborts the request."""
         prepared = self._prepare(prompt, params or self.default_params(), tenant)
-        writers = self._submit(prepared)
+        writers = self._submit(prepared, self._asked(speculation))
         waiting = list(writers)
         try:
             while waiting:
@@ -248,6 +255,8 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         ids = tuple(self._tokenizer().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
         self._check(ids, params)
+        if params.structured is not None:
+            self.engine.grammars.check(params.structured)
         if params.bad_words:
             params = replace(params, bad_word_ids=self._bad_words(params.bad_words))
         return _Prepared(text, ids, params, tenant)

@@ -1,0 +1,124 @@
+"""`outrider bench http`: what HTTP costs; the same requests through a server and through `LLM` in process, in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from outrider.bench.client import Connection
+    from outrider.engine.llm import LLM
+
+__all__ = ["bench_http"]
+
+_errors = Console(stderr=True)
+_FIRSTS = 8  # requests, one after the other, whose first token is timed in each run
+
+
+def bench_http(
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")] = None,
+    method: Annotated[str, typer.Option(help="How both draft.")] = "eagle",
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once, for the throughput.")] = 16,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each request.")] = 128,
+    pairs: Annotated[int, typer.Option(min=1, help="Paired runs; medians are reported.")] = 7,
+    output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
+) -> None:
+    """Time to first token and throughput through HTTP, beside the same requests in process. Fails beyond 10 ms or below 0.85."""
+    from outrider.bench.client import Server
+    from outrider.bench.conditions import conditions
+    from outrider.engine.llm import LLM
+
+    arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(batch)]
+    with _errors.status("loading, twice"):
+        server = Server(arguments)
+        llm = LLM(model, speculation=method, max_num_seqs=batch)
+    try:
+        with _errors.status("measuring"):
+            report = asyncio.run(_measure(server.port, llm, batch, tokens, pairs))
+    finally:
+        server.stop()
+    report |= {"batch": batch, "tokens": tokens, "pairs": pairs, "method": method}
+    report["passed"] = report["first_token_more_ms"] <= 10 and report["throughput_ratio"] >= 0.85 and report["equal"]
+    text = json.dumps(report | conditions(), indent=1)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
+async def _measure(port: int, llm: LLM, batch: int, tokens: int, pairs: int) -> dict[str, Any]:
+    from outrider.bench.client import Connection
+    from outrider.engine.acceptance import read_prompts
+
+    prompts = read_prompts(Path(__file__).with_name("workloads") / "code.jsonl")
+    connections = [Connection(port) for _ in range(batch)]
+    first: dict[str, list[float]] = {"http": [], "process": []}
+    speeds: dict[str, list[float]] = {"http": [], "process": []}
+    equal = True
+    for pair in range(pairs + 1):
+        bodies = [
+            {"prompt": prompts[i % len(prompts)], "max_tokens": tokens, "temperature": 0.8, "seed": i, "ignore_eos": True}
+            for i in range(pair * batch, (pair + 1) * batch)
+        ]
+        runs = [("http", pair % 2 == 0), ("process", pair % 2 == 1)]
+        texts: dict[str, list[str]] = {}
+        for name, _ in sorted(runs, key=lambda own: own[1]):
+            if name == "http":
+                alone = [(await connections[0].stream(body | {"max_tokens": 2})).first_s for body in bodies[:_FIRSTS]]
+                speed, texts[name] = await _through_http(connections, bodies)
+            else:
+                alone = [_first_in_process(llm, body) for body in bodies[:_FIRSTS]]
+                speed, texts[name] = _in_process(llm, bodies)
+            if pair:  # the first pair warms up
+                first[name].append(statistics.median(alone))
+                speeds[name].append(speed)
+        equal &= texts["http"] == texts["process"]
+    for own in connections:
+        own.close()
+    more = [1000 * (a - b) for a, b in zip(first["http"], first["process"], strict=True)]
+    ratios = [a / b for a, b in zip(speeds["http"], speeds["process"], strict=True)]
+    return {
+        "equal": equal,
+        "first_token_more_ms": round(statistics.median(more), 3),
+        "first_token_ms": {name: round(1000 * statistics.median(own), 3) for name, own in first.items()},
+        "throughput_ratio": round(statistics.median(ratios), 4),
+        "throughput_ratios": [round(own, 4) for own in ratios],
+        "tok_s": {name: round(statistics.median(own), 1) for name, own in speeds.items()},
+    }
+
+
+async def _through_http(connections: list[Connection], bodies: list[dict[str, Any]]) -> tuple[float, list[str]]:
+    begun = time.perf_counter()
+    replies = await asyncio.gather(*(own.stream(body) for own, body in zip(connections, bodies, strict=True)))
+    seconds = time.perf_counter() - begun
+    return sum(reply.tokens for reply in replies) / seconds, [reply.text for reply in replies]
+
+
+def _in_process(llm: LLM, bodies: list[dict[str, Any]]) -> tuple[float, list[str]]:
+    begun = time.perf_counter()
+    outputs = llm.generate([body["prompt"] for body in bodies], [_params(body) for body in bodies])
+    seconds = time.perf_counter() - begun
+    return sum(len(own.outputs[0].token_ids) for own in outputs) / seconds, [own.outputs[0].text for own in outputs]
+
+
+def _first_in_process(llm: LLM, body: dict[str, Any]) -> float:
+    begun = time.perf_counter()
+    stream = llm.stream(body["prompt"], _params(body | {"max_tokens": 2}))
+    next(stream)
+    seconds = time.perf_counter() - begun
+    stream.close()  # type: ignore[attr-defined]
+    return seconds
+
+
+def _params(body: dict[str, Any]) -> Any:
+    from outrider.sampling import SamplingParams
+
+    return SamplingParams(**{name: value for name, value in body.items() if name != "prompt"})

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP, schemas, streaming, metrics, the page."""

@@ -1,0 +1,367 @@
+"""What requests and answers look like. Unknown fields are ignored; known ones that cannot be honoured are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from outrider.serve.settings import Limits
+
+__all__ = [
+    "ChatCompletion",
+    "ChatRequest",
+    "Completion",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "Detokenized",
+    "ErrorBody",
+    "GenerationRequest",
+    "Health",
+    "ModelCard",
+    "ModelList",
+    "TokenizeChat",
+    "TokenizePrompt",
+    "Tokenized",
+    "Version",
+]
+
+_L = Limits()
+_SEED = 2**63
+Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Ids = Annotated[list[Id], Field(max_length=_L.ids)]
+Float = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1, max_length=_L.stop_chars)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(_Request):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SpeculationRequest(_Request):
+    """What a request asks of speculation; its tokens are the same whatever it says."""
+
+    enabled: bool = True
+    method: str | None = None
+    max_tokens: int | None = Field(None, ge=0, le=256)
+
+
+class JsonSchema(_Request):
+    name: str = "answer"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Request):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Request):
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class GenerationRequest(_Request):
+    """Fields that completions and chats share."""
+
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = (
+        "best_of", "suffix", "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search",
+        "length_penalty", "prompt_embeds", "chat_template", "logits_processors", "logits_processor", "custom_logit_processor",
+        "truncate_prompt_tokens", "mm_processor_kwargs", "lora", "stop_regex",
+    )  # fmt: skip
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Float | None = Field(None, ge=0, le=2)
+    top_p: Float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: Float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=_L.n)
+    seed: int | None = Field(None, ge=-_SEED, le=_SEED - 1)
+    stop: Text | Annotated[list[Text], Field(max_length=_L.stop)] | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: Float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: Float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] | None = Field(None, max_length=_L.logit_bias)
+    bad_words: Annotated[list[Text], Field(max_length=_L.ids)] | None = None
+    allowed_token_ids: Annotated[Ids, Field(min_length=1)] | None = None
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    speculation: SpeculationRequest | bool | None = None
+    return_token_ids: bool | None = None
+    return_token_details: bool | None = None
+    request_id: str | None = Field(None, max_length=128)
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in cls.UNSUPPORTED:
+                value = data.get(name)
+                if value is None or value is False or (name == "best_of" and value == (data.get("n") or 1)):
+                    continue
+                raise ValueError(f"{name} is not supported")
+            if data.get("modalities") not in (None, ["text"]):
+                raise ValueError("modalities is not supported beyond text")
+        return data
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if any(not (key.isascii() and key.isdecimal() and len(key) < 10) for key in value or ()):
+            raise ValueError("keys must be token ids")
+        return value
+
+    @field_validator("response_format", "structured_outputs", "guided_json", "guided_choice", mode="before")
+    @classmethod
+    def _small(cls, value: Any) -> Any:
+        if value is not None and len(json.dumps(value)) > _L.schema_bytes:
+            raise ValueError(f"is larger than {_L.schema_bytes} bytes")
+        return value
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[Id], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=_L.prompts)]
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=_L.prompts)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=_L.logprobs)
+    prompt_logprobs: int | None = Field(None, ge=0, le=_L.logprobs)
+    echo: bool | None = None
+
+
+class Function(_Request):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Request):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Request):
+    name: str
+
+
+class NamedTool(_Request):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(_Request):
+    name: str
+    arguments: str = "{}"
+
+
+class PastCall(_Request):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(_Request):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Request):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = Field(None, max_length=128)
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise ValueError(f"only parts of type 'text' are taken, got {kind!r}; nothing is fetched from elsewhere")
+        return value
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=_L.messages)
+    max_completion_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=_L.logprobs)
+    tools: list[Tool] | None = Field(None, max_length=_L.tools)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, max_length=32)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _small_tools(cls, value: Any) -> Any:
+        return cls._small(value)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_settings(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        allowed = ("enable_thinking", "thinking", "reasoning_effort")
+        for name, own in (value or {}).items():
+            if name not in allowed or not isinstance(own, str | bool | int | None):
+                raise ValueError(f"may set {', '.join(allowed)} to a plain value, not {name}")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+
+class TokenizePrompt(_Request):
+    """POST /tokenize with a prompt."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeChat(_Request):
+    """POST /tokenize with a conversation."""
+
+    messages: list[Message] = Field(min_length=1, max_length=_L.messages)
+
+
+class DetokenizeRequest(_Request):
+    """POST /detokenize."""
+
+    tokens: list[Id] = Field(max_length=2**17)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(_Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(_Answer):
+    """Every error."""
+
+    error: ErrorDetail
+
+
+class Usage(_Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(_Answer):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class Completion(_Answer):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(_Answer):
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(_Answer):
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
+
+
+class ChatCompletion(_Answer):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(_Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(_Answer):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(_Answer):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(_Answer):
+    prompt: str
+
+
+class Health(_Answer):
+    status: Literal["ok", "loading", "draining", "dead"]
+
+
+class Version(_Answer):
+    version: str
