@@ -68,7 +68,7 @@ class AutoDrafter(MixtureDrafter):
         for m, idle in enumerate(self._idle):
             if not self._reads[m] or idle <= _DOZE:
                 self._begin(m, seq)
-        self._note_needs()  # a round that only reads prompts proposes nothing
+        self._note_needs()
 
     def _begin(self, m: int, seq: Sequence) -> None:
         self._members[m].drafter.begin(seq)
