@@ -82,3 +82,15 @@ def test_those_asleep_are_not_begun(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(reader, "begin", begun.append)
     llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=5))
     assert not begun
+
+
+def test_a_sequence_that_begins_before_anybody_is_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members awake from the sequence before follow the next one from its prompt on, with or without a draft."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for asked in ({2, 3, 4, 5}, set(), {8, 9}):
+        script = Script(llm, "eagle", asked)
+        monkeypatch.setattr(llm.engine, "policy", script)
+        output = llm.generate(PROMPT, params)[0].outputs[0]
+        assert output.speculation["fallback_reason"] is None
+        assert script.taps[0] or 2 in asked, "awake since the first"
+        assert (sum(script.drafted.values()) > 0) == bool(asked)
