@@ -118,7 +118,9 @@ class _Bench:
         suite = self._suite
         # prompts come again and again: what is measured is reading them, not finding them
         sizes: dict[str, Any] = {"max_num_seqs": max(suite.batches), "prefix_cache": False}
-        return LLM(suite.model, speculation=parse_method(method), **suite.load, **sizes)
+        llm = LLM(suite.model, speculation=parse_method(method), **suite.load, **sizes)
+        llm.measure_costs()  # what a controller would learn in its first minutes of service
+        return llm
 
     def measure(self, case: _Case, prompts: Sequence[Any]) -> dict[str, Tally]:
         """All methods on one category: a pass to warm up and to time the forwards alone, then the repeats."""
