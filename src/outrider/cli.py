@@ -1,10 +1,11 @@
-"""The command line: generate, compare, doctor, bench, train."""
+"""The command line: generate, chat, compare, doctor, bench, train."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from outrider.bench.http import bench_http
 from outrider.bench.soak import bench_load
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, set_threads
+from outrider.serve.chat import chat
 from outrider.serve.cli import register as register_serve
 from outrider.train.cli import app as train_app
 
@@ -30,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command()(chat)
 register_serve(app)
 bench_app.command("load")(bench_load)
 bench_app.command("http")(bench_http)
@@ -42,7 +45,7 @@ Method = Annotated[
         help="How to guess: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, early_exit, cascade, "
         "mixture, auto (a controller chooses round by round), or "
         'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
-        "Default: eagle for the bundled model, else ngram."
+        "Default: auto."
     ),
 ]
 DraftModel = Annotated[
@@ -160,8 +163,19 @@ def compare(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Measure instead what rounds and proposals cost the controller.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --costs: model directory or hub id. Default: the bundled model.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --costs: an HTML file for the curves.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Say what this machine offers, which kernels are in use, whether rows are invariant and what that costs."""
+    if costs:
+        return _doctor_costs(model, plot, as_json)
     from outrider.bench.doctor import diagnose
     from outrider.engine.terminal import print_findings
 
@@ -173,6 +187,30 @@ def doctor(as_json: AsJson = False) -> None:
         print_findings([(f.section, f.name, f.value, f.good) for f in findings])
     if not all(finding.good for finding in findings):
         raise typer.Exit(1)
+    return None
+
+
+def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:
+    from outrider.bench.costs import measured_costs, show_costs, write_plot
+
+    with _errors.status("measuring rounds and proposals"):
+        found = measured_costs(model)
+    if as_json:
+        print(json.dumps(found.as_dict()))
+    else:
+        show_costs(found, Console())
+    if plot is not None:
+        write_plot(found, plot)
+        _errors.print(f"curves in {plot}", highlight=False, markup=False)
+
+
+def _default_method(options: dict[str, Any]) -> str:
+    """`auto`, unless something was asked for that it does not do."""
+    if options["draft_model"] is not None:
+        return "draft_model"
+    if options["rule"] != "match":
+        return "ngram" if options["model"] else "eagle"
+    return "auto"
 
 
 def _load(options: dict[str, Any]) -> Any:
@@ -181,7 +219,7 @@ def _load(options: dict[str, Any]) -> Any:
     from outrider.engine.llm import LLM
 
     set_threads(options["threads"])
-    settings = parse_method(options["method"] or ("ngram" if options["model"] else "eagle"))
+    settings = parse_method(options["method"] or _default_method(options))
     draft, method = options["draft_model"], settings["method"]
     if draft is not None and method not in ("draft_model", "eagle", "medusa"):
         raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {method!r} has none")

@@ -101,6 +101,8 @@ class SpeculationConfig:
         if model in ("ngram", "[ngram]"):  # vLLM's older spelling
             settings |= {"method": "ngram", "model": None}
         method = settings.setdefault("method", "draft_model" if settings.get("model") else "none")
+        if method == "auto":
+            settings.setdefault("draft_tokens", MOST_DRAFT_TOKENS)
         known = _OPTIONS.get(method, ())
         unknown = sorted(set(settings) - set(_FIELDS) - set(known))
         if unknown and method in ("none", *_OPTIONS):

@@ -165,7 +165,6 @@ class Arm(NamedTuple):
     name: str
     members: tuple[int, ...]  # drafters it asks, by number
     most: int  # nodes it can use
-    methods: tuple[str, ...] = ()  # what it is made of, where that is more than its name says
 
 
 class Plan(NamedTuple):

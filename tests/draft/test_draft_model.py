@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from outrider.core import Batch, Plan, Sequence
 from outrider.draft.draft_model import DraftModel
@@ -24,6 +25,13 @@ class Watching(Runner):
     def forward(self, feeds, taps=()):  # type: ignore[no-untyped-def]
         self.fed = getattr(self, "fed", []) + [(feed.start + feed.known, [*feed.tokens, *feed.nodes]) for feed in feeds]
         return super().forward(feeds, taps)
+
+    def draft(self, feeds, chains):  # type: ignore[no-untyped-def]
+        """One sequence's chain, as if token by token."""
+        found, (feed,) = super().draft(feeds, chains), feeds
+        steps = [(feed.start + len(feed.tokens) + i, [int(token)]) for i, token in enumerate(found[0][0][:-1])]
+        self.fed = [*getattr(self, "fed", []), (feed.start, list(feed.tokens)), *steps]
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +191,36 @@ def test_only_nodes_in_their_place_count_as_read(decoder) -> None:  # type: igno
     reader.extend(seq, Feed(seq.pages, 3, (), [10, 11], [-1, -1], 0))
     reader.extend(seq, Feed(seq.pages, 3, (), [12], [-1, -1, 1], 2))
     assert reader._states[seq].fed == [1, 2, 3, 10]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_one_call_drafts_what_growing_does(decoder, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Ragged chains of several sequences, over several rounds, with some of the guesses wrong."""
+    if not Runner(decoder, make_pool(decoder)).drafts_chains:
+        pytest.skip("the native core is not in use here")
+    rng = random.Random(5)
+    params = SamplingParams(temperature=temperature, max_tokens=60)
+    sequences = [Sequence(make_request([rng.randrange(30) for _ in range(3 + i)], params, f"r{i}")) for i in range(4)]
+    for i, seq in enumerate(sequences):
+        seq.pages = list(range(8 * i, 8 * i + 8))
+    found = []
+    for one_call in (True, False):
+        monkeypatch.setattr(DraftModel, "_in_one_call", lambda self, texts, own=one_call: own)
+        drafter = DraftModel(Runner(decoder, make_pool(decoder)))
+        lengths, rounds = random.Random(1), []
+        text = {seq: list(seq.tokens) for seq in sequences}
+        for seq in sequences:
+            seq.tokens[:] = text[seq]
+            drafter.begin(seq)
+        for _ in range(5):
+            plan = Plan(tuple(lengths.randrange(6) for _ in sequences))
+            drafts = drafter.propose(Batch(sequences, [1] * 4), plan)
+            rounds.append((drafts.on_host(), drafts.survival))
+            for seq, tree in zip(sequences, drafts.on_host(), strict=True):
+                seq.tokens += [*tree.tokens[: lengths.randrange(6)], lengths.randrange(30)]
+        for seq in sequences:
+            seq.tokens[:] = text[seq]
+        found.append(rounds)
+    for (trees, survival), (grown, grown_survival) in zip(*found, strict=True):
+        assert trees == grown
+        torch.testing.assert_close(survival, grown_survival)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -183,13 +184,16 @@ def bench_round(
     model: Model = None,
     load_format: LoadFormat = "safetensors",
     rounds: Annotated[int, typer.Option(min=10, help="Rounds to time.")] = 200,
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of running sequences.")] = "1",
+    queued: Annotated[str, typer.Option(help="Comma-separated numbers of requests waiting meanwhile.")] = "0",
     threads: Threads = None,
 ) -> None:
     """What a plain round costs beside the model's forward and the choice, and what the noise costs."""
     from outrider.bench.round import measure_noise, measure_round
 
     set_threads(threads)
-    rows = [measure_round(model, load_format, temperature, rounds).as_dict() for temperature in (0.0, 0.8)]
+    sizes = [(t, b, q) for q in numbers("--queued", queued, int) for b in numbers("--batches", batches, int) for t in (0.0, 0.8)]
+    rows = [measure_round(model, load_format, t, rounds, b, q).as_dict() for t, b, q in sizes]
     print(json.dumps({"rounds": rows, "noise": measure_noise()}))
 
 
@@ -276,12 +280,15 @@ def bench_never_slower(
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each request.")] = 128,
     pairs: Annotated[int, typer.Option(min=3, help="Paired runs of each case.")] = 9,
     quick: Annotated[bool, typer.Option("--quick", help="Batch 1 and 8, two workloads, about a minute.")] = False,
+    sweep: Annotated[
+        bool, typer.Option(help="Also sweep fixed settings on code at batch 1 and compare `auto` with the best.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Seed of all requests.")] = 0,
     threads: Threads = None,
 ) -> None:
     """Throughput of `auto` over plain decoding: code, random tokens, temperature 1.5. Fails where it is slower beyond doubt."""
     from outrider.bench.conditions import conditions
-    from outrider.bench.never_slower import as_rows, cases, never_slower, show_ratios
+    from outrider.bench.never_slower import against_best, as_rows, cases, never_slower, show_ratios
 
     set_threads(threads)
     wanted = cases([1, 8] if quick else numbers("--batches", batches, int), quick)
@@ -290,8 +297,58 @@ def bench_never_slower(
         rows.append(row)
         _errors.print(f"{row.workload} at {row.temperature:g}, batch {row.batch}: {row.ratio:.2f}", highlight=False)
     show_ratios(rows, _errors)
-    print(json.dumps({"rows": as_rows(rows)} | conditions()))
+    found: dict[str, Any] = {"rows": as_rows(rows)}
+    if sweep and not quick:
+        best = against_best(model, tokens, pairs, seed=seed)
+        _errors.print(f"auto ÷ the best fixed setting ({best.method}), code at batch 1: {best.ratio:.2f}", highlight=False)
+        found["against_best"] = asdict(best)
+    print(json.dumps(found | conditions()))
     if any(row.lost for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command("batching")
+def bench_batching(
+    model: Model = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Times both ways run, interleaved; medians are shown.")] = 5,
+    threads: Threads = None,
+) -> None:
+    """The same requests at once and one after another: what continuous batching brings, plainly and with `auto`."""
+    from outrider.bench.batching import batching
+    from outrider.bench.conditions import conditions
+
+    set_threads(threads)
+    print(json.dumps(conditions() | {"rows": [batching(model, batch, tokens, repeats, method) for method in ("none", "auto")]}))
+
+
+@app.command("soak")
+def bench_soak(
+    model: Model = None,
+    method: Annotated[str, typer.Option(help="How to guess in the crowd.")] = "auto",
+    requests: Annotated[int, typer.Option(min=1, help="Random requests in all.")] = 1000,
+    longest: Annotated[int, typer.Option(min=2, help="Most tokens of a request.")] = 48,
+    pages: Annotated[int, typer.Option(min=8, help="KV pages of 16 tokens: few enough that they run out.")] = 96,
+    seed: Annotated[int, typer.Option(help="Of the requests, their arrivals and cancellations.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Random requests that come, go and are cancelled in too little memory; each is compared with its solo plain run."""
+    from outrider.bench.conditions import conditions
+    from outrider.bench.crowd import random_requests, soak
+    from outrider.cache import KVPool
+    from outrider.engine.llm import LLM
+
+    set_threads(threads)
+    alone = LLM(model, max_model_len=512)
+    shape = alone.config
+    room = pages * 16 * KVPool.bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim)
+    crowd = LLM(model, speculation=method, max_model_len=512, max_num_seqs=16, page_size=16, kv_bytes=room)
+    with _errors.status("") as status:
+        told = lambda done: status.update(f"{done} of {requests} requests sent")  # noqa: E731
+        report = soak(crowd, alone, random_requests(crowd, requests, seed, longest), told)
+    print(json.dumps(report.as_dict() | conditions()))
+    if not report.good:
         raise typer.Exit(1)
 
 

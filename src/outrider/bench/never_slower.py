@@ -17,10 +17,18 @@ from outrider.engine.acceptance import read_prompts
 from outrider.engine.llm import LLM
 from outrider.sampling import SamplingParams
 
-__all__ = ["Case", "Ratio", "as_rows", "cases", "measure", "never_slower", "show_ratios"]
+__all__ = ["SWEEP", "Best", "Case", "Ratio", "against_best", "as_rows", "cases", "measure", "never_slower", "show_ratios"]
 
 _WORKLOADS = Path(__file__).with_name("workloads")
 _FLOOR = 0.98
+_SWEEP_PAIRS = 4
+_CASCADE = "cascade:{}:levels=suffix+draft_model"
+SWEEP = (
+    *(f"{method}:{length}" for method in ("suffix", "draft_model", "eagle") for length in (4, 8, 16)),
+    *(_CASCADE.format(length) for length in (6, 10, 14)),
+    "eagle:12:beam=3:branch=4:depth=6",
+    "mixture:16:members=suffix+eagle",
+)
 Prompts = Sequence[str | Sequence[int]]
 
 
@@ -66,6 +74,30 @@ def never_slower(model: str | None, wanted: Sequence[Case], tokens: int, pairs: 
     fast.measure_costs()
     for case in wanted:
         yield measure(plain, fast, case, tokens, pairs, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """`auto` against the best fixed setting of a sweep, the two measured again in turns."""
+
+    method: str
+    ratio: float  # auto over it
+    low: float
+    high: float
+    swept: dict[str, float]  # tokens per second of every setting
+
+
+def against_best(model: str | None, tokens: int, pairs: int, settings: Sequence[str] = SWEEP, seed: int = 0) -> Best:
+    """On code at batch 1: which fixed setting is quickest, and how `auto` compares with it."""
+    case, auto = Case("code", 0.0, 1), LLM(model, speculation="auto")
+    auto.measure_costs()
+    swept, found = {}, {}
+    for setting in settings:
+        own = found[setting] = LLM(model, speculation=setting)
+        swept[setting] = measure(own, own, case, tokens, _SWEEP_PAIRS, seed).plain_tok_s
+    best = max(swept, key=lambda setting: swept[setting])
+    row = measure(found[best], auto, case, tokens, pairs, seed)
+    return Best(best, row.ratio, row.low, row.high, swept)
 
 
 def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:

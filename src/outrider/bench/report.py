@@ -12,7 +12,7 @@ from typing import Any
 from outrider.bench.plots import Series, bars, legend, lines, stacked
 from outrider.bench.suite import PLAIN
 
-__all__ = ["render_report"]
+__all__ = ["page", "render_report"]
 
 Row = dict[str, Any]
 _PHASES = ("draft", "verify", "choose", "host")
@@ -26,11 +26,15 @@ def render_report(rows: Sequence[Row]) -> str:
     body = "".join(
         f'<section id="{name}"><h2>{title}</h2><p>{text}</p>{content}</section>' for name, title, text, content in sections
     )
+    return page("Outrider bench", f"{_header(rows, good)}{body}{_table(rows)}{_notes(rows)}")
+
+
+def page(title: str, content: str) -> str:
+    """One HTML file that needs nothing else."""
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Outrider bench</title><style>{style}</style>"
-        f"<main>{_header(rows, good)}{body}{_table(rows)}{_notes(rows)}</main></html>"
+        f"<title>{escape(title)}</title><style>{style}</style><main>{content}</main></html>"
     )
 
 

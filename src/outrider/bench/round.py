@@ -26,9 +26,11 @@ _WARM_UP = 20
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Medians in microseconds, per plain round at batch 1."""
+    """Medians in microseconds, per plain round."""
 
     temperature: float
+    batch: int
+    queued: int  # requests waiting meanwhile
     rounds: int
     total_us: float
     forward_us: float  # the decoder and its output matrix
@@ -37,7 +39,7 @@ class RoundCost:
     layout_us: float  # of that, laying out the rows and planning their attention
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"outside_us_per_sequence": self.outside_us / self.batch}
 
 
 class _Stopwatch:
@@ -75,9 +77,11 @@ class _TimedRunner(Runner):
         return self.watch.around(super().logits, last, rows)  # type: ignore[no-any-return]
 
 
-def measure_round(model: str | Path | None, load_format: str, temperature: float, rounds: int = 200) -> RoundCost:
-    """Time plain rounds at batch 1, and what of each is model and choice."""
-    llm = LLM(model, load_format=load_format)
+def measure_round(
+    model: str | Path | None, load_format: str, temperature: float, rounds: int = 200, batch: int = 1, queued: int = 0
+) -> RoundCost:
+    """Time plain rounds, and what of each is model and choice."""
+    llm = LLM(model, load_format=load_format, max_num_seqs=batch)
     runner = _TimedRunner(llm.engine.runner.decoder, llm.engine.runner.pool, llm.engine.runner.ops)
     runner.watch, runner.layout, choosing = _Stopwatch(), _Stopwatch(), _Stopwatch()
     llm.engine.runner = runner
@@ -85,8 +89,10 @@ def measure_round(model: str | Path | None, load_format: str, temperature: float
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=rounds + _WARM_UP, ignore_eos=True)
     samples: list[tuple[float, float, float, float]] = []
     with mock.patch("outrider.verify.batch.choose", lambda *args: choosing.around(choose, *args)):
-        llm.engine.submit(Request("bench", tuple(prompt), params, 1, frozenset(), rounds + _WARM_UP), "none")
-        while llm.engine.has_work:
+        for i in range(batch + queued):
+            own = (*prompt, i % llm.config.vocab)
+            llm.engine.submit(Request(f"bench-{i}", own, params, i, frozenset(), rounds + _WARM_UP), "none")
+        for _ in range(rounds):
             start = time.perf_counter()
             llm.engine.round()
             total = (time.perf_counter() - start) * 1e6
@@ -94,7 +100,7 @@ def measure_round(model: str | Path | None, load_format: str, temperature: float
     kept = samples[_WARM_UP:]
     medians = [statistics.median(column) for column in zip(*kept, strict=True)]
     outside = statistics.median(whole - forward - choice for whole, forward, choice, _ in kept)
-    return RoundCost(temperature, len(kept), medians[0], medians[1], medians[2], outside, medians[3])
+    return RoundCost(temperature, batch, queued, len(kept), medians[0], medians[1], medians[2], outside, medians[3])
 
 
 def measure_noise(rows: int = 16, vocab: int = 8192, repeats: int = 300) -> dict[str, float]:

@@ -63,9 +63,8 @@ class Adaptive:
         self._plan = Plan(())
 
     def arms_named(self, method: str) -> list[int]:
-        """Arms a request may use that asked for one method: its own, without company, or one it is part of."""
-        own = [i for i, arm in enumerate(self.arms) if arm.name == method]
-        return own or [i for i, arm in enumerate(self.arms) if method in arm.methods]
+        """Arms a request may use that asked for one method: its own, without company."""
+        return [i for i, arm in enumerate(self.arms) if arm.name == method]
 
     def plan(self, load: Load) -> Plan:
         """Who drafts, with what, how far."""
@@ -136,33 +135,36 @@ class Adaptive:
 
     def observe(self, stats: RoundStats) -> None:
         """Learn what was accepted and what it cost."""
-        if self._load is None:
+        load, self._load = self._load, None
+        if load is None:
             return
-        self.costs.observe_forward(stats.rows, self._load.context, stats.forward_s + stats.rest_s)
+        self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
         if self._credit is not None:
             self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
         if not any(self._plan.lengths):
             return
-        self._observe_proposals(stats.propose_s)
-        for key, path in zip(self._load.keys, stats.paths, strict=True):
+        self._observe_proposals(stats.propose_s, load)
+        for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0] and self._credit is not None:
                 surplus = max(len(path) - self._promised, 0.0) / self._rate
                 self._credit += min(surplus, self._paid)  # a probe that brings more than was expected is free
+        self._probe = None
 
-    def _observe_proposals(self, seconds: float) -> None:
+    def _observe_proposals(self, seconds: float, load: Load) -> None:
         """What the arms that drafted took; several share the time as they were expected to."""
         asked = [
             (self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own))
             for arm, own in self._users(self._plan).items()
         ]
-        expected = [self.costs.proposal(*one, self._load.context if self._load else 0) for one in asked]
+        expected = [self.costs.proposal(*one, load.context) for one in asked]
         for one, share in zip(asked, expected, strict=True):
             self.costs.observe_proposal(*one, seconds * share / sum(expected) if sum(expected) > 0 else seconds / len(asked))
 
     def forget(self, key: Hashable) -> None:
-        """A sequence is over."""
+        """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
+        self._who, self._again = (), None
         for known in (self._standing, self._losses, self._gains):
             known.pop(key, None)
 

@@ -58,7 +58,7 @@ class Survey:
         nodes, arm = (0, None) if self._trial is None else self._trial[:2]
         return Plan(tuple(min(nodes, room) for room in load.room), arms=(arm or 0,) * len(load.room))
 
-    def select(self, drafts: Drafts, load: Load) -> Drafts:
+    def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
         if self._trial is None or self._trial.arm is not None:
             return Drafts.empty(len(load.room))
         return Drafts.chains([[0] * min(self._trial.nodes, room) for room in load.room])

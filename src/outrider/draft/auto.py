@@ -30,27 +30,15 @@ def resolve_auto(config: SpeculationConfig, directory: Path) -> SpeculationConfi
     if config.nested():
         return config
     found = tuple(own for name, own in _COMPANIONS.items() if (directory / name / "config.json").exists())
-    if _same_tokens(directory, directory / "draft"):
-        found = tuple(_helped(own) if own.method == "draft_model" else own for own in found)
     names = ("suffix",) if found else ("suffix", "recycle")
     lookups = tuple(SpeculationConfig(name, draft_tokens=_MOST) for name in names)
-    return replace(config, options={**config.options, "members": (*lookups, *found)})
-
-
-def _same_tokens(target: Path, draft: Path) -> bool:
-    paths = [folder / "tokenizer.json" for folder in (target, draft)]
-    return all(path.exists() for path in paths) and paths[0].read_bytes() == paths[1].read_bytes()
-
-
-def _helped(model: SpeculationConfig) -> SpeculationConfig:
-    """A draft model that checks what a lookup guesses: the same tokens, sooner."""
-    levels = (SpeculationConfig("suffix", draft_tokens=_MOST), replace(model, draft_tokens=_MOST))
-    return SpeculationConfig("cascade", draft_tokens=model.draft_tokens, options={"levels": levels})
+    members = tuple(replace(own, draft_tokens=min(own.draft_tokens, config.draft_tokens)) for own in (*lookups, *found))
+    return replace(config, options={**config.options, "members": members})
 
 
 def arms_of(members: Seq[SpeculationConfig]) -> list[Arm]:
     """Each member alone, and the suffix automaton beside each that is no lookup: its long copies, their good guesses."""
-    alone = [Arm(own.method, (i,), min(own.draft_tokens, _MOST), tuple(own.methods())) for i, own in enumerate(members)]
+    alone = [Arm(own.method, (i,), min(own.draft_tokens, _MOST)) for i, own in enumerate(members)]
     pairs = [
         Arm(f"{a.method}+{b.method}", (i, j), _MOST)
         for i, a in enumerate(members)

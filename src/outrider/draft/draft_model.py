@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +19,9 @@ from outrider.draft.sharpen import Law, Sharpener
 from outrider.draft.vocabulary import SameTokens, Vocabulary
 from outrider.errors import DrafterFault
 from outrider.model import Runner
+from outrider.ops import Chains
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process
+from outrider.sampling.noise import keys_of, token_words
 
 __all__ = ["DraftModel"]
 
@@ -64,6 +70,8 @@ class DraftModel:
         texts = {seq: self._text(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n}
         if plan.keep_q:
             return self._drawn(batch, plan, texts)
+        if self._in_one_call(texts):
+            return self._chains(batch, plan, texts)
         growing = []
         for seq, planned in zip(batch.sequences, plan.lengths, strict=True):
             text = texts.get(seq)
@@ -78,6 +86,47 @@ class DraftModel:
         grow(growing, shape, start, self._extend, self._sharpener)
         self._laws = {own.seq: own.laws for own in growing if own.laws}
         return drafts_of(growing)
+
+    def _in_one_call(self, texts: Mapping[Sequence, Text | None]) -> bool:
+        """Whether the native core can draft whole chains: no tree, the target's ids, nothing but a temperature."""
+        if self._shape != TreeShape() or not isinstance(self._vocabulary, SameTokens) or not self._reader.runner.drafts_chains:
+            return False
+        return not any(seq.request.params.adjusts or seq.request.params.truncates for seq in texts)
+
+    def _chains(self, batch: Batch, plan: Plan, texts: Mapping[Sequence, Text | None]) -> Drafts:
+        """What `grow` gives for chains, by one call instead of one for each token."""
+        planned = dict(zip(batch.sequences, plan.lengths, strict=True))
+        able = [
+            (min(planned[text.seq], self._reader.context - len(text.ids)), text) for text in texts.values() if text is not None
+        ]
+        able.sort(key=lambda own: -own[0])
+        found: dict[Sequence, tuple[list[int], list[float]]] = {}
+        self._laws = {}
+        if able:
+            lengths, told = [own[0] for own in able], [own[1] for own in able]
+            tokens, chances, logits = self._reader.draft(told, self._noise(told, lengths))
+            for s, (text, own) in enumerate(zip(told, tokens, strict=True)):
+                if CORRUPTED in own:
+                    raise DrafterFault("the draft's logits are not finite")
+                found[text.seq] = own, list(accumulate(chances[s], operator.mul))
+                if not text.seq.request.params.greedy:
+                    steps = range(len(own))
+                    self._laws[text.seq] = {tuple(own[:i]): Law(logits[i, s], Row.at(text.seq, own[:i])) for i in steps}
+        drafts = [found.get(seq, ([], [])) for seq in batch.sequences]
+        return Drafts.chains([own for own, _ in drafts], survival=[own for _, own in drafts])
+
+    def _noise(self, texts: Seq[Text], lengths: Seq[int]) -> Chains:
+        """Lengths, sharpened temperatures and the keys of the target's own noise at every position."""
+        params = [text.seq.request.params for text in texts]
+        divisors = [0.0 if own.greedy else own.temperature * self._sharpener.temperature(own) for own in params]
+        keys = np.zeros((len(texts), lengths[0], 2), np.uint32)
+        for s, text in enumerate(texts):
+            if divisors[s]:
+                request, first = text.seq.request, len(text.seq.tokens)
+                own = [Key(request.seed, first + i, request.index) for i in range(lengths[s])]
+                keys[s, : lengths[s]] = keys_of(own)
+        words = token_words(self._reader.runner.decoder.config.vocab)
+        return Chains(np.array(lengths, np.int32), np.array(divisors, np.float32), keys, words)
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from outrider.cache import OutOfPages, PageTable
 from outrider.core import Sequence
 from outrider.draft.pagebook import PageBook
 from outrider.model import Feed, Runner
+from outrider.ops import Chains
 
 __all__ = ["Reader", "Text"]
 
@@ -90,20 +92,37 @@ class Reader:
 
     def read(self, texts: Seq[Text]) -> Tensor:
         """The logits (texts, V) after each text's newest token, feeding what its slots lack."""
-        feeds, last, row = [], [], 0
+        feeds = self._feeds(texts)
+        last = [row - 1 for row in accumulate(len(feed.tokens) for feed in feeds)]
+        logits = self.runner.logits(self.runner.forward(feeds).last, last)
+        self._note_all(texts, feeds)
+        return logits
+
+    def draft(self, texts: Seq[Text], chains: Chains) -> tuple[list[list[int]], list[list[float]], Tensor]:
+        """Chains of guesses after each text, their chances, and the logits (steps, texts, V) behind them."""
+        feeds = self._feeds(texts)
+        tokens, chances, logits = self.runner.draft(feeds, chains)
+        self._note_all(texts, feeds)
+        wanted = chains.wanted.tolist()
+        drafted = [own[:n] for own, n in zip(tokens.tolist(), wanted, strict=True)]
+        for (seq, _, _), own in zip(texts, drafted, strict=True):
+            self._states[seq].fed += own[:-1]
+        return drafted, [own[:n] for own, n in zip(chances.tolist(), wanted, strict=True)], logits
+
+    def _feeds(self, texts: Seq[Text]) -> list[Feed]:
+        """What each text's slots lack."""
+        feeds = []
         for seq, ids, settled in texts:
             state, pages = self._states[seq], self.pages(seq)
             start = state.valid(ids, settled)
-            missing = ids[start:]
             self._book.overwrite(pages, start)
-            feeds.append(Feed(pages, start, missing))
-            state.fed += missing
-            row += len(missing)
-            last.append(row - 1)
-        logits = self.runner.logits(self.runner.forward(feeds).last, last)
+            feeds.append(Feed(pages, start, ids[start:]))
+            state.fed += ids[start:]
+        return feeds
+
+    def _note_all(self, texts: Seq[Text], feeds: Seq[Feed]) -> None:
         for (seq, _, settled), feed in zip(texts, feeds, strict=True):
             self._note(seq, feed.start, settled)
-        return logits
 
     def extend(self, seq: Sequence, feed: Feed) -> None:
         """Remember nodes about to be fed, as far as they lie where they would as text."""

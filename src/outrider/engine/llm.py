@@ -101,7 +101,7 @@ class LLM:
         return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
 
     def measure_costs(self) -> None:
-        """Time forwards and proposals of all sizes now, a second or two, so that the controller need not learn them in service."""
+        """Time forwards and proposals of all sizes now, in a second or two, instead of learning them in service."""
         policy = self.engine.policy
         if not isinstance(policy, Adaptive):
             return
@@ -163,10 +163,16 @@ class LLM:
         several = [messages] if isinstance(messages[0], Mapping) else list(messages)
         return self.generate([self._tokenizer().chat(own) for own in several], params, tenant=tenant)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, tenant: str | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        tenant: str | None = None,
+        speculation: bool | Mapping[str, Any] | RequestSpeculation | None = None,
+    ) -> Iterator[StreamPiece]:
         """Complete one prompt piece by piece; leaving the loop early aborts the request."""
         prepared = self._prepare(prompt, params or self.default_params(), tenant)
-        writers = self._submit(prepared)
+        writers = self._submit(prepared, self._asked(speculation))
         waiting = list(writers)
         try:
             while waiting:

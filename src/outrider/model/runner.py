@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,9 +18,12 @@ from outrider.errors import InvalidParameter
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows, output_product
-from outrider.ops import BLOCK, AttentionPlan, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
+from outrider.ops import BLOCK, AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
 
 __all__ = ["Feed", "Rows", "Runner", "lay_out"]
+
+Tokens = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float64]
 
 
 class Feed(NamedTuple):
@@ -124,6 +129,17 @@ class Runner:
             if found.taps is None
             else Hidden(found.last, list(found.taps.unbind(1)), found.taps.flatten(1))
         )
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether `draft` works here."""
+        return self.stack is not None
+
+    def draft(self, feeds: Sequence[Feed], chains: Chains) -> tuple[Tokens, Chances, Tensor]:
+        """Chains that this model guesses after feeds, in one call; see Stack.draft."""
+        assert self.stack is not None
+        assert self._output is not None
+        return self.stack.draft(lay_out_rows(feeds), self._output, chains)
 
     @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:

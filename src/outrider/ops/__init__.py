@@ -6,7 +6,19 @@ ops/cpu, where it was built. `serving_ops` chooses between the two.
 """
 
 from outrider.ops.attention import AttentionPlan, Segment, paged_attention, plan_attention
-from outrider.ops.native import BESIDE, JOINED, TOKENS, Core, LayerWeights, PackedLinear, Span, Stack, StackWeights, find_core
+from outrider.ops.native import (
+    BESIDE,
+    JOINED,
+    TOKENS,
+    Chains,
+    Core,
+    LayerWeights,
+    PackedLinear,
+    Span,
+    Stack,
+    StackWeights,
+    find_core,
+)
 from outrider.ops.plain import BLOCK, Blocked, Native, Ops, Plain, serving_ops, threads_used
 
 __all__ = [
@@ -16,6 +28,7 @@ __all__ = [
     "TOKENS",
     "AttentionPlan",
     "Blocked",
+    "Chains",
     "Core",
     "LayerWeights",
     "Native",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ __all__ = [
     "BESIDE",
     "JOINED",
     "TOKENS",
+    "Chains",
     "Core",
     "LayerWeights",
     "PackedLinear",
@@ -57,6 +59,8 @@ _WORTH_THREADS = 1 << 18  # logits to choose among
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
+Tokens = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float64]
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -90,6 +94,14 @@ class _ForwardSpec(ctypes.Structure):
     )
 
 
+class _ChainSpec(ctypes.Structure):
+    _fields_ = (
+        ("output", _pointer),
+        ("steps", _int),
+        *((name, _pointer) for name in ("wanted", "divisors", "keys", "words", "tokens", "chances", "logits")),
+    )
+
+
 class Core:
     """A loaded library. Unless it is `steady`, calls take as many threads as were quickest lately."""
 
@@ -117,6 +129,8 @@ class Core:
         self.read.restype, self.read.argtypes = _float, [_pointer, _int, _int]
         self.forward = library.outrider_forward
         self.forward.argtypes = [_pointer, _pointer]
+        self.draft = library.outrider_draft
+        self.draft.argtypes = [_pointer, _pointer, _pointer]
         self._draw = library.outrider_draw
         self._draw.argtypes = [_pointer, _int, _int, *[_pointer] * 4, _int]
         self._rank = library.outrider_rank
@@ -140,9 +154,7 @@ class Core:
         self._draw(logits.data_ptr(), rows, vocab, *places, self._worth_threads(rows, vocab))
         return chosen.tolist()
 
-    def rank(
-        self, logits: Tensor, divisors: Floats, keys: Words, words: Words, best: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    def rank(self, logits: Tensor, divisors: Floats, keys: Words, words: Words, best: int) -> tuple[Tokens, Chances]:
         """The likeliest choices in each row (N, best) and their chances, to a few digits; divisor 0 is greedy."""
         logits, (rows, vocab) = logits.contiguous(), logits.shape
         tokens, chances = np.empty((rows, best), np.int64), np.empty((rows, best))
@@ -215,8 +227,8 @@ class Threads:
         self._took: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
         self._calls = 0
 
-    def run(self, rows: int, call: Callable[[int], None]) -> None:
-        """Make the call with a number of threads, and remember what it took."""
+    def run(self, rows: int, call: Callable[[int], None], steps: int = 1) -> None:
+        """Make the call, of a number of equal steps, with a number of threads, and remember what a step took."""
         most = self._core.threads
         if most == 1 or self._core.steady:
             call(most)
@@ -226,7 +238,7 @@ class Threads:
         start = time.perf_counter()
         call(threads)
         took = self._took.setdefault((size, threads), [])
-        took.append(time.perf_counter() - start)
+        took.append((time.perf_counter() - start) / steps)
         del took[: -self._TRIES]
 
     def _pick(self, size: int, most: int) -> int:
@@ -281,6 +293,15 @@ class PackedLinear:
             source, weights, target = x.data_ptr(), _address(norm), out.data_ptr()
             self._threads.run(rows, lambda n: self._core.linear(self.handle, source, rows, weights, eps, target, n))
         return out
+
+
+class Chains(NamedTuple):
+    """What a model is to draft, sequence by sequence, the longest chain first."""
+
+    wanted: npt.NDArray[np.int32]  # (sequences,) tokens
+    divisors: Floats  # (sequences,) of the logits; 0 is greedy
+    keys: Words  # (sequences, steps, 2) of the noise
+    words: Words  # (V,) of the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +372,7 @@ class Stack:
         self._weights = weights
         self._pool = (keys, values)
         self._threads = Threads(core)
+        self._chain_threads = Threads(core)
         self._kept: list[Tensor] = []  # what the specifications point to
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
@@ -392,6 +414,26 @@ class Stack:
 
         self._threads.run(rows, call)
         return StackRows(stream, last, tapped)
+
+    def draft(self, layout: array[int], output: PackedLinear, chains: Chains) -> tuple[Tokens, Chances, Tensor]:
+        """Guesses (sequences, steps) that follow the layout's feeds, each from those before it, their chances, and the
+        logits (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
+        """
+        sequences, steps = chains.keys.shape[:2]
+        tokens, chances = np.empty((sequences, steps), np.int64), np.empty((sequences, steps))
+        logits = torch.empty(steps, sequences, output.columns)
+        f = _ForwardSpec.from_buffer_copy(self._pages)
+        f.layout, f.last_layer = layout.buffer_info()[0], len(self._layers)
+        c = _ChainSpec(output.handle, steps, chains.wanted.ctypes.data, chains.divisors.ctypes.data, chains.keys.ctypes.data,
+                       chains.words.ctypes.data, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())  # fmt: skip
+
+        def call(threads: int) -> None:
+            f.threads = threads
+            if self._core.draft(ctypes.addressof(self._spec), ctypes.addressof(f), ctypes.addressof(c)):
+                raise IndexError("a row's token, position, page or parent is out of range")
+
+        self._chain_threads.run(sequences, call, steps)
+        return tokens, chances, logits
 
     @property
     def bytes(self) -> int:

@@ -282,6 +282,8 @@ class Service:
         return {
             "model": self.settings.model_name,
             "status": self.status,
+            "method": None if self.llm is None else self.llm.speculation.method,
+            "methods": [] if self.llm is None else sorted(self.llm.speculation.methods()),
             "uptime_s": round(time.time() - self.started, 3),
             "running": now.running,
             "waiting": now.waiting,

@@ -6,6 +6,8 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
+#include <array>
+
 #include "attention.h"
 #include "choice.h"
 #include "threads.h"
@@ -364,6 +366,104 @@ Workspace& workspace() {
     return w;
 }
 
+// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias.
+void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm, double eps, float* out, int threads) {
+    Workspace& w = workspace();
+    w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l.inner + kStepBytes)));
+    uint32_t* words = w.words.data();
+    Team& own = team();
+    own.run(threads, [&](int thread, int all) {
+        Packed packed{words, {}};
+        for (int64_t first = 0; first < rows; first += kChunk) {
+            const int count = static_cast<int>(std::min<int64_t>(kChunk, rows - first));
+            pack_rows(packed, l, {x + first * l.inner, static_cast<size_t>(l.inner), count, l.inner, norm, static_cast<float>(eps)},
+                      thread, all);
+            own.barrier();
+            linear(l, packed, count, {out + first * l.columns, static_cast<size_t>(l.columns), l.columns, Then::kStore}, thread, all);
+            own.barrier();
+        }
+    });
+}
+
+// False where rows are laid out over memory that is not there; nothing has been done then.
+bool run_forward(const StackSpec& stack, const ForwardSpec& forward) {
+    Workspace& w = workspace();
+    if (!read_layout(forward.layout, w.layout) || !is_sound(w.layout, stack, forward)) return false;
+    const int threads = static_cast<int>(forward.threads);
+    Forward work(stack, forward, w, threads);
+    Team& own = team();
+    own.run(threads, [&](int thread, int all) { work.run(own, thread, all); });
+    return true;
+}
+
+// Chains drafted by a model: the layout's feeds are read, then every sequence goes on from its own guesses.
+struct ChainSpec {
+    const Linear* output;
+    int64_t steps;           // of the longest chain
+    const int32_t* wanted;   // tokens of each sequence's chain, the longest first
+    const float* divisors;   // of each sequence: temperature times sharpness; 0 is greedy
+    const NoiseKey* keys;    // (sequences, steps)
+    const uint32_t* words;   // of every token
+    int64_t* tokens;         // (sequences, steps)
+    double* chances;         // likewise
+    float* logits;           // (steps, sequences, vocab)
+};
+
+// The layout of the next step: one token of each sequence that still wants more, where text would lie.
+void lay_out_step(const std::vector<std::array<int32_t, 4>>& ends, const std::vector<std::vector<int32_t>>& pages,
+                  const int64_t* newest, int64_t stride, int step, int active, std::vector<int32_t>& out) {
+    out = {active, active};
+    for (int s = 0; s < active; s++) {
+        const auto& [end, first_key, count, unused] = ends[s];
+        out.insert(out.end(), {end + step - 1, 1, 0, 0, first_key, count});
+    }
+    for (int s = 0; s < active; s++) out.push_back(static_cast<int32_t>(newest[s * stride]));
+    for (int s = 0; s < active; s++) out.insert(out.end(), pages[s].begin(), pages[s].end());
+}
+
+bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& chain) {
+    Workspace& w = workspace();
+    const int sequences = forward.layout[0], vocab = chain.output->columns, hidden = static_cast<int>(stack.hidden);
+    std::vector<float> last(static_cast<size_t>(std::max(forward.layout[1], sequences)) * hidden), ends(static_cast<size_t>(sequences) * hidden);
+    std::vector<std::array<int32_t, 4>> places;
+    std::vector<std::vector<int32_t>> pages;
+    std::vector<int32_t> layout;
+    std::vector<float> weights;
+    forward.last = last.data(), forward.stream = nullptr;
+    int active = sequences;
+    for (int step = 0; step < chain.steps; step++) {
+        while (active && chain.wanted[active - 1] <= step) active--;
+        if (step) {
+            lay_out_step(places, pages, chain.tokens + step - 1, chain.steps, step, active, layout);
+            forward.layout = layout.data();
+        }
+        if (!run_forward(stack, forward)) return false;
+        if (!step) {
+            int row = -1;
+            for (int s = 0; s < sequences; s++) {
+                const Feed& feed = w.layout.feeds[s];
+                if (feed.fed < 1 || feed.nodes) return false;
+                row += feed.fed;
+                std::memcpy(ends.data() + static_cast<size_t>(s) * hidden, last.data() + static_cast<size_t>(row) * hidden, hidden * sizeof(float));
+                places.push_back({feed.start + feed.fed, feed.first_key, feed.page_count, 0});
+                pages.emplace_back(feed.pages, feed.pages + feed.page_count);
+            }
+        }
+        float* logits = chain.logits + static_cast<size_t>(step) * sequences * vocab;
+        run_linear(*chain.output, step ? last.data() : ends.data(), active, nullptr, 0.0, logits, static_cast<int>(forward.threads));
+        Team::run_alone([&](int, int) {
+            for (int s = 0; s < active; s++) {
+                const int64_t at = s * chain.steps + step;
+                rank_row(logits + static_cast<size_t>(s) * vocab, vocab, chain.divisors[s], chain.keys[at], chain.words, 1, weights,
+                         chain.tokens + at, chain.chances + at);
+            }
+        });
+        for (int s = 0; s < active; s++)
+            if (chain.tokens[s * chain.steps + step] < 0) return true;  // the caller sees it
+    }
+    return true;
+}
+
 }  // namespace outrider
 
 using namespace outrider;
@@ -402,42 +502,23 @@ OUTRIDER_API void outrider_free(Linear* l) { delete l; }
 
 OUTRIDER_API int64_t outrider_bytes(const Linear* l) { return static_cast<int64_t>(l->panel_bytes()) * l->panels; }
 
-// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias.
 OUTRIDER_API void outrider_linear(const Linear* l, const float* x, int64_t rows, const float* norm, double eps, float* out, int64_t threads) {
-    Workspace& w = workspace();
-    w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l->inner + kStepBytes)));
-    uint32_t* words = w.words.data();
-    Team& own = team();
-    own.run(static_cast<int>(threads), [&](int thread, int all) {
-        Packed packed{words, {}};
-        for (int64_t first = 0; first < rows; first += kChunk) {
-            const int count = static_cast<int>(std::min<int64_t>(kChunk, rows - first));
-            pack_rows(packed, *l, {x + first * l->inner, static_cast<size_t>(l->inner), count, l->inner, norm, static_cast<float>(eps)},
-                      thread, all);
-            own.barrier();
-            linear(*l, packed, count, {out + first * l->columns, static_cast<size_t>(l->columns), l->columns, Then::kStore},
-                   thread, all);
-            own.barrier();
-        }
-    });
+    run_linear(*l, x, rows, norm, eps, out, static_cast<int>(threads));
 }
 
 // 0, or 1 where rows are laid out over memory that is not there; nothing has been done then.
-OUTRIDER_API int32_t outrider_forward(const StackSpec* stack, const ForwardSpec* forward) {
-    Workspace& w = workspace();
-    if (!read_layout(forward->layout, w.layout) || !is_sound(w.layout, *stack, *forward)) return 1;
-    const int threads = static_cast<int>(forward->threads);
-    Forward work(*stack, *forward, w, threads);
-    Team& own = team();
-    own.run(threads, [&](int thread, int all) { work.run(own, thread, all); });
-    return 0;
+OUTRIDER_API int32_t outrider_forward(const StackSpec* stack, const ForwardSpec* forward) { return run_forward(*stack, *forward) ? 0 : 1; }
+
+// Likewise; a token below 0 says that a row of logits left no choice, and what follows it is not written.
+OUTRIDER_API int32_t outrider_draft(const StackSpec* stack, const ForwardSpec* forward, const ChainSpec* chain) {
+    return draft_chains(*stack, *forward, *chain) ? 0 : 1;
 }
 
 // A team's run, or one thread's without waking anybody.
 template <class Body>
 void run_alone_or(int64_t threads, const Body& body) {
     if (threads > 1) return team().run(static_cast<int>(threads), body);
-    body(0, 1);
+    Team::run_alone(body);
 }
 
 // For each of `rows` rows of logits its choice, or -1; temperature 0 is greedy.

@@ -1,0 +1,68 @@
+"""`outrider doctor --costs`: what the controller knows about this machine and a model, as a table and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.plots import Series, legend, lines
+from outrider.bench.report import page
+from outrider.control import Adaptive, Costs
+from outrider.engine.llm import LLM
+
+__all__ = ["measured_costs", "show_costs", "write_plot"]
+
+_BAR = 36  # characters
+
+
+def measured_costs(model: str | None) -> Costs:
+    """The table after a fresh survey; it is kept for later starts."""
+    llm = LLM(model, speculation="auto")
+    assert isinstance(llm.engine.policy, Adaptive)
+    llm.engine.policy.costs = Costs()
+    llm.measure_costs()
+    return llm.engine.policy.costs
+
+
+def show_costs(costs: Costs, console: Console) -> None:
+    """Rounds by rows with bars, then proposals by drafter, batch and nodes."""
+    table = costs.as_dict()
+    for context, rounds in table["forward"].items():
+        shown = Table("rows", "ms", "", title=f"a round, up to {context} tokens attended to", title_justify="left")
+        longest = max(rounds.values())
+        for rows, seconds in rounds.items():
+            shown.add_row(rows, f"{1e3 * seconds:.2f}", "\u2588" * max(round(_BAR * seconds / longest), 1))
+        console.print(shown)
+    shown = Table("drafter", "sequences", "nodes", "ms", title="a proposal", title_justify="left")
+    for name, batch, nodes, seconds in _proposals(table):
+        shown.add_row(name, batch, nodes, f"{1e3 * seconds:.2f}")
+    console.print(shown)
+
+
+def write_plot(costs: Costs, path: Path) -> None:
+    """Both as curves, in one HTML file."""
+    table = costs.as_dict()
+    contexts = [Series(f"up to {context} tokens", i, _points(own)) for i, (context, own) in enumerate(table["forward"].items())]
+    content = f"<h1>What things cost</h1><section><h2>A round</h2>{legend([own.name for own in contexts])}"
+    content += lines("A round by rows", contexts, ("rows", "ms")) + "</section>" if contexts else "</section>"
+    for batch in sorted({int(batch) for own in table["propose"].values() for batch in own}):
+        own = {name: curves[str(batch)] for name, curves in table["propose"].items() if str(batch) in curves}
+        drawn = [Series(name, i, _points(curve)) for i, (name, curve) in enumerate(own.items())]
+        content += f"<section><h2>A proposal for {batch} sequences</h2>{legend(list(own))}"
+        content += lines("A proposal by nodes", drawn, ("nodes", "ms")) + "</section>"
+    path.write_text(page("Outrider costs", content), encoding="utf-8")
+
+
+def _points(curve: Mapping[str, float]) -> list[tuple[float, float]]:
+    return [(float(size), 1e3 * seconds) for size, seconds in curve.items()]
+
+
+def _proposals(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+    for name, batches in table["propose"].items():
+        for batch, curve in batches.items():
+            for nodes, seconds in curve.items():
+                yield name, batch, nodes, seconds

@@ -1,0 +1,84 @@
+"""Members of `auto` that nobody asks sleep, and wake without harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.control import Load, RoundStats
+from outrider.core import Drafts, Plan, Sequence
+from outrider.draft.auto import AutoDrafter
+
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
+
+class Script:
+    """A policy that asks one arm in some rounds and nobody in the others."""
+
+    def __init__(self, llm: LLM, arm: str, asked: range | set[int]) -> None:
+        self.arms = llm.engine.policy.arms
+        self._arm = [own.name for own in self.arms].index(arm)
+        self._asked = asked
+        self._drafter = llm.engine.drafter
+        self.round = 0
+        self.drafted: dict[int, int] = {}  # nodes by round
+        self.taps: list[tuple[int, ...]] = []
+
+    def arms_named(self, method: str) -> list[int]:
+        return []
+
+    def plan(self, load: Load) -> Plan:
+        self.round += 1
+        length = 4 if self.round in self._asked else 0
+        return Plan(tuple(min(length, room) for room in load.room), arms=(self._arm,) * len(load.room))
+
+    def select(self, drafts: Drafts, load: Load) -> Drafts:
+        self.drafted[self.round] = int(drafts.counts.sum())
+        self.taps.append(self._drafter.needs.taps)
+        return drafts
+
+    def observe(self, stats: RoundStats) -> None:
+        pass
+
+    def forget(self, key: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(speculation="auto", max_model_len=512)
+
+
+@pytest.mark.parametrize("arm", ["eagle", "medusa", "draft_model", "suffix+eagle"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_asked_after_a_long_silence(llm: LLM, arm: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=90, ignore_eos=True)
+    plain = llm.generate([PROMPT, "import os\n"], params, speculation=False)
+    script = Script(llm, arm, {*range(2, 6), *range(50, 60)})
+    monkeypatch.setattr(llm.engine, "policy", script)
+    outputs = llm.generate([PROMPT, "import os\n"], params)
+    assert [own.outputs[0].token_ids for own in outputs] == [own.outputs[0].token_ids for own in plain]
+    assert all(own.outputs[0].speculation["fallback_reason"] is None for own in outputs)
+    assert sum(script.drafted[r] for r in range(3, 6)) > 0
+    assert sum(script.drafted.get(r, 0) for r in range(51, 60)) > 0, "it woke"
+    assert script.taps[40] == (), "nobody reads the target's rows meanwhile"
+    if arm != "draft_model":
+        assert script.taps[55]
+    drafter = llm.engine.drafter.drafter
+    assert isinstance(drafter, AutoDrafter)
+    assert not any(drafter._follows), "no sequence is held"
+
+
+def test_those_asleep_are_not_begun(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new sequence costs a sleeping member nothing."""
+    drafter = llm.engine.drafter.drafter
+    assert isinstance(drafter, AutoDrafter)
+    monkeypatch.setattr(llm.engine, "policy", Script(llm, "suffix", set()))
+    llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    begun: list[Sequence] = []
+    readers = [member.drafter for member in drafter._members if member.drafter.needs.taps]
+    assert readers
+    for reader in readers:
+        monkeypatch.setattr(reader, "begin", begun.append)
+    llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=5))
+    assert not begun

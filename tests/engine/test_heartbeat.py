@@ -1,0 +1,45 @@
+"""The log line under load: what it says, and when it says nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.engine.heartbeat import Heartbeat
+
+
+def test_every_ten_seconds_and_not_before(caplog: pytest.LogCaptureFixture) -> None:
+    llm, now = LLM(speculation="suffix:8", max_model_len=256), [0.0]
+    heart = Heartbeat(llm.engine, lambda: now[0])
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with caplog.at_level(logging.INFO, "outrider"):
+        output = llm.generate("a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\n", params)[0].outputs[0]
+        now[0] = 9.9
+        heart.beat()
+        assert not caplog.records
+        now[0] = 10.0
+        heart.beat()
+        first, second = (record.getMessage() for record in caplog.records)
+        assert "Avg generation throughput: 4.0 tokens/s" in first
+        assert "Running: 0 reqs, Waiting: 0 reqs" in first
+        accepted = output.speculation["accepted"]
+        assert accepted > 0
+        assert f"Accepted: {accepted} tokens, Drafted: {output.speculation['drafted']} tokens" in second
+        caplog.clear()
+        now[0] = 20.0
+        heart.beat()
+        assert "Avg generation throughput: 0.0 tokens/s" in caplog.records[0].getMessage()
+        assert len(caplog.records) == 1, "nothing was drafted"
+
+
+def test_a_request_says_why_nothing_was_drafted() -> None:
+    llm = LLM(speculation="suffix:8", max_model_len=256)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    drafted = llm.generate("x = 1\nx = 1\nx = 1\n", params)[0].outputs[0].speculation
+    asked_off = llm.generate("x = 1\nx = 1\nx = 1\n", params, speculation=False)[0].outputs[0].speculation
+    assert drafted["off_reason"] is None
+    assert asked_off["off_reason"] == "no drafter was asked for"
+    nothing = llm.generate([5, 900, 77], SamplingParams(temperature=0.0, max_tokens=1))[0].outputs[0].speculation
+    assert nothing["off_reason"] == "nothing was worth drafting"

@@ -1,0 +1,73 @@
+"""The files in deploy/ fit the server: every metric the dashboard names is served, and the other way round."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.serve.settings import Settings
+from tests.serve.conftest import Running
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
+    return found
+
+
+def queries(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+
+
+def test_dashboard_names_the_servers_metrics_and_all_of_them(server: Running, dashboard: dict[str, Any]) -> None:
+    server.post("/v1/completions", prompt="def f(", max_tokens=4)
+    served = dict(re.findall(r"^# TYPE (outrider:\w+) (\w+)$", server.http.get("/metrics").text, re.MULTILINE))
+    samples = {
+        name + ("_bucket" if kind == "histogram" else "") for name, kind in served.items() if not name.endswith("_created")
+    }
+    named = {name for expr in queries(dashboard) for name in re.findall(r"outrider:\w+", expr)}
+    assert named == samples
+
+
+def test_dashboard_groups_by_labels_that_exist(server: Running, dashboard: dict[str, Any]) -> None:
+    server.post("/v1/completions", prompt="def f(", max_tokens=16, seed=1)
+    text = server.http.get("/metrics").text
+    labels = {
+        name: set(re.findall(r"(\w+)=\"", given)) for name, given in re.findall(r"^(outrider:\w+)\{(.*)\}", text, re.MULTILINE)
+    }
+    for expr in queries(dashboard):
+        for wanted, name in re.findall(r"by \(([\w, ]+)\) \((?:rate\()?(outrider:\w+)", expr):
+            if name in labels:  # those without a value yet, such as fallbacks, show no labels
+                assert set(wanted.split(", ")) - {"instance"} <= labels[name], expr
+    assert {"position", "method", "finished_reason", "state", "reason"} <= set().union(*labels.values())
+
+
+def test_dashboard_is_well_formed(dashboard: dict[str, Any]) -> None:
+    assert dashboard["schemaVersion"] >= 39
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = [(x, y) for panel in panels for x, y in _cells(panel["gridPos"])]
+    assert len(set(taken)) == len(taken)  # no panel lies on another
+    assert max(x for x, _ in taken) == 23
+    variables = {own["name"] for own in dashboard["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(panels))) - {"__rate_interval"}
+    assert used == variables
+
+
+def test_prometheus_asks_where_the_server_listens() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    settings = Settings()
+    assert job["metrics_path"] == "/metrics"
+    assert job["static_configs"] == [{"targets": [f"{settings.host}:{settings.port}"]}]
+
+
+def _cells(place: dict[str, int]) -> list[tuple[int, int]]:
+    return [(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])]
