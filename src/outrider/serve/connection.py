@@ -42,7 +42,7 @@ def protocol(limits: Limits) -> type[HttpToolsProtocol]:
         def on_message_begin(self) -> None:
             self._wait()
             super().on_message_begin()
-            self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+            self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
         def on_headers_complete(self) -> None:
             self._stop()

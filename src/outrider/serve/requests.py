@@ -83,7 +83,7 @@ def prepare_chat(llm: LLM, body: ChatRequest) -> Prepared:
             family = family_of(tokenizer.chat_template)
             messages = with_tools(messages, tools, family)
             settings["tools"] = None if family == "default" else tools
-            forced = tool_grammar(tools, choice, family, body.parallel_tool_calls is not False)
+            forced = tool_grammar(tools, choice, family, body.parallel_tool_calls is not False, tokenizer.table().get)
             changes |= {"skip_special_tokens": False} | ({} if forced is None else {"structured": forced})
     try:
         ids = tokenizer.chat(messages, **settings)
