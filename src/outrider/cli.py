@@ -14,6 +14,8 @@ from rich.console import Console
 from outrider._version import __version__
 from outrider.bench.cli import app as bench_app
 from outrider.bench.http import bench_http
+from outrider.bench.peers.cli import peers
+from outrider.bench.plan.cli import plan
 from outrider.bench.soak import bench_load
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, set_threads
@@ -36,6 +38,8 @@ app.command()(chat)
 register_serve(app)
 bench_app.command("load")(bench_load)
 bench_app.command("http")(bench_http)
+app.command()(plan)
+app.command()(peers)
 _errors = Console(stderr=True)
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]

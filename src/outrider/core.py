@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from outrider.sampling.grammar import Guide
     from outrider.sampling.params import SamplingParams
 
 __all__ = [
@@ -116,7 +117,19 @@ class SpeculationStats:
 class Sequence:
     """One generation in flight. Owned and changed by the engine alone."""
 
-    __slots__ = ("cached", "finish_reason", "keys", "named", "order", "pages", "request", "stats", "stop_reason", "tokens")
+    __slots__ = (
+        "cached",
+        "finish_reason",
+        "guide",
+        "keys",
+        "named",
+        "order",
+        "pages",
+        "request",
+        "stats",
+        "stop_reason",
+        "tokens",
+    )
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -129,6 +142,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.stats = SpeculationStats()
+        self.guide: Guide | None = None  # what a grammar lets follow
 
     @property
     def prompt_len(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,10 +51,6 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         return self._hf.eos_token_id  # type: ignore[no-any-return]
 
-    @property
-    def chat_template(self) -> str | None:
-        return self._hf.chat_template  # type: ignore[no-any-return]
-
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens the model expects around it."""
         return self._hf(text)["input_ids"]  # type: ignore[no-any-return]
@@ -61,6 +58,10 @@ class Tokenizer:
     def encode_bare(self, text: str) -> tuple[int, ...]:
         """Ids of a piece of text, without special tokens."""
         return tuple(self._hf(text, add_special_tokens=False)["input_ids"])
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._hf.chat_template  # type: ignore[no-any-return]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Ids of a conversation, ready for the assistant's turn.
@@ -106,6 +107,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+    def to_json(self) -> str:
+        """The whole tokenizer as tokenizers' JSON, without padding and truncation."""
+        bare = copy(self.fast)
+        bare.no_padding()
+        bare.no_truncation()
+        return bare.to_str()  # type: ignore[no-any-return]
 
     def table(self) -> dict[str, int]:
         """Every token and its id: two models that share it have the same tokens."""

@@ -15,12 +15,14 @@ class StandIn(ThreadingHTTPServer):
 
     def __init__(self, **faults: Any) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        # refuse: every n-th request; cut: stop in the middle; usage: False leaves it out; together: wait for so many at once
+        # refuse: every n-th request; cut: stop in the middle; usage: False leaves it out; together: wait for so many at once;
+        # stall: answer nothing after so many requests
         self.faults = faults
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.busy = 0
         self.busiest = 0
+        self.ended = False
         self.lock = threading.Condition()
 
     @property
@@ -50,6 +52,11 @@ class _Handler(BaseHTTPRequestHandler):
             own.lock.notify_all()
             if number > 1:  # the first warms up, alone
                 own.lock.wait_for(lambda: own.busiest >= own.faults.get("together", 0), timeout=10)
+            if number > own.faults.get("stall", number):
+                own.lock.wait_for(lambda: own.ended, timeout=60)
+                return
+            if number > 1 and "together" in own.faults:
+                own.lock.wait_for(lambda: own.busiest > own.faults["together"], timeout=0.1)  # any beyond would show here
         try:
             every = own.faults.get("refuse")
             if every and number % every == 0:
@@ -100,6 +107,9 @@ def stand_in(**faults: Any) -> Iterator[StandIn]:
     try:
         yield server
     finally:
+        with server.lock:
+            server.ended = True
+            server.lock.notify_all()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,20 @@ def test_a_stream_that_breaks_off_has_failed() -> None:
         code, result = serve("--url", server.url, "--num-prompts", "2", "--max-tokens", "8")
     assert code == 1
     assert result["rows"][0]["failures"] == {"the stream broke off": 2}  # type: ignore[index]
+
+
+def test_an_interrupted_run_keeps_its_finished_loads() -> None:
+    with stand_in(stall=1 + 3) as server:
+        arguments = ["--url", server.url, "--concurrency", "1,2,3", "--num-prompts", "3", "--max-tokens", "4"]
+        command = [sys.executable, "-m", "outrider.cli", "bench", "serve", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            with server.lock:
+                assert server.lock.wait_for(lambda: len(server.bodies) == 1 + 3 + 2, timeout=120)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert [row["max_concurrency"] for row in json.loads(out.splitlines()[-1])["rows"]] == [1]
+    assert "Traceback" not in err
 
 
 def test_nobody_there_is_one_line() -> None:

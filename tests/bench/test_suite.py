@@ -94,6 +94,10 @@ def test_methods_and_lengths() -> None:
         expand_methods("none,eagel", [])
     with pytest.raises(InvalidParameter, match="unknown setting 'colour'"):
         expand_methods("ngram:colour=2", [])
+    with pytest.raises(InvalidParameter, match="must be above 0, got 1, 0"):
+        small("ngram", ["code"], batches=[1, 0])
+    with pytest.raises(InvalidParameter, match="temperature"):
+        small("ngram", ["code"], temperatures=[-1.0])
 
 
 def test_rows_by_category_and_batch(mixed: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from outrider import LLM, SamplingParams
@@ -19,9 +21,12 @@ def test_forwards_run_again_alone_leave_the_tokens_alone(method: str) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
     llm = LLM(speculation=method, prefix_cache=False)
     expected = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params, speculation=False)]
+    begun = time.perf_counter()
     with watching(llm, alone=True) as watch:
         found = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
+    elapsed = time.perf_counter() - begun
     assert found == expected
+    assert sum(own.wall + own.alone for own in watch.rounds) <= elapsed  # a round's time does not hold the second run
     rounds = decode_rounds(watch.rounds)
     assert 0 < len(rounds) < len(watch.rounds)
     assert all(own.alone > 0 and own.wall > own.verify > 0 and own.host > 0 and own.choose > 0 for own in rounds)

@@ -34,6 +34,7 @@ BAD = {
     "logprobs": [-1, 101, 1.0, "1", True],
     "prompt_logprobs": [-1, 101, 1.0, "1", True],
     "skip_special_tokens": [None, 1, "yes"],
+    "structured": ["json", {"type": "object"}, True],
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def bench_run(
     temperatures: Annotated[str | None, typer.Option(help="Comma-separated. Default: 0,0.8.")] = None,
     batches: Annotated[str | None, typer.Option(help="Comma-separated batch sizes. Default: 1,4.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens of each request. Default: 128.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category. Default: 6.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category. Default: 5.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Times everything runs, interleaved.")] = 3,
     quick: Annotated[
         bool, typer.Option("--quick", help="What is not given: code, temperature 0, batch 1, 4 prompts of 64 tokens.")
@@ -89,7 +89,7 @@ def bench_run(
         temperatures=numbers("--temperatures", temperatures or ("0" if quick else "0,0.8"), float),
         batches=numbers("--batches", batches or ("1" if quick else "1,4"), int),
         max_tokens=max_tokens or (64 if quick else 128),
-        limit=limit or (4 if quick else 6),
+        limit=limit or (4 if quick else 5),
         repeats=repeats,
         seed=seed,
         chat=chat,

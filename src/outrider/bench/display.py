@@ -17,10 +17,11 @@ __all__ = ["WIDE", "Board", "live_board", "rows_table", "show_failures"]
 
 _LIVE_ROWS = 12  # newest rows shown while it runs
 _EVERY_S = 0.25
-WIDE = 140  # columns of a terminal that shows everything
+WIDE = 130  # columns of a terminal that shows everything
+_PHASES = "dr/ve/ch/ho %"  # draft, verify, choose, host: shares of a round
 _COLUMNS = (  # and whether they are details
     ("workload", False), ("T", False), ("batch", False), ("method", False), ("tok/s", False), ("speed-up", False),
-    ("95 %", False), ("tok/round", False), ("draft/verify/choose/host", True), ("TTFT ms", True), ("ITL ms", True),
+    ("95 %", False), ("tok/round", False), (_PHASES, True), ("TTFT ms", True), ("ITL ms", True),
     ("efficiency", True), ("loop", True), ("equal", False),
 )  # fmt: skip
 
@@ -64,7 +65,8 @@ def rows_table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, detail in _COLUMNS:
         if wide or not detail:
-            table.add_column(name, no_wrap=True, justify="left" if name in ("workload", "method") else "right")
+            words = name in ("workload", "method")
+            table.add_column(name, no_wrap=True, justify="left" if words else "right", min_width=8 if words else len(name))
     for row in rows:
         cells = zip(_cells(row), _COLUMNS, strict=False)
         table.add_row(*(cell for cell, (_, detail) in cells if wide or not detail))
@@ -84,13 +86,13 @@ def _cells(row: dict[str, Any]) -> list[str | Text]:
     if row["failed"]:
         return [*head, Text("failed", style="bold red")]
     low, high = row["speedup_interval"]
-    shares = "/".join(f"{row['share_of_round'].get(name, 0):.0%}" for name in ("draft", "verify", "choose", "host"))
-    better = "green" if low > 1 else "red" if high < 1 else ""
+    shares = "/".join(f"{row['share_of_round'].get(name, 0) * 100:.0f}" for name in ("draft", "verify", "choose", "host"))
+    better = "" if low == high else "green" if low > 1 else "red" if high < 1 else ""
     return [
         *head,
         f"{row['tok_s']:.0f}",
         Text(f"{row['speedup']:.2f}", style=better),
-        f"{low:.2f} to {high:.2f}",
+        "-" if low == high else f"{low:.2f} to {high:.2f}",
         _number(row["tokens_per_round"]),
         shares,
         _number(row["ttft_ms"] and row["ttft_ms"]["median"], 1),

@@ -40,7 +40,7 @@ class Level:
     concurrency: int | None = None
 
     def __str__(self) -> str:
-        return f"concurrency {self.concurrency}" if self.rate is None else f"rate {self.rate:g}/s"
+        return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} per s"
 
 
 @dataclass(slots=True)

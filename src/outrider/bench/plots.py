@@ -32,10 +32,11 @@ class _Frame:
     y: tuple[float, float]
     height: float = _HEIGHT
     left: float = _LEFT
+    width: float = _WIDTH
 
     def across(self, value: float) -> float:
         low, high = self.x
-        return self.left + (value - low) / (high - low or 1.0) * (_WIDTH - self.left - _RIGHT)
+        return self.left + (value - low) / (high - low or 1.0) * (self.width - self.left - _RIGHT)
 
     def up(self, value: float) -> float:
         low, high = self.y
@@ -51,11 +52,12 @@ def legend(names: Sequence[str], kind: str = "c") -> str:
 def bars(title: str, groups: Sequence[str], series: Sequence[Series], unit: str, top: float) -> str:
     """Grouped bars with whiskers up to `top`, and a line at 1, which everything is compared with."""
     top = _nice_top(max(top, 1.0))
-    frame = _Frame((0.0, float(len(groups))), (0.0, top))
+    many = len(groups) > 6
+    frame = _Frame((0.0, float(len(groups))), (0.0, top), width=2.1 * _WIDTH if many else _WIDTH)
     width = min((frame.across(1) - frame.across(0)) * 0.8 / max(len(series), 1), 30.0)
     parts = [*_grid(frame, top, unit)]
     for i, group in enumerate(groups):
-        parts.append(_text(frame.across(i + 0.5), _HEIGHT - _BOTTOM + 16, group, "middle", 16 if len(groups) > 4 else 28))
+        parts.append(_text(frame.across(i + 0.5), _HEIGHT - _BOTTOM + 16 + 13 * (many and i % 2), group, "middle", 20))
     for number, own in enumerate(series):
         for place, (x, y) in enumerate(own.points):
             left = frame.across(x + 0.5) + (number - len(series) / 2) * width
@@ -69,7 +71,7 @@ def bars(title: str, groups: Sequence[str], series: Sequence[Series], unit: str,
                 + "</g>"
             )
     parts.append(_rule(frame, 1.0))
-    return _svg(title, parts)
+    return _svg(title, parts, width=frame.width)
 
 
 def lines(title: str, series: Sequence[Series], labels: tuple[str, str], line_at: float | None = None, top: float = 0.0) -> str:
@@ -125,14 +127,14 @@ def stacked(title: str, rows: Sequence[tuple[str, Sequence[float], str]], names:
 def _grid(frame: _Frame, top: float, unit: str) -> Iterator[str]:
     for value in _ticks(top):
         y = frame.up(value)
-        yield f'<line class="grid" x1="{frame.left}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<line class="grid" x1="{frame.left}" x2="{frame.width - _RIGHT:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield _text(frame.left - 6, y + 4, f"{value:g}", "end")
     yield _text(2, 10, unit, "start")
 
 
 def _rule(frame: _Frame, value: float) -> str:
     y = frame.up(value)
-    return f'<line class="rule" x1="{frame.left}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    return f'<line class="rule" x1="{frame.left}" x2="{frame.width - _RIGHT:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
 def _whisker(x: float, low: float, high: float) -> str:
@@ -144,11 +146,11 @@ def _text(x: float, y: float, text: str, anchor: str, most: int = 40) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(short)}</text>'
 
 
-def _svg(title: str, parts: Sequence[str], height: float = _HEIGHT) -> str:
-    drawn = "".join(parts)
+def _svg(title: str, parts: Sequence[str], height: float = _HEIGHT, width: float = _WIDTH) -> str:
+    drawn, kind = "".join(parts), ' class="whole"' if width > _WIDTH else ""
     return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg role="img" aria-label="{escape(title)}" '
-        f'viewBox="0 0 {_WIDTH:g} {height:g}">{drawn}</svg></figure>'
+        f'<figure{kind}><figcaption>{escape(title)}</figcaption><svg role="img" aria-label="{escape(title)}" '
+        f'viewBox="0 0 {width:g} {height:g}">{drawn}</svg></figure>'
     )
 
 

@@ -171,7 +171,7 @@ def _header(rows: Sequence[Row], good: Sequence[Row]) -> str:
         (
             "best speed-up",
             f"{best['speedup']:.2f}\u00d7" if best else "\u2013",
-            f"{best['method']} on {best['workload']}" if best else "",
+            _where(best) if best else "",
         ),
         ("outputs equal to plain decoding", f"{equal:.0f} of {compared}", "token ids compared one by one"),
         ("cases failed", str(failed), "see the table" if failed else "none"),

@@ -38,12 +38,18 @@ class Suite:
     temperatures: Sequence[float] = (0.0,)
     batches: Sequence[int] = (1,)
     max_tokens: int = 128
-    limit: int = 6  # prompts of each category; a larger batch takes as many as it holds
+    limit: int = 5  # prompts of each category; a larger batch takes as many as it holds
     repeats: int = 3
     seed: int = 0
     chat: bool = False
     ignore_eos: bool = False
     load: dict[str, Any] = field(default_factory=dict)  # dtype, load_format
+
+    def __post_init__(self) -> None:
+        if not all(batch > 0 for batch in self.batches):
+            raise InvalidParameter("batches", f"must be above 0, got {', '.join(map(str, self.batches))}")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # says what is wrong with it, before anything is loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ MEANING = {
     "TTFT, ITL, TPOT": "Time to the first token; between rounds that bring a request tokens, as a reader sees them arrive; per "
     "output token after the first. Medians.",
     "efficiency": "Time of the round's draft and target forwards run alone over the round's wall time: after scoring, the same "
-    "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's. Taken "
-    "in a pass of its own over the first two groups. It is the engine's merit, as tokens per round are the drafter's.",
+    "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's. The "
+    "median round of a pass of its own over the first two groups. It is the engine's merit; tokens per round are the drafter's.",
     "equal": "Share of outputs whose token ids are those of plain decoding, one request at a time; every repeat is compared.",
 }
 
@@ -106,7 +106,7 @@ def summary(own: Tally, plain: Tally) -> dict[str, Any]:
         "ttft_ms": _spread(own.first),
         "itl_ms": _spread(own.gaps),
         "tpot_ms": _spread(1 / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s),
-        "efficiency": sum(one.alone for one in alone) / sum(one.wall for one in alone) if alone else None,
+        "efficiency": statistics.median(one.alone / one.wall for one in alone) if alone else None,
         "compared": sum(group.compared for group in own.groups),
         "equal": sum(group.equal for group in own.groups) / max(sum(group.compared for group in own.groups), 1),
         "fallbacks": sum(output.speculation["fallback_reason"] is not None for output in outputs),

@@ -12,6 +12,8 @@ from time import perf_counter
 from typing import Any
 from unittest import mock
 
+import torch
+
 from outrider.core import Batch, Drafts, Scores
 from outrider.core import Sequence as Generation
 from outrider.engine import engine as engine_module
@@ -118,10 +120,10 @@ class Watch:
 
     def _run_alone(self) -> None:
         """The round's forwards once more, back to back, on the inputs they had: the same rows write the same KV."""
-        begun = perf_counter()
+        begun = _settled()
         for forward in self._forwards:
             forward()
-        self._now.alone = self._paused = perf_counter() - begun
+        self._now.alone = self._paused = _settled() - begun
 
 
 @contextmanager
@@ -141,6 +143,13 @@ def watching(llm: LLM, alone: bool = False) -> Iterator[Watch]:
         for owner, name in _FORWARDS if alone else ():
             wrap(owner, name, watch.around_forward)
         yield watch
+
+
+def _settled() -> float:
+    """The time when everything asked of a GPU is done."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return perf_counter()
 
 
 def decode_rounds(rounds: Sequence[Round]) -> list[Round]:

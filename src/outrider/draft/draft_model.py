@@ -164,6 +164,9 @@ class DraftModel:
                 row = Row.at(seq, chains[b])
                 key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
                 picked = draw(process(logits, row)[None], None if row.params.greedy else [key])[0]
+                if picked == CORRUPTED and row.allowed is not None:
+                    rooms[b] = len(chains[b])  # it knows none of the tokens the grammar asks for
+                    continue
                 if picked == CORRUPTED:
                     raise DrafterFault("the draft's logits are not finite")
                 chains[b].append(picked)

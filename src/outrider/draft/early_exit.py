@@ -146,7 +146,7 @@ class EarlyExit:
         for seq, fed, first in zip(batch.sequences, batch.feeds, scores.first_rows, strict=True):
             for i in range(min(fed, BLOCK)):  # the last ones it read
                 places.append(first + fed - 1 - i)
-                rows.append(Row.at(seq)._replace(position=len(seq.tokens) - 1 - i))
+                rows.append(Row.at(seq)._replace(position=len(seq.tokens) - 1 - i, allowed=None))
         taps = scores.taps[places].chunk(len(trial.exits) + 1, -1)
         wanted = choose(self._guess(taps[-1]), rows)
         for i, x in enumerate(taps[:-1]):

@@ -129,7 +129,8 @@ def _branch(active: Seq[Growing], logits: Tensor, branch: int, sharpener: Sharpe
         if not rows[i].params.greedy:
             own.laws[tuple(path)] = Law(logits[i], rows[i])
         for token, chance in zip(ranked.tokens[i].tolist(), ranked.chances[i].tolist(), strict=True):
-            own.put(node, token, chance)
+            if chance > 0.0:  # a grammar may leave fewer guesses than branches
+                own.put(node, token, chance)
 
 
 def drafts_of(growing: Seq[Growing]) -> Drafts:

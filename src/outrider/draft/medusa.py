@@ -99,8 +99,9 @@ class MedusaDrafter:
             raise DrafterFault("the heads' logits are not finite")
         out: list[list[_Guess]] = [[] for _ in sequences]
         for head, scores in enumerate(logits):
-            # the path in between is not known yet; penalties see the text so far
+            # the path in between is not known yet; penalties see the text so far, a grammar speaks for the first head
             rows = [Row.at(seq)._replace(position=len(seq.tokens) + head) for seq in sequences]
+            rows = rows if head == 0 else [row._replace(allowed=None) for row in rows]
             ranked = rank(scores, rows, width, [self._sharpener.temperature(row.params, head) for row in rows])
             for i, (own, tokens, chances) in enumerate(zip(out, ranked.tokens.tolist(), ranked.chances.tolist(), strict=True)):
                 own.append(_Guess(tokens, chances))

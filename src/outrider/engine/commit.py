@@ -67,9 +67,6 @@ class Writer:
     def push(self, token: int, guessed: bool) -> bool:
         """Take one token; whether the sequence ends with it."""
         seq = self.seq
-        if token == CORRUPTED:
-            seq.finish_reason, seq.stop_reason = "error", "the model's logits are not finite"
-            return True
         seq.tokens.append(token)
         self.from_draft.append(guessed)
         request = seq.request
@@ -154,9 +151,10 @@ def advance(writer: Writer, emitted: list[int], rows: list[int], scores: Scores)
     seq.cached = len(seq.tokens)
     for i, (token, row) in enumerate(zip(emitted, rows, strict=True)):
         guessed = i < len(emitted) - 1
-        ended = writer.push(token, guessed)
         if token == CORRUPTED:
+            seq.finish_reason, seq.stop_reason = _without_choice(seq, scores.logits[row])
             break
+        ended = writer.push(token, guessed)
         if top is not None:
             writer.logprobs.append(_named(logprobs_of(scores.logits[row], token, top), writer.tokenizer))
         settled.kept += 1
@@ -167,6 +165,15 @@ def advance(writer: Writer, emitted: list[int], rows: list[int], scores: Scores)
     writer.last_token = perf_counter()
     writer.first_token = writer.first_token or writer.last_token
     return settled
+
+
+def _without_choice(seq: Sequence, logits: torch.Tensor) -> tuple[str, str | None]:
+    """How a sequence ends where there was nothing to choose from."""
+    if seq.guide is None or not bool(logits.isfinite().all()):
+        return "error", "the model's logits are not finite"
+    if seq.guide.complete(seq.tokens, seq.prompt_len):
+        return "stop", None
+    return "error", f"no token can follow: {seq.guide.fault or 'the grammar and the other parameters forbid them all'}"
 
 
 def note_prompt(writer: Writer, start: int, logits: torch.Tensor) -> None:

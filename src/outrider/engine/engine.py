@@ -17,8 +17,9 @@ from outrider.engine.outputs import Run
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.tally import Tally
 from outrider.model import Runner
+from outrider.sampling import Grammars
 from outrider.text import Tokenizer
-from outrider.verify import verify
+from outrider.verify import guided, verify
 
 __all__ = ["Engine"]
 
@@ -39,6 +40,8 @@ class Engine:
         self.pages = PageTable(runner.pool.pages - 1, config.page_size)
         self.scheduler = Scheduler(self.pages, config)
         self.tally = Tally()
+        vocab = runner.decoder.config.vocab
+        self.grammars = Grammars(None, vocab, None) if tokenizer is None else Grammars(tokenizer.to_json, vocab, tokenizer.eos_id)
         self._writers: dict[Sequence, Writer] = {}
         self._suspects: set[Sequence] = set()  # sequences whose forward failed once
 
@@ -50,6 +53,8 @@ class Engine:
         """Queue a request; its Writer grows with every round."""
         seq = Sequence(request)
         seq.stats.method = method
+        if request.params.structured is not None:
+            seq.guide = self.grammars.guide(request.params.structured, request.stop_ids)
         self.scheduler.submit(seq)  # may refuse it
         self._writers[seq] = writer = Writer(seq, self.tokenizer)
         return writer
@@ -80,7 +85,7 @@ class Engine:
         plan = self.policy.plan(load)
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
         begun = perf_counter()
-        drafts = self.drafter.propose(batch, plan)
+        drafts = guided(self.drafter.propose(batch, plan), batch, plan)
         proposed = perf_counter()
         drafts = self.policy.select(drafts, load)
         chosen = perf_counter()

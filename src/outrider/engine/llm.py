@@ -255,6 +255,8 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         ids = tuple(self._tokenizer().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
         self._check(ids, params)
+        if params.structured is not None:
+            self.engine.grammars.check(params.structured)
         if params.bad_words:
             params = replace(params, bad_word_ids=self._bad_words(params.bad_words))
         return _Prepared(text, ids, params, tenant)

@@ -274,4 +274,4 @@ def _write_shards(tensors: dict[str, Tensor], directory: Path) -> None:
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, directory / file)
         weight_map |= dict.fromkeys(shard, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}, indent=1))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))

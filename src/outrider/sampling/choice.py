@@ -54,6 +54,8 @@ def rank(logits: Tensor, rows: Sequence[Row], count: int, sharpness: Sequence[fl
     far q is from the target's law.
     """
     law, temperatures = _processed(logits, rows)
+    if any(row.allowed is not None for row in rows):  # a draft may know none of the tokens a grammar asks for
+        law = torch.where(law.amax(-1, keepdim=True).isfinite(), law, logits)
     divisors = np.array(temperatures, np.float32)
     if sharpness is not None:
         divisors *= np.array(sharpness, np.float32)

@@ -1,6 +1,6 @@
 """The one definition of the target's distribution: raw logits in, processed logits out.
 
-The order is vLLM's: allowed ids, bad words, min_tokens, logit bias, penalties; then temperature,
+The order is vLLM's: the grammar, allowed ids, bad words, min_tokens, logit bias, penalties; then temperature,
 min_p, top_k, top_p. Removed tokens are -inf. Ties go by logit descending, then id ascending.
 """
 
@@ -32,6 +32,7 @@ class Row(NamedTuple):
     prompt_len: int
     history: Sequence[int]  # prompt, output and draft path before the position; empty when unused
     stop_ids: frozenset[int]
+    allowed: Tensor | None = None  # (V,) bool: what the grammar lets follow
 
     @classmethod
     def at(cls, seq: Generation, path: Sequence[int] = ()) -> Row:
@@ -39,7 +40,8 @@ class Row(NamedTuple):
         request = seq.request
         history = [*seq.tokens, *path] if request.params.uses_history else ()
         position = len(seq.tokens) + len(path)
-        return cls(request.params, request.seed, request.index, position, seq.prompt_len, history, request.stop_ids)
+        allowed = None if seq.guide is None else seq.guide.allowed(seq.tokens, seq.prompt_len, path)
+        return cls(request.params, request.seed, request.index, position, seq.prompt_len, history, request.stop_ids, allowed)
 
 
 def law(logits: Tensor, row: Row) -> Tensor:
@@ -67,7 +69,7 @@ def process(logits: Tensor, row: Row) -> Tensor:
 def adjust(logits: Tensor, row: Row) -> Tensor:
     """Everything that can move the argmax. (V,) float32 in and out."""
     params = row.params
-    out = logits.clone()
+    out = logits.clone() if row.allowed is None else torch.where(row.allowed.to(logits.device), logits, NEG_INF)
     if params.allowed_token_ids is not None:
         allowed = torch.tensor(params.allowed_token_ids, device=out.device)
         kept = torch.full_like(out, NEG_INF)
@@ -78,12 +80,17 @@ def adjust(logits: Tensor, row: Row) -> Tensor:
         head = list(word[:-1])
         if output[len(output) - len(head) :] == head:
             out[word[-1]] = NEG_INF
-    if row.position - row.prompt_len < params.min_tokens:
+    if row.position - row.prompt_len < params.min_tokens and not _must_stop(row):
         out[sorted(row.stop_ids)] = NEG_INF
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=out.device)
         out[ids] += torch.tensor(list(params.logit_bias.values()), device=out.device)
     return _penalise(out, row)
+
+
+def _must_stop(row: Row) -> bool:
+    """Whether the grammar lets nothing but a stop follow: min_tokens then gives way."""
+    return row.allowed is not None and int(row.allowed.sum()) == int(row.allowed[sorted(row.stop_ids)].sum())
 
 
 def _penalise(out: Tensor, row: Row) -> Tensor:

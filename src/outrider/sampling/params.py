@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import InvalidParameter
+from outrider.sampling.grammar import Structured
 
 __all__ = ["SamplingParams"]
 
@@ -23,6 +24,7 @@ class SamplingParams:
     temperature 0, or below 1e-5, is greedy. `seed=None` draws a seed, which the output reports.
     `top_k` 0 or -1 keeps every token. `max_tokens=None` runs to the end of the context.
     `logprobs=k` reports the chosen token and the k most probable ones, of the raw logits.
+    `structured` makes the output match a JSON schema, a regex or a grammar.
     """
 
     n: int = 1
@@ -46,6 +48,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: Structured | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # filled from bad_words by the engine
 
     # what the numbers above amount to, worked out once: every round asks
@@ -68,6 +71,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, f"must be True or False, got {getattr(self, name)!r}")
+        if self.structured is not None and not isinstance(self.structured, Structured):
+            raise InvalidParameter("structured", f"must be a Structured, got {type(self.structured).__name__}")
         self._amount()
 
     @property
@@ -80,7 +85,7 @@ class SamplingParams:
         penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         put(self, "greedy", self.temperature < GREEDY_BELOW)
         put(self, "uses_history", penalised or bool(self.bad_word_ids))
-        picky = bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+        picky = bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0 or self.structured is not None
         put(self, "adjusts", self.uses_history or picky)
         put(self, "truncates", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Plan, Scores, Tree, Verdict
+from outrider.core import ROOT, Batch, Drafts, Plan, Scores, Tree, Verdict
 from outrider.core import Sequence as Generation
 from outrider.sampling import Key, Row, Stream, choose, draw, law, uniform
 from outrider.verify import block, rejection, typical
 from outrider.verify.match import walk
 
-__all__ = ["rows_of", "verify"]
+__all__ = ["guided", "rows_of", "verify"]
 
 
 def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Verdict]:
@@ -27,6 +27,62 @@ def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Ver
         else Verdict([], [])
         for b, tree in enumerate(trees)
     ]
+
+
+def guided(drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
+    """The drafts as grammars would have them: no node that one forbids, and all that one prescribes.
+
+    Forbidden nodes could not be chosen. Prescribed text is guessed even where the drafter guesses something
+    else. A draft drawn from q stays as it is: refusing a token that was drawn is the rule's own business, and
+    its correction depends on it.
+    """
+    if drafts.q is not None or all(seq.guide is None for seq in batch.sequences):
+        return drafts
+    trees = drafts.on_host()
+    kept = [_allowed_nodes(seq, tree) for seq, tree in zip(batch.sequences, trees, strict=True)]
+    if any(len(nodes) < len(tree.tokens) for nodes, tree in zip(kept, trees, strict=True)):
+        drafts = drafts.subset(kept)
+        trees = drafts.on_host()
+    chains = [_prescribed(seq, tree, n) for seq, tree, n in zip(batch.sequences, trees, plan.lengths, strict=True)]
+    if not any(chains):
+        return drafts
+    merged = [(chain, range(-1, len(chain) - 1)) if chain else tree for chain, tree in zip(chains, trees, strict=True)]
+    says = drafts.survival.tolist()
+    survival = [
+        [1.0] * len(chain) if chain else own[: len(tree.tokens)] for chain, own, tree in zip(chains, says, trees, strict=True)
+    ]
+    return Drafts.trees(merged, survival=survival)
+
+
+def _prescribed(seq: Generation, tree: Tree, nodes: int) -> list[int]:
+    """What the grammar leaves no choice about, up to so many tokens; nothing where the draft says so already."""
+    if seq.guide is None or nodes == 0:
+        return []
+    forced = seq.guide.forced(seq.tokens, seq.prompt_len)[:nodes]
+    if not forced:
+        return []
+    return [] if len(walk(tree.parents, tree.tokens, _along(tree, forced))) == len(forced) else forced
+
+
+def _along(tree: Tree, chain: Sequence[int]) -> list[int]:
+    """The chain's next token at the root and at every node, by depth."""
+    depths = [0]
+    for parent in tree.parents:
+        depths.append(depths[parent + 1] + 1)
+    return [chain[depth] if depth < len(chain) else -1 for depth in depths]
+
+
+def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
+    """Nodes whose whole path the grammar takes."""
+    if seq.guide is None:
+        return range(len(tree.tokens))
+    paths: dict[int, list[int]] = {ROOT: []}
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        above = paths.get(parent)
+        allowed = None if above is None else seq.guide.allowed(seq.tokens, seq.prompt_len, above)
+        if above is not None and allowed is not None and bool(allowed[token]):
+            paths[node] = [*above, token]
+    return [node for node in paths if node != ROOT]
 
 
 def rows_of(seq: Generation, tree_tokens: Sequence[int], tree_parents: Sequence[int]) -> list[Row]:

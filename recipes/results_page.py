@@ -1,0 +1,218 @@
+"""Writes docs/results.md from the files in results/: every number on that page is copied by this script.
+
+python recipes/results_page.py            # write the page
+python recipes/results_page.py --check    # fail where the page is not what the files say
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results.md"
+Cell = Callable[[dict[str, Any]], str]
+
+_HEAD = """# Results
+
+Written by `python recipes/results_page.py` from the files in `results/`; each holds its device, versions and command, and more
+rows than are shown here. What the numbers mean: [benchmarks](benchmarks.md). Compare times within one file only.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([_HEAD, *_sections()]).rstrip() + "\n"
+
+
+def _sections() -> Iterator[str]:
+    yield from _section("Speed", "bench.json", "outrider bench > results/bench.json", _bench)
+    yield from _section("Served", "bench_serve.json", "outrider bench serve --output results/bench_serve.json", _serve)
+    yield from _section(
+        "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _any
+    )
+    yield from _section("Beside other engines", "peers.json", "outrider peers > results/peers.json", _any)
+    yield from _section("Acceptance", "drafters.json", "", _drafters)
+    yield from _section("Acceptance on all HumanEval stubs", "pyrite_acceptance.json", "", _pyrite)
+    yield from _section("Never slower", "never_slower.json", "", _never_slower)
+    yield from _section("A forward by its rows", "cpu_forward.json", "", _forward)
+    yield from _section("A plain round", "round_cost.json", "", _round)
+    yield from _section("A lookup's proposal", "proposal_cost.json", "", _proposal)
+    yield from _section("Weights in int8", "int8_loss.json", "", _loss)
+
+
+def _section(title: str, name: str, command: str, body: Callable[[dict[str, Any]], Iterator[str]]) -> Iterator[str]:
+    path = ROOT / "results" / name
+    yield f"## {title}\n"
+    if not path.exists():
+        yield f"**Not measured yet.** `{command}`, then this script.\n"
+        return
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if "what" in data:
+        yield f"{data['what'][0].upper()}{data['what'][1:].rstrip('.')}. [{name}](../results/{name})\n"
+    else:
+        yield f"[{name}](../results/{name})\n"
+    yield from body(data)
+
+
+def _bench(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    yield _table(
+        data["rows"],
+        {
+            "workload": lambda row: row["workload"],
+            "temperature": lambda row: f"{row['temperature']:g}",
+            "batch": lambda row: str(row["batch"]),
+            "method": lambda row: f"`{row['method']}`",
+            "tok/s": lambda row: _number(row["tok_s"], 0),
+            "speed-up": lambda row: _number(row["speedup"]),
+            "tokens per round": lambda row: _number(row["tokens_per_round"]),
+            "efficiency": lambda row: _number(row["efficiency"]),
+            "equal": lambda row: "failed" if row["equal"] is None else f"{row['equal']:.0%}",
+        },
+    )
+
+
+def _serve(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    latencies = {
+        f"{name.upper()} ms, median / p99": lambda row, name=name: (
+            f"{_number(row[f'median_{name}_ms'], 1)} / {_number(row[f'p99_{name}_ms'], 1)}"
+        )
+        for name in ("ttft", "tpot", "itl")
+    }
+    rates: dict[str, Cell] = {
+        "load": lambda row: row["load"],
+        "done / failed": lambda row: f"{row['completed']} / {row['failed']}",
+        "tok/s": lambda row: _number(row["output_throughput"], 0),
+        "good requests/s": lambda row: _number(row.get("request_goodput")),
+    }
+    yield _table(data["rows"], rates | latencies)
+
+
+def _any(data: dict[str, Any]) -> Iterator[str]:
+    """Rows of whatever shape: every field that is a number or a word."""
+    yield _conditions(data)
+    plain = [name for name, value in data["rows"][0].items() if isinstance(value, str | int | float | None)]
+    columns: dict[str, Cell] = {name: lambda row, name=name: _word(row.get(name)) for name in plain}
+    yield _table(data["rows"], columns)
+
+
+def _word(value: str | float | None) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def _drafters(data: dict[str, Any]) -> Iterator[str]:
+    for run in data["runs"]:
+        yield f"{run['what'][0].upper()}{run['what'][1:]}:\n"
+        yield _conditions(run)
+        yield _table(
+            run["rows"],
+            {
+                "method": lambda row: f"`{row['method']}`",
+                "temperature": lambda row: f"{row['temperature']:g}",
+                "batch": lambda row: str(row["batch"]),
+                "tokens per round": lambda row: _number(row["tokens_per_round"]),
+                "looping": lambda row: f"{row['looping']:.0%}",
+                "one proposal, ms": lambda row: _number(row["propose_ms"]),
+                "equal": lambda row: f"{row['equal']:.0%} of {row['compared']}" if "equal" in row else "not compared",
+            },
+        )
+
+
+def _pyrite(data: dict[str, Any]) -> Iterator[str]:
+    for run in data["runs"]:
+        yield _conditions(run)
+        yield _table(
+            run["rows"],
+            {
+                "method": lambda row: f"`{row['method']}`",
+                "temperature": lambda row: f"{row['temperature']:g}",
+                "tokens per round": lambda row: _number(row["tokens_per_round"]),
+                "looping": lambda row: f"{row['looping']:.0%}",
+                "equal": lambda row: f"{row['equal']:.0%} of {row['outputs']}",
+            },
+        )
+
+
+def _never_slower(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    yield _table(
+        data["rows"],
+        {
+            "workload": lambda row: row["workload"],
+            "temperature": lambda row: f"{row['temperature']:g}",
+            "batch": lambda row: str(row["batch"]),
+            "plain tok/s": lambda row: _number(row["plain_tok_s"], 0),
+            "auto over plain": lambda row: _number(row["ratio"]),
+            "95 %": lambda row: f"{row['low']:.2f} to {row['high']:.2f}",
+        },
+    )
+
+
+def _forward(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    counts = list(data["results"][0]["ms"])
+    columns: dict[str, Cell] = {"model": lambda row: row["model"], "dtype": lambda row: row["dtype"]}
+    times: dict[str, Cell] = {f"{n} rows, ms": lambda row, n=n: _number(row["ms"][n]) for n in counts}
+    yield _table(data["results"], columns | times | {"its bytes, ms": lambda row: _number(row["bytes_ms"])})
+
+
+def _round(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    names = {"total_us": "round, µs", "forward_us": "forward", "choice_us": "choice", "outside_us": "the rest"}
+    columns: dict[str, Cell] = {"temperature": lambda row: f"{row['temperature']:g}"}
+    yield _table(data["rounds"], columns | {title: lambda row, name=name: _number(row[name], 0) for name, title in names.items()})
+
+
+def _proposal(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    yield _table(
+        data["rows"],
+        {
+            "method": lambda row: f"`{row['method']}`",
+            "context": lambda row: str(row["context"]),
+            "propose, µs": lambda row: _number(row["propose_us"], 0),
+            "commit, µs": lambda row: _number(row["commit_us"], 0),
+        },
+    )
+
+
+def _loss(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    yield _table(
+        data["rows"],
+        {
+            "dtype": lambda row: row["dtype"],
+            "loss": lambda row: _number(row["loss"], 4),
+            "change": lambda row: f"{row['change']:+.2%}",
+            "tokens": lambda row: str(row["tokens"]),
+        },
+    )
+
+
+def _conditions(data: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    note = f" {data['note']}" if "note" in data else ""
+    return f"`{data['command']}`; {data['device']}; {versions}.{note}\n"
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: dict[str, Cell]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(
+            0 if PAGE.read_text(encoding="utf-8") == page() else "docs/results.md is not what results/ says; run this script"
+        )
+    PAGE.write_text(page(), encoding="utf-8")

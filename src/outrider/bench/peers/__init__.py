@@ -1,0 +1,1 @@
+"""Outrider beside what a user would pick instead: the same weights, prompts and threads in one run."""

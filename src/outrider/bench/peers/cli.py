@@ -1,0 +1,117 @@
+"""`outrider peers`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.errors import InvalidParameter
+
+__all__ = ["peers"]
+
+_METHODS = "none,auto,suffix:24,eagle:24:beam=3:branch=6:depth=9,mixture:24:members=suffix+(eagle:beam=3:branch=6:depth=9)"
+
+
+def peers(
+    models: Annotated[
+        str,
+        typer.Option(help="Comma-separated: pyrite, model directories, or random models 40m, 150m, 1.1b (plain decoding only)."),
+    ] = "pyrite",
+    prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts (turns, prompt or text). Default: bundled code.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Use this many prompts.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each prompt.")] = 128,
+    prefill: Annotated[int, typer.Option(min=2, help="Length of the prompt whose reading is timed.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Times everything runs, interleaved, after one to warm up.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of every peer. Default: torch's choice.")] = None,
+    which: Annotated[
+        str, typer.Option("--peers", help="Comma-separated: outrider, transformers, llama.cpp, openvino.")
+    ] = "outrider,transformers,llama.cpp,openvino",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Outrider's methods, comma-separated; `none` is plain decoding. Default: a few with pyrite, else none,auto."
+        ),
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(help="Where a peer lives, as PEER=PYTHON; may be given several times. Default: the Python that runs this."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: Transformers eager, compiled and assisted.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Two prompts, 32 tokens, one repeat.")] = False,
+) -> None:
+    """The same weights and prompts through Transformers, llama.cpp, OpenVINO GenAI and Outrider, in one run.
+
+    Each peer runs in a process of its own, as installed and as its documentation shows it, with the same number of
+    threads; greedy, token ids in and out, interleaved. Ends in one JSON object with rows, ratios, versions and conditions.
+    """
+    from outrider.bench.conditions import conditions
+    from outrider.bench.peers.run import Setting, compare_peers
+    from outrider.bench.workloads import find_prompts
+    from outrider.engine.acceptance import read_prompts
+    from outrider.ops import threads_used
+
+    console = Console(stderr=True, width=max(Console().width, 150))
+    path = prompts or find_prompts("editing").with_name("code.jsonl")
+    results: list[dict[str, Any]] = []
+    for model in models.split(","):
+        given = methods or (_METHODS if model == "pyrite" else "none,auto")
+        setting = Setting(
+            peers=which.split(","),
+            methods=given.split(","),
+            prompts=read_prompts(path, 2 if quick else limit),
+            tokens=min(tokens, 32) if quick else tokens,
+            prefill=prefill,
+            repeats=1 if quick else repeats,
+            threads=threads or threads_used(),
+            device=device,
+            pythons=_pythons(python or []),
+        )
+        with console.status(model) as status:
+            found = compare_peers(model, setting, status.update)
+        show(found, console)
+        results.append(found)
+    merged: dict[str, Any] = {"rows": [row for own in results for row in own["rows"]]}
+    for name in ("ratios", "missing", "versions"):
+        merged[name] = {key: value for own in results for key, value in own[name].items()}
+    about = conditions()
+    asked = {"tokens": setting.tokens, "prefill": prefill, "repeats": setting.repeats, "prompts": len(setting.prompts)}
+    print(json.dumps(merged | asked | about | {"versions": about["versions"] | merged["versions"]}))
+    if any(row["failure"] for row in merged["rows"]):
+        raise typer.Exit(1)
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """A table of speeds, then the ratios, then who was missing."""
+    table = Table("model", "peer", "weights", "mode", "tok/s", "min to max", "with prefill", "prefill ms", "agrees")
+    for row in found["rows"]:
+        spread = "-" if row["spread"] is None else "{:.1f} to {:.1f}".format(*row["spread"])
+        cells = [row["model"], row["peer"], row["kind"], row["mode"], _cell(row["tok_s"]), spread, _cell(row["wall_tok_s"])]
+        cells.append(_cell(row["prefill_s"] and row["prefill_s"] * 1e3))
+        table.add_row(*cells, "-" if row["agrees"] is None else f"{row['agrees']:.0%}")
+        if row["failure"]:
+            table.add_row("", "", "", f"[red]failed: {row['failure']}[/]")
+    console.print(table)
+    for model, ratios in found["ratios"].items():
+        for name, ratio in ratios.items():
+            console.print(f"{model}: {name}: {'not measured' if ratio is None else f'{ratio:.2f} x'}", highlight=False)
+    for peer, why in found["missing"].items():
+        console.print(f"[yellow]{peer} did not run:[/] {why}", highlight=False)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _pythons(given: list[str]) -> dict[str, str]:
+    out = {}
+    for item in given:
+        peer, found, python = item.partition("=")
+        if not found or not Path(python).exists():
+            raise InvalidParameter("--python", f"must be PEER=PATH of a Python, got {item!r}")
+        out[peer] = python
+    return out

@@ -1,0 +1,238 @@
+"""One peer in a process of its own, in whichever Python has it: a JSON object per line in, one out.
+
+The first line says what to load: {"peer", "model", "draft", "modes", "dtype", "threads", "context", "device"}; the answer
+has "versions". Every further line is {"mode", "ids", "tokens"}, greedy and never stopped early; the answer has "ids",
+"first_s" and "total_s". A fault is answered by {"error"}, a package that is not there by {"missing"}.
+
+The file runs by itself: it imports nothing of Outrider unless Outrider is the peer.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Reply(dict):  # type: ignore[type-arg]
+    """An answer in the making: the clock starts with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = time.perf_counter()
+
+    def first(self) -> None:
+        self.setdefault("first_s", time.perf_counter() - self._begun)
+
+    def done(self, ids: list[int]) -> Reply:
+        self["total_s"] = time.perf_counter() - self._begun
+        self["ids"] = ids
+        return self
+
+
+class Outrider:
+    packages = ("torch",)
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import torch
+
+        from outrider import LLM
+        from outrider._version import __version__
+
+        torch.set_num_threads(given["threads"])
+        load = {"dtype": given["dtype"], "prefix_cache": False, "max_num_seqs": 1}
+        self._llms = {mode: LLM(given["model"], speculation=mode, **load) for mode in given["modes"]}
+        self.versions = {"outrider": __version__}
+
+    def generate(self, mode: str, ids: list[int], tokens: int) -> Reply:
+        from outrider import SamplingParams
+
+        reply = Reply()
+        output = (
+            self._llms[mode].generate([ids], SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))[0].outputs[0]
+        )
+        reply["first_s"] = output.timings.first_token_s
+        return reply.done(output.token_ids)
+
+
+class Transformers:
+    packages = ("transformers", "torch")
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(given["threads"])
+        self._device = given.get("device", "cpu")
+        load = {"dtype": getattr(torch, given["dtype"]), "local_files_only": True}
+        self._model = AutoModelForCausalLM.from_pretrained(given["model"], **load).to(self._device).eval()
+        self._model.generation_config.eos_token_id = None
+        self._draft = None
+        if given.get("draft"):
+            self._draft = AutoModelForCausalLM.from_pretrained(given["draft"], **load).to(self._device).eval()
+            self._draft.generation_config.eos_token_id = None
+            self._default = self._draft.generation_config.num_assistant_tokens
+
+    def generate(self, mode: str, ids: list[int], tokens: int) -> Reply:
+        import torch
+
+        name, _, number = mode.partition(":")
+        options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        if name == "lookup":
+            options["prompt_lookup_num_tokens"] = int(number)
+        elif name == "draft":
+            assert self._draft is not None
+            self._draft.generation_config.num_assistant_tokens = int(number) if number else self._default
+            options["assistant_model"] = self._draft
+        elif name == "compiled":
+            options["cache_implementation"] = "static"
+        given = torch.tensor([ids], device=self._device)
+        watch = _FirstToken(reply := Reply())
+        with torch.inference_mode():
+            out = self._model.generate(given, attention_mask=torch.ones_like(given), streamer=watch, **options)
+        return reply.done(out[0, len(ids) :].tolist())
+
+
+class _FirstToken:
+    """A streamer that notes when the first token comes; the prompt is put before it."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply, self._prompt_seen = reply, False
+
+    def put(self, value: Any) -> None:  # noqa: ARG002
+        if self._prompt_seen:
+            self._reply.first()
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class LlamaCpp:
+    packages = ("llama_cpp_python",)
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        from llama_cpp import Llama
+
+        threads = given["threads"]
+        own = {"n_ctx": given["context"], "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        self._models: dict[str, Any] = {}
+        for mode in given["modes"]:
+            name, _, number = mode.partition(":")
+            drafter = None
+            if name == "lookup":
+                from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+                drafter = LlamaPromptLookupDecoding(num_pred_tokens=int(number))
+            elif name == "draft":
+                drafter = _drafting(Llama(given["draft"], **own), int(number))
+            self._models[mode] = Llama(given["model"], draft_model=drafter, **own)
+
+    def generate(self, mode: str, ids: list[int], tokens: int) -> Reply:
+        model, reply, out = self._models[mode], Reply(), []
+        model.reset()  # nothing of an earlier prompt is kept
+        for token in model.generate(ids, temp=0.0):
+            reply.first()
+            out.append(int(token))
+            if len(out) == tokens:
+                break
+        return reply.done(out)
+
+
+def _drafting(model: Any, count: int) -> Any:
+    """A draft model for llama-cpp-python, whose binding leaves writing one to its users."""
+    import numpy as np
+    from llama_cpp.llama_speculative import LlamaDraftModel
+
+    class Drafting(LlamaDraftModel):
+        def __call__(self, input_ids: Any, **_: Any) -> Any:
+            out: list[int] = []
+            for token in model.generate([int(i) for i in input_ids], temp=0.0):
+                out.append(int(token))
+                if len(out) == count:
+                    break
+            return np.array(out, dtype=np.intc)
+
+    return Drafting()
+
+
+class OpenVINO:
+    packages = ("openvino_genai", "openvino")
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import openvino_genai as genai
+
+        own = {"INFERENCE_NUM_THREADS": given["threads"]}
+        self._pipes: dict[str, Any] = {}
+        for mode in given["modes"]:
+            name = mode.partition(":")[0]
+            extra: dict[str, Any] = {}
+            if name == "lookup":
+                extra["prompt_lookup"] = True
+            elif name == "draft":
+                extra["draft_model"] = genai.draft_model(_as_ir(given["draft"]), "CPU", **own)
+            self._pipes[mode] = genai.LLMPipeline(given["model"], "CPU", **own, **extra)
+
+    def generate(self, mode: str, ids: list[int], tokens: int) -> Reply:
+        import numpy as np
+        import openvino as ov
+        import openvino_genai as genai
+
+        name, _, number = mode.partition(":")
+        config = genai.GenerationConfig(max_new_tokens=tokens, do_sample=False, ignore_eos=True)
+        if number:
+            config.num_assistant_tokens = int(number)
+        if name == "lookup":
+            config.max_ngram_size = 3
+        given = np.array([ids], dtype=np.int64)
+        inputs = genai.TokenizedInputs(ov.Tensor(given), ov.Tensor(np.ones_like(given)))
+        reply = Reply()
+        result = self._pipes[mode].generate(inputs, config)
+        reply.done([int(token) for token in result.tokens[0]])
+        reply["first_s"] = result.perf_metrics.get_ttft().mean / 1e3
+        return reply
+
+
+def _as_ir(path: str) -> str:
+    """A folder with the model of a GGUF file in OpenVINO's own format: a draft model is read from nothing else."""
+    import openvino_genai as genai
+
+    folder = path.removesuffix(".gguf") + "-ir"
+    os.makedirs(folder, exist_ok=True)
+    link = os.path.join(folder, "model.gguf")
+    if not os.path.exists(link):
+        os.link(path, link)
+        genai.LLMPipeline(link, "CPU", enable_save_ov_model=True)
+    return folder
+
+
+PEERS: dict[str, Any] = {"outrider": Outrider, "transformers": Transformers, "llama.cpp": LlamaCpp, "openvino": OpenVINO}
+
+
+def main() -> None:
+    """Serve one peer until standard input ends. Libraries that print write to standard error."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    peer: Any = None
+    for line in sys.stdin:
+        given = json.loads(line)
+        try:
+            if peer is None:
+                kind = PEERS[given["peer"]]
+                peer = kind(given)
+                answer: dict[str, Any] = {"versions": {name: importlib.metadata.version(name) for name in kind.packages}}
+                answer["versions"] |= getattr(peer, "versions", {})
+            else:
+                answer = peer.generate(given["mode"], given["ids"], given["tokens"])
+        except ImportError as error:
+            answer = {"missing": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The arithmetic of speculation: expected tokens, the best draft, where it stops paying. Pure functions, no torch.
+
+s_j is the chance that the first j guesses of a chain are all right (its survival), E the expected tokens of a round,
+R its time, T the time of a plain one. The speed-up is E * T / R.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+__all__ = [
+    "FORMULAS",
+    "best_length",
+    "best_tree",
+    "break_even",
+    "closed_form_length",
+    "expected_time",
+    "expected_tokens",
+    "survival_of",
+    "tree_tokens",
+]
+
+FORMULAS = """\
+s_j = a_1 * a_2 * ... * a_j               survival: a_i is the chance of guess i once all before it were right
+E(K) = 1 + s_1 + ... + s_K                expected tokens of a round that drafts K, the target's own included
+E(tree) = 1 + sum of survival over nodes  a node's survival is the product of the chances along its path
+R(K) = propose(K) + forward(1 + K) + host the time of a round; forward by rows, as measured
+speed-up = E(K) * R(0) / R(K)             against plain rounds of the same engine
+best K: go on while s_j / E(j - 1) > (R(j) - R(j - 1)) / R(j - 1)
+closed form (one chance a, draft cost c in plain passes, rows free): K = (u - 1) / L - 1 / c
+        with L = -ln a and u = -W(-exp(-1 - L (1 / c - 1))), W the lower branch of Lambert's function
+batch B: speed-up = E(K) * R(0, B) / R(K, B), with forward(B (1 + K)); break-even is the last B where some K pays
+best tree (ranks p_1 >= p_2 >= ...: the chance that the j-th candidate is right): dynamic programming over nodes,
+        T(m) = 1 + F(m - 1, 1), F(n, j) = max over 1 <= y <= n of p_j T(y) + F(n - y, j + 1)
+a request: t(r) = R + sum over k of P(k accepted) * t(r - 1 - k), drafts cut to the r - 1 tokens that still fit"""
+
+
+def survival_of(chances: float | Sequence[float], length: int) -> list[float]:
+    """s_1 .. s_length from one chance for all positions, or chances by position, the last going on."""
+    given = [chances] if isinstance(chances, int | float) else list(chances)
+    out, alive = [], 1.0
+    for i in range(length):
+        alive *= given[min(i, len(given) - 1)]
+        out.append(alive)
+    return out
+
+
+def expected_tokens(survival: Sequence[float], length: int | None = None) -> float:
+    """E(K) of a chain."""
+    return 1.0 + sum(survival[:length])
+
+
+def tree_tokens(parents: Sequence[int], chances: Sequence[float]) -> float:
+    """E of a tree: `chances[i]` is that of node i once its parent came true; siblings exclude each other."""
+    survival: list[float] = []
+    for parent, chance in zip(parents, chances, strict=True):
+        survival.append(chance * (survival[parent] if parent >= 0 else 1.0))
+    return 1.0 + sum(survival)
+
+
+def best_length(tokens: Sequence[float], times: Sequence[float]) -> int:
+    """The K that makes E(K) / R(K) largest; `tokens` and `times` begin with K = 0."""
+    return max(range(len(tokens)), key=lambda k: (tokens[k] / times[k], -k))
+
+
+def closed_form_length(chance: float, cost: float) -> float:
+    """The best K where every guess has the same chance and costs the same, and rows are free; 0 where none pays."""
+    if chance <= cost:
+        return 0.0
+    if chance >= 1.0 or cost <= 0.0:
+        return math.inf
+    slope = -math.log(chance)
+    return max((_minus_lambert(1.0 + slope * (1.0 / cost - 1.0)) - 1.0) / slope - 1.0 / cost, 0.0)
+
+
+def _minus_lambert(y: float) -> float:
+    """u > 1 with u - ln u = y: that is -W(-exp(-y)) on the lower branch, which neither over- nor underflows."""
+    u = y + math.log(y) + 1.0
+    for _ in range(50):
+        u -= (u - math.log(u) - y) / (1.0 - 1.0 / u)
+    return u
+
+
+def break_even(speedup: Callable[[int], float], most: int = 4096) -> int:
+    """The largest batch at which drafting still pays; 0: not even alone. `speedup` falls as batches grow."""
+    low, high = 0, 1
+    while high <= most and speedup(high) > 1.0:
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if speedup(middle) > 1.0 else (low, middle)
+    return low
+
+
+def best_tree(ranks: Sequence[float], nodes: int, depth: int | None = None) -> tuple[float, list[int]]:
+    """Expected tokens and parents of the best static tree, where a node's j-th child is right with chance `ranks[j]`."""
+    given, deepest = tuple(ranks), depth if depth is not None else nodes
+
+    @cache
+    def subtree(size: int, left: int) -> float:
+        """Tokens expected below a node that came true, itself counted, with `size` nodes in all."""
+        return 1.0 + forest(size - 1, 0, left)[0]
+
+    @cache
+    def forest(size: int, rank: int, left: int) -> tuple[float, int]:
+        """The best use of `size` nodes as children from a rank on: tokens, and the size of the first."""
+        if size == 0 or rank == len(given) or left == 0:
+            return 0.0, 0
+        first = (given[rank] * subtree(y, left - 1) + forest(size - y, rank + 1, left)[0] for y in range(1, size + 1))
+        tokens, y = max((value, -y) for y, value in enumerate(first, 1))
+        return tokens, -y
+
+    parents: list[int] = []
+
+    def plant(parent: int, size: int, left: int) -> None:
+        rank = 0
+        while size and (own := forest(size, rank, left)[1]):
+            parents.append(parent)
+            plant(len(parents) - 1, own - 1, left - 1)
+            size, rank = size - own, rank + 1
+
+    plant(-1, nodes, deepest)
+    return subtree(nodes + 1, deepest), parents
+
+
+def expected_time(
+    tokens: int, law: Callable[[int], Mapping[tuple[int, int], float]], round_s: Callable[[int, int], float]
+) -> tuple[float, float]:
+    """Seconds and rounds a request needs to emit `tokens`, if every round is drawn alike.
+
+    `law(room)` is how often a round with that much room verifies so many nodes and accepts so many of them, never more;
+    `round_s(room, nodes)` is its time.
+    """
+    seconds, rounds = [0.0], [0.0]
+    for left in range(1, tokens + 1):
+        chances = law(left - 1)
+        total = sum(chances.values())
+        time = count = 0.0
+        for (nodes, accepted), weight in chances.items():
+            after = left - 1 - accepted
+            time += weight * (round_s(left - 1, nodes) + seconds[after])
+            count += weight * (1.0 + rounds[after])
+        seconds.append(time / total)
+        rounds.append(count / total)
+    return seconds[-1], rounds[-1]
+
+
+def chain_law(chances: float | Sequence[float], length: int) -> Callable[[int], Mapping[tuple[int, int], float]]:
+    """The law of a chain whose guesses come true independently."""
+
+    def law(room: int) -> Counter[tuple[int, int]]:
+        most = min(length, room)
+        survival = [1.0, *survival_of(chances, most), 0.0]
+        return Counter({(most, k): survival[k] - survival[k + 1] for k in range(most + 1)})
+
+    return law

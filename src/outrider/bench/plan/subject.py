@@ -1,0 +1,108 @@
+"""An engine with one drafter, watched while it works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from outrider.bench.plan.prices import steady_mean
+from outrider.bench.plan.profile import Memory, Profile
+from outrider.bench.plan.trace import Recorder, Round, Trace
+from outrider.cache import KVPool
+from outrider.config import SpeculationConfig
+from outrider.engine.llm import LLM
+from outrider.engine.outputs import RequestOutput
+from outrider.model import ModelConfig, locate
+from outrider.model.bundled import bundled_model
+from outrider.sampling import SamplingParams
+
+__all__ = ["Prompt", "Subject", "memory_of"]
+
+_LONG = 640  # tokens that a sequence of a batch may have on average
+_COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
+_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+Prompt = str | Sequence[int]
+
+
+class Subject:
+    """An engine with one drafter that is watched while it works."""
+
+    def __init__(self, model: str | None, method: str | Mapping[str, Any], dtype: str = "auto", batch: int = 1) -> None:
+        config = SpeculationConfig.parse(method)
+        kv = batch * _LONG * _kv_bytes(model) if batch > 1 else None  # several engines stand side by side
+        self.llm = LLM(model, speculation=config, dtype=dtype, max_num_seqs=batch, prefix_cache=False, kv_bytes=kv)
+        name = method if isinstance(method, str) else config.method
+        self.profile = Profile(name, config.draft_tokens if config.method != "none" else 0, memory=memory_of(self.llm))
+        self._rule = config.rule
+        self._recorder = self._watch(self.profile.most)
+
+    def _watch(self, length: int) -> Recorder:
+        self.llm.engine.policy = recorder = Recorder(length, self._rule)
+        return recorder
+
+    def run(self, prompt: Prompt, params: SamplingParams, learn: bool = True) -> RequestOutput:
+        """Generate for one prompt; its rounds are learnt unless they are to be predicted."""
+        result = self.llm.generate([prompt], params)[0]
+        rounds = self._recorder.take()
+        if learn:
+            self._learn(rounds, len(result.prompt_token_ids), result.outputs[0].timings.first_token_s)
+        return result
+
+    def learn_costs(self, prompts: Sequence[Prompt], params: SamplingParams, length: int) -> None:
+        """What rounds of this length cost for these prompts at once; acceptance is not learnt from it."""
+        recorder = self._watch(min(length, self.profile.most))
+        self.llm.generate(list(prompts), params)
+        self.profile.prices.learn(own for own in recorder.take() if own.batch == len(prompts))
+        self._recorder = self._watch(self.profile.most)
+
+    def _learn(self, rounds: Sequence[Round], prompt: int, first_s: float) -> None:
+        own = self.profile
+        for name in ("guesses", "_laws", "_spans"):
+            own.__dict__.pop(name, None)
+        decoding = [r for r in rounds if not r.prefill]
+        own.traces.append(Trace(own.method, prompt, own.most, [r.guesses[0] for r in decoding if r.guesses[0].room]))
+        own.firsts.append((prompt, first_s))
+        full = [r for r in decoding if r.asked == own.most]
+        if len(full) > 2:  # the first proposal may have a prompt to read
+            own.entries.append((prompt, full[0].propose_s - steady_mean([r.propose_s for r in full[1:]])))
+            own.prices.add("forward", 1, full[0].rows, full[0].forward_s)
+            own.prices.add("host", 1, full[0].rows, full[0].host_s)
+        own.prices.learn(r for r in rounds if not full[2:] or r is not full[0])
+
+
+def _kv_bytes(model: str | None) -> int:
+    config = ModelConfig.read(locate(str(model or bundled_model())))
+    return KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim)
+
+
+def memory_of(llm: LLM) -> Memory:
+    """Weights and KV of the drafter that came with an engine."""
+    folders = {path for own in _parts(llm.speculation) if (path := _folder(own, llm.directory)) is not None}
+    dtype = str(llm.speculation.options.get("dtype", llm.config.dtype))
+    size = _BYTES.get(dtype, 2)
+    return Memory(sum(_parameters(path) * size for path in folders), llm.engine.drafter.needs.kv_bytes_per_token)
+
+
+def _parts(config: SpeculationConfig) -> Iterable[SpeculationConfig]:
+    yield config
+    for own in config.nested():
+        yield from _parts(own)
+
+
+def _folder(config: SpeculationConfig, target: Path) -> Path | None:
+    if config.method not in _COMPANIONS:
+        return None
+    return Path(config.model) if config.model else target / _COMPANIONS[config.method]
+
+
+def _parameters(folder: Path) -> int:
+    """Weights in a folder's safetensors, scales left out."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            count += sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys() if not name.endswith(".scale"))  # noqa: SIM118
+    return count

@@ -1,0 +1,141 @@
+"""The comparison with other engines: the same weights for all, one process each, and what is missing is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.bench.peers.run import Setting, Worker, compare_peers, ratios
+from outrider.bench.peers.to_gguf import interleave, write_gguf
+from outrider.bench.peers.weights import export_model
+from outrider.errors import InvalidParameter
+from outrider.model.bundled import bundled_model
+from outrider.model.load import read_tensors
+from tests.support import random_decoder, write_family
+
+PROMPT = "import os\n\n\ndef read(path):\n    "
+
+
+def test_interleaved_rotation_of_interleaved_rows_is_the_rotation_of_halves() -> None:
+    """ggml turns neighbouring pairs of a head where the weights mean its two halves."""
+    heads, width = 3, 8
+    weight, x = torch.randn(heads * width, 5), torch.randn(5)
+    angle = torch.arange(width // 2) * 0.7 + 0.3
+    halves = (weight @ x).reshape(heads, 2, width // 2)
+    a, b = halves[:, 0], halves[:, 1]
+    expected = torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+    pairs = (interleave(weight, heads) @ x).reshape(heads, width // 2, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    found = torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_a_gguf_file_reads_back(tmp_path: Path, kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    folder = export_model(str(bundled_model() / "draft"), tmp_path / "draft")
+    write_gguf(folder, tmp_path / "draft.gguf", kind)
+    reader = gguf.GGUFReader(tmp_path / "draft.gguf")
+    fields = {
+        name: reader.fields[f"llama.{name}"].contents() for name in ("embedding_length", "attention.head_count", "block_count")
+    }
+    assert fields == {"embedding_length": 256, "attention.head_count": 4, "block_count": 2}
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == 8192
+    stored = {own.name: torch.tensor(gguf.quants.dequantize(own.data, own.tensor_type)) for own in reader.tensors}
+    ours = {name: tensor.float() for name, tensor, _ in read_tensors(folder)}
+    assert len(stored) == len(ours)
+    pairs = {
+        "token_embd.weight": ours["model.embed_tokens.weight"],
+        "output_norm.weight": ours["model.norm.weight"],
+        "blk.1.attn_q.weight": interleave(ours["model.layers.1.self_attn.q_proj.weight"], 4),
+        "blk.1.attn_v.weight": ours["model.layers.1.self_attn.v_proj.weight"],
+        "blk.0.ffn_down.weight": ours["model.layers.0.mlp.down_proj.weight"],
+    }
+    for name, tensor in pairs.items():
+        if kind == "BF16":
+            assert torch.equal(stored[name], tensor), name
+        else:
+            assert (stored[name] - tensor).abs().max() <= tensor.abs().max() / 127, name
+
+
+def test_stretched_frequencies_are_written_as_factors(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    from outrider.model.load import save_decoder
+
+    folder = write_family(tmp_path / "llama3", "llama3", hidden_size=64)
+    decoder = random_decoder(folder)
+    save_decoder(decoder, folder)
+    write_gguf(folder, tmp_path / "llama3.gguf", "BF16")
+    factors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "llama3.gguf").tensors}["rope_freqs.weight"]
+    rope, width = decoder.config.rope, decoder.config.head_dim
+    plain = [rope.theta ** (-2.0 * i / width) for i in range(width // 2)]
+    assert [p / f for p, f in zip(plain, factors, strict=True)] == pytest.approx(rope.frequencies(width))
+
+
+def test_transformers_reads_the_same_model_and_the_absent_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama_cpp.py").write_text("raise ImportError(\"No module named 'llama_cpp'\")\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    setting = Setting(
+        ["outrider", "transformers", "llama.cpp"], ["none"], [PROMPT], tokens=8, prefill=16, repeats=1, threads=1, plain_only=True
+    )
+    found = compare_peers("pyrite", setting, lambda _: None)
+    rows = {(row["peer"], row["kind"]): row for row in found["rows"]}
+    assert set(rows) == {("outrider", "bf16"), ("outrider", "int8"), ("transformers", "bf16")}
+    assert all(row["failure"] is None and row["tok_s"] > 0 and row["prefill_s"] > 0 for row in rows.values())
+    assert rows["transformers", "bf16"]["agrees"] >= 0.5
+    assert "pip install 'outrider[peers]'" in found["missing"]["llama.cpp"]
+    assert found["ratios"]["pyrite"]["best bf16 over Transformers' best mode"] > 0
+    assert found["ratios"]["pyrite"]["plain bf16 over llama.cpp BF16"] is None
+    assert {"outrider", "transformers", "torch"} <= set(found["versions"])
+
+
+def test_a_peer_that_dies_fails_alone(tmp_path: Path) -> None:
+    given = {"peer": "llama.cpp", "kind": "bf16", "threads": 1}
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho illegal instruction >&2\nexit 132\n")
+    script.chmod(0o755)
+    with Worker(given, str(script), tmp_path) as worker:
+        assert worker.answer == {"error": "the process ended: illegal instruction"}
+
+
+def test_a_fault_inside_a_peer_is_its_answer(tmp_path: Path) -> None:
+    with Worker({"peer": "nobody", "kind": "bf16", "threads": 1}, sys.executable, tmp_path) as worker:
+        assert worker.answer == {"error": "KeyError: 'nobody'"}
+
+
+def test_the_ratios_are_of_what_they_say() -> None:
+    def row(peer: str, kind: str, mode: str, tok_s: float | None, prefill_s: float | None = None) -> dict[str, object]:
+        return {"peer": peer, "kind": kind, "mode": mode, "tok_s": tok_s, "prefill_s": prefill_s}
+
+    rows = [
+        row("outrider", "bf16", "none", 300, 0.1),
+        row("outrider", "bf16", "auto", 900),
+        row("outrider", "int8", "none", 400, 0.05),
+        row("llama.cpp", "bf16", "plain", 200, 0.2),
+        row("llama.cpp", "bf16", "lookup:10", 250),
+        row("llama.cpp", "int8", "plain", 350, 0.1),
+        row("openvino", "bf16", "lookup:10", 300),
+        row("transformers", "bf16", "draft", 60),
+        row("transformers", "bf16", "plain", None),
+    ]
+    assert ratios(rows) == {
+        "plain bf16 over llama.cpp BF16": 1.5,
+        "prefill bf16 over llama.cpp BF16": 2.0,
+        "best bf16 over the fastest peer's best mode in bf16": 3.0,
+        "best bf16 over Transformers' best mode": 15.0,
+        "plain int8 over llama.cpp Q8_0": round(400 / 350, 3),
+        "prefill int8 over llama.cpp Q8_0": 2.0,
+        "best int8 over the fastest peer's best mode in int8": round(400 / 350, 3),
+        "best int8 over Transformers' best mode": round(400 / 60, 3),
+    }
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match="40m, 150m, 1.1b"):
+        compare_peers("nobody", Setting(), lambda _: None)
+    with pytest.raises(InvalidParameter, match="llama.cpp, openvino"):
+        compare_peers("40m", Setting(["vllm"]), lambda _: None)
