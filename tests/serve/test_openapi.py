@@ -50,7 +50,7 @@ def test_no_500_and_no_answer_outside_the_schema(server: Running, document: Any,
     statuses: set[int] = set()
 
     @settings(
-        max_examples=30 if method == "POST" else 8,
+        max_examples=80 if method == "POST" else 8,
         derandomize=True,
         deadline=None,
         database=None,

@@ -18,6 +18,7 @@ from outrider.sampling import Logprob
 from outrider.serve.errors import ApiError, body_of
 from outrider.serve.requests import Prepared
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from outrider.serve.tools import ToolStream, parse_tool_calls
 from outrider.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ class ChatAnswer(Answer):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._greeted: set[int] = set()
-        self._calls: dict[int, Any] = {}  # readers of tool calls
+        self._calls: dict[int, ToolStream] = {}
 
     @property
     def top(self) -> int:
@@ -264,8 +265,6 @@ class ChatAnswer(Answer):
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
         reason = output.finish_reason
         if self._prepared.family:
-            from outrider.serve.tools import parse_tool_calls
-
             content, calls = parse_tool_calls(output.text, self._prepared.tools, self._prepared.family)
             message["content"] = content
             if calls:
@@ -309,8 +308,6 @@ class ChatAnswer(Answer):
     def _deltas(self, index: int, piece: StreamPiece) -> list[dict[str, Any]]:
         if not self._prepared.family:
             return [{"content": piece.text}] if piece.text else []
-        from outrider.serve.tools import ToolStream
-
         if index not in self._calls:
             self._calls[index] = ToolStream(self._prepared.tools, self._prepared.family)
         reader = self._calls[index]

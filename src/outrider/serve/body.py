@@ -69,7 +69,7 @@ _CLOSE = {"Connection": "close"}
 def parse(body: bytes, depth: int) -> Any:
     """JSON with every number finite, every text whole, no key twice, and no deeper than allowed."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -95,7 +95,7 @@ def _check(value: Any, depth: int, surrogates: bool) -> None:
                 below += own
             elif isinstance(own, float):
                 if not math.isfinite(own):
-                    raise ApiError(400, "the body holds a number beyond the range of floats")
+                    raise ApiError(400, "the body holds NaN or a number beyond the range of floats")
             elif surrogates and isinstance(own, str):
                 _check_text(own)
         if not below:
@@ -109,10 +109,6 @@ def _check_text(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ApiError(400, "the body holds half of a surrogate pair, which is no text") from None
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from outrider.errors import EngineDead, InvalidParameter, OutriderError, QueueFu
 
 __all__ = ["ApiError", "as_api_error", "body_of", "install_handlers"]
 
-_log = logging.getLogger("outrider.serve")
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -58,7 +56,7 @@ def as_api_error(error: OutriderError) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every error of the app in the one shape, and no traceback in any."""
+    """Every error of the app in the one shape. What nobody foresaw is the guard's to tell."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
         if isinstance(error, ApiError):
@@ -74,14 +72,9 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, OutriderError)
         return as_api_error(error).response()
 
-    async def unforeseen(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
-        _log.error("a request failed", exc_info=error)
-        return ApiError(500, "something failed inside the server; its log says what").response()
-
     app.add_exception_handler(BaseHTTPException, refused)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(OutriderError, engine)
-    app.add_exception_handler(Exception, unforeseen)
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

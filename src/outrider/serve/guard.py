@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import hmac
 import json
+import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -18,6 +19,7 @@ from outrider.serve.settings import Settings, is_loopback
 
 __all__ = ["OPEN_PATHS", "Guard"]
 
+_log = logging.getLogger("outrider.serve")
 OPEN_PATHS = ("/health",)
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -47,18 +49,26 @@ class Guard:
         headers = dict(scope["headers"])
         name = headers.get(b"x-request-id", b"")
         name = name if _NAME.fullmatch(name) else secrets.token_hex(12).encode()
-        scope["request_name"] = name.decode()
+
+        begun = False
 
         async def named(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name), *_SAFE]
             await send(message)
 
         refusal = self._refusal(scope, headers)
-        if refusal is None:
-            await self._app(scope, receive, named)
-        else:
+        if refusal is not None:
             await _answer(refusal, named)
+            return
+        try:
+            await self._app(scope, receive, named)
+        except Exception:
+            _log.exception("request %s failed", name.decode())
+            if not begun:
+                await _answer(ApiError(500, "something failed inside the server; its log says what"), named)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         limits = self._settings.limits

@@ -9,8 +9,9 @@ from typing import Any
 from outrider.core import Request
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidParameter
-from outrider.sampling import SamplingParams
+from outrider.sampling import SamplingParams, Structured
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
+from outrider.serve.tools import check_tools, family_of, tool_grammar, with_tools
 
 __all__ = ["Prepared", "as_messages", "prepare_chat", "prepare_completion"]
 
@@ -74,16 +75,12 @@ def prepare_chat(llm: LLM, body: ChatRequest) -> Prepared:
         settings["add_generation_prompt"] = body.add_generation_prompt
     family, tools = "", [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     if tools:
-        try:
-            from outrider.serve.tools import check_tools, family_of, tool_grammar, with_tools
-        except ImportError:
-            raise InvalidParameter("tools", "tools are not available here") from None
         choice: Any = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
         if check_tools(tools, choice) != "none":
             family = family_of(tokenizer.chat_template)
             messages = with_tools(messages, tools, family)
             settings["tools"] = None if family == "default" else tools
-            forced = tool_grammar(tools, choice, family, body.parallel_tool_calls is not False)
+            forced = tool_grammar(tools, choice, family, body.parallel_tool_calls is not False, tokenizer.table().get)
             changes |= {"skip_special_tokens": False} | ({} if forced is None else {"structured": forced})
     try:
         ids = tokenizer.chat(messages, **settings)
@@ -134,17 +131,13 @@ def _sampling(body: GenerationRequest) -> dict[str, Any]:
     return changes if structured is None else changes | {"structured": structured}
 
 
-def _structured(body: GenerationRequest) -> Any:
+def _structured(body: GenerationRequest) -> Structured | None:
     """The one grammar a request names, in any of the ways to name one."""
     found = _named_grammars(body)
     if not found:
         return None
     if len(found) > 1:
         raise InvalidParameter("response_format", "only one of response_format, structured_outputs and guided_* may be given")
-    try:
-        from outrider.sampling import Structured
-    except ImportError:
-        raise InvalidParameter("response_format", "structured output is not available here") from None
     ((kind, value),) = found
     return Structured(kind, value)
 

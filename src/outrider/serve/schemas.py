@@ -95,7 +95,7 @@ class GenerationRequest(_Request):
     skip_special_tokens: bool | None = None
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: Float | None = Field(None, gt=0, le=100)
+    repetition_penalty: Float | None = Field(None, ge=0.01, le=100)  # less makes logits infinite
     logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] | None = Field(None, max_length=_L.logit_bias)
     bad_words: Annotated[list[Text], Field(max_length=_L.ids)] | None = None
     allowed_token_ids: Annotated[Ids, Field(min_length=1)] | None = None
