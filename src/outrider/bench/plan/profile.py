@@ -14,7 +14,8 @@ from outrider.bench.plan.trace import Guess, Trace
 
 __all__ = ["Memory", "Profile"]
 
-_NEAR = 256  # recorded guesses that speak for a place in the text
+_NEAR = 128  # recorded guesses that speak for a place in the text
+_SLACK = 8  # nodes of room that one of them may have had less
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ class Profile:
 
     def law_at(self, place: int, most: int) -> Mapping[tuple[int, int], float]:
         """The same after so many tokens: lookups guess better the more they have read."""
-        able = [guess for guess in self.guesses if guess.room >= most > 0]
+        able = [guess for guess in self.guesses if most and guess.room >= max(most - _SLACK, 1)]
         near = sorted(able, key=lambda guess: abs(guess.at - place))[:_NEAR]
-        return Counter(guess.best(most) for guess in near) or Counter({(0, 0): 1})
+        return Counter(_with_room(guess, most) for guess in near) or Counter({(0, 0): 1})
 
     @cached_property
     def _laws(self) -> dict[int, Mapping[tuple[int, int], float]]:
@@ -128,6 +129,12 @@ class Profile:
                     if hit < most:
                         true[hit] += 1
         return [count / seen for count in true] if seen else []
+
+
+def _with_room(guess: Guess, most: int) -> tuple[int, int]:
+    """Nodes and accepted ones, if one that filled all the room it had would have filled a little more as well."""
+    nodes, accepted = guess.best(most)
+    return (most if nodes >= guess.room else nodes), accepted
 
 
 def _line(points: Sequence[tuple[int, float]], x: float) -> float:
