@@ -10,10 +10,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from outrider.bench.client import Connection
 
 __all__ = ["Plan", "bench_load", "run_load"]
 
@@ -94,6 +97,7 @@ async def run_load(server: Any, plan: Plan, room: int) -> tuple[Seen, dict[str, 
     await asyncio.gather(*(_client(server.port, plan, number, until, seen) for number in range(plan.streams)))
     for watcher in watchers:
         watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
     await _overfill(server.port, plan, room, seen)
     own = Connection(server.port)
     for _ in range(100):  # those who left are cleared away within a round
@@ -147,9 +151,14 @@ async def _overfill(port: int, plan: Plan, room: int, seen: Seen) -> None:
     from outrider.bench.client import Connection
 
     body = requests_of(plan)[0] | {"max_tokens": 1000, "ignore_eos": True}
-    held = [asyncio.create_task(Connection(port).stream(body)) for _ in range(room)]
     probe, own = Connection(port), Connection(port)
-    while (stats := json.loads((await own.get("/stats"))[1]))["running"] + stats["waiting"] < room:
+    while await _busy(own):  # those who left are cleared away within a round
+        await asyncio.sleep(0.05)
+    held = [asyncio.create_task(Connection(port).stream(body)) for _ in range(room)]
+    while await _busy(own) < room:
+        if any(task.done() for task in held):
+            seen.failures["the queue could not be filled"] += 1
+            break
         await asyncio.sleep(0.05)
     for _ in range(_PROBES):
         reply = await probe.stream(body)
@@ -164,17 +173,25 @@ async def _overfill(port: int, plan: Plan, room: int, seen: Seen) -> None:
         connection.close()
 
 
+async def _busy(own: Connection) -> int:
+    stats = json.loads((await own.get("/stats"))[1])
+    return int(stats["running"] + stats["waiting"])
+
+
 async def _watch_health(port: int, seen: Seen) -> None:
     from outrider.bench.client import Connection
 
     own = Connection(port)
-    while True:
-        begun = time.perf_counter()
-        status, _ = await own.get("/health")
-        seen.health_s.append(time.perf_counter() - begun)
-        if status != 200:
-            seen.failures[f"/health said {status}"] += 1
-        await asyncio.sleep(_HEALTH_S)
+    try:
+        while True:
+            begun = time.perf_counter()
+            status, _ = await own.get("/health")
+            seen.health_s.append(time.perf_counter() - begun)
+            if status != 200:
+                seen.failures[f"/health said {status}"] += 1
+            await asyncio.sleep(_HEALTH_S)
+    finally:
+        own.close()
 
 
 async def _watch_memory(server: Any, seen: Seen) -> None:
