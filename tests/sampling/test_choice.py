@@ -247,3 +247,25 @@ def test_a_row_without_tokens_has_no_ranks():
         tokens = rank(logits, [row_of(SamplingParams(temperature=temperature))] * 3, 2).tokens
         assert (tokens[1] == CORRUPTED).all()
         assert (tokens[[0, 2]] >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "ties", "mostly removed", "one dominant", "wide"])
+@pytest.mark.parametrize("vocab", [5, 300, 3001])
+def test_filters_keep_what_the_definition_keeps(kind, vocab):
+    """min_p, top_k and top_p of all strengths, against `process` and the dense argmax of what it leaves."""
+    rng = np.random.default_rng(vocab)
+    logits = ROWS[kind](torch.randn((120, vocab), generator=torch.Generator().manual_seed(vocab)))
+    rows = []
+    for i in range(120):
+        params = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.3, 0.8, 1.0, 1.7])),
+            top_k=int(rng.choice([0, 1, 2, 20, 299, 5000])),
+            top_p=float(rng.choice([1.0, 0.99, 0.9, 0.5, 0.05, 1e-6])),
+            min_p=float(rng.choice([0.0, 0.0, 0.02, 0.3, 1.0])),
+        )
+        rows.append(row_of(params, seed=i, position=3 * i))
+    chosen = choose(logits, rows)
+    for i, row in enumerate(rows):
+        law = process(logits[i], row)[None]
+        want = law.argmax().item() if row.params.greedy else dense(law, [Key(row.seed, row.position, row.sample)])[0]
+        assert chosen[i] == want, (i, row.params)

@@ -21,6 +21,7 @@ from outrider.errors import DrafterFault
 from outrider.model import Runner
 from outrider.ops import Chains
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process
+from outrider.sampling.choice import shape_of
 from outrider.sampling.noise import keys_of, token_words
 
 __all__ = ["DraftModel"]
@@ -88,10 +89,10 @@ class DraftModel:
         return drafts_of(growing)
 
     def _in_one_call(self, texts: Mapping[Sequence, Text | None]) -> bool:
-        """Whether the native core can draft whole chains: no tree, the target's ids, nothing but a temperature."""
+        """Whether the native core can draft whole chains: no tree, the target's ids, no penalties and the like."""
         if self._shape != TreeShape() or not isinstance(self._vocabulary, SameTokens) or not self._reader.runner.drafts_chains:
             return False
-        return not any(seq.request.params.adjusts or seq.request.params.truncates for seq in texts)
+        return not any(seq.request.params.adjusts for seq in texts)
 
     def _chains(self, batch: Batch, plan: Plan, texts: Mapping[Sequence, Text | None]) -> Drafts:
         """What `grow` gives for chains, by one call instead of one for each token."""
@@ -118,15 +119,17 @@ class DraftModel:
     def _noise(self, texts: Seq[Text], lengths: Seq[int]) -> Chains:
         """Lengths, sharpened temperatures and the keys of the target's own noise at every position."""
         params = [text.seq.request.params for text in texts]
-        divisors = [0.0 if own.greedy else own.temperature * self._sharpener.temperature(own) for own in params]
+        sharpness = np.array([self._sharpener.temperature(own) for own in params], np.float32)
         keys = np.zeros((len(texts), lengths[0], 2), np.uint32)
         for s, text in enumerate(texts):
-            if divisors[s]:
+            if not params[s].greedy:
                 request, first = text.seq.request, len(text.seq.tokens)
                 own = [Key(request.seed, first + i, request.index) for i in range(lengths[s])]
                 keys[s, : lengths[s]] = keys_of(own)
         words = token_words(self._reader.runner.decoder.config.vocab)
-        return Chains(np.array(lengths, np.int32), np.array(divisors, np.float32), keys, words)
+        return Chains(
+            np.array(lengths, np.int32), np.array([shape_of(own) for own in params], np.float32), sharpness, keys, words
+        )
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""

@@ -98,7 +98,7 @@ class _ChainSpec(ctypes.Structure):
     _fields_ = (
         ("output", _pointer),
         ("steps", _int),
-        *((name, _pointer) for name in ("wanted", "divisors", "keys", "words", "tokens", "chances", "logits")),
+        *((name, _pointer) for name in ("wanted", "shapes", "sharpness", "keys", "words", "tokens", "chances", "logits")),
     )
 
 
@@ -134,7 +134,7 @@ class Core:
         self._draw = library.outrider_draw
         self._draw.argtypes = [_pointer, _int, _int, *[_pointer] * 4, _int]
         self._rank = library.outrider_rank
-        self._rank.argtypes = [_pointer, _int, _int, *[_pointer] * 3, _int, _pointer, _pointer, _int]
+        self._rank.argtypes = [_pointer, _int, _int, *[_pointer] * 4, _int, _pointer, _pointer, _int]
 
     def take_threads(self) -> None:
         """Use as many threads as torch was given, and leave torch one.
@@ -146,19 +146,24 @@ class Core:
             self.threads = given
             torch.set_num_threads(1)
 
-    def draw(self, logits: Tensor, temperatures: Floats, keys: Words, words: Words) -> list[int]:
-        """The choice in each row of logits (N, V), -1 where there is none; temperature 0 is greedy."""
+    def draw(self, logits: Tensor, shapes: Floats, keys: Words, words: Words) -> list[int]:
+        """The choice in each row of logits (N, V), -1 where there is none.
+
+        `shapes` (N, 4) are temperature (0 is greedy), top_k, top_p and min_p.
+        """
         logits, (rows, vocab) = logits.contiguous(), logits.shape
         chosen = np.empty(rows, np.int64)
-        places = (temperatures.ctypes.data, keys.ctypes.data, words.ctypes.data, chosen.ctypes.data)
+        places = (shapes.ctypes.data, keys.ctypes.data, words.ctypes.data, chosen.ctypes.data)
         self._draw(logits.data_ptr(), rows, vocab, *places, self._worth_threads(rows, vocab))
         return chosen.tolist()
 
-    def rank(self, logits: Tensor, divisors: Floats, keys: Words, words: Words, best: int) -> tuple[Tokens, Chances]:
-        """The likeliest choices in each row (N, best) and their chances, to a few digits; divisor 0 is greedy."""
+    def rank(
+        self, logits: Tensor, shapes: Floats, sharpness: Floats, keys: Words, words: Words, best: int
+    ) -> tuple[Tokens, Chances]:
+        """The likeliest choices in each row (N, best) and their chances, to a few digits; `sharpness` (N,) divides the law."""
         logits, (rows, vocab) = logits.contiguous(), logits.shape
         tokens, chances = np.empty((rows, best), np.int64), np.empty((rows, best))
-        given = (divisors.ctypes.data, keys.ctypes.data, words.ctypes.data)
+        given = (shapes.ctypes.data, sharpness.ctypes.data, keys.ctypes.data, words.ctypes.data)
         found = (tokens.ctypes.data, chances.ctypes.data)
         self._rank(logits.data_ptr(), rows, vocab, *given, best, *found, self._worth_threads(rows, vocab))
         return tokens, chances
@@ -299,7 +304,8 @@ class Chains(NamedTuple):
     """What a model is to draft, sequence by sequence, the longest chain first."""
 
     wanted: npt.NDArray[np.int32]  # (sequences,) tokens
-    divisors: Floats  # (sequences,) of the logits; 0 is greedy
+    shapes: Floats  # (sequences, 4); see Core.draw
+    sharpness: Floats  # (sequences,)
     keys: Words  # (sequences, steps, 2) of the noise
     words: Words  # (V,) of the tokens
 
@@ -424,7 +430,8 @@ class Stack:
         logits = torch.empty(steps, sequences, output.columns)
         f = _ForwardSpec.from_buffer_copy(self._pages)
         f.layout, f.last_layer = layout.buffer_info()[0], len(self._layers)
-        c = _ChainSpec(output.handle, steps, chains.wanted.ctypes.data, chains.divisors.ctypes.data, chains.keys.ctypes.data,
+        c = _ChainSpec(output.handle, steps, chains.wanted.ctypes.data, chains.shapes.ctypes.data,
+            chains.sharpness.ctypes.data, chains.keys.ctypes.data,
                        chains.words.ctypes.data, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())  # fmt: skip
 
         def call(threads: int) -> None:

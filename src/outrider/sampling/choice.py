@@ -17,25 +17,27 @@ import torch
 from torch import Tensor
 
 from outrider.ops import Core, serving_ops
-from outrider.sampling.distribution import Row, process
+from outrider.sampling.distribution import Row, adjust, process
 from outrider.sampling.noise import Key, bits, gumbel, keys_of, token_words
+from outrider.sampling.params import SamplingParams
 
 __all__ = ["CORRUPTED", "Ranked", "choose", "draw", "rank"]
 
 CORRUPTED = -1  # returned where the logits hold NaN or leave nothing to choose
 _Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
+_GREEDY, _AS_IS = (0.0, 0.0, 1.0, 0.0), (1.0, 0.0, 1.0, 0.0)  # shapes of rows whose law is ready
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """The chosen token of every row. logits (N, V) float32 on the CPU, raw; they are not changed."""
-    law, temperatures = _processed(logits, rows)
-    return _drawn(law, temperatures, [Key(row.seed, row.position, row.sample) for row in rows])
+    return _drawn(_prepared(logits, rows), [Key(row.seed, row.position, row.sample) for row in rows])
 
 
 def draw(law: Tensor, keys: Sequence[Key] | None) -> list[int]:
     """Gumbel-max over processed logits (N, V); no keys means no noise. Ties go to the lowest id."""
-    return _drawn(law, [0.0 if keys is None else 1.0] * len(law), keys or ())
+    shape = _GREEDY if keys is None else _AS_IS
+    return _drawn(_Prepared(law, np.array([shape] * len(law), np.float32).reshape(-1, 4)), keys or ())
 
 
 class Ranked(NamedTuple):
@@ -53,18 +55,16 @@ def rank(logits: Tensor, rows: Sequence[Row], count: int, sharpness: Sequence[fl
     The chances are the softmax of the noisy scores: the noise is known, so what is left in doubt is how
     far q is from the target's law.
     """
-    law, temperatures = _processed(logits, rows)
+    law, shapes = _prepared(logits, rows)
     if any(row.allowed is not None for row in rows):  # a draft may know none of the tokens a grammar asks for
         law = torch.where(law.amax(-1, keepdim=True).isfinite(), law, logits)
-    divisors = np.array(temperatures, np.float32)
-    if sharpness is not None:
-        divisors *= np.array(sharpness, np.float32)
+    sharp = np.ones(len(rows), np.float32) if sharpness is None else np.array(sharpness, np.float32)
     count = min(count, law.shape[1])
-    words = _words([Key(row.seed, row.position, row.sample) for row in rows], temperatures)
+    words = _words([Key(row.seed, row.position, row.sample) for row in rows], shapes)
     core = choosing_core()
     if core is None or law.dtype != torch.float32:
-        return _rank_slowly(law, divisors, words, count)
-    return Ranked(*core.rank(law, divisors, words, token_words(law.shape[1]), count))
+        return _rank_slowly(law, shapes[:, 0] * sharp, words, count)
+    return Ranked(*core.rank(law, shapes, sharp, words, token_words(law.shape[1]), count))
 
 
 @lru_cache(maxsize=1)
@@ -73,29 +73,44 @@ def choosing_core() -> Core | None:
     return serving_ops().core
 
 
-def _processed(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[float]]:
-    """Logits with every parameter applied but the temperature, and that; it is applied, so 1, in rows that are truncated."""
-    temperatures = [0.0 if row.params.greedy else row.params.temperature for row in rows]
-    special = [i for i, row in enumerate(rows) if row.params.adjusts or row.params.truncates]
+class _Prepared(NamedTuple):
+    """What is left to do: divide by the temperature, filter, add noise."""
+
+    logits: Tensor
+    shapes: _Floats  # (N, 4) temperature (0: greedy), top_k, top_p, min_p
+
+
+def shape_of(params: SamplingParams) -> tuple[float, float, float, float]:
+    """What the core applies itself: temperature (0: greedy), top_k, top_p, min_p."""
+    return _GREEDY if params.greedy else (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+
+
+def _prepared(logits: Tensor, rows: Sequence[Row]) -> _Prepared:
+    """Logits with what the core does not do: penalties and the like; without a core all but a temperature alone."""
+    shapes = [shape_of(row.params) for row in rows]
+    native = choosing_core() is not None
+    special = [i for i, row in enumerate(rows) if row.params.adjusts or (row.params.truncates and not native)]
     if special:
         raw, logits = logits, logits.clone()
         for i in special:
-            logits[i] = process(raw[i], rows[i])
-            temperatures[i] = 1.0 if temperatures[i] else 0.0
-    return logits, temperatures
+            if native:
+                logits[i] = adjust(raw[i], rows[i])
+            else:
+                logits[i], shapes[i] = process(raw[i], rows[i]), _GREEDY if rows[i].params.greedy else _AS_IS
+    return _Prepared(logits, np.array(shapes, np.float32).reshape(-1, 4))
 
 
-def _words(keys: Sequence[Key], temperatures: Sequence[float]) -> Words:
+def _words(keys: Sequence[Key], shapes: _Floats) -> Words:
     """The keys' words; where no row needs noise, none are computed."""
-    return keys_of(keys) if any(temperatures) else np.zeros((len(temperatures), 2), np.uint32)
+    return keys_of(keys) if shapes[:, 0].any() else np.zeros((len(shapes), 2), np.uint32)
 
 
-def _drawn(logits: Tensor, temperatures: Sequence[float], keys: Sequence[Key]) -> list[int]:
-    words, core = _words(keys, temperatures), choosing_core()
-    divisors = np.array(temperatures, np.float32)
+def _drawn(prepared: _Prepared, keys: Sequence[Key]) -> list[int]:
+    logits, shapes = prepared
+    words, core = _words(keys, shapes), choosing_core()
     if core is not None and logits.dtype == torch.float32:
-        return core.draw(logits, divisors, words, token_words(logits.shape[1]))
-    return _draw_slowly(logits, divisors, words)
+        return core.draw(logits, shapes, words, token_words(logits.shape[1]))
+    return _draw_slowly(logits, shapes[:, 0], words)
 
 
 def _draw_slowly(logits: Tensor, divisors: _Floats, words: Words) -> list[int]:

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -67,6 +68,56 @@ inline Top top_of(const float* x, int count) {
     return {value, 0};
 }
 
+// What one row's request asks for beside penalties: a temperature (0 is greedy) and filters (top_k 0, top_p 1 and min_p 0 are none).
+struct Shape {
+    float temperature, top_k, top_p, min_p;
+
+    bool filters() const { return temperature > 0.0f && (top_k > 0.0f || top_p < 1.0f || min_p > 0.0f); }
+};
+
+struct Scratch {
+    std::vector<float> law, weights;
+    std::vector<std::pair<float, int>> best;
+};
+
+// Logits over temperature with -inf for tokens that min_p, then top_k, then top_p remove; ties go by id. The logits are finite somewhere.
+inline const float* filtered_law(const float* logits, int count, const Shape& shape, Scratch& s) {
+    s.law.resize(count + kLanes), s.weights.resize(count + kLanes);
+    float *law = s.law.data(), *w = s.weights.data();
+    const f32x16 top = splat(top_of(logits, count).value / shape.temperature), none = splat(-std::numeric_limits<float>::infinity());
+    f32x16 sums = splat(0.0f);
+    for (int i = 0; i < count; i += kLanes) {
+        f32x16 own = strip(logits + i, count - i) / splat(shape.temperature), weight = exponential(own - top);
+        own = where_less(weight, splat(shape.min_p), none, own);
+        weight = where_less(weight, splat(shape.min_p), splat(0.0f), weight);
+        store(law + i, own), store(w + i, weight);
+        sums += weight;
+    }
+    const int limit = shape.top_k > 0.0f ? std::min(count, static_cast<int>(shape.top_k)) : count;
+    if (limit >= count && shape.top_p >= 1.0f) return law;
+    size_t kept = 0;
+    for (float least = 0x1p-7f; !kept; least = least > 0x1p-100f ? least * least : 0.0f) {
+        s.best.clear();  // the likeliest; fewer at first, more while they do not hold the cut
+        for (int i = 0; i < count; i++)
+            if (w[i] >= least && law[i] > -std::numeric_limits<float>::infinity()) s.best.emplace_back(-law[i], i);
+        const bool all = least == 0.0f, enough = limit < count && s.best.size() >= static_cast<size_t>(limit);
+        if (limit < count && !enough && !all) continue;
+        std::sort(s.best.begin(), s.best.end());
+        if (enough) s.best.resize(limit);
+        double whole = sum(sums), before = 0.0;
+        if (limit < count) {
+            whole = 0.0;
+            for (const auto& own : s.best) whole += w[own.second];
+        }
+        size_t inside = 0;
+        for (; inside < s.best.size() && before < shape.top_p * whole; inside++) before += w[s.best[inside].second];
+        if (inside < s.best.size() || all || enough) kept = std::max<size_t>(inside, 1);
+    }
+    std::fill(law, law + count, -std::numeric_limits<float>::infinity());
+    for (size_t i = 0; i < kept; i++) law[s.best[i].second] = -s.best[i].first;
+    return law;
+}
+
 // One row's choice, or -1 where its logits leave none. Temperature 0 is greedy.
 inline int64_t draw_row(const float* logits, int count, float temperature, NoiseKey key, const uint32_t* words) {
     const Top top = top_of(logits, count);
@@ -113,14 +164,23 @@ inline f32x16 waiting_time(Words bits) {
     return minimum(splat(16.635532f), where_less(v, half, series, late));
 }
 
-// The `best` likeliest choices of a row, likeliest first, and their chances: the softmax of the noisy scores.
-// Tokens are -1 where the logits leave no choice. Divisor 0 is greedy.
-inline void rank_row(const float* logits, int count, float divisor, NoiseKey key, const uint32_t* words, int best,
-                     std::vector<float>& weights, int64_t* tokens, double* chances) {
-    const Top top = top_of(logits, count);
-    if (!std::isfinite(top.value)) return std::fill(tokens, tokens + best, -1);
-    weights.resize(count + kLanes);
-    float* w = weights.data();
+inline int64_t draw_shaped(const float* logits, int count, const Shape& shape, NoiseKey key, const uint32_t* words, Scratch& s) {
+    if (!shape.filters() || !std::isfinite(top_of(logits, count).value)) return draw_row(logits, count, shape.temperature, key, words);
+    return draw_row(filtered_law(logits, count, shape, s), count, 1.0f, key, words);
+}
+
+// The `best` likeliest choices of a row, likeliest first, and their chances: the softmax of the noisy scores, the law
+// sharpened before. Tokens are -1 where the logits leave no choice.
+inline void rank_row(const float* logits, int count, const Shape& shape, float sharpness, NoiseKey key, const uint32_t* words,
+                     int best, Scratch& s, int64_t* tokens, double* chances) {
+    const Top top_logit = top_of(logits, count);
+    if (!std::isfinite(top_logit.value)) return std::fill(tokens, tokens + best, -1);
+    const bool filters = shape.filters();
+    const float divisor = filters ? sharpness : shape.temperature * sharpness;
+    if (filters) logits = filtered_law(logits, count, shape, s);
+    const Top top = filters ? top_of(logits, count) : top_logit;
+    s.weights.resize(count + kLanes);
+    float* w = s.weights.data();
     const f32x16 scale = splat(divisor == 0.0f ? 1.0f : 1.0f / divisor);
     f32x16 sums = splat(0.0f);
     for (int i = 0; i < count; i += kLanes) {

@@ -366,6 +366,11 @@ Workspace& workspace() {
     return w;
 }
 
+Scratch& choosing() {
+    static thread_local Scratch s;
+    return s;
+}
+
 // out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias.
 void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm, double eps, float* out, int threads) {
     Workspace& w = workspace();
@@ -401,7 +406,8 @@ struct ChainSpec {
     const Linear* output;
     int64_t steps;           // of the longest chain
     const int32_t* wanted;   // tokens of each sequence's chain, the longest first
-    const float* divisors;   // of each sequence: temperature times sharpness; 0 is greedy
+    const Shape* shapes;     // of each sequence
+    const float* sharpness;  // likewise
     const NoiseKey* keys;    // (sequences, steps)
     const uint32_t* words;   // of every token
     int64_t* tokens;         // (sequences, steps)
@@ -428,7 +434,6 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
     std::vector<std::array<int32_t, 4>> places;
     std::vector<std::vector<int32_t>> pages;
     std::vector<int32_t> layout;
-    std::vector<float> weights;
     forward.last = last.data(), forward.stream = nullptr;
     int active = sequences;
     for (int step = 0; step < chain.steps; step++) {
@@ -454,8 +459,8 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
         Team::run_alone([&](int, int) {
             for (int s = 0; s < active; s++) {
                 const int64_t at = s * chain.steps + step;
-                rank_row(logits + static_cast<size_t>(s) * vocab, vocab, chain.divisors[s], chain.keys[at], chain.words, 1, weights,
-                         chain.tokens + at, chain.chances + at);
+                rank_row(logits + static_cast<size_t>(s) * vocab, vocab, chain.shapes[s], chain.sharpness[s], chain.keys[at], chain.words,
+                         1, choosing(), chain.tokens + at, chain.chances + at);
             }
         });
         for (int s = 0; s < active; s++)
@@ -521,22 +526,23 @@ void run_alone_or(int64_t threads, const Body& body) {
     Team::run_alone(body);
 }
 
-// For each of `rows` rows of logits its choice, or -1; temperature 0 is greedy.
-OUTRIDER_API void outrider_draw(const float* logits, int64_t rows, int64_t vocab, const float* temperatures, const NoiseKey* keys,
+// For each of `rows` rows of logits its choice, or -1.
+OUTRIDER_API void outrider_draw(const float* logits, int64_t rows, int64_t vocab, const Shape* shapes, const NoiseKey* keys,
                                 const uint32_t* words, int64_t* chosen, int64_t threads) {
     run_alone_or(threads, [&](int thread, int all) {
         for (int64_t r = thread; r < rows; r += all)
-            chosen[r] = draw_row(logits + r * vocab, static_cast<int>(vocab), temperatures[r], keys[r], words);
+            chosen[r] = draw_shaped(logits + r * vocab, static_cast<int>(vocab), shapes[r], keys[r], words, choosing());
     });
 }
 
-// For each row its `best` likeliest choices and their chances. Logits are divided by the row's divisor; 0 is greedy.
-OUTRIDER_API void outrider_rank(const float* logits, int64_t rows, int64_t vocab, const float* divisors, const NoiseKey* keys,
-                                const uint32_t* words, int64_t best, int64_t* tokens, double* chances, int64_t threads) {
+// For each row its `best` likeliest choices and their chances.
+OUTRIDER_API void outrider_rank(const float* logits, int64_t rows, int64_t vocab, const Shape* shapes, const float* sharpness,
+                                const NoiseKey* keys, const uint32_t* words, int64_t best, int64_t* tokens, double* chances,
+                                int64_t threads) {
     run_alone_or(threads, [&](int thread, int all) {
-        static thread_local std::vector<float> weight;
         for (int64_t r = thread; r < rows; r += all)
-            rank_row(logits + r * vocab, static_cast<int>(vocab), divisors[r], keys[r], words, static_cast<int>(best), weight, tokens + r * best, chances + r * best);
+            rank_row(logits + r * vocab, static_cast<int>(vocab), shapes[r], sharpness[r], keys[r], words, static_cast<int>(best),
+                     choosing(), tokens + r * best, chances + r * best);
     });
 }
 
