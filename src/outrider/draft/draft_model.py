@@ -127,9 +127,7 @@ class DraftModel:
                 own = [Key(request.seed, first + i, request.index) for i in range(lengths[s])]
                 keys[s, : lengths[s]] = keys_of(own)
         words = token_words(self._reader.runner.decoder.config.vocab)
-        return Chains(
-            np.array(lengths, np.int32), np.array([shape_of(own) for own in params], np.float32), sharpness, keys, words
-        )
+        return Chains(np.array(lengths, np.int32), np.array([shape_of(own) for own in params]), sharpness, keys, words)
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""

@@ -146,7 +146,7 @@ class Core:
             self.threads = given
             torch.set_num_threads(1)
 
-    def draw(self, logits: Tensor, shapes: Floats, keys: Words, words: Words) -> list[int]:
+    def draw(self, logits: Tensor, shapes: Chances, keys: Words, words: Words) -> list[int]:
         """The choice in each row of logits (N, V), -1 where there is none.
 
         `shapes` (N, 4) are temperature (0 is greedy), top_k, top_p and min_p.
@@ -158,7 +158,7 @@ class Core:
         return chosen.tolist()
 
     def rank(
-        self, logits: Tensor, shapes: Floats, sharpness: Floats, keys: Words, words: Words, best: int
+        self, logits: Tensor, shapes: Chances, sharpness: Floats, keys: Words, words: Words, best: int
     ) -> tuple[Tokens, Chances]:
         """The likeliest choices in each row (N, best) and their chances, to a few digits; `sharpness` (N,) divides the law."""
         logits, (rows, vocab) = logits.contiguous(), logits.shape
@@ -304,7 +304,7 @@ class Chains(NamedTuple):
     """What a model is to draft, sequence by sequence, the longest chain first."""
 
     wanted: npt.NDArray[np.int32]  # (sequences,) tokens
-    shapes: Floats  # (sequences, 4); see Core.draw
+    shapes: Chances  # (sequences, 4); see Core.draw
     sharpness: Floats  # (sequences,)
     keys: Words  # (sequences, steps, 2) of the noise
     words: Words  # (V,) of the tokens

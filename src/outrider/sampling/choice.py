@@ -25,6 +25,7 @@ __all__ = ["CORRUPTED", "Ranked", "choose", "draw", "rank"]
 
 CORRUPTED = -1  # returned where the logits hold NaN or leave nothing to choose
 _Floats = npt.NDArray[np.float32]
+_Shapes = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint32]
 _GREEDY, _AS_IS = (0.0, 0.0, 1.0, 0.0), (1.0, 0.0, 1.0, 0.0)  # shapes of rows whose law is ready
 
@@ -37,7 +38,7 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 def draw(law: Tensor, keys: Sequence[Key] | None) -> list[int]:
     """Gumbel-max over processed logits (N, V); no keys means no noise. Ties go to the lowest id."""
     shape = _GREEDY if keys is None else _AS_IS
-    return _drawn(_Prepared(law, np.array([shape] * len(law), np.float32).reshape(-1, 4)), keys or ())
+    return _drawn(_Prepared(law, np.array([shape] * len(law)).reshape(-1, 4)), keys or ())
 
 
 class Ranked(NamedTuple):
@@ -63,7 +64,7 @@ def rank(logits: Tensor, rows: Sequence[Row], count: int, sharpness: Sequence[fl
     words = _words([Key(row.seed, row.position, row.sample) for row in rows], shapes)
     core = choosing_core()
     if core is None or law.dtype != torch.float32:
-        return _rank_slowly(law, shapes[:, 0] * sharp, words, count)
+        return _rank_slowly(law, shapes[:, 0].astype(np.float32) * sharp, words, count)
     return Ranked(*core.rank(law, shapes, sharp, words, token_words(law.shape[1]), count))
 
 
@@ -77,7 +78,7 @@ class _Prepared(NamedTuple):
     """What is left to do: divide by the temperature, filter, add noise."""
 
     logits: Tensor
-    shapes: _Floats  # (N, 4) temperature (0: greedy), top_k, top_p, min_p
+    shapes: _Shapes  # (N, 4) temperature (0: greedy), top_k, top_p, min_p
 
 
 def shape_of(params: SamplingParams) -> tuple[float, float, float, float]:
@@ -97,10 +98,10 @@ def _prepared(logits: Tensor, rows: Sequence[Row]) -> _Prepared:
                 logits[i] = adjust(raw[i], rows[i])
             else:
                 logits[i], shapes[i] = process(raw[i], rows[i]), _GREEDY if rows[i].params.greedy else _AS_IS
-    return _Prepared(logits, np.array(shapes, np.float32).reshape(-1, 4))
+    return _Prepared(logits, np.array(shapes, np.float64).reshape(-1, 4))
 
 
-def _words(keys: Sequence[Key], shapes: _Floats) -> Words:
+def _words(keys: Sequence[Key], shapes: _Shapes) -> Words:
     """The keys' words; where no row needs noise, none are computed."""
     return keys_of(keys) if shapes[:, 0].any() else np.zeros((len(shapes), 2), np.uint32)
 
@@ -110,7 +111,7 @@ def _drawn(prepared: _Prepared, keys: Sequence[Key]) -> list[int]:
     words, core = _words(keys, shapes), choosing_core()
     if core is not None and logits.dtype == torch.float32:
         return core.draw(logits, shapes, words, token_words(logits.shape[1]))
-    return _draw_slowly(logits, shapes[:, 0], words)
+    return _draw_slowly(logits, shapes[:, 0].astype(np.float32), words)
 
 
 def _draw_slowly(logits: Tensor, divisors: _Floats, words: Words) -> list[int]:

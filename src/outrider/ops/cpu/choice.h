@@ -70,9 +70,10 @@ inline Top top_of(const float* x, int count) {
 
 // What one row's request asks for beside penalties: a temperature (0 is greedy) and filters (top_k 0, top_p 1 and min_p 0 are none).
 struct Shape {
-    float temperature, top_k, top_p, min_p;
+    double temperature, top_k, top_p, min_p;
 
-    bool filters() const { return temperature > 0.0f && (top_k > 0.0f || top_p < 1.0f || min_p > 0.0f); }
+    bool filters() const { return temperature > 0.0 && (top_k > 0.0 || top_p < 1.0 || min_p > 0.0); }
+    float heat() const { return static_cast<float>(temperature); }
 };
 
 struct Scratch {
@@ -84,17 +85,18 @@ struct Scratch {
 inline const float* filtered_law(const float* logits, int count, const Shape& shape, Scratch& s) {
     s.law.resize(count + kLanes), s.weights.resize(count + kLanes);
     float *law = s.law.data(), *w = s.weights.data();
-    const f32x16 top = splat(top_of(logits, count).value / shape.temperature), none = splat(-std::numeric_limits<float>::infinity());
+    const f32x16 top = splat(top_of(logits, count).value / shape.heat()), none = splat(-std::numeric_limits<float>::infinity());
+    const f32x16 least_share = splat(static_cast<float>(shape.min_p));
     f32x16 sums = splat(0.0f);
     for (int i = 0; i < count; i += kLanes) {
-        f32x16 own = strip(logits + i, count - i) / splat(shape.temperature), weight = exponential(own - top);
-        own = where_less(weight, splat(shape.min_p), none, own);
-        weight = where_less(weight, splat(shape.min_p), splat(0.0f), weight);
+        f32x16 own = strip(logits + i, count - i) / splat(shape.heat()), weight = exponential(own - top);
+        own = where_less(weight, least_share, none, own);
+        weight = where_less(weight, least_share, splat(0.0f), weight);
         store(law + i, own), store(w + i, weight);
         sums += weight;
     }
-    const int limit = shape.top_k > 0.0f ? std::min(count, static_cast<int>(shape.top_k)) : count;
-    if (limit >= count && shape.top_p >= 1.0f) return law;
+    const int limit = shape.top_k > 0.0 ? std::min(count, static_cast<int>(std::min(shape.top_k, 1e9))) : count;
+    if (limit >= count && shape.top_p >= 1.0) return law;
     size_t kept = 0;
     for (float least = 0x1p-7f; !kept; least = least > 0x1p-100f ? least * least : 0.0f) {
         s.best.clear();  // the likeliest; fewer at first, more while they do not hold the cut
@@ -165,7 +167,7 @@ inline f32x16 waiting_time(Words bits) {
 }
 
 inline int64_t draw_shaped(const float* logits, int count, const Shape& shape, NoiseKey key, const uint32_t* words, Scratch& s) {
-    if (!shape.filters() || !std::isfinite(top_of(logits, count).value)) return draw_row(logits, count, shape.temperature, key, words);
+    if (!shape.filters() || !std::isfinite(top_of(logits, count).value)) return draw_row(logits, count, shape.heat(), key, words);
     return draw_row(filtered_law(logits, count, shape, s), count, 1.0f, key, words);
 }
 
@@ -176,7 +178,7 @@ inline void rank_row(const float* logits, int count, const Shape& shape, float s
     const Top top_logit = top_of(logits, count);
     if (!std::isfinite(top_logit.value)) return std::fill(tokens, tokens + best, -1);
     const bool filters = shape.filters();
-    const float divisor = filters ? sharpness : shape.temperature * sharpness;
+    const float divisor = filters ? sharpness : shape.heat() * sharpness;
     if (filters) logits = filtered_law(logits, count, shape, s);
     const Top top = filters ? top_of(logits, count) : top_logit;
     s.weights.resize(count + kLanes);
