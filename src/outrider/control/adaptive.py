@@ -184,6 +184,8 @@ class Adaptive:
             price = self._price(load, len(able))
             rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
             self._rate = max(float(rates.max()), load.emitting / base)
+            hopes = (load.emitting + len(able) * _LENGTHS) / (base + price * len(able))  # if every guess came true
+            hopeless = hopes.max(1) < self._rate
             worth = gains - self._rate * _WORTH * price
             probes = np.array([np.searchsorted(_LENGTHS, min(_PROBE_LENGTH, arm.most), "right") - 1 for arm in self.arms])
             for own, b in zip(worth, able, strict=True):
@@ -192,7 +194,8 @@ class Adaptive:
                 arm, step = np.unravel_index(int(own.argmax()), own.shape)
                 best = max(float(own[arm, step]), 0.0)
                 self._gains[load.keys[b]] = best / self._rate
-                self._losses[load.keys[b]] = (best - own[np.arange(len(own)), probes]) / self._rate
+                losses = (best - own[np.arange(len(own)), probes]) / self._rate
+                self._losses[load.keys[b]] = np.where(hopeless, np.inf, losses)
                 if best > 0:
                     lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
             self._drop_the_lonely(load, len(able), lengths, arms)

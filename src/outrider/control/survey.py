@@ -14,6 +14,7 @@ __all__ = ["Survey"]
 
 _NODES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # beside one row
 _PROPOSALS = (2, 8)  # nodes asked of every arm
+_WARM_UP = 12  # rounds
 _REPEATS = 4  # the first of them is not counted: it catches up
 
 
@@ -35,7 +36,8 @@ class Survey:
         self._costs = costs
         sizes: list[tuple[int, int | None]] = [(nodes, None) for nodes in _NODES] if forwards else []
         sizes += [(min(nodes, arm.most), i) for i, arm in enumerate(arms) for nodes in _PROPOSALS]
-        self._left = [_Trial(*size, counts=time > 0) for size in sizes for time in range(_REPEATS)]
+        self._left = [_Trial(0, None, counts=False)] * _WARM_UP
+        self._left += [_Trial(*size, counts=time > 0) for size in sizes for time in range(_REPEATS)]
         self._trial: _Trial | None = None
         self._load: Load | None = None
 

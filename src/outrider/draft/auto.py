@@ -13,7 +13,7 @@ from outrider.errors import InvalidParameter
 
 __all__ = ["AutoDrafter", "arms_of", "resolve_auto"]
 
-_LOOKUPS = ("suffix", "ngram", "recycle")  # two of them know the same text
+_PARTNERS = ("draft_model", "eagle")
 _COMPANIONS = {  # what may come with a target, in the folder of that name
     "draft": SpeculationConfig("draft_model", draft_tokens=12),
     "eagle": SpeculationConfig("eagle", draft_tokens=32, options={"beam": 3, "branch": 6, "depth": 8}),
@@ -37,13 +37,13 @@ def resolve_auto(config: SpeculationConfig, directory: Path) -> SpeculationConfi
 
 
 def arms_of(members: Seq[SpeculationConfig]) -> list[Arm]:
-    """Each member alone, and the suffix automaton beside each that is no lookup: its long copies, their good guesses."""
+    """Each member alone, and the suffix automaton beside each that drafts chains: long copies and good guesses."""
     alone = [Arm(own.method, (i,), min(own.draft_tokens, _MOST)) for i, own in enumerate(members)]
     pairs = [
         Arm(f"{a.method}+{b.method}", (i, j), _MOST)
         for i, a in enumerate(members)
         for j, b in enumerate(members)
-        if a.method == "suffix" and b.method not in _LOOKUPS
+        if a.method == "suffix" and b.method in _PARTNERS
     ]
     return alone + pairs
 

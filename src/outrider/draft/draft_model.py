@@ -22,7 +22,7 @@ from outrider.model import Runner
 from outrider.ops import Chains
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process
 from outrider.sampling.choice import shape_of
-from outrider.sampling.noise import keys_of, token_words
+from outrider.sampling.noise import keys_of, token_words_at
 
 __all__ = ["DraftModel"]
 
@@ -126,7 +126,7 @@ class DraftModel:
                 request, first = text.seq.request, len(text.seq.tokens)
                 own = [Key(request.seed, first + i, request.index) for i in range(lengths[s])]
                 keys[s, : lengths[s]] = keys_of(own)
-        words = token_words(self._reader.runner.decoder.config.vocab)
+        words = token_words_at(self._reader.runner.decoder.config.vocab)
         return Chains(np.array(lengths, np.int32), np.array([shape_of(own) for own in params]), sharpness, keys, words)
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:

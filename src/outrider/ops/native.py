@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 Tokens = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float64]
+Shape = tuple[float, float, float, float]  # temperature (0 is greedy), top_k, top_p, min_p
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -146,26 +148,29 @@ class Core:
             self.threads = given
             torch.set_num_threads(1)
 
-    def draw(self, logits: Tensor, shapes: Chances, keys: Words, words: Words) -> list[int]:
+    def draw(self, logits: Tensor, shapes: Sequence[Shape], keys: Sequence[int], words: int) -> list[int]:
         """The choice in each row of logits (N, V), -1 where there is none.
 
-        `shapes` (N, 4) are temperature (0 is greedy), top_k, top_p and min_p.
+        `shapes` are temperature (0 is greedy), top_k, top_p and min_p of each row, `keys` two words for each, side by side,
+        and `words` is where those of the tokens lie.
         """
         logits, (rows, vocab) = logits.contiguous(), logits.shape
-        chosen = np.empty(rows, np.int64)
-        places = (shapes.ctypes.data, keys.ctypes.data, words.ctypes.data, chosen.ctypes.data)
-        self._draw(logits.data_ptr(), rows, vocab, *places, self._worth_threads(rows, vocab))
+        shaped, keyed, chosen = array("d", chain.from_iterable(shapes)), array("I", keys), array("q", bytes(8 * rows))
+        places = [own.buffer_info()[0] for own in (shaped, keyed)]
+        threads = self._worth_threads(rows, vocab)
+        self._draw(logits.data_ptr(), rows, vocab, *places, words, chosen.buffer_info()[0], threads)
         return chosen.tolist()
 
     def rank(
-        self, logits: Tensor, shapes: Chances, sharpness: Floats, keys: Words, words: Words, best: int
+        self, logits: Tensor, shapes: Sequence[Shape], sharpness: Sequence[float], keys: Sequence[int], words: int, best: int
     ) -> tuple[Tokens, Chances]:
-        """The likeliest choices in each row (N, best) and their chances, to a few digits; `sharpness` (N,) divides the law."""
+        """The likeliest choices in each row (N, best) and their chances, to a few digits; `sharpness` divides the law of each."""
         logits, (rows, vocab) = logits.contiguous(), logits.shape
         tokens, chances = np.empty((rows, best), np.int64), np.empty((rows, best))
-        given = (shapes.ctypes.data, sharpness.ctypes.data, keys.ctypes.data, words.ctypes.data)
+        given = array("d", chain.from_iterable(shapes)), array("f", sharpness), array("I", keys)
+        places = [own.buffer_info()[0] for own in given]
         found = (tokens.ctypes.data, chances.ctypes.data)
-        self._rank(logits.data_ptr(), rows, vocab, *given, best, *found, self._worth_threads(rows, vocab))
+        self._rank(logits.data_ptr(), rows, vocab, *places, words, best, *found, self._worth_threads(rows, vocab))
         return tokens, chances
 
     def _worth_threads(self, rows: int, vocab: int) -> int:
@@ -307,7 +312,7 @@ class Chains(NamedTuple):
     shapes: Chances  # (sequences, 4); see Core.draw
     sharpness: Floats  # (sequences,)
     keys: Words  # (sequences, steps, 2) of the noise
-    words: Words  # (V,) of the tokens
+    words: int  # where those of the tokens lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +437,7 @@ class Stack:
         f.layout, f.last_layer = layout.buffer_info()[0], len(self._layers)
         c = _ChainSpec(output.handle, steps, chains.wanted.ctypes.data, chains.shapes.ctypes.data,
             chains.sharpness.ctypes.data, chains.keys.ctypes.data,
-                       chains.words.ctypes.data, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())  # fmt: skip
+                       chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())  # fmt: skip
 
         def call(threads: int) -> None:
             f.threads = threads

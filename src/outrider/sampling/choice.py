@@ -16,17 +16,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.ops import Core, serving_ops
+from outrider.ops import Core, Shape, serving_ops
 from outrider.sampling.distribution import Row, adjust, process
-from outrider.sampling.noise import Key, bits, gumbel, keys_of, token_words
+from outrider.sampling.noise import Key, bits, gumbel, token_words_at, words_of
 from outrider.sampling.params import SamplingParams
 
 __all__ = ["CORRUPTED", "Ranked", "choose", "draw", "rank"]
 
 CORRUPTED = -1  # returned where the logits hold NaN or leave nothing to choose
 _Floats = npt.NDArray[np.float32]
-_Shapes = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint32]
+_GREEDY: Shape
+_AS_IS: Shape
 _GREEDY, _AS_IS = (0.0, 0.0, 1.0, 0.0), (1.0, 0.0, 1.0, 0.0)  # shapes of rows whose law is ready
 
 
@@ -37,8 +38,7 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 
 def draw(law: Tensor, keys: Sequence[Key] | None) -> list[int]:
     """Gumbel-max over processed logits (N, V); no keys means no noise. Ties go to the lowest id."""
-    shape = _GREEDY if keys is None else _AS_IS
-    return _drawn(_Prepared(law, np.array([shape] * len(law)).reshape(-1, 4)), keys or ())
+    return _drawn(_Prepared(law, [_GREEDY if keys is None else _AS_IS] * len(law)), keys or ())
 
 
 class Ranked(NamedTuple):
@@ -59,13 +59,14 @@ def rank(logits: Tensor, rows: Sequence[Row], count: int, sharpness: Sequence[fl
     law, shapes = _prepared(logits, rows)
     if any(row.allowed is not None for row in rows):  # a draft may know none of the tokens a grammar asks for
         law = torch.where(law.amax(-1, keepdim=True).isfinite(), law, logits)
-    sharp = np.ones(len(rows), np.float32) if sharpness is None else np.array(sharpness, np.float32)
+    sharp = [1.0] * len(rows) if sharpness is None else sharpness
     count = min(count, law.shape[1])
     words = _words([Key(row.seed, row.position, row.sample) for row in rows], shapes)
     core = choosing_core()
     if core is None or law.dtype != torch.float32:
-        return _rank_slowly(law, shapes[:, 0].astype(np.float32) * sharp, words, count)
-    return Ranked(*core.rank(law, shapes, sharp, words, token_words(law.shape[1]), count))
+        divisors = [shape[0] * own for shape, own in zip(shapes, sharp, strict=True)]
+        return _rank_slowly(law, np.array(divisors, np.float32), _pairs(words), count)
+    return Ranked(*core.rank(law, shapes, sharp, words, token_words_at(law.shape[1]), count))
 
 
 @lru_cache(maxsize=1)
@@ -78,10 +79,10 @@ class _Prepared(NamedTuple):
     """What is left to do: divide by the temperature, filter, add noise."""
 
     logits: Tensor
-    shapes: _Shapes  # (N, 4) temperature (0: greedy), top_k, top_p, min_p
+    shapes: list[Shape]
 
 
-def shape_of(params: SamplingParams) -> tuple[float, float, float, float]:
+def shape_of(params: SamplingParams) -> Shape:
     """What the core applies itself: temperature (0: greedy), top_k, top_p, min_p."""
     return _GREEDY if params.greedy else (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
 
@@ -98,20 +99,26 @@ def _prepared(logits: Tensor, rows: Sequence[Row]) -> _Prepared:
                 logits[i] = adjust(raw[i], rows[i])
             else:
                 logits[i], shapes[i] = process(raw[i], rows[i]), _GREEDY if rows[i].params.greedy else _AS_IS
-    return _Prepared(logits, np.array(shapes, np.float64).reshape(-1, 4))
+    return _Prepared(logits, shapes)
 
 
-def _words(keys: Sequence[Key], shapes: _Shapes) -> Words:
-    """The keys' words; where no row needs noise, none are computed."""
-    return keys_of(keys) if shapes[:, 0].any() else np.zeros((len(shapes), 2), np.uint32)
+def _words(keys: Sequence[Key], shapes: Sequence[Shape]) -> list[int]:
+    """The keys' words side by side; where no row needs noise, none are computed. No numpy: after a forward it is cold."""
+    if not any(shape[0] for shape in shapes):
+        return [0] * (2 * len(shapes))
+    return [word for key in keys for word in words_of(key)]
+
+
+def _pairs(words: Sequence[int]) -> Words:
+    return np.array(words, np.uint32).reshape(-1, 2)
 
 
 def _drawn(prepared: _Prepared, keys: Sequence[Key]) -> list[int]:
     logits, shapes = prepared
     words, core = _words(keys, shapes), choosing_core()
     if core is not None and logits.dtype == torch.float32:
-        return core.draw(logits, shapes, words, token_words(logits.shape[1]))
-    return _draw_slowly(logits, shapes[:, 0].astype(np.float32), words)
+        return core.draw(logits, shapes, words, token_words_at(logits.shape[1]))
+    return _draw_slowly(logits, np.array([shape[0] for shape in shapes], np.float32), _pairs(words))
 
 
 def _draw_slowly(logits: Tensor, divisors: _Floats, words: Words) -> list[int]:

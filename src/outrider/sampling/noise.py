@@ -7,7 +7,7 @@ every device; `bits` is the definition in numpy, `bits_torch` its twin for other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,9 @@ __all__ = [
     "gumbel",
     "keys_of",
     "token_words",
+    "token_words_at",
     "uniform",
+    "words_of",
 ]
 
 Words = npt.NDArray[np.uint32]
@@ -61,7 +63,7 @@ class Key(NamedTuple):
 
 def keys_of(keys: Sequence[Key]) -> Words:
     """Two well-mixed 32-bit words per key, (rows, 2)."""
-    return np.array([_words(key) for key in keys], dtype=np.uint32).reshape(len(keys), 2)
+    return np.array([words_of(key) for key in keys], dtype=np.uint32).reshape(len(keys), 2)
 
 
 def bits(keys: Words, vocab: int) -> Words:
@@ -97,10 +99,10 @@ def gumbel(words: Words) -> npt.NDArray[np.float64]:
 
 def uniform(key: Key) -> float:
     """One number in (0, 1), for acceptance coins."""
-    return (_words(key)[0] + 0.5) * 2.0**-32
+    return (words_of(key)[0] + 0.5) * 2.0**-32
 
 
-@lru_cache(maxsize=8)
+@cache
 def token_words(vocab: int) -> Words:
     """A fixed random-looking word per token id, so that keys need not break up runs of ids.
 
@@ -116,10 +118,17 @@ def token_words(vocab: int) -> Words:
     return words
 
 
+@cache
+def token_words_at(vocab: int) -> int:
+    """The address of `token_words`, which stay there for good."""
+    return int(token_words(vocab).ctypes.data)
+
+
 _M64 = 0xFFFFFFFFFFFFFFFF
 
 
-def _words(key: Key) -> tuple[int, int]:
+def words_of(key: Key) -> tuple[int, int]:
+    """A key as two well-mixed 32-bit words."""
     h = _mix64(_prefix(key.seed, key.sample, key.stream, key.round) ^ (key.position & _M64))
     return h & _MASK, h >> 32
 
