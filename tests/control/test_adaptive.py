@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +134,17 @@ def test_a_sequence_with_unpredictable_text_is_told_apart() -> None:
     made.policy.plan = lambda load: (lengths.append(plan(load)), lengths[-1])[1]  # type: ignore[method-assign,func-returns-value]
     made.run(100)
     assert sum(p.lengths[0] for p in lengths) > 4 * sum(p.lengths[1] for p in lengths)
+
+
+def test_what_was_learnt_outlives_the_process(tmp_path: Path) -> None:
+    """A controller that begins with another's record plans as that one did."""
+    made = World(flat, {"a": 0.1, "b": 0.85}, {"a": 0.9, "b": 0.85}, {"a": lambda *_: 0.0005, "b": lambda *_: 0.0005})
+    made.run(400)
+    made.policy.keep(tmp_path / "costs.json")
+    again = World(flat, made.chance, made.claimed, made.cost)
+    again.policy = Adaptive(made.policy.arms, Costs.load(tmp_path / "costs.json"))
+    again.run(12)
+    assert [name for name, _ in again.drafted].count("b") > 8
+    fresh = World(flat, made.chance, made.claimed, made.cost)
+    fresh.run(12)
+    assert [name for name, _ in fresh.drafted].count("b") < [name for name, _ in again.drafted].count("b")

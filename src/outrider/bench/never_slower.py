@@ -17,7 +17,19 @@ from outrider.engine.acceptance import read_prompts
 from outrider.engine.llm import LLM
 from outrider.sampling import SamplingParams
 
-__all__ = ["SWEEP", "Best", "Case", "Ratio", "against_best", "as_rows", "cases", "measure", "never_slower", "show_ratios"]
+__all__ = [
+    "SWEEP",
+    "Best",
+    "Case",
+    "Ratio",
+    "against_best",
+    "as_rows",
+    "cases",
+    "engines",
+    "measure",
+    "never_slower",
+    "show_ratios",
+]
 
 _WORKLOADS = Path(__file__).with_name("workloads")
 _FLOOR = 0.98
@@ -66,12 +78,15 @@ def cases(batches: Sequence[int], quick: bool) -> list[Case]:
     return [Case(name, temperature, batch) for name, temperature in kinds for batch in batches]
 
 
-def never_slower(model: str | None, wanted: Sequence[Case], tokens: int, pairs: int, seed: int = 0) -> Iterator[Ratio]:
-    """A ratio for each case, as it is measured. Both engines have the same memory."""
-    most = max(case.batch for case in wanted)
-    plain = LLM(model, speculation="none", max_num_seqs=most)
-    fast = LLM(model, speculation="auto", max_num_seqs=most)
+def engines(model: str | None, most: int) -> tuple[LLM, LLM]:
+    """Plain decoding and `auto` with the same memory, its costs measured."""
+    plain, fast = LLM(model, speculation="none", max_num_seqs=most), LLM(model, speculation="auto", max_num_seqs=most)
     fast.measure_costs()
+    return plain, fast
+
+
+def never_slower(plain: LLM, fast: LLM, wanted: Sequence[Case], tokens: int, pairs: int, seed: int = 0) -> Iterator[Ratio]:
+    """A ratio for each case, as it is measured."""
     for case in wanted:
         yield measure(plain, fast, case, tokens, pairs, seed)
 
@@ -87,13 +102,11 @@ class Best:
     swept: dict[str, float]  # tokens per second of every setting
 
 
-def against_best(model: str | None, tokens: int, pairs: int, settings: Sequence[str] = SWEEP, seed: int = 0) -> Best:
+def against_best(auto: LLM, tokens: int, pairs: int, settings: Sequence[str] = SWEEP, seed: int = 0) -> Best:
     """On code at batch 1: which fixed setting is quickest, and how `auto` compares with it."""
-    case, auto = Case("code", 0.0, 1), LLM(model, speculation="auto")
-    auto.measure_costs()
-    swept, found = {}, {}
+    case, swept, found = Case("code", 0.0, 1), {}, {}
     for setting in settings:
-        own = found[setting] = LLM(model, speculation=setting)
+        own = found[setting] = LLM(auto.directory, speculation=setting)
         swept[setting] = measure(own, own, case, tokens, _SWEEP_PAIRS, seed).plain_tok_s
     best = max(swept, key=lambda setting: swept[setting])
     row = measure(found[best], auto, case, tokens, pairs, seed)

@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from operator import is_
+from pathlib import Path
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class Adaptive:
         self.arms = arms
         self.costs = costs
         self._record = Record(len(arms))
+        self._record.restore([arm.name for arm in arms], costs.accepted)
         self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and length, of everyone planned for
         self._who: Seq[Hashable] = ()
         self._complete = False  # all of them are planned for
@@ -61,6 +63,11 @@ class Adaptive:
         self._paid = 0.0  # seconds expected to be lost on it
         self._load: Load | None = None
         self._plan = Plan(())
+
+    def keep(self, path: Path) -> None:
+        """Write what was measured and what was accepted, for the next start on this machine."""
+        self.costs.accepted = self._record.as_dict([arm.name for arm in self.arms])
+        self.costs.save(path)
 
     def arms_named(self, method: str) -> list[int]:
         """Arms a request may use that asked for one method: its own, without company."""
@@ -255,7 +262,8 @@ class Adaptive:
         One of the things tried is that nobody drafts, so that the cost of plain rounds stays known.
         """
         if self._credit is None:
-            self._credit = _FIRST_PROBES * self.costs.forward(load.rows, load.context)
+            strangers = sum(not known for known in self._record.known) / len(self.arms) if self.arms else 0.0
+            self._credit = _FIRST_PROBES * strangers * self.costs.forward(load.rows, load.context)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if not able or not self.arms:
             return plan

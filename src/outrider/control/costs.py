@@ -89,6 +89,7 @@ class Costs:
     def __init__(self) -> None:
         self._forward: dict[int, Curve] = {}  # by context bin
         self._propose: dict[str, dict[int, Curve]] = {}  # by drafter, then by batch step; the curve is by length
+        self.accepted: dict[str, Any] = {}  # a controller's record, kept beside them
 
     def observe_forward(self, rows: int, context: int, seconds: float) -> None:
         self._forward.setdefault(_context(context), Curve()).observe(rows, seconds)
@@ -121,13 +122,14 @@ class Costs:
         return drafter in self._propose
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: {"forward": {context: {rows: seconds}}, "propose": {drafter: {batch: {length: seconds}}}}."""
+        """Plain data, for JSON: {"forward": {context: {rows: seconds}}, "propose": {drafter: {batch: {length: s}}}, ...}."""
         return {
             "forward": {str(_CONTEXTS[bin_]): _plain(curve) for bin_, curve in sorted(self._forward.items())},
             "propose": {
                 name: {str(batch): _plain(curve) for batch, curve in sorted(curves.items())}
                 for name, curves in sorted(self._propose.items())
             },
+            "accepted": self.accepted,
         }
 
     @classmethod
@@ -137,6 +139,7 @@ class Costs:
             costs._forward[_context(int(context))] = _curve(curve)
         for name, curves in data["propose"].items():
             costs._propose[name] = {int(batch): _curve(curve) for batch, curve in curves.items()}
+        costs.accepted = dict(data.get("accepted", {}))
         return costs
 
     def save(self, path: Path) -> None:

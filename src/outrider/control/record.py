@@ -8,9 +8,10 @@ follows a curve: the accepted tokens to expect from the best 1, 2, ... nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ Floats = npt.NDArray[np.float64]
 MOST = 64  # nodes a curve covers
 _PRIOR = np.cumsum(0.6 ** np.arange(1, MOST + 1))
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
+_RECALLED = 16.0  # rounds that an earlier process's record counts for
 _TRUST = 2.0  # rounds that others' experience counts for beside a sequence's own
 _JUDGED = 200.0  # nodes that a class of claims remembers
 _OWN_JUDGED = 48.0  # and a sequence
@@ -94,6 +96,27 @@ class _Pending:
 
 class Record:
     """Acceptance of several arms, over all sequences and for each."""
+
+    def as_dict(self, names: Seq[str]) -> dict[str, Any]:
+        """What is known about each arm, as plain data."""
+        return {
+            name: {"rounds": own.rounds, "curve": [round(float(tokens), 4) for tokens in own.curve],
+                   "judged": {str(claim): [round(n, 3) for n in counts] for claim, counts in own.judged.items()}}
+            for name, own in zip(names, self._arms, strict=True) if own.rounds
+        }  # fmt: skip
+
+    @property
+    def known(self) -> list[bool]:
+        """Which arms have been seen at work."""
+        return [own.rounds > 0 for own in self._arms]
+
+    def restore(self, names: Seq[str], data: Mapping[str, Any]) -> None:
+        """Begin with what an earlier process knew, as if it had been seen a short while ago."""
+        for name, own in zip(names, self._arms, strict=True):
+            kept = data.get(name)
+            if kept and len(kept["curve"]) == MOST:
+                own.curve, own.rounds = np.array(kept["curve"]), min(float(kept["rounds"]), _RECALLED)
+                own.judged = {int(claim): [float(n) for n in counts] for claim, counts in kept["judged"].items()}
 
     def __init__(self, arms: int) -> None:
         self._arms = [_Arm() for _ in range(arms)]

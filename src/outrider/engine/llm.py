@@ -127,7 +127,7 @@ class LLM:
     def save_costs(self) -> None:
         """Keep what was measured for the next start on this machine."""
         if isinstance(self.engine.policy, Adaptive) and self._costs_path is not None:
-            self.engine.policy.costs.save(self._costs_path)
+            self.engine.policy.keep(self._costs_path)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters from the model's generation_config.json, with changes on top."""
