@@ -148,3 +148,12 @@ def test_what_was_learnt_outlives_the_process(tmp_path: Path) -> None:
     fresh = World(flat, made.chance, made.claimed, made.cost)
     fresh.run(12)
     assert [name for name, _ in fresh.drafted].count("b") < [name for name, _ in again.drafted].count("b")
+
+
+@pytest.mark.parametrize("kept", [{}, {"b": 3}, {"b": {"gains": [1.0], "rounds": 4, "judged": {}}}, {"b": {"gains": "x"}}])
+def test_a_spoilt_record_is_left_alone(kept: dict[str, object]) -> None:
+    costs = Costs()
+    costs.accepted = kept
+    made = World(flat, {"a": 0.1, "b": 0.85}, {"a": 0.9, "b": 0.85}, {"a": lambda *_: 0.0005, "b": lambda *_: 0.0005})
+    made.policy = Adaptive(made.policy.arms, costs)
+    made.run(20)

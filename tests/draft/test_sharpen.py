@@ -101,7 +101,7 @@ def test_the_same_past_gives_the_same_temperature() -> None:
     found = []
     for _ in range(2):
         sharpener = Sharpener()
-        taught(sharpener, 1.0, 1.7, 120)
+        taught(sharpener, 1.0, 1.7, 300)
         found.append(sharpener.temperature(SamplingParams(temperature=1.0)))
     assert found[0] == found[1] != 1.0
 

@@ -8,7 +8,7 @@ of the target's forward (`select`). Gains come from what was accepted, times fro
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from operator import is_
@@ -24,11 +24,13 @@ from outrider.core import Arm, Drafts, Plan
 __all__ = ["Adaptive"]
 
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+_STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
+_REPRICE = 32  # rounds for which prices stand
 _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.006  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
-_REPLAN = 4  # rounds a plan stands
+_REPLAN = 6  # rounds a plan stands
 _LONGEST = 64  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
 _NEVER = (0, 0)
@@ -53,7 +55,10 @@ class Adaptive:
         self._rate = 1.0  # tokens per second that the standing plan promises
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._losses: dict[Hashable, Floats] = {}  # seconds that a probe of each arm would cost each sequence
+        self._price_lists: dict[tuple[int, int, int], tuple[float, Floats]] = {}
+        self._priced = 0  # rounds
         self._times: dict[int, Floats] = {}  # of a round with 0, 1, ... further rows, by rows; as of the standing plan
+        self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths; likewise
         self._credit: float | None = None  # seconds that may be lost on probes
         self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
@@ -146,6 +151,9 @@ class Adaptive:
         if load is None:
             return
         self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
+        self._priced += 1
+        if self._priced % _REPRICE == 0:
+            self._price_lists.clear()
         if self._credit is not None:
             self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
         if not any(self._plan.lengths):
@@ -164,9 +172,12 @@ class Adaptive:
             (self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own))
             for arm, own in self._users(self._plan).items()
         ]
+        if len(asked) == 1:
+            return self.costs.observe_proposal(*asked[0], seconds)
         expected = [self.costs.proposal(*one, load.context) for one in asked]
         for one, share in zip(asked, expected, strict=True):
             self.costs.observe_proposal(*one, seconds * share / sum(expected) if sum(expected) > 0 else seconds / len(asked))
+        return None
 
     def forget(self, key: Hashable) -> None:
         """A sequence is over; nothing here may keep its text alive."""
@@ -181,14 +192,13 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._losses, self._gains, self._times = {}, {}, {}
+        self._losses, self._gains, self._times, self._expected = {}, {}, {}, {}
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if able and self.arms:
             every = range(len(self.arms))
-            gains = np.stack([[self._record.curve(load.keys[b], arm)[_LENGTHS - 1] for arm in every] for b in able])
-            base = self.costs.forward(load.rows, load.context)
-            price = self._price(load, len(able))
+            gains = self._record.curves([load.keys[b] for b in able])[:, :, _LENGTHS - 1]
+            base, price = self._prices(load, len(able))
             rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
             self._rate = max(float(rates.max()), load.emitting / base)
             hopes = (load.emitting + len(able) * _LENGTHS) / (base + price * len(able))  # if every guess came true
@@ -205,12 +215,18 @@ class Adaptive:
                 self._losses[load.keys[b]] = np.where(hopeless, np.inf, losses)
                 if best > 0:
                     lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
-            self._drop_the_lonely(load, len(able), lengths, arms)
+            self._drop_the_lonely(load, dict(zip(able, gains, strict=True)), lengths, arms)
         self._standing = {load.keys[b]: (arms[b], lengths[b]) for b in able}
         self._complete = len(able) == len(load.keys)
 
-    def _price(self, load: Load, able: int) -> Floats:
-        """(arms, lengths): seconds it costs one of the sequences when all draft so."""
+    def _prices(self, load: Load, able: int) -> tuple[float, Floats]:
+        """Seconds of a plain round, and (arms, lengths) what it costs one of the sequences when all draft so."""
+        found = self._price_lists.get(key := (load.rows, able, load.context.bit_length()))
+        if found is None:
+            found = self._price_lists[key] = self._price(load, able)
+        return found
+
+    def _price(self, load: Load, able: int) -> tuple[float, Floats]:
         base = self.costs.forward(load.rows, load.context)
         price = np.full((len(self.arms), len(_LENGTHS)), np.inf)
         for s, length in enumerate(_LENGTHS.tolist()):
@@ -218,13 +234,13 @@ class Adaptive:
             for a, arm in enumerate(self.arms):
                 if length <= arm.most:
                     price[a, s] = (self.costs.proposal(arm.name, able, length, load.context) + extra) / able
-        return price
+        return base, price
 
-    def _drop_the_lonely(self, load: Load, able: int, lengths: list[int], arms: list[int]) -> None:
+    def _drop_the_lonely(self, load: Load, gains: Mapping[int, Floats], lengths: list[int], arms: list[int]) -> None:
         """An arm that few chose costs each of them more than its share among all."""
         for arm, own in self._users(Plan(tuple(lengths), arms=tuple(arms))).items():
-            if len(own) < able:
-                gain = sum(float(self._record.curve(load.keys[b], arm)[lengths[b] - 1]) for b in own)
+            if len(own) < len(gains):
+                gain = sum(float(gains[b][arm, _STEP[lengths[b]]]) for b in own)
                 rows = sum(lengths[b] for b in own)
                 cost = self.costs.forward(load.rows + rows, load.context) - self.costs.forward(load.rows, load.context)
                 cost += self.costs.proposal(self.arms[arm].name, len(own), max(lengths[b] for b in own), load.context)
@@ -235,11 +251,17 @@ class Adaptive:
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
         tokens = load.emitting + np.concatenate(([0.0], np.cumsum(survival)))
-        spent = sum(
-            self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
-            for arm, own in self._users(self._plan).items()
-        )
-        return int(np.argmax(tokens / (self._round_times(load, len(tokens)) + spent)))
+        return int(np.argmax(tokens / (self._round_times(load, len(tokens)) + self._spent(load))))
+
+    def _spent(self, load: Load) -> float:
+        """Seconds that the plan's proposals took, as expected."""
+        key = (self._plan.arms, self._plan.lengths)
+        if key not in self._expected:
+            self._expected[key] = sum(
+                self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
+                for arm, own in self._users(self._plan).items()
+            )
+        return self._expected[key]
 
     def _round_times(self, load: Load, count: int) -> Floats:
         known = self._times.get(load.rows)
@@ -291,7 +313,7 @@ class Adaptive:
             self._again = None
             return plan
         self._probe = (key, arm)
-        self._promised = float(self._record.curve(key, arm)[lengths[b] - 1])
+        self._promised = float(self._record.curves([key])[0, arm, lengths[b] - 1])
         return plan._replace(lengths=tuple(lengths), arms=tuple(arms))
 
     def _probe_cost(self, load: Load, plan: Plan, b: int, arm: int) -> float:

@@ -15,6 +15,7 @@ __all__ = ["Costs", "Curve"]
 
 _STEPS = (*range(1, 17), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
+_REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
 _FLOOR = 0.25  # of the time at the smallest size seen
 _TOLERANCE = 3.0  # an observation this many times off the mean counts as this many: a stall is not a cost
@@ -27,6 +28,7 @@ class Curve:
     means: dict[int, float] = field(default_factory=dict)
     weights: dict[int, float] = field(default_factory=dict)
     _fitted: list[tuple[int, float]] | None = None
+    _unfitted: int = 0  # observations since
 
     def observe(self, size: int, seconds: float) -> None:
         """One measurement. Old ones fade."""
@@ -38,7 +40,9 @@ class Curve:
             seconds = min(max(seconds, mean / _TOLERANCE), mean * _TOLERANCE)
             weight = self.weights[step] = min(self.weights[step] + 1.0, _MEMORY)
             self.means[step] = mean + (seconds - mean) / weight
-        self._fitted = None
+            self._unfitted += 1
+        if mean is None or self._unfitted >= _REFIT:
+            self._fitted = None
 
     def time(self, size: float) -> float | None:
         """Expected seconds at a size; None where nothing was seen.
@@ -75,7 +79,7 @@ class Curve:
                     weight = high[1] + low[1]
                     pools.append([(high[0] * high[1] + low[0] * low[1]) / weight, weight, high[2] + low[2]])
             flat = [mean for mean, _, count in pools for _ in range(int(count))]
-            self._fitted = list(zip(sorted(self.means), flat, strict=True))
+            self._fitted, self._unfitted = list(zip(sorted(self.means), flat, strict=True)), 0
         return self._fitted
 
 

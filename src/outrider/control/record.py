@@ -2,7 +2,7 @@
 
 A node is judged when its parent came true. For every arm a table says how often nodes with such a claim
 came true; every sequence adds how much easier or harder its text is than others'. From the chances
-follows a curve: the accepted tokens to expect from the best 1, 2, ... nodes.
+follow gains: the accepted tokens to expect from the best node, the second best, ...
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["MOST", "Floats", "Record"]
 Floats = npt.NDArray[np.float64]
 
 MOST = 64  # nodes a curve covers
-_PRIOR = np.cumsum(0.6 ** np.arange(1, MOST + 1))
+_PLACES = np.arange(1, MOST + 1)
+_PRIOR = 0.6**_PLACES
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
 _RECALLED = 16.0  # rounds that an earlier process's record counts for
 _TRUST = 2.0  # rounds that others' experience counts for beside a sequence's own
@@ -39,7 +40,7 @@ _BOUND = 6.0  # log odds beyond which claims are alike
 class _Arm:
     """What is known about an arm from all sequences."""
 
-    curve: Floats = field(default_factory=_PRIOR.copy)
+    gains: Floats = field(default_factory=lambda: np.array(_PRIOR, dtype=np.float64))
     rounds: float = 0.0
     judged: dict[int, list[float]] = field(default_factory=dict)  # by claimed log odds: [nodes judged, nodes accepted]
 
@@ -60,7 +61,7 @@ class _Arm:
 class _Own:
     """What one sequence adds to that."""
 
-    curve: Floats
+    gains: Floats
     rounds: float = 0.0
     expected: float = 0.0  # of the nodes judged, those expected to come true and those that did; fading
     true: float = 0.0
@@ -87,7 +88,7 @@ class _Pending:
 
     arm: int
     asked: int  # nodes
-    curve: Floats  # as expected
+    gains: list[float]  # as expected, best first
     parents: list[int]
     claims: list[float]  # log odds of every node after its parent, as the drafter says
     chances: list[float]  # the same as the arm's record has it
@@ -100,7 +101,7 @@ class Record:
     def as_dict(self, names: Seq[str]) -> dict[str, Any]:
         """What is known about each arm, as plain data."""
         return {
-            name: {"rounds": own.rounds, "curve": [round(float(tokens), 4) for tokens in own.curve],
+            name: {"rounds": own.rounds, "gains": [round(float(tokens), 5) for tokens in own.gains],
                    "judged": {str(claim): [round(n, 3) for n in counts] for claim, counts in own.judged.items()}}
             for name, own in zip(names, self._arms, strict=True) if own.rounds
         }  # fmt: skip
@@ -113,23 +114,34 @@ class Record:
     def restore(self, names: Seq[str], data: Mapping[str, Any]) -> None:
         """Begin with what an earlier process knew, as if it had been seen a short while ago."""
         for name, own in zip(names, self._arms, strict=True):
-            kept = data.get(name)
-            if kept and len(kept["curve"]) == MOST:
-                own.curve, own.rounds = np.array(kept["curve"]), min(float(kept["rounds"]), _RECALLED)
-                own.judged = {int(claim): [float(n) for n in counts] for claim, counts in kept["judged"].items()}
+            try:
+                kept = data[name]
+                gains = np.array(kept["gains"], dtype=np.float64)
+                judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in kept["judged"].items()}
+                rounds = min(float(kept["rounds"]), _RECALLED)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue  # of another version, or spoilt: it learns anew
+            if gains.shape == (MOST,) and np.isfinite(gains).all():
+                own.gains, own.rounds, own.judged = gains, rounds, judged
 
     def __init__(self, arms: int) -> None:
         self._arms = [_Arm() for _ in range(arms)]
         self._own: dict[Hashable, list[_Own]] = {}
         self._pending: dict[Hashable, _Pending] = {}
 
-    def curve(self, key: Hashable, arm: int) -> Floats:
-        """Accepted tokens to expect from the best 1, 2, ... nodes for this sequence: its own record, and at first the others'."""
-        shared, own = self._arms[arm].curve, self._own.get(key)
-        if own is None or own[arm].rounds == 0.0:
-            return shared
-        weight = own[arm].rounds / (own[arm].rounds + _TRUST)
-        return shared + weight * (own[arm].curve - shared)
+    def curves(self, keys: Seq[Hashable]) -> Floats:
+        """(keys, arms, nodes): accepted tokens to expect from the best 1, 2, ... nodes.
+
+        A sequence's own record, and at first the others'.
+        """
+        shared = np.stack([arm.gains for arm in self._arms])
+        out = np.empty((len(keys), *shared.shape))
+        for place, key in zip(out, keys, strict=True):
+            place[:] = shared
+            for arm, own in enumerate(self._own.get(key, ())):
+                if own.rounds:
+                    place[arm] += own.rounds / (own.rounds + _TRUST) * (own.gains - shared[arm])
+        return np.asarray(out.cumsum(2))
 
     def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float]) -> list[float]:
         """The survival of every node of a proposal, given what the drafter says it is."""
@@ -143,7 +155,7 @@ class Record:
             chances.append(shared.chance(claims[i]))
             own = _chance(_log_odds(chances[i]) + ease) if ease else chances[i]
             survival.append(own * (survival[parent] if parent >= 0 else 1.0))
-        self._pending[key] = _Pending(arm, min(asked, MOST), _curve(survival), parents, claims, chances)
+        self._pending[key] = _Pending(arm, min(asked, MOST), sorted(survival, reverse=True)[:MOST], parents, claims, chances)
         return survival
 
     def keep(self, key: Hashable, nodes: Seq[int]) -> None:
@@ -172,30 +184,24 @@ class Record:
 
     def _of(self, key: Hashable, arm: int) -> _Own:
         if key not in self._own:
-            self._own[key] = [_Own(own.curve) for own in self._arms]
+            self._own[key] = [_Own(own.gains.copy()) for own in self._arms]
         return self._own[key][arm]
 
 
 def _follow(record: _Arm | _Own, pending: _Pending, memory: float) -> None:
-    """Move a curve towards what was just proposed.
+    """Move gains towards what was just proposed.
 
     What more nodes would have added is not known: it moves slowly towards going on as the last nodes did,
     so that longer drafts are tried again some time after shorter ones turned out well.
     """
     record.rounds = min(record.rounds + 1.0, memory)
-    asked = pending.asked
-    fresh, old = np.diff(pending.curve, prepend=0.0), np.diff(record.curve, prepend=0.0)
-    before = fresh[asked - 2] if asked > 1 else 1.0
-    ratio = min(fresh[asked - 1] / before, _GOING_ON) if before > 0 else 0.0
-    fresh[asked:] = fresh[asked - 1] * ratio ** np.arange(1, MOST - asked + 1)
-    rates = np.full(MOST, 1.0 / record.rounds)
-    rates[asked:] *= _SLOWLY
-    record.curve = np.cumsum(old + (fresh - old) * rates)
-
-
-def _curve(survival: Seq[float]) -> Floats:
-    best = sorted(survival, reverse=True)[:MOST]
-    return np.cumsum(np.pad(np.array(best), (0, MOST - len(best))))
+    asked, gains, rate = pending.asked, pending.gains, 1.0 / record.rounds
+    known = np.zeros(asked)
+    known[: len(gains)] = gains[:asked]
+    last, before = float(known[-1]), float(known[-2]) if asked > 1 else 1.0
+    ratio = min(last / before, _GOING_ON) if before > 0 else 0.0
+    record.gains[:asked] += (known - record.gains[:asked]) * rate
+    record.gains[asked:] += (last * ratio ** _PLACES[: MOST - asked] - record.gains[asked:]) * (rate * _SLOWLY)
 
 
 def _log_odds(chance: float) -> float:

@@ -316,7 +316,7 @@ class LLM:
 
 def _save_costs(llm: weakref.ref[LLM]) -> None:
     own = llm()
-    if own is not None:
+    if own is not None and hasattr(own, "engine"):
         own.save_costs()
 
 
