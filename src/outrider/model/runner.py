@@ -42,6 +42,16 @@ class Rows(NamedTuple):
     plan: AttentionPlan
 
 
+class Round(NamedTuple):
+    """A batch and its drafts as rows of one forward."""
+
+    feeds: list[Feed]
+    wanted: list[int]  # rows whose logits are wanted: roots and nodes
+    roots: list[int]  # of each sequence, its root among those; -1 while it reads its prompt
+    first_rows: list[int]
+    prompt_rows: dict[int, range]  # rows of prompts whose log probabilities are wanted
+
+
 def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None]) -> Rows:
     """Flat rows of feeds, padded to whole blocks; padding writes to the pool's last page."""
     tokens: list[int] = []
@@ -72,6 +82,8 @@ def _layer_numbers(taps: tuple[int, ...]) -> Tensor:
 
 class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
+
+    drafts_chains = False  # whether it has `draft`: a chain of the model's own choices in one call
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
         self.decoder = decoder
@@ -135,6 +147,16 @@ class Runner:
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone: prompt chunks, roots and draft nodes."""
+        feeds, wanted, roots, first_rows, prompt_rows = self._lay_out_round(batch, drafts)
+        resume = drafts.resume if self._can_resume(drafts.resume, feeds, taps) else None
+        hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
+        prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
+        logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
+        tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
+        return Scores(logits, roots, first_rows, tapped, prompt_logits)
+
+    def _lay_out_round(self, batch: Batch, drafts: Drafts) -> Round:
+        """Who feeds what, and which rows' logits are wanted."""
         trees = drafts.on_host()
         feeds: list[Feed] = []
         wanted: list[int] = []
@@ -153,12 +175,7 @@ class Runner:
             if seq.request.params.prompt_logprobs is not None and seq.cached < seq.prompt_len:
                 prompt_rows[b] = range(row, row + min(fed, seq.prompt_len - seq.cached))
             row += fed + n
-        resume = drafts.resume if self._can_resume(drafts.resume, feeds, taps) else None
-        hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
-        prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
-        logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
-        tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
-        return Scores(logits, roots, first_rows, tapped, prompt_logits)
+        return Round(feeds, wanted, roots, first_rows, prompt_rows)
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:
         """Whether the layers a drafter has run can be skipped: nobody taps them, and its rows are these rows."""

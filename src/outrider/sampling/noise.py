@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "Key", "Stream", "bits", "bits_at", "bits_torch", "gumbel", "keys_of", "uniform"]
+__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "Key", "Stream", "bits", "bits_at", "bits_torch", "gumbel", "keys_of", "prefix_of", "uniform"]
 
 Words = npt.NDArray[np.uint32]
 
@@ -116,6 +116,11 @@ _M64 = 0xFFFFFFFFFFFFFFFF
 def _words(key: Key) -> tuple[int, int]:
     h = _mix64(_prefix(key.seed, key.sample, key.stream, key.round) ^ (key.position & _M64))
     return h & _MASK, h >> 32
+
+
+def prefix_of(seed: int, sample: int) -> int:
+    """The 64 bits that a position is mixed with to key the shared stream; `_words` says how."""
+    return _prefix(seed, sample, Stream.CHOICE, 0)
 
 
 @lru_cache(maxsize=4096)

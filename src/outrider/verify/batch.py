@@ -40,11 +40,7 @@ def rows_of(seq: Generation, tree_tokens: Sequence[int], tree_parents: Sequence[
 
 
 def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
-    rows: list[Row] = []
-    for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
-        if root >= 0:
-            rows += rows_of(seq, tree.tokens, tree.parents)
-    choices = choose(scores.logits, rows)
+    choices = scores.choices if scores.choices is not None else choose(scores.logits, _rows(trees, scores, batch))
     verdicts = []
     for tree, root in zip(trees, scores.roots, strict=True):
         if root < 0:
@@ -54,6 +50,14 @@ def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]
         path = walk(tree.parents, tree.tokens, own) if tree.tokens else []
         verdicts.append(Verdict(path, [own[0], *(own[1 + node] for node in path)], own))
     return verdicts
+
+
+def _rows(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Row]:
+    rows: list[Row] = []
+    for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
+        if root >= 0:
+            rows += rows_of(seq, tree.tokens, tree.parents)
+    return rows
 
 
 def _chain(tree: Tree, drawn_from: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> Verdict:
