@@ -59,6 +59,11 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at th
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weights and rows; native core).")]
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")]
+Numerics = Annotated[
+    str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, without that promise.")
+]
+Memory = Annotated[float, typer.Option(help="Share of the GPU's memory that weights, KV and graphs may take.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -99,6 +104,9 @@ def generate(
     ignore_eos: IgnoreEos = False,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "safetensors",
+    device: Device = "auto",
+    numerics: Numerics = "exact",
+    memory: Memory = 0.9,
     threads: Threads = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
     as_json: AsJson = False,
@@ -143,6 +151,9 @@ def compare(
     ignore_eos: IgnoreEos = False,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "safetensors",
+    device: Device = "auto",
+    numerics: Numerics = "exact",
+    memory: Memory = 0.9,
     threads: Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each, interleaved; medians are shown.")] = 3,
     as_json: AsJson = False,
@@ -328,7 +339,8 @@ def _load(options: dict[str, Any]) -> Any:
         raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {method!r} has none")
     given = {"model": draft, "draft_tokens": options["draft_tokens"], "rule": options["rule"]}
     speculation = SpeculationConfig.parse(settings | {name: value for name, value in given.items() if value is not None})
-    return LLM(options["model"], speculation=speculation, dtype=options["dtype"], load_format=options["load_format"])
+    names = ("dtype", "load_format", "device", "numerics", "memory")
+    return LLM(options["model"], speculation=speculation, **{name: options[name] for name in names})
 
 
 def _set_threads(threads: int | None) -> None:

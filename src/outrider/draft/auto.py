@@ -21,13 +21,14 @@ _COMPANIONS = {  # what may come with a target, in the folder of that name
 _MOST = 32  # nodes of an arm
 
 
-def resolve_auto(config: SpeculationConfig, directory: Path) -> SpeculationConfig:
+def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = False) -> SpeculationConfig:
     """The same settings with the members named: those given, or whatever there is for the model."""
     if config.rule != "match":
         raise InvalidParameter("rule", f"method 'auto' verifies by 'match'; name a drafter to verify by {config.rule!r}")
     if config.nested():
         return config
-    found = tuple(own for name, own in _COMPANIONS.items() if (directory / name / "config.json").exists())
+    able = {"draft": _COMPANIONS["draft"]} if on_gpu else _COMPANIONS  # heads run on the processor, too far from the target
+    found = tuple(own for name, own in able.items() if (directory / name / "config.json").exists())
     names = ("suffix",) if found else ("suffix", "recycle")
     lookups = tuple(SpeculationConfig(name, draft_tokens=_MOST) for name in names)
     return replace(config, options={**config.options, "members": (*lookups, *found)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -43,6 +45,8 @@ class DraftModel:
         self._shape = shape
         self._sharpener = Sharpener(tree=shape.branch > 1)
         self._laws: dict[Sequence, dict[tuple[int, ...], Law]] = {}  # of the last draft, by path
+        # whether the runner draws whole chains by itself; q is not sharpened then
+        self._at_once = runner.drafts_chains and not self._vocabulary.foreign and shape == TreeShape()
 
     def begin(self, seq: Sequence) -> None:
         self._vocabulary.begin(seq)
@@ -64,6 +68,8 @@ class DraftModel:
         texts = {seq: self._text(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n}
         if plan.keep_q:
             return self._drawn(batch, plan, texts)
+        if self._at_once and not any(seq.request.params.adjusts for seq in texts):
+            return self._chained(batch, plan, texts)
         growing = []
         for seq, planned in zip(batch.sequences, plan.lengths, strict=True):
             text = texts.get(seq)
@@ -85,6 +91,23 @@ class DraftModel:
         if text is None or len(text.ids) >= self._reader.context or not self._reader.room(seq, len(text.ids) + planned):
             return None
         return text
+
+    def _chained(self, batch: Batch, plan: Plan, texts: dict[Sequence, Text | None]) -> Drafts:
+        """Chains that the runner draws in one call, with the target's noise."""
+        chains: list[list[int]] = [[] for _ in batch.sequences]
+        survival: list[list[float]] = [[] for _ in batch.sequences]
+        asked: list[tuple[int, Text, int]] = []  # sequence, its text, room
+        for b, (seq, planned) in enumerate(zip(batch.sequences, plan.lengths, strict=True)):
+            if (text := texts.get(seq)) is not None:
+                asked.append((b, text, min(planned, self._reader.context - len(text.ids))))
+        if asked:
+            rows = [Row.at(text.seq) for _, text, _ in asked]
+            found = self._reader.draft([text for _, text, _ in asked], rows, [room for _, _, room in asked])
+            for (b, _, _), (tokens, chances) in zip(asked, found, strict=True):
+                if CORRUPTED in tokens:
+                    raise DrafterFault("the draft's logits are not finite")
+                chains[b], survival[b] = tokens, list(accumulate(chances, mul))
+        return Drafts.chains(chains, survival=survival)
 
     def _extend(self, active: Seq[Growing]) -> Tensor:
         """The logits after every frontier node."""

@@ -12,6 +12,7 @@ from outrider.cache import OutOfPages, PageTable
 from outrider.core import Sequence
 from outrider.draft.pagebook import PageBook
 from outrider.model import Feed, Runner
+from outrider.sampling import Row
 
 __all__ = ["Reader", "Text"]
 
@@ -104,6 +105,26 @@ class Reader:
         for (seq, _, settled), feed in zip(texts, feeds, strict=True):
             self._note(seq, feed.start, settled)
         return logits
+
+    def draft(self, texts: Seq[Text], rows: Seq[Row], rooms: Seq[int]) -> list[tuple[list[int], list[float]]]:
+        """A chain after each text and the chance of each of its tokens, drawn by the runner in one call.
+
+        The newest two tokens are always fed: after full acceptance both are missing, and feeding one again changes nothing.
+        """
+        feeds = []
+        for seq, ids, settled in texts:
+            state, pages = self._states[seq], self.pages(seq)
+            start = max(min(state.valid(ids, settled), len(ids) - 2), 0)
+            self._book.overwrite(pages, start)
+            feeds.append(Feed(pages, start, ids[start:]))
+            state.fed[start:] = ids[start:]
+        tokens, chances = self.runner.draft(feeds, rows, max(rooms))
+        found = []
+        for (seq, _, settled), feed, room, own, odds in zip(texts, feeds, rooms, tokens.tolist(), chances.tolist(), strict=True):
+            self._note(seq, feed.start, settled)
+            self._states[seq].fed += own[: room - 1]
+            found.append((own[:room], odds[:room]))
+        return found
 
     def extend(self, seq: Sequence, feed: Feed) -> None:
         """Remember nodes about to be fed, as far as they lie where they would as text."""

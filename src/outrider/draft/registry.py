@@ -134,6 +134,8 @@ def _medusa(context: DraftContext) -> Drafter:
 def _early_exit(context: DraftContext) -> Drafter:
     from outrider.draft.early_exit import EarlyExit
 
+    if context.target.drafts_chains:
+        raise InvalidParameter("method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu")
     return EarlyExit(context.target, **context.config.options)
 
 

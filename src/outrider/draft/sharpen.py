@@ -81,7 +81,7 @@ class Sharpener:
             record = self._records.setdefault(self._class(law.row.params, len(path)), _Record())
             record.rounds += 1
             if record.seen < _YOUNG or record.rounds % _RARELY == 0:
-                logp = torch.log_softmax(process(logits, law.row), -1)[torch.from_numpy(law.ids[:_TOKENS])].double().numpy()
+                logp = torch.log_softmax(process(logits, law.row), -1)[torch.from_numpy(law.ids[:_TOKENS])].double().cpu().numpy()
                 record.right = record.right * _MEMORY + self._worth(law.logq[:_TOKENS], logp)
                 record.weight = record.weight * _MEMORY + 1.0
                 record.seen += 1

@@ -20,10 +20,11 @@ from outrider.draft import DraftContext, build_drafter, check_method
 from outrider.draft.auto import arms_of, resolve_auto
 from outrider.engine.commit import Writer
 from outrider.engine.costs_file import costs_path
+from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput, StreamPiece
 from outrider.errors import InvalidParameter, ModelError
-from outrider.model import LoadOptions, ModelConfig, Runner, load_decoder, locate
+from outrider.model import Decoder, LoadOptions, ModelConfig, Runner, load_decoder, locate
 from outrider.model.bundled import bundled_model
 from outrider.model.load import generation_defaults
 from outrider.platform import guard
@@ -51,6 +52,8 @@ class LLM:
     `speculation` is a method's name ("ngram", "draft_model", "none") or its settings, such as
     {"method": "draft_model", "model": path, "draft_tokens": 5, "rule": "match"}. vLLM's
     `speculative_config`, `speculative_model` and `num_speculative_tokens` are understood too.
+    `device` is "auto" (a GPU where there is one), "cpu" or "cuda". On a GPU, `memory` is the share of it that
+    weights, KV and graphs may take, and `numerics="fast"` gives up the same-tokens promise for other kernels.
     """
 
     def __init__(
@@ -61,6 +64,9 @@ class LLM:
         dtype: str = "auto",
         load_format: str = "safetensors",
         revision: str | None = None,
+        device: str = "auto",
+        numerics: str = "exact",
+        memory: float = 0.9,
         speculative_config: Mapping[str, Any] | None = None,
         speculative_model: str | None = None,
         num_speculative_tokens: int | None = None,
@@ -71,6 +77,7 @@ class LLM:
         for method in self.speculation.methods():
             check_method(method)
         config = _engine_config(sizes)
+        self.device = Device.resolve(device, numerics, memory)
         self.directory = locate(str(model or bundled_model()), revision)
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
         decoder = load_decoder(self.directory, self._options)
@@ -80,10 +87,10 @@ class LLM:
         self._defaults, self._eos = generation_defaults(self.directory, self.config)
         if self.tokenizer is not None and self.tokenizer.eos_id is not None:
             self._eos |= {self.tokenizer.eos_id}
-        self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
-        runner = Runner(decoder, _pool(self.config, *self._layout))
         if self.speculation.method == "auto":
-            self.speculation = resolve_auto(self.speculation, self.directory)
+            self.speculation = resolve_auto(self.speculation, self.directory, self.device.is_gpu)
+        self._layout = (self._page_count(config), config.page_size)
+        runner = self._runner(decoder)
         context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
         drafter = build_drafter(context)
         policy = self._policy(runner)
@@ -262,7 +269,20 @@ class LLM:
         """Load a draft model, its KV in as many pages as the target's."""
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
+        return self._runner(decoder)
+
+    def _runner(self, decoder: Decoder) -> Runner:
+        """A model and its KV where it runs."""
+        if self.device.is_gpu:
+            return self.device.runner(decoder, *self._layout)
         return Runner(decoder, _pool(decoder.config, *self._layout))
+
+    def _page_count(self, config: EngineConfig) -> int:
+        if not self.device.is_gpu:
+            return _page_count(config, self.config, self.max_model_len)
+        drafts = [own.model or str(self.directory / "draft") for own in self.speculation.flat() if own.method == "draft_model"]
+        models = [self.config, *(ModelConfig.read(locate(own)) for own in drafts)]
+        return self.device.page_count(config, models, self.max_model_len)
 
 
 def _save_costs(llm: weakref.ref[LLM]) -> None:

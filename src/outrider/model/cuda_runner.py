@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core import Batch, Drafts, Scores
@@ -21,7 +22,7 @@ from outrider.errors import InvalidParameter
 from outrider.model.cuda_stack import BEYOND, CudaPool, CudaStack
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.runner import Feed, Runner
-from outrider.ops import Blocked, Segment
+from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import Paged
 from outrider.sampling import Row
 from outrider.sampling.noise import prefix_of
@@ -40,7 +41,7 @@ class CudaOptions:
 
     exact: bool = True  # False: cuBLAS and whatever is fastest
     graphs: bool = True
-    overlap: bool = True  # a kernel may start while the one before it drains
+    overlap: bool = False  # a kernel may start while the one before it drains
     most_rows: int = 256  # of a graph
 
 
@@ -110,10 +111,11 @@ class CudaRunner(Runner):
     ) -> None:
         self.decoder = decoder
         self.device = torch.device(device)
+        self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact, options.overlap)
         c = decoder.config
         self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
-        self.ops = Blocked()
+        self.ops = serving_ops()  # of heads, which run on the processor
         self.stack = self._output = None
         self.options = options
         self.capture_seconds: dict[str, float] = {}
@@ -147,7 +149,7 @@ class CudaRunner(Runner):
         return Scores(logits.cpu(), laid.roots, laid.first_rows, tapped, prompt_logits)
 
     def _score_decoding(self, batch: Batch, laid: Any, rows: int, taps: tuple[int, ...]) -> Scores:
-        graph = self._graph(_bucket(rows, GRAPH_ROWS), taps)
+        graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
         trees = self._pack(graph.packed, laid.feeds)
         row = 0
         for seq, feed in zip(batch.sequences, laid.feeds, strict=True):
@@ -165,6 +167,11 @@ class CudaRunner(Runner):
         choices = graph.host[:rows].tolist() if ordinary else None
         logits = logits[:rows]
         return Scores(logits if ordinary else logits.cpu(), laid.roots, laid.first_rows, tapped, {}, choices)
+
+    def fill_round(self, graph: _Graph, feeds: Sequence[Feed]) -> None:
+        """Give a graph its rows, greedy ones."""
+        graph.packed.temperatures[:] = 0.0
+        graph.packed.send(self._pack(graph.packed, feeds))
 
     @staticmethod
     def _noise(packed: _Packed, rows: slice, seq: Generation) -> None:
@@ -260,15 +267,14 @@ class CudaRunner(Runner):
     # --- drafts of a draft model -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def draft(self, feeds: Sequence[Feed], rows: Sequence[Row], length: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def draft(self, feeds: Sequence[Feed], rows: Sequence[Row], length: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """A chain of `length` tokens after each feed, drawn with the target's noise, and their chances; both (B, length)."""
         longest = [feed for feed in feeds if len(feed.tokens) > 2]
         if longest:  # all but the newest two tokens of each
             self._forward([feed._replace(tokens=feed.tokens[:-2]) for feed in longest], ())
         batch = _bucket(len(feeds), GRAPH_ROWS)
-        chain = self._chain(batch, _bucket(length, CHAIN_LENGTHS))
-        self._pack_chain(chain.packed, feeds, rows, batch)
-        chain.packed.send(False)
+        chain = self.chain_graph(batch, _bucket(length, CHAIN_LENGTHS))
+        self.fill_chain(chain, feeds, rows)
         chain.replay()
         for host, found in zip(chain.host, (chain.drawn, chain.odds), strict=True):
             host.copy_(found, non_blocking=True)
@@ -276,24 +282,27 @@ class CudaRunner(Runner):
         tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
         return tokens, odds
 
-    def _pack_chain(self, packed: _Packed, feeds: Sequence[Feed], rows: Sequence[Row], batch: int) -> None:
-        """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them."""
+    def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
+        """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
+        packed, batch = chain.packed, chain.drawn.shape[1]
         size, scratch = self.pool.page_size, self.pool.pages - 1
         packed.fields[:] = 0
         packed.table[:batch] = scratch
         packed.fields[1] = np.arange(2 * batch) % batch
         packed.fields[5] = scratch * size
         packed.temperatures[:] = 0.0
-        for b, (feed, row) in enumerate(zip(feeds, rows, strict=True)):
-            newest = feed.start + len(feed.tokens) - 1
-            packed.table[b, : len(feed.pages)] = feed.pages
+        for b, row in enumerate(rows):
             packed.temperatures[b] = 0.0 if row.params.greedy else row.params.temperature
             packed.prefixes[b] = prefix_of(row.seed, row.sample)
+        for b, feed in enumerate(feeds):
+            newest = feed.start + len(feed.tokens) - 1
+            packed.table[b, : len(feed.pages)] = feed.pages
             for place, back in ((b, 1), (batch + b, 2)):
                 back = min(back, len(feed.tokens))  # a lone token is fed twice
                 position = newest + 1 - back
                 slot = feed.pages[position // size] * size + position % size
                 packed.fields[:, place] = (feed.tokens[-back], b, position, position, 0, slot)
+        packed.send(False)
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
@@ -301,11 +310,12 @@ class CudaRunner(Runner):
         """Capture the graphs a run will need."""
         for count in GRAPH_ROWS:
             if count <= _bucket(rows, GRAPH_ROWS):
-                self._graph(count, taps)
+                self.round_graph(count, taps)
         for batch, length in chains:
-            self._chain(_bucket(batch, GRAPH_ROWS), _bucket(length, CHAIN_LENGTHS))
+            self.chain_graph(_bucket(batch, GRAPH_ROWS), _bucket(length, CHAIN_LENGTHS))
 
-    def _graph(self, rows: int, taps: tuple[int, ...]) -> _Graph:
+    def round_graph(self, rows: int, taps: tuple[int, ...] = ()) -> _Graph:
+        """The graph of a forward of so many rows, one of GRAPH_ROWS, with its choices."""
         key = (rows, taps)
         if key not in self._graphs:
             self._graphs[key] = self._capture_round(rows, taps)
@@ -327,7 +337,8 @@ class CudaRunner(Runner):
         host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         return _Graph(packed, replay, kept, host)
 
-    def _chain(self, batch: int, length: int) -> _Chain:
+    def chain_graph(self, batch: int, length: int) -> _Chain:
+        """The graph of a draft: one of GRAPH_ROWS sequences, one of CHAIN_LENGTHS tokens."""
         key = (batch, length)
         if key not in self._chains:
             self._chains[key] = self._capture_chain(batch, length)
@@ -402,7 +413,7 @@ def _places(feeds: Sequence[Feed], order: Sequence[int]) -> list[int]:
 
 
 def _tree_rows(
-    feed: Feed, size: int, ancestors: np.ndarray[Any, Any], first: int
+    feed: Feed, size: int, ancestors: NDArray[Any], first: int
 ) -> tuple[list[int], list[int], range]:
     """Positions, roots and storage places of a feed whose nodes branch; their ancestors' slots are filled in."""
     segment = Segment(first, feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known)

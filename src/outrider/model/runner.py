@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.cache import KVPool
@@ -17,8 +18,9 @@ from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows, output_product
 from outrider.ops import BLOCK, AttentionPlan, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
+from outrider.sampling import Row
 
-__all__ = ["Feed", "Rows", "Runner", "lay_out"]
+__all__ = ["Feed", "Round", "Rows", "Runner", "lay_out"]
 
 
 class Feed(NamedTuple):
@@ -83,7 +85,8 @@ def _layer_numbers(taps: tuple[int, ...]) -> Tensor:
 class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
-    drafts_chains = False  # whether it has `draft`: a chain of the model's own choices in one call
+    drafts_chains = False  # whether `draft` draws whole chains
+    device_name = "cpu"
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
         self.decoder = decoder
@@ -176,6 +179,10 @@ class Runner:
                 prompt_rows[b] = range(row, row + min(fed, seq.prompt_len - seq.cached))
             row += fed + n
         return Round(feeds, wanted, roots, first_rows, prompt_rows)
+
+    def draft(self, feeds: Sequence[Feed], rows: Sequence[Row], length: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Chains of `length` tokens after the feeds, drawn with the target's noise, and their chances; both (B, length)."""
+        raise NotImplementedError
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:
         """Whether the layers a drafter has run can be skipped: nobody taps them, and its rows are these rows."""

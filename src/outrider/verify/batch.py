@@ -63,7 +63,7 @@ def _rows(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Row]:
 def _chain(tree: Tree, drawn_from: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> Verdict:
     """The published rules, for one chain. Their coins and residuals come from streams of their own."""
     rows = rows_of(seq, tree.tokens, tree.parents)
-    p = torch.stack([law(scores.logits[root + i], row) for i, row in enumerate(rows)])
+    p = torch.stack([law(scores.logits[root + i].cpu(), row) for i, row in enumerate(rows)])
     tokens = torch.tensor(tree.tokens, dtype=torch.int64)
     request, base, turn = seq.request, len(seq.tokens), seq.stats.rounds
     if rule == "lossy_typical":

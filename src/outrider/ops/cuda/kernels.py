@@ -134,14 +134,14 @@ def _rotate_and_place(
     acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in,
     BM: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """A tile lies inside q, k or v: its width divides a head's."""
+    """A tile lies inside q, k or v: its width divides theirs."""
     Q: tl.constexpr = HEADS * HEAD
     KV: tl.constexpr = KV_HEADS * HEAD
     slot = tl.load(slots + row, mask=row_in, other=0).to(tl.int64)
     place = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + slot % PAGE * HEAD
     if first < Q + KV:
         position = tl.load(positions + row, mask=row_in, other=0).to(tl.int64)
-        turn = (first % HEAD) // 2 + tl.arange(0, BN // 2)
+        turn = (first // 2 + tl.arange(0, BN // 2)) % (HEAD // 2)
         angle = position[:, None] * (HEAD // 2) + turn[None, :]
         c = tl.load(cos + angle, mask=row_in[:, None], other=0.0)
         s = tl.load(sin + angle, mask=row_in[:, None], other=0.0)
@@ -195,13 +195,12 @@ def silu_pairs(fused, out, columns, BN: tl.constexpr, PDL: tl.constexpr):
 def _block(q, key_at, value_at, seen, scale, PRECISION: tl.constexpr):
     """One block of keys for a tile of query rows: largest score, sum of weights, weighted values."""
     k = tl.load(key_at, mask=seen[0][:, None], other=0.0)
+    v = tl.load(value_at, mask=seen[0][:, None], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     scores = tl.where(seen[1], scores, float("-inf"))
     top = tl.max(scores, 1)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(scores - shift[:, None])
-    v = tl.load(value_at, mask=seen[0][:, None], other=0.0)
-    weights = weights.to(v.dtype)
+    weights = tl.exp2(scores - shift[:, None]).to(v.dtype)
     total = tl.dot(weights, tl.full((k.shape[0], 16), 1.0, v.dtype), input_precision=PRECISION)
     mixed = tl.dot(weights, v, input_precision=PRECISION)
     total = tl.max(total, 1)  # sixteen equal columns
@@ -328,3 +327,11 @@ def attend_chunks(
         top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
     y = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_row, y, mask=inside[:, None])
+
+
+@triton.jit
+def prefetch(w, lines, COUNT: tl.constexpr):
+    """Lines of 128 bytes into the cache."""
+    line = tl.minimum(tl.program_id(0) * COUNT + tl.arange(0, COUNT), lines - 1)
+    address = w.to(tl.int64, bitcast=True) + line.to(tl.int64) * 128
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)

@@ -92,7 +92,7 @@ class Kernels:
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile | None = None) -> None:
         """out = x times w transposed ("store"), added to out ("add"), or silu of its pairs ("silu")."""
-        self._product(x, w, bias, out, form, tile or tile_for(len(x), len(w)), (out,) * 6)
+        self._product(x, w, bias, out, form, tile or tile_for(len(x), *w.shape), (out,) * 6)
 
     def qkv(
         self, x: Tensor, w: Tensor, bias: Tensor | None, q: Tensor, pool: tuple[Tensor, Tensor], paged: Paged,
@@ -100,7 +100,7 @@ class Kernels:
     ) -> None:  # fmt: skip
         """Rotated q into `q`, rotated k and v into one layer of the pool."""
         placed = (*pool, paged.slots, paged.positions, *turns)
-        self._product(x, w, bias, q, "qkv", tile or tile_for(len(x), len(w), self.shape.head), placed)
+        self._product(x, w, bias, q, "qkv", tile or tile_for(len(x), *w.shape, self._section), placed)
 
     def _product(
         self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile, placed: tuple[Tensor, ...]
@@ -158,6 +158,17 @@ class Kernels:
             TILE=self.chunk_tokens * s.heads // s.kv_heads, KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head,
             PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=8, num_stages=1,
         )  # fmt: skip
+
+    @property
+    def _section(self) -> int:
+        """The widest tile that q, k and v are whole numbers of."""
+        kv = self.shape.kv_heads * self.shape.head
+        return kv & -kv
+
+    def prefetch(self, weight: Tensor, most: int) -> None:
+        """Bring the first bytes of a matrix into the cache, for the product that comes next."""
+        lines = min(weight.numel() * weight.element_size(), most) // 128
+        kernels.prefetch[(triton.cdiv(lines, 1024),)](weight, lines, 1024, num_warps=4)
 
     @property
     def chunk_tokens(self) -> int:
