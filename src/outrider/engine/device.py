@@ -12,7 +12,7 @@ from outrider.config import EngineConfig
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelConfig, Runner
 
-__all__ = ["Device", "Share", "share_memory"]
+__all__ = ["Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
@@ -55,7 +55,7 @@ class Device:
             raise InvalidParameter("numerics", f"unknown {numerics!r}; known: {', '.join(_NUMERICS)}")
         if not 0.0 < memory <= 1.0:
             raise InvalidParameter("memory", f"must be in (0, 1], got {memory}")
-        missing = _missing()
+        missing = missing_gpu()
         if name == "cuda" and missing:
             raise InvalidParameter("device", f"cuda cannot be used: {missing}")
         return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", memory)
@@ -90,14 +90,14 @@ def share_memory(models: Sequence[ModelConfig], total: int, page_size: int, max_
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
     weights = sum(2 * own.parameters for own in models)
     page = sum(2 * 2 * own.layers * own.kv_heads * own.head_dim * page_size for own in models)
-    blocks = -(-max_model_len // 128)
+    blocks = -(-max_model_len // 64)
     reserve = _BASE
     for own in models:
         reserve += 4 * 3 * rows * own.vocab + 4 * rows * own.heads * blocks * (own.head_dim + 2) + 16 * rows * own.ffn
     return Share(total, weights, reserve, page)
 
 
-def _missing() -> str | None:
+def missing_gpu() -> str | None:
     """Why no GPU can be used, if so."""
     if not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU" if torch.version.cuda else "this build of torch is for processors alone"

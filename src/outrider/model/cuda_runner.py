@@ -41,7 +41,6 @@ class CudaOptions:
 
     exact: bool = True  # False: cuBLAS and whatever is fastest
     graphs: bool = True
-    overlap: bool = False  # a kernel may start while the one before it drains
     most_rows: int = 256  # of a graph
 
 
@@ -65,6 +64,7 @@ class _Packed:
         self.table = flat[(2 + _MOVED) * rows : self._short].reshape(sequences, width)
         self.ancestors = flat[self._short :].reshape(rows, depth)
         self.paged = self._views()
+        self._placed: list[list[int] | None] = [None] * sequences
 
     def _views(self) -> Paged:
         n, flat = self.rows, self._device
@@ -77,9 +77,15 @@ class _Packed:
             prefixes=flat[: 2 * n].view(torch.int64),
         )
 
-    def send(self, trees: bool) -> None:
-        words = len(self._host) if trees else self._short
-        self._device[:words].copy_(self._host[:words], non_blocking=True)
+    def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
+        """A sequence's row of the page table; what it does not own is the padding's page."""
+        if self._placed[b] != pages:
+            self._placed[b] = list(pages)
+            self.table[b, : len(pages)] = pages
+            self.table[b, len(pages) :] = scratch
+
+    def send(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
 
 
 class _Graph(NamedTuple):
@@ -87,7 +93,7 @@ class _Graph(NamedTuple):
 
     packed: _Packed
     replay: Any
-    found: list[Any]  # after a replay: logits, choices, taps or None
+    found: list[Any]  # after a replay: logits, taps or None
     host: Tensor  # pinned: the choices
 
 
@@ -112,7 +118,7 @@ class CudaRunner(Runner):
         self.decoder = decoder
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
-        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, options.overlap)
+        self.cuda = CudaStack(decoder, page_size, self.device, options.exact)
         c = decoder.config
         self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
         self.ops = serving_ops()  # of heads, which run on the processor
@@ -150,19 +156,16 @@ class CudaRunner(Runner):
 
     def _score_decoding(self, batch: Batch, laid: Any, rows: int, taps: tuple[int, ...]) -> Scores:
         graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
-        trees = self._pack(graph.packed, laid.feeds)
+        self._pack(graph.packed, laid.feeds)
         row = 0
         for seq, feed in zip(batch.sequences, laid.feeds, strict=True):
             end = row + 1 + len(feed.nodes)
             self._noise(graph.packed, slice(row, end), seq)
             row = end
-        graph.packed.send(trees)
         graph.replay()
         ordinary = not any(seq.request.params.adjusts or seq.request.params.truncates for seq in batch.sequences)
-        if ordinary:
-            graph.host.copy_(graph.found[1], non_blocking=True)
         self._wait()
-        logits, _, taps_of_all = graph.found
+        logits, taps_of_all = graph.found
         tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).cpu()
         choices = graph.host[:rows].tolist() if ordinary else None
         logits = logits[:rows]
@@ -171,7 +174,7 @@ class CudaRunner(Runner):
     def fill_round(self, graph: _Graph, feeds: Sequence[Feed]) -> None:
         """Give a graph its rows, greedy ones."""
         graph.packed.temperatures[:] = 0.0
-        graph.packed.send(self._pack(graph.packed, feeds))
+        self._pack(graph.packed, feeds)
 
     @staticmethod
     def _noise(packed: _Packed, rows: slice, seq: Generation) -> None:
@@ -179,8 +182,8 @@ class CudaRunner(Runner):
         packed.temperatures[rows] = 0.0 if params.greedy else params.temperature
         packed.prefixes[rows] = prefix_of(seq.request.seed, seq.request.index)
 
-    def _pack(self, packed: _Packed, feeds: Sequence[Feed]) -> bool:
-        """Fill a graph's integers; whether some node lies out of order."""
+    def _pack(self, packed: _Packed, feeds: Sequence[Feed]) -> None:
+        """Fill a forward's integers; rows beyond the feeds' are padding."""
         size, scratch = self.pool.page_size, self.pool.pages - 1
         tokens: list[int] = []
         sequences: list[int] = []
@@ -188,17 +191,14 @@ class CudaRunner(Runner):
         roots: list[int] = []
         firsts: list[int] = []
         slots: list[int] = []
-        trees = False
         for b, feed in enumerate(feeds):
             pages, n = feed.pages, len(feed.tokens) + len(feed.nodes)
             tokens += feed.tokens
             tokens += feed.nodes
             sequences += [b] * n
             firsts += [feed.first_key] * n
-            packed.table[b, : len(pages)] = pages
-            packed.table[b, len(pages) :] = scratch
-            if any(parent != i - 1 for i, parent in enumerate(feed.parents)):
-                trees = True
+            packed.place(b, pages, scratch)
+            if feed.parents and any(parent != i - 1 for i, parent in enumerate(feed.parents)):
                 own = _tree_rows(feed, size, packed.ancestors, len(positions))
                 positions += own[0]
                 roots += own[1]
@@ -214,9 +214,8 @@ class CudaRunner(Runner):
             packed.fields[:, filled:] = 0
             packed.fields[1, filled:] = len(packed.table) - 1  # a sequence of their own
             packed.fields[5, filled:] = scratch * size
-            packed.table[len(feeds) :] = scratch
+            packed.place(len(packed.table) - 1, (), scratch)
             packed.temperatures[filled:] = 0.0
-        return trees
 
     # --- forwards for drafters and prompts ---------------------------------------------------------------------------
 
@@ -233,8 +232,8 @@ class CudaRunner(Runner):
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
         packed = _Packed(rows, len(feeds), self._width, self.device, _DEPTH if branched else 1)
-        trees = self._pack(packed, [feeds[i] for i in order])
-        packed.send(trees)
+        self._pack(packed, [feeds[i] for i in order])
+        packed.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
         found = self.cuda.forward(packed.paged, self.pool, taps, chunks, single)
@@ -276,8 +275,6 @@ class CudaRunner(Runner):
         chain = self.chain_graph(batch, _bucket(length, CHAIN_LENGTHS))
         self.fill_chain(chain, feeds, rows)
         chain.replay()
-        for host, found in zip(chain.host, (chain.drawn, chain.odds), strict=True):
-            host.copy_(found, non_blocking=True)
         self._wait()
         tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
         return tokens, odds
@@ -287,7 +284,6 @@ class CudaRunner(Runner):
         packed, batch = chain.packed, chain.drawn.shape[1]
         size, scratch = self.pool.page_size, self.pool.pages - 1
         packed.fields[:] = 0
-        packed.table[:batch] = scratch
         packed.fields[1] = np.arange(2 * batch) % batch
         packed.fields[5] = scratch * size
         packed.temperatures[:] = 0.0
@@ -296,13 +292,14 @@ class CudaRunner(Runner):
             packed.prefixes[b] = prefix_of(row.seed, row.sample)
         for b, feed in enumerate(feeds):
             newest = feed.start + len(feed.tokens) - 1
-            packed.table[b, : len(feed.pages)] = feed.pages
+            packed.place(b, feed.pages, scratch)
             for place, back in ((b, 1), (batch + b, 2)):
                 back = min(back, len(feed.tokens))  # a lone token is fed twice
                 position = newest + 1 - back
                 slot = feed.pages[position // size] * size + position % size
                 packed.fields[:, place] = (feed.tokens[-back], b, position, position, 0, slot)
-        packed.send(False)
+        for b in range(len(feeds), batch):
+            packed.place(b, (), scratch)
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
@@ -324,17 +321,18 @@ class CudaRunner(Runner):
     def _capture_round(self, rows: int, taps: tuple[int, ...]) -> _Graph:
         packed = _Packed(rows, rows, self._width, self.device)
         self._pack(packed, [])
-        packed.send(False)
         kept: list[Any] = []
+        host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
         def work() -> None:
+            packed.send()
             found = self.cuda.forward(packed.paged, self.pool, taps)
             logits = self.cuda.logits(found.last)
             chosen, _ = self.cuda.kernels.choose(logits, packed.paged)
-            kept[:] = [logits, chosen, found.taps]
+            host.copy_(chosen, non_blocking=True)
+            kept[:] = [logits, found.taps]
 
         replay = self._capture(f"round of {rows} rows", work)
-        host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         return _Graph(packed, replay, kept, host)
 
     def chain_graph(self, batch: int, length: int) -> _Chain:
@@ -346,23 +344,28 @@ class CudaRunner(Runner):
 
     def _capture_chain(self, batch: int, length: int) -> _Chain:
         packed = _Packed(2 * batch, batch, self._width, self.device, 1)
-        self._pack(packed, [])
-        packed.send(False)
+        for b in range(batch):
+            packed.place(b, (), self.pool.pages - 1)
+        packed.fields[5] = (self.pool.pages - 1) * self.pool.page_size
         after = _Packed(batch, 1, 1, self.device, 1).paged
         after.table = packed.paged.table
         drawn = torch.zeros(length, batch, dtype=torch.int32, device=self.device)
         odds = torch.zeros(length, batch, device=self.device)
 
+        host = tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=self.device.type == "cuda") for part in (drawn, odds))
+
         def work() -> None:
+            packed.send()
             before = packed.paged
             for step in range(length):
                 last = self.cuda.forward(before, self.pool).last
                 found = self.cuda.kernels.choose(self.cuda.logits(last[:batch]), before.rows(slice(0, batch)))
                 self.cuda.kernels.next_rows(found, before, after, (drawn, odds), step)
                 before = after
+            for kept, own in zip(host, (drawn, odds), strict=True):
+                kept.copy_(own, non_blocking=True)
 
         replay = self._capture(f"draft of {length} tokens for {batch}", work)
-        host = tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=self.device.type == "cuda") for part in (drawn, odds))
         return _Chain(packed, replay, drawn, odds, host)  # type: ignore[arg-type]
 
     def _capture(self, name: str, work: Any) -> Any:

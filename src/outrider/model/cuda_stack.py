@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,16 +67,14 @@ class Forward:
 class CudaStack:
     """Layers over paged KV. `exact` products are our own at every row count; else cuBLAS makes them."""
 
-    def __init__(self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, overlap: bool = False) -> None:
+    def __init__(self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True) -> None:
         c = self.config = decoder.config
         _check(decoder)
         self.device = device
         self.dtype = torch.bfloat16 if c.dtype == "bfloat16" else torch.float32
         shape = Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, page_size, c.norm_eps)
-        self.kernels = Kernels(shape, self.dtype, overlap and device.type == "cuda")
+        self.kernels = Kernels(shape, self.dtype)
         self._exact = exact
-        self.ahead: dict[int, int] = {}
-        self._side = torch.cuda.Stream() if device.type == "cuda" else None
         windows = c.windows or (None,) * c.layers
         self.layers = [self._layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
         self.embedding = self._take(decoder.embedding)
@@ -138,35 +134,17 @@ class CudaStack:
             kv = (pool.keys[i], pool.values[i])
             self._qkv(normed, layer, q, kv, paged)
             if chunks is None:
-                with self._ahead(layer.out, 1):
-                    k.attend_rows(q, kv, paged, mixed, layer.window)
+                k.attend_rows(q, kv, paged, mixed, layer.window)
             else:
                 k.attend_chunks(q, kv, paged.table, chunks, mixed, layer.window)
                 if single is not None:
                     k.attend_rows(q[single], kv, paged.rows(single), mixed[single], layer.window)
             self._add(mixed, layer.out, layer.out_bias, stream)
-            with self._ahead(layer.gate_up, 2):
-                normed = k.norm(stream, layer.norm_mlp)
+            normed = k.norm(stream, layer.norm_mlp)
             self._add(self._gated(normed, layer), layer.down, layer.down_bias, stream)
-            last = i + 1 == len(self.layers)
-            with self._ahead(self.output if last else self.layers[i + 1].qkv, 2):
-                normed = k.norm(stream, self.norm if last else self.layers[i + 1].norm_in)
+            normed = k.norm(stream, self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm)
         kept[len(self.layers)] = stream
         return Forward(normed, torch.stack([kept[i] for i in taps], 1) if taps else None)
-
-    @contextmanager
-    def _ahead(self, weight: Tensor, kind: int) -> Iterator[None]:
-        """While few programs run, the next product's weights come into the cache; only inside a graph."""
-        most = self.ahead.get(kind, 0)
-        if not most or not torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        main = torch.cuda.current_stream()
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            self.kernels.prefetch(weight, most)
-        yield
-        main.wait_stream(self._side)
 
     def logits(self, last: Tensor) -> Tensor:
         """Float32 logits (N, V) of rows after the last norm."""

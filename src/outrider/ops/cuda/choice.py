@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["VOCAB_TILE", "choose_tiles", "choose_winner", "move_slots", "next_rows"]
 
@@ -46,13 +45,10 @@ def _gumbel(prefix, position, token):
 
 @triton.jit
 def choose_tiles(
-    logits, temperatures, prefixes, positions, tops, ids, masses, vocab, tiles, BN: tl.constexpr, PDL: tl.constexpr
+    logits, temperatures, prefixes, positions, tops, ids, masses, vocab, tiles, BN: tl.constexpr
 ):
     """Of each tile of the vocabulary: the largest score, its lowest id, and the sum of exp(score - largest)."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tile * BN + tl.arange(0, BN)
     inside = token < vocab
     x = tl.load(logits + row * vocab + token, mask=inside, other=float("-inf"))
@@ -74,12 +70,9 @@ def choose_tiles(
 
 
 @triton.jit
-def choose_winner(tops, ids, masses, chosen, chances, tiles, PADDED: tl.constexpr, PDL: tl.constexpr):
+def choose_winner(tops, ids, masses, chosen, chances, tiles, PADDED: tl.constexpr):
     """The chosen token of each row, -1 where the logits leave none, and its share of the exponentials."""
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     tile = tl.arange(0, PADDED)
     inside = tile < tiles
     top = tl.load(tops + row * tiles + tile, mask=inside, other=float("-inf"))
@@ -98,15 +91,12 @@ def choose_winner(tops, ids, masses, chosen, chances, tiles, PADDED: tl.constexp
 def next_rows(
     chosen, chances, source, tokens, sequences, positions, roots, slots, table, drawn, odds, sequences_in, positions_in,
     temperatures_in, prefixes_in, temperatures, prefixes, table_width, step, batch,
-    PAGE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Between two tokens of a draft: keep what was chosen, and make it the next row of its sequence.
 
     Sequence b's choice is that of row source[b]; rows of the step before are given by `*_in`.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     b = tl.arange(0, PADDED)
     inside = b < batch
     row = tl.load(source + b, mask=inside, other=0)

@@ -16,20 +16,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["BLOCK", "attend_chunks", "attend_rows", "embed_norm", "linear", "merge_blocks", "norm", "rope_store", "silu_pairs"]
 
-BLOCK = 128  # keys of one block of the attention's reduction, by logical position
+BLOCK = 64  # keys of one block of the attention's reduction, by logical position
 
 
 @triton.jit
-def embed_norm(tokens, embedding, weight, stream, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def embed_norm(tokens, embedding, weight, stream, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """The stream of each row's token, float32, and its first norm."""
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     token = tl.load(tokens + row).to(tl.int64)
@@ -39,14 +35,11 @@ def embed_norm(tokens, embedding, weight, stream, normed, eps, WIDTH: tl.constex
 
 
 @triton.jit
-def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Root-mean-square norm of float32 rows, rounded to the weights' kind."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
     _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
 
@@ -63,9 +56,12 @@ def linear(
     x, w, bias, out, keys, values, slots, positions, cos, sin, rows, columns,
     INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     """x (rows, INNER) times w (columns, INNER) transposed, and what follows it.
+
+    The inner dimension is summed in PARTS parts, each one chain of additions, and the parts in order. Few rows take
+    the parts abreast, because one chain alone would wait for the tensor cores' latency; many take them one by one.
 
     FORM "store": out = product. "add": out += product, the residual stream. "silu": pairs of columns become
     silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows.
@@ -73,36 +69,67 @@ def linear(
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     column = first + tl.arange(0, BN)
-    k = tl.arange(0, BK)
     row_in, column_in = row < rows, column < columns
-    x_at = x + row[:, None].to(tl.int64) * INNER + k[None, :]
-    w_at = w + column[None, :].to(tl.int64) * INNER + k[:, None]
-    if PDL:
-        gdc_launch_dependents()
-        if AHEAD > 0:  # weights do not wait for the rows
-            line = tl.arange(0, AHEAD) * 64
-            address = (w + column[:, None].to(tl.int64) * INNER + line[None, :]).to(tl.int64, bitcast=True)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-            )
-        gdc_wait()
-    acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, INNER, BK):
-        if INNER % BK == 0:
-            a = tl.load(x_at, mask=row_in[:, None], other=0.0)
-            b = tl.load(w_at, mask=column_in[None, :], other=0.0, eviction_policy="evict_first")
-        else:
-            a = tl.load(x_at, mask=row_in[:, None] & (start + k < INNER)[None, :], other=0.0)
-            b = tl.load(w_at, mask=column_in[None, :] & (start + k < INNER)[:, None], other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        x_at += BK
-        w_at += BK
+    x_at = x + row[:, None].to(tl.int64) * INNER
+    w_at = w + column[None, :].to(tl.int64) * INNER
+    PART: tl.constexpr = INNER // PARTS
+    if PARTS == 4 and ABREAST:
+        k = tl.arange(0, BK)
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc_1 = tl.zeros((BM, BN), tl.float32)
+        acc_2 = tl.zeros((BM, BN), tl.float32)
+        acc_3 = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, PART, BK):
+            at = start + k
+            acc = _step(x_at, w_at, at, row_in, column_in, acc, PART, BK, PRECISION)
+            acc_1 = _step(x_at + PART, w_at + PART, at, row_in, column_in, acc_1, PART, BK, PRECISION)
+            acc_2 = _step(x_at + 2 * PART, w_at + 2 * PART, at, row_in, column_in, acc_2, PART, BK, PRECISION)
+            acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
+        acc = _add(_add(_add(acc, acc_1), acc_2), acc_3)
+    else:
+        acc = _run(x_at, w_at, row_in, column_in, PART, BM, BN, BK, PRECISION)
+        for _ in tl.static_range(1, PARTS):
+            x_at += PART
+            w_at += PART
+            acc = _add(acc, _run(x_at, w_at, row_in, column_in, PART, BM, BN, BK, PRECISION))
     if HAS_BIAS:
-        acc += tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :]
+        acc = _add(acc, tl.broadcast_to(tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :], acc.shape))
     _finish(
         acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
         BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
     )  # fmt: skip
+
+
+@triton.jit
+def _step(
+    x_at, w_at, at, row_in, column_in, acc, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """BK more terms of every element's sum."""
+    if PART % BK == 0:
+        a = tl.load(x_at + at[None, :], mask=row_in[:, None], other=0.0)
+        b = tl.load(w_at + at[:, None], mask=column_in[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        a = tl.load(x_at + at[None, :], mask=row_in[:, None] & (at < PART)[None, :], other=0.0)
+        b = tl.load(w_at + at[:, None], mask=column_in[None, :] & (at < PART)[:, None], other=0.0, eviction_policy="evict_first")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _add(a, b):
+    """a + b, but not as an addition: the compiler would start the product behind b from a, which rounds otherwise."""
+    return tl.fma(b, tl.full(b.shape, 1.0, tl.float32), a)
+
+
+@triton.jit
+def _run(
+    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One part of the inner dimension."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, PART, BK):
+        acc = _step(x_at, w_at, start + k, row_in, column_in, acc, PART, BK, PRECISION)
+    return acc
 
 
 @triton.jit
@@ -117,7 +144,7 @@ def _finish(
         tl.store(out + long[:, None] * columns + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
     elif FORM == "add":
         at = out + long[:, None] * columns + column[None, :]
-        tl.store(at, tl.load(at, mask=inside, other=0.0) + acc, mask=inside)
+        tl.store(at, _add(tl.load(at, mask=inside, other=0.0), acc), mask=inside)
     elif FORM == "silu":
         gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
         y = gate / (1.0 + tl.exp(-gate)) * up
@@ -162,15 +189,12 @@ def _rotate_and_place(
 @triton.jit
 def rope_store(
     fused, out, keys, values, slots, positions, cos, sin, rows,
-    BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """What follows a product of q, k and v that another library made."""
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     column = first + tl.arange(0, BN)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     at = fused + row[:, None].to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD) + column[None, :]
     acc = tl.load(at, mask=(row < rows)[:, None], other=0.0).to(tl.float32)
     _rotate_and_place(acc, out, keys, values, slots, positions, cos, sin, row.to(tl.int64), column, first, row < rows,
@@ -178,13 +202,10 @@ def rope_store(
 
 
 @triton.jit
-def silu_pairs(fused, out, columns, BN: tl.constexpr, PDL: tl.constexpr):
+def silu_pairs(fused, out, columns, BN: tl.constexpr):
     """silu(gate) * up of a product that another library made."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     inside = column < columns
     gate = tl.load(fused + row * 2 * columns + 2 * column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(fused + row * 2 * columns + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
@@ -223,7 +244,7 @@ def attend_rows(
     q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes,
     table_width, most_blocks, scale,
     LANES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Single rows, draft nodes among them: each block's part of each row's attention.
 
@@ -231,9 +252,6 @@ def attend_rows(
     says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r].
     """
     row, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     position = tl.load(positions + row)
     sequence = tl.load(sequences + row).to(tl.int64)
     root, first = tl.load(roots + row), tl.load(firsts + row)
@@ -265,13 +283,10 @@ def attend_rows(
 @triton.jit
 def merge_blocks(
     tops, totals, mixes, positions, out, most_blocks,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The blocks of each row and head, in order of logical position."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     d = tl.arange(0, HEAD)
     blocks = tl.load(positions + row) // BLOCK + 1
     part = (row * HEADS + head) * most_blocks + tl.arange(0, 1)
@@ -328,10 +343,3 @@ def attend_chunks(
     y = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_row, y, mask=inside[:, None])
 
-
-@triton.jit
-def prefetch(w, lines, COUNT: tl.constexpr):
-    """Lines of 128 bytes into the cache."""
-    line = tl.minimum(tl.program_id(0) * COUNT + tl.arange(0, COUNT), lines - 1)
-    address = w.to(tl.int64, bitcast=True) + line.to(tl.int64) * 128
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -60,15 +59,12 @@ def pair_rows(weight: Tensor, groups: int) -> Tensor:
 
 
 class Kernels:
-    """The kernels of one model. `overlap` lets a kernel start while the one before it drains."""
+    """The kernels of one model."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, overlap: bool) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self.shape = shape
         self.dtype = dtype
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
-        self._pdl = overlap
-        self.ahead = 16  # lines of 128 bytes of every weight row that are fetched before the rows are there
-        self._launch: dict[str, Any] = {"launch_pdl": True} if overlap else {}
 
     def embed(self, paged: Paged, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The stream (N, hidden) float32 of every row, and its norm."""
@@ -76,19 +72,19 @@ class Kernels:
         stream = torch.empty(rows, width, device=embedding.device)
         normed = torch.empty(rows, width, device=embedding.device, dtype=self.dtype)
         kernels.embed_norm[(rows,)](
-            paged.tokens, embedding, weight, stream, normed, self.shape.eps, width, _power(width), self._pdl, **self._norm_launch
+            paged.tokens, embedding, weight, stream, normed, self.shape.eps, width, _power(width), num_warps=self._norm_warps
         )
         return stream, normed
 
     def norm(self, stream: Tensor, weight: Tensor) -> Tensor:
         rows, width = stream.shape
         normed = torch.empty(rows, width, device=stream.device, dtype=self.dtype)
-        kernels.norm[(rows,)](stream, weight, normed, self.shape.eps, width, _power(width), self._pdl, **self._norm_launch)
+        kernels.norm[(rows,)](stream, weight, normed, self.shape.eps, width, _power(width), num_warps=self._norm_warps)
         return normed
 
     @property
-    def _norm_launch(self) -> dict[str, Any]:
-        return {"num_warps": 4 if self.shape.hidden <= 1024 else 8} | self._launch
+    def _norm_warps(self) -> int:
+        return 4 if self.shape.hidden <= 1024 else 8
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile | None = None) -> None:
         """out = x times w transposed ("store"), added to out ("add"), or silu of its pairs ("silu")."""
@@ -110,24 +106,23 @@ class Kernels:
         kernels.linear[grid](
             x, w, w if bias is None else bias, out, *placed, rows, columns,
             INNER=inner, BM=tile.rows, BN=tile.columns, BK=tile.inner, FORM=form, HAS_BIAS=bias is not None,
-            HEADS=s.heads, KV_HEADS=s.kv_heads, HEAD=s.head, PAGE=s.page, PRECISION=self._precision, PDL=self._pdl,
-            AHEAD=self.ahead if columns % tile.columns == 0 and inner >= 64 * self.ahead and rows <= 64 else 0,
-            num_warps=tile.warps, num_stages=tile.stages, **self._launch,
+            HEADS=s.heads, KV_HEADS=s.kv_heads, HEAD=s.head, PAGE=s.page, PRECISION=self._precision,
+            PARTS=4 if inner % 64 == 0 else 1, ABREAST=tile.rows <= 16,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     def place(self, fused: Tensor, q: Tensor, pool: tuple[Tensor, Tensor], paged: Paged, turns: tuple[Tensor, Tensor]) -> None:
         """What `qkv` does after its product, for one made elsewhere."""
         s, rows = self.shape, len(fused)
         kernels.rope_store[(triton.cdiv(rows, 16), fused.shape[1] // s.head)](
-            fused, q, *pool, paged.slots, paged.positions, *turns, rows, s.head, s.heads, s.kv_heads, s.head, s.page, self._pdl,
-            **self._launch,
+            fused, q, *pool, paged.slots, paged.positions, *turns, rows, s.head, s.heads, s.kv_heads, s.head, s.page,
         )  # fmt: skip
 
     def silu(self, fused: Tensor) -> Tensor:
         """What the form "silu" does after its product, for one made elsewhere."""
         rows, columns = len(fused), fused.shape[1] // 2
         out = torch.empty(rows, columns, device=fused.device, dtype=self.dtype)
-        kernels.silu_pairs[(rows, triton.cdiv(columns, 1024))](fused, out, columns, 1024, self._pdl, **self._launch)
+        kernels.silu_pairs[(rows, triton.cdiv(columns, 1024))](fused, out, columns, 1024)
         return out
 
     def attend_rows(self, q: Tensor, pool: tuple[Tensor, Tensor], paged: Paged, out: Tensor, window: int | None) -> None:
@@ -142,10 +137,10 @@ class Kernels:
             q, *pool, paged.table, paged.sequences, paged.positions, paged.roots, paged.firsts, paged.ancestors,
             tops, totals, mixes, width, most, self._scale,
             LANES=min(most, LANES), KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head, PAGE=s.page, BLOCK=BLOCK,
-            TREE=depth, WINDOW=window or 0, PRECISION=self._precision, PDL=self._pdl, num_warps=4, **self._launch,
+            TREE=depth, WINDOW=window or 0, PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
         kernels.merge_blocks[(rows, s.heads)](
-            tops, totals, mixes, paged.positions, out, most, s.heads, s.head, BLOCK, self._pdl, num_warps=1, **self._launch
+            tops, totals, mixes, paged.positions, out, most, s.heads, s.head, BLOCK, num_warps=1
         )
 
     def attend_chunks(
@@ -164,11 +159,6 @@ class Kernels:
         """The widest tile that q, k and v are whole numbers of."""
         kv = self.shape.kv_heads * self.shape.head
         return kv & -kv
-
-    def prefetch(self, weight: Tensor, most: int) -> None:
-        """Bring the first bytes of a matrix into the cache, for the product that comes next."""
-        lines = min(weight.numel() * weight.element_size(), most) // 128
-        kernels.prefetch[(triton.cdiv(lines, 1024),)](weight, lines, 1024, num_warps=4)
 
     @property
     def chunk_tokens(self) -> int:
@@ -190,9 +180,9 @@ class Kernels:
         chances = torch.empty(rows, device=logits.device)
         choice.choose_tiles[(rows, tiles)](
             logits, paged.temperatures, paged.prefixes, paged.positions, tops, ids, masses, vocab, tiles,
-            choice.VOCAB_TILE, self._pdl, **self._launch,
+            choice.VOCAB_TILE,
         )  # fmt: skip
-        choice.choose_winner[(rows,)](tops, ids, masses, chosen, chances, tiles, _power(tiles), self._pdl, **self._launch)
+        choice.choose_winner[(rows,)](tops, ids, masses, chosen, chances, tiles, _power(tiles))
         return chosen, chances
 
     def next_rows(
@@ -203,8 +193,7 @@ class Kernels:
         choice.next_rows[(1,)](
             *found, torch.arange(batch, device=after.tokens.device), after.tokens, after.sequences, after.positions, after.roots,
             after.slots, after.table, *drawn, before.sequences, before.positions, before.temperatures, before.prefixes,
-            after.temperatures, after.prefixes, after.table.shape[1], step, batch, self.shape.page, max(_power(batch), 2), self._pdl,
-            **self._launch,
+            after.temperatures, after.prefixes, after.table.shape[1], step, batch, self.shape.page, max(_power(batch), 2),
         )  # fmt: skip
 
     def move(self, pool: Tensor, moves: Tensor) -> None:
