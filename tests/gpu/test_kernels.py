@@ -8,7 +8,8 @@ import torch
 from outrider.sampling import Row, SamplingParams, choose
 from outrider.sampling.noise import prefix_of
 
-SHAPES = [(6144, 4096), (4096, 14336), (2048, 8192), (1024, 512), (512, 1408), (704, 256)]
+SHAPES = [(4096, 14336), (6144, 4096), (1024, 512), (512, 1408)]  # compiling takes most of the time
+EVERY_TILE = SHAPES[2:]
 ROWS = (1, 2, 3, 8, 15, 16, 17, 31, 33, 64, 65, 130, 257, 600)
 
 
@@ -46,7 +47,7 @@ def test_a_row_has_the_same_bits_in_every_tile(launch, shape) -> None:  # type: 
     for count in ROWS:  # the table's own choice, at the start and at the end of the batch
         assert torch.equal(product(x[:count]), want[:count])
         assert torch.equal(product(x[-count:]), want[-count:])
-    for tile in every_tile():
+    for tile in every_tile() if shape in EVERY_TILE else ():
         assert torch.equal(product(x[:70], tile), want[:70]), tile
 
 
@@ -68,8 +69,7 @@ def test_what_follows_a_product(launch) -> None:  # type: ignore[no-untyped-def]
     assert (k.norm(x, weight) - want).norm() / want.norm() < 1e-2
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head"), [(32, 8, 128), (8, 4, 64), (4, 2, 64), (4, 4, 32)])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "head", "window"), [(32, 8, 128, None), (8, 4, 64, 100), (4, 4, 32, None)])
 def test_attention_by_rows_and_by_chunks_is_the_same(launch, heads, kv_heads, head, window) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(2)
     k, length, pages = kernels_of(launch, heads, kv_heads, head), 500, 10

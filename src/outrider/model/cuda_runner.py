@@ -129,6 +129,7 @@ class CudaRunner(Runner):
         self._graphs: dict[tuple[int, tuple[int, ...]], _Graph] = {}
         self._chains: dict[tuple[int, int], _Chain] = {}
         self._memory: Any = None
+        self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done = torch.cuda.Event() if self.device.type == "cuda" else None
 
     @property
@@ -137,7 +138,6 @@ class CudaRunner(Runner):
 
     # --- the round -------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone, and the target's choices with it where all rows are ordinary."""
         laid = self._lay_out_round(batch, drafts)
@@ -146,13 +146,13 @@ class CudaRunner(Runner):
         if decoding and rows <= self.options.most_rows:
             return self._score_decoding(batch, laid, rows, taps)
         found = self._forward(laid.feeds, taps)
-        prompt_logits = {b: self.cuda.logits(found.last[own.start : own.stop]).cpu() for b, own in laid.prompt_rows.items()}
+        prompt_logits = {b: self.logits(found.last, own) for b, own in laid.prompt_rows.items()}
         tapped = None if found.taps is None else found.taps[:rows].flatten(1).cpu()
         if not laid.wanted:
             self._wait()
             return Scores(torch.empty(0, self.decoder.config.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
-        logits = self.cuda.logits(found.last[laid.wanted])
-        return Scores(logits.cpu(), laid.roots, laid.first_rows, tapped, prompt_logits)
+        logits = self.logits(found.last, laid.wanted)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits)
 
     def _score_decoding(self, batch: Batch, laid: Any, rows: int, taps: tuple[int, ...]) -> Scores:
         graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
@@ -265,7 +265,6 @@ class CudaRunner(Runner):
 
     # --- drafts of a draft model -------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def draft(self, feeds: Sequence[Feed], rows: Sequence[Row], length: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """A chain of `length` tokens after each feed, drawn with the target's noise, and their chances; both (B, length)."""
         longest = [feed for feed in feeds if len(feed.tokens) > 2]
@@ -387,7 +386,7 @@ class CudaRunner(Runner):
     def _wait(self) -> None:
         """The round's host synchronisation."""
         if self._done is not None:
-            self._done.record()
+            self._done.record(self._stream)
             self._done.synchronize()
 
 
