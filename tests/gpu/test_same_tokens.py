@@ -52,7 +52,9 @@ def test_speculation_changes_no_token(plain: list[list[int]], method: str) -> No
 
 
 def test_trees_and_parameters() -> None:
-    shaped = SamplingParams(temperature=0.8, seed=5, max_tokens=96, top_p=0.9, repetition_penalty=1.1, logprobs=2, ignore_eos=True)
+    shaped = SamplingParams(
+        temperature=0.8, seed=5, max_tokens=96, top_p=0.9, repetition_penalty=1.1, logprobs=2, ignore_eos=True
+    )
     want = LLM(device="cuda").generate(CODE[0], shaped)[0].outputs[0]
     for method in ("draft_model:12:beam=3:branch=3:depth=4", "eagle:6", "ngram:6"):
         got = LLM(device="cuda", speculation=method).generate(CODE[0], shaped)[0].outputs[0]

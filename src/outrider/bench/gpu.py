@@ -36,18 +36,16 @@ def conditions_on_gpu(root: Path | None = None) -> dict[str, Any]:
 
 
 def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
-    """Names and parts, in order; each frees what it used."""
+    """Names and parts, in order."""
     bench = Synthetic(_AGREEMENT)
+    perm, prompt = bench.perm, bench.prompt(_PROMPT)
     yield "synthetic 8B, batch 1", lambda: measure_engine(bench, (2, 3, 4, 5), _TOKENS, _PROMPT)
     yield "exact and fast numerics", lambda: _numerics(bench)
-    yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
-    perm, prompt = bench.perm, bench.prompt(_PROMPT)
-    del bench
-    _free()
-    yield "bundled model", measure_bundled
-    _free()
     if transformers:
         yield "transformers", lambda: measure_transformers(perm, _AGREEMENT, _TOKENS, prompt)
+    _free()
+    yield "bundled model", measure_bundled
+    yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
 
 
 def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:
@@ -63,7 +61,9 @@ def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:
         yield {"what": f"forward at batch {b}", "exact_ms": seconds * 1e3, "fast_ms": other * 1e3, "cost": seconds / other - 1}
 
 
-def measure_bundled(methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "auto")) -> Iterator[dict[str, Any]]:
+def measure_bundled(
+    methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "auto"),
+) -> Iterator[dict[str, Any]]:
     """Pyrite at batch 1, both with graphs: tokens per second over plain decoding, by prompt; loops are counted apart."""
     prompts = read_prompts(_code(), 12)
     settings = [SamplingParams(temperature=t, seed=3, max_tokens=192, ignore_eos=True) for t in (0.0, 0.8)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig, SpeculationConfig
-from outrider.control import Adaptive, Costs, FixedLength, Policy
+from outrider.control import Adaptive, FixedLength, Policy
 from outrider.core import Request
 from outrider.draft import Drafter
 from outrider.draft.auto import arms_of
@@ -28,6 +28,7 @@ from outrider.draft.ngram import NGramDrafter
 from outrider.draft.none import NoDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.commit import Writer
+from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, Feed, ModelConfig, Rope
 from outrider.model.cuda_runner import CudaOptions, CudaRunner
@@ -115,12 +116,13 @@ class Synthetic:
     def with_ngram(self, length: int) -> Engine:
         return self.engine(NGramDrafter(), length)
 
-    def auto(self) -> Engine:
+    def auto(self, batch: int) -> Engine:
         """As `auto` resolves for a target that brings a draft model: suffix automaton, draft model, both."""
         members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
         arms = arms_of(members)
         drafters = [Member(SuffixDrafter(), 32), Member(DraftModel(self.draft), 12)]
-        return self.engine(MixtureDrafter(drafters, arms=[arm.members for arm in arms]), policy=Adaptive(arms, Costs()))
+        costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
+        return self.engine(MixtureDrafter(drafters, arms=[arm.members for arm in arms]), policy=Adaptive(arms, costs))
 
     def prompt(self, length: int, start: int = 5) -> list[int]:
         """The first tokens of a cycle, over and over."""
@@ -250,7 +252,7 @@ def _best(bench: Synthetic, engine: Engine, prompt: Sequence[int], tokens: int, 
 
 def measure_batches(bench: Synthetic, batches: Sequence[int], tokens: int) -> Iterator[dict[str, Any]]:
     """Throughput of plain decoding and of `auto` by batch size, on texts without repeats, alternating."""
-    plain, auto = bench.engine(), bench.auto()
+    plain, auto = bench.engine(), bench.auto(max(batches))
     for batch in batches:
         prompts = [bench.scattered(32, 1000 + 64 * i) for i in range(batch)]
         for engine in (plain, auto):
@@ -262,7 +264,9 @@ def measure_batches(bench: Synthetic, batches: Sequence[int], tokens: int) -> It
                "auto_over_plain": auto_tok_s / plain_tok_s, "right": right}  # fmt: skip
 
 
-def measure_transformers(perm: Tensor, agreement: float, tokens: int, prompt: Sequence[int], k: int = 5) -> Iterator[dict[str, Any]]:
+def measure_transformers(
+    perm: Tensor, agreement: float, tokens: int, prompt: Sequence[int], k: int = 5
+) -> Iterator[dict[str, Any]]:
     """Transformers on the same shapes and permutations: eager, assisted, and compiled with a static cache."""
     target = _transformers_model(SHAPES["8b"], perm)
     draft = _transformers_model(SHAPES["1b"], permutations(len(perm), agreement)[1])

@@ -45,8 +45,8 @@ class DraftModel:
         self._shape = shape
         self._sharpener = Sharpener(tree=shape.branch > 1)
         self._laws: dict[Sequence, dict[tuple[int, ...], Law]] = {}  # of the last draft, by path
-        # whether the runner draws whole chains by itself; q is not sharpened then
-        self._at_once = runner.drafts_chains and not self._vocabulary.foreign and shape == TreeShape()
+        # how long a chain the runner draws by itself; q is not sharpened then
+        self._at_once = runner.drafts_chains if not self._vocabulary.foreign and shape == TreeShape() else 0
 
     def begin(self, seq: Sequence) -> None:
         self._vocabulary.begin(seq)
@@ -99,7 +99,7 @@ class DraftModel:
         asked: list[tuple[int, Text, int]] = []  # sequence, its text, room
         for b, (seq, planned) in enumerate(zip(batch.sequences, plan.lengths, strict=True)):
             if (text := texts.get(seq)) is not None:
-                asked.append((b, text, min(planned, self._reader.context - len(text.ids))))
+                asked.append((b, text, min(planned, self._reader.context - len(text.ids), self._at_once)))
         if asked:
             rows = [Row.at(text.seq) for _, text, _ in asked]
             found = self._reader.draft([text for _, text, _ in asked], rows, [room for _, _, room in asked])

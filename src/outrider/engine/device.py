@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.config import EngineConfig
+from outrider.control import Costs
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelConfig, Runner
 
@@ -17,6 +18,7 @@ __all__ = ["Device", "Share", "missing_gpu", "share_memory"]
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _GIB = 2**30
+_LONGEST_CHAIN = 12  # captured at start; a longer one is captured when it is first asked for
 _BASE = _GIB  # of the reserve: the driver, libraries, graphs and the allocator's rounding
 
 
@@ -69,6 +71,22 @@ class Device:
         from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
         return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact))
+
+    def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
+        """Capture the graphs of so many sequences and drafted tokens, and time each."""
+        from outrider.model.cuda_runner import CudaRunner
+
+        assert isinstance(target, CudaRunner)
+        costs = Costs()
+        target.warm_up(batch * (1 + length), taps)
+        for rows, seconds in target.round_seconds().items():
+            costs.observe_forward(rows, 1, seconds)
+        for own in drafts:
+            assert isinstance(own, CudaRunner)
+            own.warm_up(batch=batch, length=min(length, _LONGEST_CHAIN))
+            for (count, tokens), seconds in own.chain_seconds().items():
+                costs.observe_proposal("draft_model", count, tokens, seconds)
+        return costs
 
     def page_count(self, engine: EngineConfig, models: Sequence[ModelConfig], max_model_len: int) -> int:
         """Pages for every sequence at full length, or as many as fit beside the weights."""

@@ -73,6 +73,7 @@ class LLM:
         **sizes: Any,
     ) -> None:
         self._costs_path: Path | None = None
+        self._companions: list[Runner] = []
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
         for method in self.speculation.methods():
             check_method(method)
@@ -93,18 +94,25 @@ class LLM:
         runner = self._runner(decoder)
         context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
         drafter = build_drafter(context)
-        policy = self._policy(runner)
+        measured = self._warm_up(runner, drafter.needs.taps, config) if self.device.is_gpu else Costs()
+        policy = self._policy(runner, measured)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
 
-    def _policy(self, runner: Runner) -> Policy:
+    def _policy(self, runner: Runner, measured: Costs) -> Policy:
         """Fixed lengths for a method that was named, the controller where all may be chosen from."""
         own = self.speculation
         if own.method != "auto":
             return FixedLength(own.draft_tokens if own.method != "none" else 0, own.rule)
         self._costs_path = costs_path(self.directory, runner)
         atexit.register(_save_costs, weakref.ref(self))
-        return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
+        kept = Costs.load(self._costs_path)
+        return Adaptive(arms_of(own.nested()), kept if kept.knows_forward else measured)
+
+    def _warm_up(self, runner: Runner, taps: tuple[int, ...], config: EngineConfig) -> Costs:
+        """On a GPU: the graphs a run will need, and what each costs."""
+        length = max(own.draft_tokens if own.method != "none" else 0 for own in self.speculation.flat())
+        return self.device.warm_up(runner, self._companions, taps, config.max_num_seqs, length)
 
     def save_costs(self) -> None:
         """Keep what was measured for the next start on this machine."""
@@ -269,7 +277,8 @@ class LLM:
         """Load a draft model, its KV in as many pages as the target's."""
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
-        return self._runner(decoder)
+        self._companions.append(self._runner(decoder))
+        return self._companions[-1]
 
     def _runner(self, decoder: Decoder) -> Runner:
         """A model and its KV where it runs."""

@@ -105,15 +105,21 @@ class _Chain(NamedTuple):
     drawn: Tensor  # (K, B) int32
     odds: Tensor  # (K, B)
     host: tuple[Tensor, Tensor]
+    after: Paged  # the rows of later steps: the graph writes there, so they must live as long as it does
 
 
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
-    drafts_chains = True
+    drafts_chains = CHAIN_LENGTHS[-1]
 
     def __init__(
-        self, decoder: Decoder, pages: int, page_size: int, device: str = "cuda", options: CudaOptions = CudaOptions()  # noqa: B008 (frozen)
+        self,
+        decoder: Decoder,
+        pages: int,
+        page_size: int,
+        device: str = "cuda",
+        options: CudaOptions = CudaOptions(),  # noqa: B008 (frozen)
     ) -> None:
         self.decoder = decoder
         self.device = torch.device(device)
@@ -302,13 +308,22 @@ class CudaRunner(Runner):
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
-    def warm_up(self, taps: tuple[int, ...] = (), rows: int = 64, chains: Sequence[tuple[int, int]] = ()) -> None:
-        """Capture the graphs a run will need."""
+    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> None:
+        """Capture the graphs of rounds up to so many rows, and of drafts up to so many sequences and tokens."""
         for count in GRAPH_ROWS:
-            if count <= _bucket(rows, GRAPH_ROWS):
+            if rows and count <= _bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
                 self.round_graph(count, taps)
-        for batch, length in chains:
-            self.chain_graph(_bucket(batch, GRAPH_ROWS), _bucket(length, CHAIN_LENGTHS))
+            for tokens in CHAIN_LENGTHS:
+                if batch and count <= _bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= _bucket(length, CHAIN_LENGTHS):
+                    self.chain_graph(count, tokens)
+
+    def round_seconds(self) -> dict[int, float]:
+        """What each captured round takes on the device, by rows."""
+        return {rows: _replay_seconds(graph.replay) for (rows, _), graph in self._graphs.items()}
+
+    def chain_seconds(self) -> dict[tuple[int, int], float]:
+        """What each captured draft takes, by sequences and tokens."""
+        return {key: _replay_seconds(chain.replay) for key, chain in self._chains.items()}
 
     def round_graph(self, rows: int, taps: tuple[int, ...] = ()) -> _Graph:
         """The graph of a forward of so many rows, one of GRAPH_ROWS, with its choices."""
@@ -365,7 +380,7 @@ class CudaRunner(Runner):
                 kept.copy_(own, non_blocking=True)
 
         replay = self._capture(f"draft of {length} tokens for {batch}", work)
-        return _Chain(packed, replay, drawn, odds, host)  # type: ignore[arg-type]
+        return _Chain(packed, replay, drawn, odds, host, after)  # type: ignore[arg-type]
 
     def _capture(self, name: str, work: Any) -> Any:
         """A callable that does the work again: a graph's replay, or the work itself where there are no graphs."""
@@ -414,9 +429,7 @@ def _places(feeds: Sequence[Feed], order: Sequence[int]) -> list[int]:
     return [first[i] + n for i, feed in enumerate(feeds) for n in range(len(feed.tokens) + len(feed.nodes))]
 
 
-def _tree_rows(
-    feed: Feed, size: int, ancestors: NDArray[Any], first: int
-) -> tuple[list[int], list[int], range]:
+def _tree_rows(feed: Feed, size: int, ancestors: NDArray[Any], first: int) -> tuple[list[int], list[int], range]:
     """Positions, roots and storage places of a feed whose nodes branch; their ancestors' slots are filled in."""
     segment = Segment(first, feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known)
     positions, root, fed = segment.positions(), segment.root, len(feed.tokens)
@@ -428,3 +441,13 @@ def _tree_rows(
     for row, path in enumerate(paths[feed.known :], first + fed):
         ancestors[row, : len(path)] = path
     return positions, [*positions[:fed], *[root] * (len(positions) - fed)], segment.slots()
+
+
+def _replay_seconds(replay: Any, repeats: int = 3) -> float:
+    replay()
+    torch.cuda.synchronize()
+    begun = perf_counter()
+    for _ in range(repeats):
+        replay()
+    torch.cuda.synchronize()
+    return (perf_counter() - begun) / repeats

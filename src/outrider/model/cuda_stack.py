@@ -184,4 +184,6 @@ def _check(decoder: Decoder) -> None:
         raise InvalidParameter("device", f"{c.architecture} has norms on q and k, which the GPU path lacks; pass device=cpu")
     if c.head_dim not in (16, 32, 64, 128, 256) or group not in (1, 2, 4, 8, 16):
         shape = f"heads of {c.head_dim} and {group} query heads per KV head"
-        raise InvalidParameter("device", f"the GPU path takes heads of 16 to 256 in groups of 1 to 16, not {shape}; pass device=cpu")
+        raise InvalidParameter(
+            "device", f"the GPU path takes heads of 16 to 256 in groups of 1 to 16, not {shape}; pass device=cpu"
+        )

@@ -85,7 +85,7 @@ def _layer_numbers(taps: tuple[int, ...]) -> Tensor:
 class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
-    drafts_chains = False  # whether `draft` draws whole chains
+    drafts_chains = 0  # the longest chain that `draft` draws; 0: it draws none
     device_name = "cpu"
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:

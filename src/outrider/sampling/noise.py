@@ -15,7 +15,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "Key", "Stream", "bits", "bits_at", "bits_torch", "gumbel", "keys_of", "prefix_of", "uniform"]
+__all__ = [
+    "GUMBEL_MAX",
+    "GUMBEL_MIN",
+    "Key",
+    "Stream",
+    "bits",
+    "bits_at",
+    "bits_torch",
+    "gumbel",
+    "keys_of",
+    "prefix_of",
+    "uniform",
+]
 
 Words = npt.NDArray[np.uint32]
 

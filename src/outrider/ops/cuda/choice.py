@@ -5,7 +5,7 @@ the processor's only where two scores agree to sixteen digits.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def _gumbel(prefix, position, token):
 
 
 @triton.jit
-def choose_tiles(
-    logits, temperatures, prefixes, positions, tops, ids, masses, vocab, tiles, BN: tl.constexpr
-):
+def choose_tiles(logits, temperatures, prefixes, positions, tops, ids, masses, vocab, tiles, BN: tl.constexpr):
     """Of each tile of the vocabulary: the largest score, its lowest id, and the sum of exp(score - largest)."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tile * BN + tl.arange(0, BN)
@@ -119,7 +117,9 @@ def next_rows(
 
 
 @triton.jit
-def move_slots(pool, moves, count, layer_size, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr):
+def move_slots(
+    pool, moves, count, layer_size, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr
+):
     """Copy slots to slots in one layer and head; all sources are read before any target is written."""
     layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, COUNT)

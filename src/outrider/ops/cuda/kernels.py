@@ -342,4 +342,3 @@ def attend_chunks(
         top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
     y = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_row, y, mask=inside[:, None])
-
