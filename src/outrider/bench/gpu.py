@@ -41,11 +41,11 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     perm, prompt = bench.perm, bench.prompt(_PROMPT)
     yield "synthetic 8B, batch 1", lambda: measure_engine(bench, (2, 3, 4, 5), _TOKENS, _PROMPT)
     yield "exact and fast numerics", lambda: _numerics(bench)
-    if transformers:
-        yield "transformers", lambda: measure_transformers(perm, _AGREEMENT, _TOKENS, prompt)
-    _free()
     yield "bundled model", measure_bundled
     yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
+    _free()
+    if transformers:
+        yield "transformers", lambda: measure_transformers(perm, _AGREEMENT, _TOKENS, prompt)
 
 
 def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:
