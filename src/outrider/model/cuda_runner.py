@@ -242,7 +242,8 @@ class CudaRunner(Runner):
         packed.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
-        found = self.cuda.forward(packed.paged, self.pool, taps, chunks, single)
+        from_start = len(feeds) == 1 and feeds[0].start == 0 and not feeds[0].nodes
+        found = self.cuda.forward(packed.paged, self.pool, taps, chunks, single, from_start)
         self._wait()  # the integers on the host are this call's own
         if order == sorted(order):
             return found
@@ -314,7 +315,11 @@ class CudaRunner(Runner):
             if rows and count <= _bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
                 self.round_graph(count, taps)
             for tokens in CHAIN_LENGTHS:
-                if batch and count <= _bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= _bucket(length, CHAIN_LENGTHS):
+                if (
+                    batch
+                    and count <= _bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS)
+                    and tokens <= _bucket(length, CHAIN_LENGTHS)
+                ):
                     self.chain_graph(count, tokens)
 
     def round_seconds(self) -> dict[int, float]:

@@ -120,7 +120,13 @@ class CudaStack:
         return self.weight_bytes + own
 
     def forward(
-        self, paged: Paged, pool: CudaPool, taps: tuple[int, ...] = (), chunks: Tensor | None = None, single: slice | None = None
+        self,
+        paged: Paged,
+        pool: CudaPool,
+        taps: tuple[int, ...] = (),
+        chunks: Tensor | None = None,
+        single: slice | None = None,
+        from_start: bool = False,
     ) -> Forward:
         """Rows through all layers, their KV written. Rows are single ones unless `chunks` covers all but those of `single`."""
         k, rows, c = self.kernels, len(paged.tokens), self.config
@@ -135,6 +141,8 @@ class CudaStack:
             self._qkv(normed, layer, q, kv, paged)
             if chunks is None:
                 k.attend_rows(q, kv, paged, mixed, layer.window)
+            elif from_start and not self._exact and layer.window is None:
+                mixed = self._torch_attention(q, kv, paged)
             else:
                 k.attend_chunks(q, kv, paged.table, chunks, mixed, layer.window)
                 if single is not None:
@@ -145,6 +153,15 @@ class CudaStack:
             normed = k.norm(stream, self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm)
         kept[len(self.layers)] = stream
         return Forward(normed, torch.stack([kept[i] for i in taps], 1) if taps else None)
+
+    def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], paged: Paged) -> Tensor:
+        """A prompt's attention by torch's fastest kernel, for one sequence that is read from its start."""
+        c, rows, page = self.config, len(q), self.kernels.shape.page
+        pages = paged.table[0, : -(-rows // page)]
+        keys, values = (part[pages].transpose(0, 1).reshape(c.kv_heads, -1, c.head_dim)[None, :, :rows] for part in kv)
+        heads = q.view(1, rows, c.heads, c.head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).reshape(rows, -1)
 
     def logits(self, last: Tensor) -> Tensor:
         """Float32 logits (N, V) of rows after the last norm."""
