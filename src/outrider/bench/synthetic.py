@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -279,20 +280,23 @@ def measure_transformers(
         f"transformers assisted K={k}": {"assistant_model": draft},
         "transformers static cache, compiled": {"cache_implementation": "static"},
     }
+    short: float | None = None  # reading the prompt and the first token, eager; other lengths would compile again
     for name, options in ways.items():
-        generate = lambda n, options=options: target.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False, **options)  # noqa: E731
-        generate(tokens if "static" in name else 16)
-        short, long = (_wall(lambda n=n: generate(n)) for n in (1, tokens))
-        text = generate(32)[0, len(prompt) - 1 :].tolist()
-        yield {"what": name, "tok_s": (tokens - 1) / (long - short), "right": _follows(text, perm)}
+        generate = partial(target.generate, ids, do_sample=False, **options)
+        generate(max_new_tokens=tokens, min_new_tokens=tokens)
+        if short is None:
+            short = _wall(lambda: target.generate(ids, do_sample=False, max_new_tokens=1))[0]
+        long, text = _wall(lambda run=generate: run(max_new_tokens=tokens, min_new_tokens=tokens))  # type: ignore[misc]
+        right = _follows(text[0, len(prompt) - 1 :].tolist(), perm)
+        yield {"what": name, "tok_s": (tokens - 1) / (long - short), "right": right}
 
 
-def _wall(call: Callable[[], object]) -> float:
+def _wall(call: Callable[[], Any]) -> tuple[float, Any]:
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    call()
+    found = call()
     torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, found
 
 
 def _transformers_model(c: ModelConfig, perm: Tensor) -> Any:
