@@ -135,7 +135,9 @@ def _early_exit(context: DraftContext) -> Drafter:
     from outrider.draft.early_exit import EarlyExit
 
     if context.target.drafts_chains:
-        raise InvalidParameter("method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu")
+        raise InvalidParameter(
+            "method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu"
+        )
     return EarlyExit(context.target, **context.config.options)
 
 

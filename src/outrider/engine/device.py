@@ -83,7 +83,7 @@ class Device:
             costs.observe_forward(rows, 1, seconds)
         for own in drafts:
             assert isinstance(own, CudaRunner)
-            own.warm_up(batch=batch, length=min(length, _LONGEST_CHAIN))
+            own.warm_up(4 * batch, batch=batch, length=min(length, _LONGEST_CHAIN))
             for (count, tokens), seconds in own.chain_seconds().items():
                 costs.observe_proposal("draft_model", count, tokens, seconds)
         return costs

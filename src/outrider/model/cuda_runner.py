@@ -276,7 +276,7 @@ class CudaRunner(Runner):
         """A chain of `length` tokens after each feed, drawn with the target's noise, and their chances; both (B, length)."""
         longest = [feed for feed in feeds if len(feed.tokens) > 2]
         if longest:  # all but the newest two tokens of each
-            self._forward([feed._replace(tokens=feed.tokens[:-2]) for feed in longest], ())
+            self._catch_up([feed._replace(tokens=feed.tokens[:-2]) for feed in longest])
         batch = _bucket(len(feeds), GRAPH_ROWS)
         chain = self.chain_graph(batch, _bucket(length, CHAIN_LENGTHS))
         self.fill_chain(chain, feeds, rows)
@@ -284,6 +284,16 @@ class CudaRunner(Runner):
         self._wait()
         tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
         return tokens, odds
+
+    def _catch_up(self, feeds: Sequence[Feed]) -> None:
+        """Text the model has missed: by the graph of a round where it fits, whose logits nobody reads."""
+        rows = sum(len(feed.tokens) for feed in feeds)
+        if rows > self.options.most_rows:
+            self._forward(feeds, ())
+            return
+        graph = self.round_graph(_bucket(rows, GRAPH_ROWS))
+        self.fill_round(graph, feeds)
+        graph.replay()
 
     def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
         """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""

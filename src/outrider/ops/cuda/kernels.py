@@ -87,11 +87,10 @@ def linear(
             acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
         acc = _add(_add(_add(acc, acc_1), acc_2), acc_3)
     else:
-        acc = _run(x_at, w_at, row_in, column_in, PART, BM, BN, BK, PRECISION)
-        for _ in tl.static_range(1, PARTS):
-            x_at += PART
-            w_at += PART
-            acc = _add(acc, _run(x_at, w_at, row_in, column_in, PART, BM, BN, BK, PRECISION))
+        acc = tl.zeros((BM, BN), tl.float32)
+        for part in range(0, PARTS):
+            own = _run(x_at + part * PART, w_at + part * PART, row_in, column_in, PART, BM, BN, BK, PRECISION)
+            acc = _add(acc, own)
     if HAS_BIAS:
         acc = _add(acc, tl.broadcast_to(tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :], acc.shape))
     _finish(
