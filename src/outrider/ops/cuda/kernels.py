@@ -121,7 +121,8 @@ def _add(a, b):
 
 @triton.jit
 def _run(
-    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the inner dimension."""
     k = tl.arange(0, BK)
