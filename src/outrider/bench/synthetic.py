@@ -198,13 +198,13 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, of many in a row."""
     for _ in range(3):
         call()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
     for _ in range(repeats):
         call()
-    end.record()  # type: ignore[no-untyped-call]
+    end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / repeats / 1e3  # type: ignore[no-untyped-call]
+    return float(begin.elapsed_time(end)) / repeats / 1e3
 
 
 def _replayed(call: Callable[[], object], repeats: int) -> float:

@@ -69,13 +69,11 @@ class _Packed:
     def _views(self) -> Paged:
         n, flat = self.rows, self._device
         sections = flat[2 * n : (2 + _MOVED) * n].view(_MOVED, n)
-        return Paged(
-            *sections[1:].unbind(),
-            table=flat[(2 + _MOVED) * n : self._short].view(self._table_shape),
-            ancestors=flat[self._short :].view(n, self._depth),
-            temperatures=sections[0].view(torch.float32),
-            prefixes=flat[: 2 * n].view(torch.int64),
-        )
+        tokens, sequences, positions, roots, firsts, slots = sections[1:].unbind()
+        table = flat[(2 + _MOVED) * n : self._short].view(self._table_shape)
+        ancestors, prefixes = flat[self._short :].view(n, self._depth), flat[: 2 * n].view(torch.int64)
+        temperatures = sections[0].view(torch.float32)
+        return Paged(tokens, sequences, positions, roots, firsts, slots, table, ancestors, temperatures, prefixes)
 
     def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
         """A sequence's row of the page table; what it does not own is the padding's page."""
@@ -136,7 +134,7 @@ class CudaRunner(Runner):
         self._chains: dict[tuple[int, int], _Chain] = {}
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
-        self._done = torch.cuda.Event() if self.device.type == "cuda" else None
+        self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def weight_bytes(self) -> int:

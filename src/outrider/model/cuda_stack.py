@@ -122,7 +122,7 @@ class CudaStack:
     def forward(
         self,
         paged: Paged,
-        pool: CudaPool,
+        pool: KVPool,
         taps: tuple[int, ...] = (),
         chunks: Tensor | None = None,
         single: slice | None = None,

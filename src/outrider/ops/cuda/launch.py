@@ -47,8 +47,10 @@ class Paged:
 
     def rows(self, rows: slice) -> Paged:
         """Some of the rows."""
-        cut = [part[rows] for part in (self.tokens, self.sequences, self.positions, self.roots, self.firsts, self.slots)]
-        return Paged(*cut, self.table, self.ancestors[rows], self.temperatures[rows], self.prefixes[rows])
+        return Paged(
+            self.tokens[rows], self.sequences[rows], self.positions[rows], self.roots[rows], self.firsts[rows], self.slots[rows],
+            self.table, self.ancestors[rows], self.temperatures[rows], self.prefixes[rows],
+        )  # fmt: skip
 
 
 def pair_rows(weight: Tensor, groups: int) -> Tensor:
@@ -88,7 +90,7 @@ class Kernels:
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile | None = None) -> None:
         """out = x times w transposed ("store"), added to out ("add"), or silu of its pairs ("silu")."""
-        self._product(x, w, bias, out, form, tile or tile_for(len(x), *w.shape), (out,) * 6)
+        self._product(x, w, bias, out, form, tile or tile_for(len(x), w.shape[0], w.shape[1]), (out,) * 6)
 
     def qkv(
         self, x: Tensor, w: Tensor, bias: Tensor | None, q: Tensor, pool: tuple[Tensor, Tensor], paged: Paged,
@@ -96,7 +98,7 @@ class Kernels:
     ) -> None:  # fmt: skip
         """Rotated q into `q`, rotated k and v into one layer of the pool."""
         placed = (*pool, paged.slots, paged.positions, *turns)
-        self._product(x, w, bias, q, "qkv", tile or tile_for(len(x), *w.shape, self._section), placed)
+        self._product(x, w, bias, q, "qkv", tile or tile_for(len(x), w.shape[0], w.shape[1], self._section), placed)
 
     def _product(
         self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile, placed: tuple[Tensor, ...]
