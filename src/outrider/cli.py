@@ -65,6 +65,11 @@ RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages toke
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn and reported.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")]
+Numerics = Annotated[
+    str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, without that promise.")
+]
+Memory = Annotated[float, typer.Option(help="Share of the GPU's memory that weights, KV and graphs may take.")]
 
 
 def main() -> None:
@@ -104,6 +109,9 @@ def generate(
     ignore_eos: IgnoreEos = False,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "safetensors",
+    device: Device = "auto",
+    numerics: Numerics = "exact",
+    memory: Memory = 0.9,
     threads: Threads = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
     as_json: AsJson = False,
@@ -148,6 +156,9 @@ def compare(
     ignore_eos: IgnoreEos = False,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "safetensors",
+    device: Device = "auto",
+    numerics: Numerics = "exact",
+    memory: Memory = 0.9,
     threads: Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each, interleaved; medians are shown.")] = 3,
     as_json: AsJson = False,
@@ -229,7 +240,8 @@ def _load(options: dict[str, Any]) -> Any:
         raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {method!r} has none")
     given = {"model": draft, "draft_tokens": options["draft_tokens"], "rule": options["rule"]}
     speculation = SpeculationConfig.parse(settings | {name: value for name, value in given.items() if value is not None})
-    return LLM(options["model"], speculation=speculation, dtype=options["dtype"], load_format=options["load_format"])
+    names = ("dtype", "load_format", "device", "numerics", "memory")
+    return LLM(options["model"], speculation=speculation, **{name: options[name] for name in names})
 
 
 def _params(options: dict[str, Any]) -> Any:

@@ -79,11 +79,15 @@ class SpeculationConfig:
         """The drafters this one is made of: a cascade's levels, a mixture's members."""
         return tuple(self.options.get(_NESTED.get(self.method, ""), ()))
 
-    def methods(self) -> Iterator[str]:
-        """The names of the method and of all it is made of."""
-        yield self.method
+    def flat(self) -> Iterator[SpeculationConfig]:
+        """This method and all it is made of."""
+        yield self
         for own in self.nested():
-            yield from own.methods()
+            yield from own.flat()
+
+    def methods(self) -> Iterator[str]:
+        """Their names."""
+        return (own.method for own in self.flat())
 
     @classmethod
     def parse(cls, speculation: str | Mapping[str, Any] | SpeculationConfig | None) -> SpeculationConfig:

@@ -286,6 +286,7 @@ class Scores:
     first_rows: list[int] = field(default_factory=list)
     taps: Tensor | None = None  # (N, taps * H)
     prompt_logits: dict[int, Tensor] = field(default_factory=dict)  # sequence index -> (chunk, V)
+    choices: list[int] | None = None  # of every row, where the device has made them already
 
 
 class Verdict(NamedTuple):

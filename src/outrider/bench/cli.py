@@ -308,6 +308,28 @@ def bench_never_slower(
         raise typer.Exit(1)
 
 
+@app.command("synthetic")
+def bench_synthetic(
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens the draft guesses right.")] = 0.8,
+    drafted: Annotated[str, typer.Option(help="Comma-separated numbers of draft tokens.")] = "2,3,4,5",
+    transformers: Annotated[bool, typer.Option(help="Measure Transformers beside it: eager, assisted, compiled.")] = True,
+) -> None:
+    """Speed of 8B- and 1B-shaped models with synthetic weights on a GPU; one JSON line per number."""
+    from outrider.engine.device import Device
+
+    Device.resolve("cuda")
+    from outrider.bench.gpu import conditions_on_gpu
+    from outrider.bench.synthetic import Synthetic, measure_engine, measure_transformers
+
+    print(json.dumps(conditions_on_gpu()), flush=True)
+    bench = Synthetic(agreement)
+    for row in measure_engine(bench, numbers("--drafted", drafted, int), 256, 128):
+        print(json.dumps(row), flush=True)
+    if transformers:
+        for row in measure_transformers(bench.perm, agreement, 256, bench.prompt(128)):
+            print(json.dumps(row), flush=True)
+
+
 @app.command("batching")
 def bench_batching(
     model: Model = None,

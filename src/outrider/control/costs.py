@@ -122,6 +122,10 @@ class Costs:
         assert time is not None
         return time  # of the nearest batch seen: one that was not is worth a try
 
+    @property
+    def knows_forward(self) -> bool:
+        return bool(self._forward)
+
     def knows_proposal(self, drafter: str) -> bool:
         return drafter in self._propose
 

@@ -23,13 +23,14 @@ _MOST = 32  # nodes of an arm
 _DOZE = 24  # rounds after which a member that nobody asked no longer follows the text
 
 
-def resolve_auto(config: SpeculationConfig, directory: Path) -> SpeculationConfig:
+def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = False) -> SpeculationConfig:
     """The same settings with the members named: those given, or whatever there is for the model."""
     if config.rule != "match":
         raise InvalidParameter("rule", f"method 'auto' verifies by 'match'; name a drafter to verify by {config.rule!r}")
     if config.nested():
         return config
-    found = tuple(own for name, own in _COMPANIONS.items() if (directory / name / "config.json").exists())
+    able = {"draft": _COMPANIONS["draft"]} if on_gpu else _COMPANIONS  # heads run on the processor, too far from the target
+    found = tuple(own for name, own in able.items() if (directory / name / "config.json").exists())
     names = ("suffix",) if found else ("suffix", "recycle")
     lookups = tuple(SpeculationConfig(name, draft_tokens=_MOST) for name in names)
     members = tuple(replace(own, draft_tokens=min(own.draft_tokens, config.draft_tokens)) for own in (*lookups, *found))

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +18,7 @@ from outrider.draft.sharpen import Law, Sharpener
 from outrider.draft.vocabulary import SameTokens, Vocabulary
 from outrider.errors import DrafterFault
 from outrider.model import Runner
-from outrider.ops import Chains
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process
-from outrider.sampling.choice import shape_of
-from outrider.sampling.noise import keys_of, token_words_at
 
 __all__ = ["DraftModel"]
 
@@ -89,7 +85,7 @@ class DraftModel:
         return drafts_of(growing)
 
     def _in_one_call(self, texts: Mapping[Sequence, Text | None]) -> bool:
-        """Whether the native core can draft whole chains: no tree, the target's ids, no penalties and the like."""
+        """Whether the runner can draft whole chains: no tree, the target's ids, no penalties and the like."""
         if self._shape != TreeShape() or not isinstance(self._vocabulary, SameTokens) or not self._reader.runner.drafts_chains:
             return False
         return not any(seq.request.params.adjusts for seq in texts)
@@ -97,37 +93,23 @@ class DraftModel:
     def _chains(self, batch: Batch, plan: Plan, texts: Mapping[Sequence, Text | None]) -> Drafts:
         """What `grow` gives for chains, by one call instead of one for each token."""
         planned = dict(zip(batch.sequences, plan.lengths, strict=True))
-        able = [
-            (min(planned[text.seq], self._reader.context - len(text.ids)), text) for text in texts.values() if text is not None
-        ]
-        able.sort(key=lambda own: -own[0])
+        told = [text for text in texts.values() if text is not None]
+        most = self._reader.runner.drafts_chains
+        lengths = [min(planned[text.seq], self._reader.context - len(text.ids), most) for text in told]
         found: dict[Sequence, tuple[list[int], list[float]]] = {}
         self._laws = {}
-        if able:
-            lengths, told = [own[0] for own in able], [own[1] for own in able]
-            tokens, chances, logits = self._reader.draft(told, self._noise(told, lengths))
+        if told:
+            sharpness = [self._sharpener.temperature(text.seq.request.params) for text in told]
+            tokens, chances, logits = self._reader.draft(told, lengths, sharpness)
             for s, (text, own) in enumerate(zip(told, tokens, strict=True)):
                 if CORRUPTED in own:
                     raise DrafterFault("the draft's logits are not finite")
                 found[text.seq] = own, list(accumulate(chances[s], operator.mul))
-                if not text.seq.request.params.greedy:
+                if logits is not None and not text.seq.request.params.greedy:
                     steps = range(len(own))
                     self._laws[text.seq] = {tuple(own[:i]): Law(logits[i, s], Row.at(text.seq, own[:i])) for i in steps}
         drafts = [found.get(seq, ([], [])) for seq in batch.sequences]
         return Drafts.chains([own for own, _ in drafts], survival=[own for _, own in drafts])
-
-    def _noise(self, texts: Seq[Text], lengths: Seq[int]) -> Chains:
-        """Lengths, sharpened temperatures and the keys of the target's own noise at every position."""
-        params = [text.seq.request.params for text in texts]
-        sharpness = np.array([self._sharpener.temperature(own) for own in params], np.float32)
-        keys = np.zeros((len(texts), lengths[0], 2), np.uint32)
-        for s, text in enumerate(texts):
-            if not params[s].greedy:
-                request, first = text.seq.request, len(text.seq.tokens)
-                own = [Key(request.seed, first + i, request.index) for i in range(lengths[s])]
-                keys[s, : lengths[s]] = keys_of(own)
-        words = token_words_at(self._reader.runner.decoder.config.vocab)
-        return Chains(np.array(lengths, np.int32), np.array([shape_of(own) for own in params]), sharpness, keys, words)
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""

@@ -13,7 +13,7 @@ from outrider.cache import OutOfPages, PageTable
 from outrider.core import Sequence
 from outrider.draft.pagebook import PageBook
 from outrider.model import Feed, Runner
-from outrider.ops import Chains
+from outrider.sampling import Row
 
 __all__ = ["Reader", "Text"]
 
@@ -98,16 +98,17 @@ class Reader:
         self._note_all(texts, feeds)
         return logits
 
-    def draft(self, texts: Seq[Text], chains: Chains) -> tuple[list[list[int]], list[list[float]], Tensor]:
-        """Chains of guesses after each text, their chances, and the logits (steps, texts, V) behind them."""
+    def draft(
+        self, texts: Seq[Text], lengths: Seq[int], sharpness: Seq[float]
+    ) -> tuple[list[list[int]], list[list[float]], Tensor | None]:
+        """Chains of guesses after each text, their chances, and the logits (steps, texts, V) behind them where there are some."""
         feeds = self._feeds(texts)
-        tokens, chances, logits = self.runner.draft(feeds, chains)
+        tokens, chances, logits = self.runner.draft(feeds, [Row.at(text.seq) for text in texts], lengths, sharpness)
         self._note_all(texts, feeds)
-        wanted = chains.wanted.tolist()
-        drafted = [own[:n] for own, n in zip(tokens.tolist(), wanted, strict=True)]
+        drafted = [own[:n] for own, n in zip(tokens.tolist(), lengths, strict=True)]
         for (seq, _, _), own in zip(texts, drafted, strict=True):
             self._states[seq].fed += own[:-1]
-        return drafted, [own[:n] for own, n in zip(chances.tolist(), wanted, strict=True)], logits
+        return drafted, [own[:n] for own, n in zip(chances.tolist(), lengths, strict=True)], logits
 
     def _feeds(self, texts: Seq[Text]) -> list[Feed]:
         """What each text's slots lack."""

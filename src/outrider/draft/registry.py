@@ -134,6 +134,10 @@ def _medusa(context: DraftContext) -> Drafter:
 def _early_exit(context: DraftContext) -> Drafter:
     from outrider.draft.early_exit import EarlyExit
 
+    if context.target.device_name != "cpu":
+        raise InvalidParameter(
+            "method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu"
+        )
     return EarlyExit(context.target, **context.config.options)
 
 

@@ -85,7 +85,7 @@ class Sharpener:
             record.rounds += 1
             if record.rounds % (_OFTEN if record.seen < _YOUNG else _RARELY) == 0:
                 ids, logq = law.best()
-                logp = torch.log_softmax(process(logits, law.row), -1)[ids].double().numpy()
+                logp = torch.log_softmax(process(logits, law.row), -1)[ids].double().cpu().numpy()
                 record.right = record.right * _MEMORY + self._worth(logq, logp)
                 record.weight = record.weight * _MEMORY + 1.0
                 record.seen += 1

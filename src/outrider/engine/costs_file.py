@@ -17,7 +17,7 @@ __all__ = ["costs_path"]
 def costs_path(directory: Path, runner: Runner) -> Path:
     """The file for this machine, build, thread count and model, in OUTRIDER_CACHE or the user's cache folder."""
     path = find_core()[1] if runner.ops.core is not None else "torch"
-    marks = (cpu_name(), threads_used(), path, __version__, directory.resolve(), runner.decoder.config)
+    marks = (cpu_name(), runner.device_name, threads_used(), path, __version__, directory.resolve(), runner.decoder.config)
     name = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
     return cache_folder() / "costs" / f"{directory.name}-{name}.json"
 

@@ -20,10 +20,11 @@ from outrider.draft import DraftContext, build_drafter, check_method
 from outrider.draft.auto import arms_of, resolve_auto
 from outrider.engine.commit import Writer
 from outrider.engine.costs_file import costs_path
+from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput, StreamPiece
 from outrider.errors import InvalidParameter, ModelError
-from outrider.model import LoadOptions, ModelConfig, Runner, load_decoder, locate
+from outrider.model import Decoder, LoadOptions, ModelConfig, Runner, load_decoder, locate
 from outrider.model.bundled import bundled_model
 from outrider.model.load import generation_defaults
 from outrider.platform import guard
@@ -52,6 +53,8 @@ class LLM:
     `speculation` is a method's name ("ngram", "draft_model", "none") or its settings, such as
     {"method": "draft_model", "model": path, "draft_tokens": 5, "rule": "match"}. vLLM's
     `speculative_config`, `speculative_model` and `num_speculative_tokens` are understood too.
+    `device` is "auto" (a GPU where there is one), "cpu" or "cuda". On a GPU, `memory` is the share of it that
+    weights, KV and graphs may take, and `numerics="fast"` gives up the same-tokens promise for other kernels.
     """
 
     def __init__(
@@ -62,16 +65,21 @@ class LLM:
         dtype: str = "auto",
         load_format: str = "safetensors",
         revision: str | None = None,
+        device: str = "auto",
+        numerics: str = "exact",
+        memory: float = 0.9,
         speculative_config: Mapping[str, Any] | None = None,
         speculative_model: str | None = None,
         num_speculative_tokens: int | None = None,
         **sizes: Any,
     ) -> None:
         self._costs_path: Path | None = None
+        self._companions: list[Runner] = []
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
         for method in self.speculation.methods():
             check_method(method)
         config = _engine_config(sizes)
+        self.device = Device.resolve(device, numerics, memory)
         self.directory = locate(str(model or bundled_model()), revision)
         self._options = LoadOptions(dtype, load_format, widen=not guard().bf16_products)
         decoder = load_decoder(self.directory, self._options)
@@ -81,24 +89,31 @@ class LLM:
         self._defaults, self._eos = generation_defaults(self.directory, self.config)
         if self.tokenizer is not None and self.tokenizer.eos_id is not None:
             self._eos |= {self.tokenizer.eos_id}
-        self._layout = (_page_count(config, self.config, self.max_model_len), config.page_size)
-        runner = Runner(decoder, _pool(self.config, *self._layout))
         if self.speculation.method == "auto":
-            self.speculation = resolve_auto(self.speculation, self.directory)
+            self.speculation = resolve_auto(self.speculation, self.directory, self.device.is_gpu)
+        self._layout = (self._page_count(config), config.page_size)
+        runner = self._runner(decoder)
         context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
         drafter = build_drafter(context)
-        policy = self._policy(runner)
+        measured = self._warm_up(runner, drafter.needs.taps, config) if self.device.is_gpu else Costs()
+        policy = self._policy(runner, measured)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
 
-    def _policy(self, runner: Runner) -> Policy:
+    def _policy(self, runner: Runner, measured: Costs) -> Policy:
         """Fixed lengths for a method that was named, the controller where all may be chosen from."""
         own = self.speculation
         if own.method != "auto":
             return FixedLength(own.draft_tokens if own.method != "none" else 0, own.rule)
         self._costs_path = costs_path(self.directory, runner)
         atexit.register(_save_costs, weakref.ref(self))
-        return Adaptive(arms_of(own.nested()), Costs.load(self._costs_path))
+        kept = Costs.load(self._costs_path)
+        return Adaptive(arms_of(own.nested()), kept if kept.knows_forward else measured)
+
+    def _warm_up(self, runner: Runner, taps: tuple[int, ...], config: EngineConfig) -> Costs:
+        """On a GPU: the graphs a run will need, and what each costs."""
+        length = max(own.draft_tokens if own.method != "none" else 0 for own in self.speculation.flat())
+        return self.device.warm_up(runner, self._companions, taps, config.max_num_seqs, length)
 
     def measure_costs(self) -> None:
         """Time forwards and proposals of all sizes now, in a second or two, instead of learning them in service."""
@@ -311,7 +326,21 @@ class LLM:
         """Load a draft model, its KV in as many pages as the target's."""
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
         decoder = load_decoder(directory, replace(self._options, **options))
+        self._companions.append(self._runner(decoder))
+        return self._companions[-1]
+
+    def _runner(self, decoder: Decoder) -> Runner:
+        """A model and its KV where it runs."""
+        if self.device.is_gpu:
+            return self.device.runner(decoder, *self._layout)
         return Runner(decoder, _pool(decoder.config, *self._layout))
+
+    def _page_count(self, config: EngineConfig) -> int:
+        if not self.device.is_gpu:
+            return _page_count(config, self.config, self.max_model_len)
+        drafts = [own.model or str(self.directory / "draft") for own in self.speculation.flat() if own.method == "draft_model"]
+        models = [self.config, *(ModelConfig.read(locate(own)) for own in drafts)]
+        return self.device.page_count(config, models, self.max_model_len)
 
 
 def _save_costs(llm: weakref.ref[LLM]) -> None:

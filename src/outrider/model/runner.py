@@ -19,11 +19,17 @@ from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows, output_product
 from outrider.ops import BLOCK, AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
+from outrider.sampling import Row
+from outrider.sampling.choice import shape_of
+from outrider.sampling.noise import Key, keys_of, token_words_at
 
-__all__ = ["Feed", "Rows", "Runner", "lay_out"]
+__all__ = ["Feed", "Round", "Rows", "Runner", "lay_out"]
 
 Tokens = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float64]
+
+
+_LONGEST_CHAIN = 256
 
 
 class Feed(NamedTuple):
@@ -45,6 +51,16 @@ class Rows(NamedTuple):
     positions: Tensor  # (N,)
     slots: tuple[Tensor, Tensor]  # page and offset of each row's KV
     plan: AttentionPlan
+
+
+class Round(NamedTuple):
+    """A batch and its drafts as rows of one forward."""
+
+    feeds: list[Feed]
+    wanted: list[int]  # rows whose logits are wanted: roots and nodes
+    roots: list[int]  # of each sequence, its root among those; -1 while it reads its prompt
+    first_rows: list[int]
+    prompt_rows: dict[int, range]  # rows of prompts whose log probabilities are wanted
 
 
 def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None]) -> Rows:
@@ -77,6 +93,8 @@ def _layer_numbers(taps: tuple[int, ...]) -> Tensor:
 
 class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
+
+    device_name = "cpu"
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
         self.decoder = decoder
@@ -130,17 +148,6 @@ class Runner:
             else Hidden(found.last, list(found.taps.unbind(1)), found.taps.flatten(1))
         )
 
-    @property
-    def drafts_chains(self) -> bool:
-        """Whether `draft` works here."""
-        return self.stack is not None
-
-    def draft(self, feeds: Sequence[Feed], chains: Chains) -> tuple[Tokens, Chances, Tensor]:
-        """Chains that this model guesses after feeds, in one call; see Stack.draft."""
-        assert self.stack is not None
-        assert self._output is not None
-        return self.stack.draft(lay_out_rows(feeds), self._output, chains)
-
     @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V)."""
@@ -151,6 +158,16 @@ class Runner:
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone: prompt chunks, roots and draft nodes."""
+        feeds, wanted, roots, first_rows, prompt_rows = self._lay_out_round(batch, drafts)
+        resume = drafts.resume if self._can_resume(drafts.resume, feeds, taps) else None
+        hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
+        prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
+        logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
+        tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
+        return Scores(logits, roots, first_rows, tapped, prompt_logits)
+
+    def _lay_out_round(self, batch: Batch, drafts: Drafts) -> Round:
+        """Who feeds what, and which rows' logits are wanted."""
         trees = drafts.on_host()
         feeds: list[Feed] = []
         wanted: list[int] = []
@@ -169,12 +186,39 @@ class Runner:
             if seq.request.params.prompt_logprobs is not None and seq.cached < seq.prompt_len:
                 prompt_rows[b] = range(row, row + min(fed, seq.prompt_len - seq.cached))
             row += fed + n
-        resume = drafts.resume if self._can_resume(drafts.resume, feeds, taps) else None
-        hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
-        prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
-        logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
-        tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
-        return Scores(logits, roots, first_rows, tapped, prompt_logits)
+        return Round(feeds, wanted, roots, first_rows, prompt_rows)
+
+    @property
+    def drafts_chains(self) -> int:
+        """The longest chain that `draft` draws; 0: it draws none."""
+        return 0 if self.stack is None else _LONGEST_CHAIN
+
+    def draft(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int], sharpness: Sequence[float]
+    ) -> tuple[Tokens, Chances, Tensor | None]:
+        """Chains that this model guesses after feeds, in one call: tokens and chances (feeds, longest), drawn by the law and
+        the noise of the target's `rows`, and the logits (longest, feeds, V) behind them, where they are on the host.
+        """
+        assert self.stack is not None
+        assert self._output is not None
+        order = sorted(range(len(feeds)), key=lambda i: -lengths[i])  # the core wants the longest first
+        keys = np.zeros((len(feeds), lengths[order[0]], 2), np.uint32)
+        for place, i in enumerate(order):
+            if not rows[i].params.greedy:
+                own = [Key(rows[i].seed, rows[i].position + step, rows[i].sample) for step in range(lengths[i])]
+                keys[place, : lengths[i]] = keys_of(own)
+        chains = Chains(
+            wanted=np.array([lengths[i] for i in order], np.int32),
+            shapes=np.array([shape_of(rows[i].params) for i in order]),
+            sharpness=np.array([sharpness[i] for i in order], np.float32),
+            keys=keys,
+            words=token_words_at(self.decoder.config.vocab),
+        )
+        tokens, chances, logits = self.stack.draft(lay_out_rows([feeds[i] for i in order]), self._output, chains)
+        if order == sorted(order):
+            return tokens, chances, logits
+        back = np.argsort(order)
+        return tokens[back], chances[back], logits[:, back.tolist()]
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:
         """Whether the layers a drafter has run can be skipped: nobody taps them, and its rows are these rows."""

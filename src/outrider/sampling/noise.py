@@ -24,6 +24,7 @@ __all__ = [
     "bits_torch",
     "gumbel",
     "keys_of",
+    "prefix_of",
     "token_words",
     "token_words_at",
     "uniform",
@@ -131,6 +132,11 @@ def words_of(key: Key) -> tuple[int, int]:
     """A key as two well-mixed 32-bit words."""
     h = _mix64(_prefix(key.seed, key.sample, key.stream, key.round) ^ (key.position & _M64))
     return h & _MASK, h >> 32
+
+
+def prefix_of(seed: int, sample: int) -> int:
+    """The 64 bits that a position is mixed with to key the shared stream; `_words` says how."""
+    return _prefix(seed, sample, Stream.CHOICE, 0)
 
 
 @lru_cache(maxsize=4096)

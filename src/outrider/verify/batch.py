@@ -96,11 +96,7 @@ def rows_of(seq: Generation, tree_tokens: Sequence[int], tree_parents: Sequence[
 
 
 def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
-    rows: list[Row] = []
-    for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
-        if root >= 0:
-            rows += rows_of(seq, tree.tokens, tree.parents)
-    choices = choose(scores.logits, rows)
+    choices = scores.choices if scores.choices is not None else choose(scores.logits, _rows(trees, scores, batch))
     verdicts = []
     for tree, root in zip(trees, scores.roots, strict=True):
         if root < 0:
@@ -112,10 +108,18 @@ def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]
     return verdicts
 
 
+def _rows(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Row]:
+    rows: list[Row] = []
+    for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
+        if root >= 0:
+            rows += rows_of(seq, tree.tokens, tree.parents)
+    return rows
+
+
 def _chain(tree: Tree, drawn_from: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> Verdict:
     """The published rules, for one chain. Their coins and residuals come from streams of their own."""
     rows = rows_of(seq, tree.tokens, tree.parents)
-    p = torch.stack([law(scores.logits[root + i], row) for i, row in enumerate(rows)])
+    p = torch.stack([law(scores.logits[root + i].cpu(), row) for i, row in enumerate(rows)])
     tokens = torch.tensor(tree.tokens, dtype=torch.int64)
     request, base, turn = seq.request, len(seq.tokens), seq.stats.rounds
     if rule == "lossy_typical":

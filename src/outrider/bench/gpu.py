@@ -1,0 +1,102 @@
+"""Everything that is measured on a GPU, in parts: synthetic 8B and 1B shapes, the bundled model, Transformers beside them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.bench.conditions import conditions
+from outrider.bench.synthetic import Synthetic, measure_batches, measure_engine, measure_transformers
+from outrider.engine.acceptance import loops, read_prompts
+from outrider.engine.llm import LLM
+from outrider.sampling import SamplingParams
+
+__all__ = ["conditions_on_gpu", "measure_everything"]
+
+_AGREEMENT = 0.8
+_TOKENS, _PROMPT = 256, 128
+Part = Callable[[], Iterator[dict[str, Any]]]
+
+
+def conditions_on_gpu(root: Path | None = None) -> dict[str, Any]:
+    """The device, versions, command and commit."""
+    import triton
+
+    found = conditions()
+    found["device"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; {found['device']}"
+    found["versions"] |= {"triton": triton.__version__}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return found | {"commit": commit.stdout.strip() or "unknown"}
+
+
+def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
+    """Names and parts, in order."""
+    bench = Synthetic(_AGREEMENT)
+    perm, prompt = bench.perm, bench.prompt(_PROMPT)
+    yield "synthetic 8B, batch 1", lambda: measure_engine(bench, (2, 3, 4, 5), _TOKENS, _PROMPT)
+    yield "exact and fast numerics", lambda: _numerics(bench)
+    yield "bundled model", measure_bundled
+    yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
+    _free()
+    if transformers:
+        yield "transformers", lambda: measure_transformers(perm, _AGREEMENT, _TOKENS, prompt)
+
+
+def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:
+    """Prefill and single forwards, exact against `--numerics fast`."""
+    exact = {n: bench.prefill_seconds(n) for n in (512, 2048)}
+    forwards = {b: bench.forward_seconds(b, 300, b) for b in (1, 32)}
+    fast = Synthetic(_AGREEMENT, exact=False, pages=400)
+    for n, seconds in exact.items():
+        other = fast.prefill_seconds(n)
+        yield {"what": f"prefill of {n}", "exact_ms": seconds * 1e3, "fast_ms": other * 1e3, "speed_of_fast": other / seconds}
+    for b, seconds in forwards.items():
+        other = fast.forward_seconds(b, 300, b)
+        yield {"what": f"forward at batch {b}", "exact_ms": seconds * 1e3, "fast_ms": other * 1e3, "cost": seconds / other - 1}
+
+
+def measure_bundled(
+    methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "auto"),
+) -> Iterator[dict[str, Any]]:
+    """Pyrite at batch 1, both with graphs: tokens per second over plain decoding, by prompt; loops are counted apart."""
+    prompts = read_prompts(_code(), 12)
+    settings = [SamplingParams(temperature=t, seed=3, max_tokens=192, ignore_eos=True) for t in (0.0, 0.8)]
+    plain = LLM(device="cuda", max_num_seqs=1, prefix_cache=False)
+    base = {t: _speeds(plain, prompts, own) for t, own in zip((0.0, 0.8), settings, strict=True)}
+    for method in methods:
+        llm = LLM(device="cuda", speculation=method, max_num_seqs=1, prefix_cache=False)
+        for t, own in zip((0.0, 0.8), settings, strict=True):
+            found = _speeds(llm, prompts, own)
+            ratios = [a[0] / b[0] for a, b in zip(found, base[t], strict=True)]
+            calm = [ratio for ratio, (_, tokens) in zip(ratios, base[t], strict=True) if not loops(tokens)]
+            yield {
+                "what": f"{method} at {t:g}", "plain_tok_s": statistics.median(own[0] for own in base[t]),
+                "speedup": statistics.median(ratios), "speedup_without_loops": statistics.median(calm) if calm else None,
+                "prompts": len(ratios), "without_loops": len(calm),
+                "equal": all(a[1] == b[1] for a, b in zip(found, base[t], strict=True)),
+            }  # fmt: skip
+
+
+def _speeds(llm: LLM, prompts: list[str], params: SamplingParams) -> list[tuple[float, list[int]]]:
+    """Decode speed and tokens of each prompt, after one that warms up; the better of two runs."""
+    llm.generate(prompts[0], params)
+    found = []
+    for prompt in prompts:
+        runs = [llm.generate(prompt, params)[0].outputs[0] for _ in range(2)]
+        found.append((max(own.timings.decode_tokens_per_s for own in runs), runs[0].token_ids))
+    return found
+
+
+def _code() -> Path:
+    return Path(__file__).with_name("workloads") / "code.jsonl"
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

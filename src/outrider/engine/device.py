@@ -1,0 +1,126 @@
+"""Where a model runs, and how a GPU's memory is shared out at start."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.config import EngineConfig
+from outrider.control import Costs
+from outrider.errors import InvalidParameter
+from outrider.model import Decoder, ModelConfig, Runner
+
+__all__ = ["Device", "Share", "missing_gpu", "share_memory"]
+
+_DEVICES = ("auto", "cpu", "cuda")
+_NUMERICS = ("exact", "fast")
+_GIB = 2**30
+_LONGEST_CHAIN = 12  # captured at start; a longer one is captured when it is first asked for
+_BASE = _GIB  # of the reserve: the driver, libraries, graphs and the allocator's rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A GPU's memory at start, in bytes."""
+
+    total: int  # that this process may take
+    weights: int
+    reserve: int  # logits, the parts of attention, graphs
+    page: int  # one page of every model's KV
+
+    @property
+    def pages(self) -> int:
+        return (self.total - self.weights - self.reserve) // self.page
+
+    def __str__(self) -> str:
+        sizes = {"of": self.total, "weights": self.weights, "reserve": self.reserve}
+        return ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in sizes.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The processor, or a GPU with its settings."""
+
+    name: str
+    exact: bool = True
+    memory: float = 0.9
+
+    @classmethod
+    def resolve(cls, name: str, numerics: str = "exact", memory: float = 0.9) -> Device:
+        """From what the user asked for; "auto" is a GPU where torch and Triton find one."""
+        if name not in _DEVICES:
+            raise InvalidParameter("device", f"unknown {name!r}; known: {', '.join(_DEVICES)}")
+        if numerics not in _NUMERICS:
+            raise InvalidParameter("numerics", f"unknown {numerics!r}; known: {', '.join(_NUMERICS)}")
+        if not 0.0 < memory <= 1.0:
+            raise InvalidParameter("memory", f"must be in (0, 1], got {memory}")
+        missing = missing_gpu()
+        if name == "cuda" and missing:
+            raise InvalidParameter("device", f"cuda cannot be used: {missing}")
+        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", memory)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+    def runner(self, decoder: Decoder, pages: int, page_size: int) -> Runner:
+        """A model on the GPU, its KV in that many pages and one more for padding."""
+        from outrider.model.cuda_runner import CudaOptions, CudaRunner
+
+        return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact))
+
+    def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
+        """Capture the graphs of so many sequences and drafted tokens, and time each."""
+        from outrider.model.cuda_runner import CudaRunner
+
+        assert isinstance(target, CudaRunner)
+        costs = Costs()
+        target.warm_up(batch * (1 + length), taps)
+        for rows, seconds in target.round_seconds().items():
+            costs.observe_forward(rows, 1, seconds)
+        for own in drafts:
+            assert isinstance(own, CudaRunner)
+            own.warm_up(4 * batch, batch=batch, length=min(length, _LONGEST_CHAIN))
+            for (count, tokens), seconds in own.chain_seconds().items():
+                costs.observe_proposal("draft_model", count, tokens, seconds)
+        return costs
+
+    def page_count(self, engine: EngineConfig, models: Sequence[ModelConfig], max_model_len: int) -> int:
+        """Pages for every sequence at full length, or as many as fit beside the weights."""
+        free, total = torch.cuda.mem_get_info()
+        share = share_memory(models, int(self.memory * total) - (total - free), engine.page_size, max_model_len)
+        pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
+        least = -(-max_model_len // engine.page_size)
+        if pages < least:
+            raise InvalidParameter(
+                "memory",
+                f"one sequence of {max_model_len} tokens needs {least * share.page / _GIB:.2f} GiB of KV, and "
+                f"{max(pages, 0) * share.page / _GIB:.2f} GiB are left ({share}); "
+                "lower max_model_len, raise memory (up to 1.0) or kv_bytes, or use a smaller model",
+            )
+        return min(pages, engine.max_num_seqs * least)
+
+
+def share_memory(models: Sequence[ModelConfig], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
+    """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
+    weights = sum(2 * own.parameters for own in models)
+    page = sum(2 * 2 * own.layers * own.kv_heads * own.head_dim * page_size for own in models)
+    blocks = -(-max_model_len // 64)
+    reserve = _BASE
+    for own in models:
+        reserve += 4 * 3 * rows * own.vocab + 4 * rows * own.heads * blocks * (own.head_dim + 2) + 16 * rows * own.ffn
+    return Share(total, weights, reserve, page)
+
+
+def missing_gpu() -> str | None:
+    """Why no GPU can be used, if so."""
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU" if torch.version.cuda else "this build of torch is for processors alone"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than the kernels need (compute capability 8.0)"
+    return None

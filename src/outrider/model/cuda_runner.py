@@ -1,0 +1,475 @@
+"""The runner on a GPU: rounds of decode rows replay a CUDA graph, prompts run as they come.
+
+A graph holds a whole forward, the logits and the target's choices for a fixed number of rows; another holds a
+whole draft of K tokens of a draft model. Shorter rounds are filled up with rows that write to the pool's last page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.core import Batch, Drafts, Scores
+from outrider.core import Sequence as Generation
+from outrider.errors import InvalidParameter
+from outrider.model.cuda_stack import BEYOND, CudaPool, CudaStack
+from outrider.model.decoder import Decoder, Hidden
+from outrider.model.runner import Chances, Feed, Runner, Tokens
+from outrider.ops import Segment, serving_ops
+from outrider.ops.cuda.launch import Paged
+from outrider.sampling import Row
+from outrider.sampling.noise import prefix_of
+
+__all__ = ["CudaOptions", "CudaRunner"]
+
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+_DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
+_MOVED = 7  # sections of N words in front of the page table: see _Packed
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """How a runner uses its device."""
+
+    exact: bool = True  # False: cuBLAS and whatever is fastest
+    graphs: bool = True
+    most_rows: int = 256  # of a graph
+
+
+class _Packed:
+    """The integers of a forward on the host and on the device, moved by one copy.
+
+    Words: prefixes (two each), temperatures, tokens, sequences, positions, roots, firsts, slots; the page table; ancestors.
+    """
+
+    def __init__(self, rows: int, sequences: int, width: int, device: torch.device, depth: int = _DEPTH) -> None:
+        self.rows, self._table_shape, self._depth = rows, (sequences, width), depth
+        self._short = (2 + _MOVED) * rows + sequences * width
+        words = self._short + rows * depth
+        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        flat = self._host.numpy()
+        self.prefixes = flat[: 2 * rows].view(np.uint64)
+        sections = flat[2 * rows : (2 + _MOVED) * rows].reshape(_MOVED, rows)
+        self.temperatures = sections[0].view(np.float32)
+        self.fields = sections[1:]  # tokens, sequences, positions, roots, firsts, slots
+        self.table = flat[(2 + _MOVED) * rows : self._short].reshape(sequences, width)
+        self.ancestors = flat[self._short :].reshape(rows, depth)
+        self.paged = self._views()
+        self._placed: list[list[int] | None] = [None] * sequences
+
+    def _views(self) -> Paged:
+        n, flat = self.rows, self._device
+        sections = flat[2 * n : (2 + _MOVED) * n].view(_MOVED, n)
+        tokens, sequences, positions, roots, firsts, slots = sections[1:].unbind()
+        table = flat[(2 + _MOVED) * n : self._short].view(self._table_shape)
+        ancestors, prefixes = flat[self._short :].view(n, self._depth), flat[: 2 * n].view(torch.int64)
+        temperatures = sections[0].view(torch.float32)
+        return Paged(tokens, sequences, positions, roots, firsts, slots, table, ancestors, temperatures, prefixes)
+
+    def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
+        """A sequence's row of the page table; what it does not own is the padding's page."""
+        if self._placed[b] != pages:
+            self._placed[b] = list(pages)
+            self.table[b, : len(pages)] = pages
+            self.table[b, len(pages) :] = scratch
+
+    def send(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
+
+
+class _Graph(NamedTuple):
+    """A captured forward for a fixed number of rows."""
+
+    packed: _Packed
+    replay: Any
+    found: list[Any]  # after a replay: logits, taps or None
+    host: Tensor  # pinned: the choices
+
+
+class _Chain(NamedTuple):
+    """A captured draft of K tokens for a fixed number of sequences."""
+
+    packed: _Packed
+    replay: Any
+    drawn: Tensor  # (K, B) int32
+    odds: Tensor  # (K, B)
+    host: tuple[Tensor, Tensor]
+    after: Paged  # the rows of later steps: the graph writes there, so they must live as long as it does
+
+
+class CudaRunner(Runner):
+    """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: int,
+        page_size: int,
+        device: str = "cuda",
+        options: CudaOptions = CudaOptions(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.decoder = decoder
+        self.device = torch.device(device)
+        self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
+        self.cuda = CudaStack(decoder, page_size, self.device, options.exact)
+        c = decoder.config
+        self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
+        self.ops = serving_ops()  # of heads, which run on the processor
+        self.stack = self._output = None
+        self.options = options
+        self.capture_seconds: dict[str, float] = {}
+        self._width = -(-(c.context + BEYOND) // page_size)
+        self._graphs: dict[tuple[int, tuple[int, ...]], _Graph] = {}
+        self._chains: dict[tuple[int, int], _Chain] = {}
+        self._memory: Any = None
+        self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
+        self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.cuda.weight_bytes
+
+    # --- the round -------------------------------------------------------------------------------------------------
+
+    def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
+        """One forward for everyone, and the target's choices with it where all rows are ordinary."""
+        laid = self._lay_out_round(batch, drafts)
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
+        decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
+        if decoding and rows <= self.options.most_rows:
+            return self._score_decoding(batch, laid, rows, taps)
+        found = self._forward(laid.feeds, taps)
+        prompt_logits = {b: self.logits(found.last, own) for b, own in laid.prompt_rows.items()}
+        tapped = None if found.taps is None else found.taps[:rows].flatten(1).cpu()
+        if not laid.wanted:
+            self._wait()
+            return Scores(torch.empty(0, self.decoder.config.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
+        logits = self.logits(found.last, laid.wanted)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits)
+
+    def _score_decoding(self, batch: Batch, laid: Any, rows: int, taps: tuple[int, ...]) -> Scores:
+        graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
+        self._pack(graph.packed, laid.feeds)
+        row = 0
+        for seq, feed in zip(batch.sequences, laid.feeds, strict=True):
+            end = row + 1 + len(feed.nodes)
+            self._noise(graph.packed, slice(row, end), seq)
+            row = end
+        graph.replay()
+        ordinary = not any(seq.request.params.adjusts or seq.request.params.truncates for seq in batch.sequences)
+        self._wait()
+        logits, taps_of_all = graph.found
+        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).cpu()
+        choices = graph.host[:rows].tolist() if ordinary else None
+        logits = logits[:rows]
+        return Scores(logits if ordinary else logits.cpu(), laid.roots, laid.first_rows, tapped, {}, choices)
+
+    def fill_round(self, graph: _Graph, feeds: Sequence[Feed]) -> None:
+        """Give a graph its rows, greedy ones."""
+        graph.packed.temperatures[:] = 0.0
+        self._pack(graph.packed, feeds)
+
+    @staticmethod
+    def _noise(packed: _Packed, rows: slice, seq: Generation) -> None:
+        params = seq.request.params
+        packed.temperatures[rows] = 0.0 if params.greedy else params.temperature
+        packed.prefixes[rows] = prefix_of(seq.request.seed, seq.request.index)
+
+    def _pack(self, packed: _Packed, feeds: Sequence[Feed]) -> None:
+        """Fill a forward's integers; rows beyond the feeds' are padding."""
+        size, scratch = self.pool.page_size, self.pool.pages - 1
+        tokens: list[int] = []
+        sequences: list[int] = []
+        positions: list[int] = []
+        roots: list[int] = []
+        firsts: list[int] = []
+        slots: list[int] = []
+        for b, feed in enumerate(feeds):
+            pages, n = feed.pages, len(feed.tokens) + len(feed.nodes)
+            tokens += feed.tokens
+            tokens += feed.nodes
+            sequences += [b] * n
+            firsts += [feed.first_key] * n
+            packed.place(b, pages, scratch)
+            if feed.parents and any(parent != i - 1 for i, parent in enumerate(feed.parents)):
+                own = _tree_rows(feed, size, packed.ancestors, len(positions))
+                positions += own[0]
+                roots += own[1]
+                slots += [pages[p // size] * size + p % size for p in own[2]]
+            else:
+                where = range(feed.start + feed.known, feed.start + feed.known + n)
+                positions += where
+                roots += where
+                slots += [pages[p // size] * size + p % size for p in where]
+        filled = len(tokens)
+        packed.fields[:, :filled] = (tokens, sequences, positions, roots, firsts, slots)
+        if filled < packed.rows:
+            packed.fields[:, filled:] = 0
+            packed.fields[1, filled:] = len(packed.table) - 1  # a sequence of their own
+            packed.fields[5, filled:] = scratch * size
+            packed.place(len(packed.table) - 1, (), scratch)
+            packed.temperatures[filled:] = 0.0
+
+    # --- forwards for drafters and prompts ---------------------------------------------------------------------------
+
+    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
+        found = self._forward(feeds, taps)
+        tapped = [] if found.taps is None else list(found.taps.cpu().unbind(1))
+        return Hidden(found.last, tapped)
+
+    @torch.inference_mode()
+    def _forward(self, feeds: Sequence[Feed], taps: tuple[int, ...]) -> Any:
+        """Whatever rows: prompts in runs, everything else row by row."""
+        runs, singles = _sorted(feeds)
+        order = [*runs, *singles]
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
+        branched = any(feed.parents for feed in feeds)
+        packed = _Packed(rows, len(feeds), self._width, self.device, _DEPTH if branched else 1)
+        self._pack(packed, [feeds[i] for i in order])
+        packed.send()
+        chunks, first = self._chunks([feeds[i] for i in runs])
+        single = slice(first, rows) if singles else None
+        from_start = len(feeds) == 1 and feeds[0].start == 0 and not feeds[0].nodes
+        found = self.cuda.forward(packed.paged, self.pool, taps, chunks, single, from_start)
+        self._wait()  # the integers on the host are this call's own
+        if order == sorted(order):
+            return found
+        at = torch.tensor(_places(feeds, order), device=self.device)
+        found.last = found.last[at]
+        found.taps = None if found.taps is None else found.taps[at]
+        return found
+
+    def _chunks(self, feeds: Sequence[Feed]) -> tuple[Tensor | None, int]:
+        """Runs of tokens as attend_chunks reads them, and how many rows they are."""
+        tokens, row = self.cuda.kernels.chunk_tokens, 0
+        chunks = []
+        for b, feed in enumerate(feeds):
+            n = len(feed.tokens)
+            chunks += [(row + i, min(tokens, n - i), feed.start + i, b, feed.first_key) for i in range(0, n, tokens)]
+            row += n
+        return (torch.tensor(chunks, dtype=torch.int32, device=self.device) if chunks else None), row
+
+    @torch.inference_mode()
+    def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
+        """Float32 logits of the chosen hidden rows, (rows, V), on the host."""
+        return self.cuda.logits(last[list(rows)]).cpu()
+
+    def run(self, *_: Any, **__: Any) -> Hidden:
+        raise InvalidParameter("method", "early exit runs some of the target's layers, which the GPU path does not do yet")
+
+    # --- drafts of a draft model -------------------------------------------------------------------------------------
+
+    @property
+    def drafts_chains(self) -> int:
+        return CHAIN_LENGTHS[-1]
+
+    def draft(
+        self,
+        feeds: Sequence[Feed],
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        sharpness: Sequence[float],  # noqa: ARG002
+    ) -> tuple[Tokens, Chances, Tensor | None]:
+        """By one replay; the law is not sharpened there."""
+        length = max(lengths)
+        longest = [feed for feed in feeds if len(feed.tokens) > 2]
+        if longest:  # all but the newest two tokens of each
+            self._catch_up([feed._replace(tokens=feed.tokens[:-2]) for feed in longest])
+        batch = _bucket(len(feeds), GRAPH_ROWS)
+        chain = self.chain_graph(batch, _bucket(length, CHAIN_LENGTHS))
+        self.fill_chain(chain, feeds, rows)
+        chain.replay()
+        self._wait()
+        tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
+        return tokens, odds, None
+
+    def _catch_up(self, feeds: Sequence[Feed]) -> None:
+        """Text the model has missed: by the graph of a round where it fits, whose logits nobody reads."""
+        rows = sum(len(feed.tokens) for feed in feeds)
+        if rows > self.options.most_rows:
+            self._forward(feeds, ())
+            return
+        graph = self.round_graph(_bucket(rows, GRAPH_ROWS))
+        self.fill_round(graph, feeds)
+        graph.replay()
+
+    def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
+        """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
+        packed, batch = chain.packed, chain.drawn.shape[1]
+        size, scratch = self.pool.page_size, self.pool.pages - 1
+        packed.fields[:] = 0
+        packed.fields[1] = np.arange(2 * batch) % batch
+        packed.fields[5] = scratch * size
+        packed.temperatures[:] = 0.0
+        for b, row in enumerate(rows):
+            packed.temperatures[b] = 0.0 if row.params.greedy else row.params.temperature
+            packed.prefixes[b] = prefix_of(row.seed, row.sample)
+        for b, feed in enumerate(feeds):
+            newest = feed.start + len(feed.tokens) - 1
+            packed.place(b, feed.pages, scratch)
+            for place, back in ((b, 1), (batch + b, 2)):
+                back = min(back, len(feed.tokens))  # a lone token is fed twice
+                position = newest + 1 - back
+                slot = feed.pages[position // size] * size + position % size
+                packed.fields[:, place] = (feed.tokens[-back], b, position, position, 0, slot)
+        for b in range(len(feeds), batch):
+            packed.place(b, (), scratch)
+
+    # --- graphs ------------------------------------------------------------------------------------------------------
+
+    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> None:
+        """Capture the graphs of rounds up to so many rows, and of drafts up to so many sequences and tokens."""
+        for count in GRAPH_ROWS:
+            if rows and count <= _bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
+                self.round_graph(count, taps)
+            for tokens in CHAIN_LENGTHS:
+                if (
+                    batch
+                    and count <= _bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS)
+                    and tokens <= _bucket(length, CHAIN_LENGTHS)
+                ):
+                    self.chain_graph(count, tokens)
+
+    def round_seconds(self) -> dict[int, float]:
+        """What each captured round takes on the device, by rows."""
+        return {rows: _replay_seconds(graph.replay) for (rows, _), graph in self._graphs.items()}
+
+    def chain_seconds(self) -> dict[tuple[int, int], float]:
+        """What each captured draft takes, by sequences and tokens."""
+        return {key: _replay_seconds(chain.replay) for key, chain in self._chains.items()}
+
+    def round_graph(self, rows: int, taps: tuple[int, ...] = ()) -> _Graph:
+        """The graph of a forward of so many rows, one of GRAPH_ROWS, with its choices."""
+        key = (rows, taps)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture_round(rows, taps)
+        return self._graphs[key]
+
+    def _capture_round(self, rows: int, taps: tuple[int, ...]) -> _Graph:
+        packed = _Packed(rows, rows, self._width, self.device)
+        self._pack(packed, [])
+        kept: list[Any] = []
+        host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+        def work() -> None:
+            packed.send()
+            found = self.cuda.forward(packed.paged, self.pool, taps)
+            logits = self.cuda.logits(found.last)
+            chosen, _ = self.cuda.kernels.choose(logits, packed.paged)
+            host.copy_(chosen, non_blocking=True)
+            kept[:] = [logits, found.taps]
+
+        replay = self._capture(f"round of {rows} rows", work)
+        return _Graph(packed, replay, kept, host)
+
+    def chain_graph(self, batch: int, length: int) -> _Chain:
+        """The graph of a draft: one of GRAPH_ROWS sequences, one of CHAIN_LENGTHS tokens."""
+        key = (batch, length)
+        if key not in self._chains:
+            self._chains[key] = self._capture_chain(batch, length)
+        return self._chains[key]
+
+    def _capture_chain(self, batch: int, length: int) -> _Chain:
+        packed = _Packed(2 * batch, batch, self._width, self.device, 1)
+        for b in range(batch):
+            packed.place(b, (), self.pool.pages - 1)
+        packed.fields[5] = (self.pool.pages - 1) * self.pool.page_size
+        after = _Packed(batch, 1, 1, self.device, 1).paged
+        after.table = packed.paged.table
+        drawn = torch.zeros(length, batch, dtype=torch.int32, device=self.device)
+        odds = torch.zeros(length, batch, device=self.device)
+
+        host = tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=self.device.type == "cuda") for part in (drawn, odds))
+
+        def work() -> None:
+            packed.send()
+            before = packed.paged
+            for step in range(length):
+                last = self.cuda.forward(before, self.pool).last
+                found = self.cuda.kernels.choose(self.cuda.logits(last[:batch]), before.rows(slice(0, batch)))
+                self.cuda.kernels.next_rows(found, before, after, (drawn, odds), step)
+                before = after
+            for kept, own in zip(host, (drawn, odds), strict=True):
+                kept.copy_(own, non_blocking=True)
+
+        replay = self._capture(f"draft of {length} tokens for {batch}", work)
+        return _Chain(packed, replay, drawn, odds, host, after)  # type: ignore[arg-type]
+
+    def _capture(self, name: str, work: Any) -> Any:
+        """A callable that does the work again: a graph's replay, or the work itself where there are no graphs."""
+        if self.device.type != "cuda" or not self.options.graphs:
+            return work
+        begun = perf_counter()
+        with torch.inference_mode():
+            work()  # compiles what is not compiled yet
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory):
+                work()
+        self._memory = self._memory or graph.pool()
+        torch.cuda.synchronize()
+        self.capture_seconds[name] = perf_counter() - begun
+        return graph.replay
+
+    def _wait(self) -> None:
+        """The round's host synchronisation."""
+        if self._done is not None:
+            self._done.record(self._stream)
+            self._done.synchronize()
+
+
+def _bucket(count: int, sizes: Sequence[int]) -> int:
+    """The smallest size that holds so many."""
+    for size in sizes:
+        if count <= size:
+            return size
+    raise AssertionError(f"{count} is more than the largest graph")
+
+
+def _sorted(feeds: Sequence[Feed]) -> tuple[list[int], list[int]]:
+    """Which feeds are runs of text, and which are single rows or drafts."""
+    runs = [i for i, feed in enumerate(feeds) if len(feed.tokens) > 1 and not feed.nodes]
+    return runs, [i for i in range(len(feeds)) if i not in set(runs)]
+
+
+def _places(feeds: Sequence[Feed], order: Sequence[int]) -> list[int]:
+    """Where the rows of the feeds lie when these are laid out in another order."""
+    first: dict[int, int] = {}
+    row = 0
+    for i in order:
+        first[i] = row
+        row += len(feeds[i].tokens) + len(feeds[i].nodes)
+    return [first[i] + n for i, feed in enumerate(feeds) for n in range(len(feed.tokens) + len(feed.nodes))]
+
+
+def _tree_rows(feed: Feed, size: int, ancestors: NDArray[Any], first: int) -> tuple[list[int], list[int], range]:
+    """Positions, roots and storage places of a feed whose nodes branch; their ancestors' slots are filled in."""
+    segment = Segment(first, feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known)
+    positions, root, fed = segment.positions(), segment.root, len(feed.tokens)
+    paths: list[list[int]] = []
+    for node, parent in enumerate(feed.parents):
+        place = root + 1 + node
+        slot = feed.pages[place // size] * size + place % size
+        paths.append([*(paths[parent] if parent >= 0 else ()), slot])
+    for row, path in enumerate(paths[feed.known :], first + fed):
+        ancestors[row, : len(path)] = path
+    return positions, [*positions[:fed], *[root] * (len(positions) - fed)], segment.slots()
+
+
+def _replay_seconds(replay: Any, repeats: int = 3) -> float:
+    replay()
+    torch.cuda.synchronize()
+    begun = perf_counter()
+    for _ in range(repeats):
+        replay()
+    torch.cuda.synchronize()
+    return (perf_counter() - begun) / repeats

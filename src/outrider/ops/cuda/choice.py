@@ -1,0 +1,135 @@
+"""The choice on the device: Gumbel-max over logits, a draft's next row, KV moves.
+
+The twin is `sampling.choice.draw`. Random bits are the same; scores are float64, so a choice could differ from
+the processor's only where two scores agree to sixteen digits.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["VOCAB_TILE", "choose_tiles", "choose_winner", "move_slots", "next_rows"]
+
+VOCAB_TILE = 2048
+
+
+@triton.jit
+def _mix64(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _gumbel(prefix, position, token):
+    """-log(-log1p(-v)) of 32 counter-based bits; see sampling/noise.py."""
+    h = _mix64(prefix ^ position)
+    key_a = (h & 0xFFFFFFFF).to(tl.uint32)
+    key_b = (h >> 32).to(tl.uint32)
+    word = token.to(tl.uint32) * 0x9E3779B9 + 0x85EBCA6B
+    word = (word ^ (word >> 16)) * 0x21F0AAAD
+    word = (word ^ (word >> 15)) * 0xD35A2D97
+    word = word ^ (word >> 15)
+    x = (key_a ^ word) * (key_b | 1)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    v = (x.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    v = tl.minimum(v, 1.0 - 5.9604644775390625e-08)
+    small = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * (0.25 + v * (0.2 + v * (1.0 / 6.0))))))
+    return -tl.log(tl.where(v < 0.0009765625, small, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def choose_tiles(logits, temperatures, prefixes, positions, tops, ids, masses, vocab, tiles, BN: tl.constexpr):
+    """Of each tile of the vocabulary: the largest score, its lowest id, and the sum of exp(score - largest)."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tile * BN + tl.arange(0, BN)
+    inside = token < vocab
+    x = tl.load(logits + row * vocab + token, mask=inside, other=float("-inf"))
+    temperature = tl.load(temperatures + row)
+    score = x.to(tl.float64)
+    if temperature > 0.0:
+        prefix = tl.load(prefixes + row).to(tl.uint64)
+        position = (tl.load(positions + row) + 1).to(tl.uint64)
+        score = tl.div_rn(x, tl.full((BN,), 0.0, tl.float32) + temperature).to(tl.float64) + _gumbel(prefix, position, token)
+    score = tl.where(x != x, float("inf"), score)
+    top = tl.max(score, 0)
+    best = tl.min(tl.where(score == top, token, 2147483647), 0)
+    shift = tl.where((top == float("-inf")) | (top == float("inf")), 0.0, top)
+    mass = tl.sum(tl.exp((score - shift).to(tl.float32)), 0)
+    at = row * tiles + tile
+    tl.store(tops + at, top)
+    tl.store(ids + at, best)
+    tl.store(masses + at, mass)
+
+
+@triton.jit
+def choose_winner(tops, ids, masses, chosen, chances, tiles, PADDED: tl.constexpr):
+    """The chosen token of each row, -1 where the logits leave none, and its share of the exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, PADDED)
+    inside = tile < tiles
+    top = tl.load(tops + row * tiles + tile, mask=inside, other=float("-inf"))
+    token = tl.load(ids + row * tiles + tile, mask=inside, other=2147483647)
+    mass = tl.load(masses + row * tiles + tile, mask=inside, other=0.0)
+    best = tl.max(top, 0)
+    sound = (best > float("-inf")) & (best < float("inf"))
+    winner = tl.min(tl.where(top == best, token, 2147483647), 0)
+    shift = tl.where(sound, best, 0.0)
+    share = 1.0 / tl.sum(mass * tl.exp((top - shift).to(tl.float32)), 0)
+    tl.store(chosen + row, tl.where(sound, winner, -1))
+    tl.store(chances + row, tl.where(sound, share, 0.0))
+
+
+@triton.jit
+def next_rows(
+    chosen, chances, source, tokens, sequences, positions, roots, slots, table, drawn, odds, sequences_in, positions_in,
+    temperatures_in, prefixes_in, temperatures, prefixes, table_width, step, batch,
+    PAGE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Between two tokens of a draft: keep what was chosen, and make it the next row of its sequence.
+
+    Sequence b's choice is that of row source[b]; rows of the step before are given by `*_in`.
+    """
+    b = tl.arange(0, PADDED)
+    inside = b < batch
+    row = tl.load(source + b, mask=inside, other=0)
+    token = tl.load(chosen + row, mask=inside, other=0)
+    tl.store(drawn + step * batch + b, token, mask=inside)
+    tl.store(odds + step * batch + b, tl.load(chances + row, mask=inside, other=0.0), mask=inside)
+    sequence = tl.load(sequences_in + row, mask=inside, other=0)
+    position = tl.load(positions_in + row, mask=inside, other=0) + 1
+    temperature = tl.load(temperatures_in + row, mask=inside, other=0.0)
+    prefix = tl.load(prefixes_in + row, mask=inside, other=0)
+    page = tl.load(table + sequence.to(tl.int64) * table_width + position // PAGE, mask=inside, other=0)
+    tl.debug_barrier()
+    tl.store(tokens + b, tl.maximum(token, 0), mask=inside)
+    tl.store(sequences + b, sequence, mask=inside)
+    tl.store(positions + b, position, mask=inside)
+    tl.store(roots + b, position, mask=inside)
+    tl.store(slots + b, page * PAGE + position % PAGE, mask=inside)
+    tl.store(temperatures + b, temperature, mask=inside)
+    tl.store(prefixes + b, prefix, mask=inside)
+
+
+@triton.jit
+def move_slots(
+    pool, moves, count, layer_size, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr
+):
+    """Copy slots to slots in one layer and head; all sources are read before any target is written."""
+    layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, COUNT)
+    d = tl.arange(0, HEAD)
+    inside = (i < count)[:, None]
+    source = tl.load(moves + i, mask=i < count, other=0).to(tl.int64)
+    target = tl.load(moves + count + i, mask=i < count, other=0).to(tl.int64)
+    base = pool + layer * layer_size + head * (PAGE * HEAD)
+    from_ = (source // PAGE) * (KV_HEADS * PAGE * HEAD) + source % PAGE * HEAD
+    to = (target // PAGE) * (KV_HEADS * PAGE * HEAD) + target % PAGE * HEAD
+    held = tl.load(base + from_[:, None] + d[None, :], mask=inside)
+    tl.debug_barrier()
+    tl.store(base + to[:, None] + d[None, :], held, mask=inside)

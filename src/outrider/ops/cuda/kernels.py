@@ -1,0 +1,344 @@
+"""Triton kernels of one decoder layer. A row's bits depend on nothing but the row.
+
+Every product runs along the whole inner dimension inside one program, so tiles change which elements are
+computed together, never the order of one element's additions. Attention cuts the keys into blocks of BLOCK
+by *logical* position, whatever slots they lie in; blocks are merged in order. Sums over keys are taken by
+the tensor cores, whose order does not depend on how rows are laid out over warps; maxima have no order.
+
+Weights of q, k, gate and up are stored with pairs side by side (`pair_rows`): rotary and silu(gate) * up
+then need only a column's neighbour. q and k stay in that order, which a dot product does not mind.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["BLOCK", "attend_chunks", "attend_rows", "embed_norm", "linear", "merge_blocks", "norm", "rope_store", "silu_pairs"]
+
+BLOCK = 64  # keys of one block of the attention's reduction, by logical position
+
+
+@triton.jit
+def embed_norm(tokens, embedding, weight, stream, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """The stream of each row's token, float32, and its first norm."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    token = tl.load(tokens + row).to(tl.int64)
+    x = tl.load(embedding + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(stream + row * WIDTH + column, x, mask=inside)
+    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+
+
+@triton.jit
+def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Root-mean-square norm of float32 rows, rounded to the weights' kind."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
+    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+
+
+@triton.jit
+def _store_normed(x, weight, normed, row, column, inside, eps, WIDTH: tl.constexpr):
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    tl.store(normed + row * WIDTH + column, (x * scale * w).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def linear(
+    x, w, bias, out, keys, values, slots, positions, cos, sin, rows, columns,
+    INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """x (rows, INNER) times w (columns, INNER) transposed, and what follows it.
+
+    The inner dimension is summed in PARTS parts, each one chain of additions, and the parts in order. Few rows take
+    the parts abreast, because one chain alone would wait for the tensor cores' latency; many take them one by one.
+
+    FORM "store": out = product. "add": out += product, the residual stream. "silu": pairs of columns become
+    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows.
+    """
+    first = tl.program_id(1) * BN
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    column = first + tl.arange(0, BN)
+    row_in, column_in = row < rows, column < columns
+    x_at = x + row[:, None].to(tl.int64) * INNER
+    w_at = w + column[None, :].to(tl.int64) * INNER
+    PART: tl.constexpr = INNER // PARTS
+    if PARTS == 4 and ABREAST:
+        k = tl.arange(0, BK)
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc_1 = tl.zeros((BM, BN), tl.float32)
+        acc_2 = tl.zeros((BM, BN), tl.float32)
+        acc_3 = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, PART, BK):
+            at = start + k
+            acc = _step(x_at, w_at, at, row_in, column_in, acc, PART, BK, PRECISION)
+            acc_1 = _step(x_at + PART, w_at + PART, at, row_in, column_in, acc_1, PART, BK, PRECISION)
+            acc_2 = _step(x_at + 2 * PART, w_at + 2 * PART, at, row_in, column_in, acc_2, PART, BK, PRECISION)
+            acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
+        acc = _add(_add(_add(acc, acc_1), acc_2), acc_3)
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+        for part in range(0, PARTS):
+            own = _run(x_at + part * PART, w_at + part * PART, row_in, column_in, PART, BM, BN, BK, PRECISION)
+            acc = _add(acc, own)
+    if HAS_BIAS:
+        acc = _add(acc, tl.broadcast_to(tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :], acc.shape))
+    _finish(
+        acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
+        BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _step(
+    x_at, w_at, at, row_in, column_in, acc, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """BK more terms of every element's sum."""
+    if PART % BK == 0:
+        a = tl.load(x_at + at[None, :], mask=row_in[:, None], other=0.0)
+        b = tl.load(w_at + at[:, None], mask=column_in[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        a = tl.load(x_at + at[None, :], mask=row_in[:, None] & (at < PART)[None, :], other=0.0)
+        b = tl.load(w_at + at[:, None], mask=column_in[None, :] & (at < PART)[:, None], other=0.0, eviction_policy="evict_first")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _add(a, b):
+    """a + b, but not as an addition: the compiler would start the product behind b from a, which rounds otherwise."""
+    return tl.fma(b, tl.full(b.shape, 1.0, tl.float32), a)
+
+
+@triton.jit
+def _run(
+    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One part of the inner dimension."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, PART, BK):
+        acc = _step(x_at, w_at, start + k, row_in, column_in, acc, PART, BK, PRECISION)
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
+    BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    long = row.to(tl.int64)
+    inside = row_in[:, None] & (column < columns)[None, :]
+    if FORM == "store":
+        tl.store(out + long[:, None] * columns + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    elif FORM == "add":
+        at = out + long[:, None] * columns + column[None, :]
+        tl.store(at, _add(tl.load(at, mask=inside, other=0.0), acc), mask=inside)
+    elif FORM == "silu":
+        gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        half = first // 2 + tl.arange(0, BN // 2)
+        at = out + long[:, None] * (columns // 2) + half[None, :]
+        tl.store(at, y.to(out.dtype.element_ty), mask=row_in[:, None] & (half < columns // 2)[None, :])
+    else:
+        _rotate_and_place(acc, out, keys, values, slots, positions, cos, sin, long, column, first, row_in,
+                          BM, BN, HEADS, KV_HEADS, HEAD, PAGE)  # fmt: skip
+
+
+@triton.jit
+def _rotate_and_place(
+    acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in,
+    BM: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """A tile lies inside q, k or v: its width divides theirs."""
+    Q: tl.constexpr = HEADS * HEAD
+    KV: tl.constexpr = KV_HEADS * HEAD
+    slot = tl.load(slots + row, mask=row_in, other=0).to(tl.int64)
+    place = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + slot % PAGE * HEAD
+    if first < Q + KV:
+        position = tl.load(positions + row, mask=row_in, other=0).to(tl.int64)
+        turn = (first // 2 + tl.arange(0, BN // 2)) % (HEAD // 2)
+        angle = position[:, None] * (HEAD // 2) + turn[None, :]
+        c = tl.load(cos + angle, mask=row_in[:, None], other=0.0)
+        s = tl.load(sin + angle, mask=row_in[:, None], other=0.0)
+        a, b = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+        turned = tl.join(tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s))
+        y = tl.reshape(turned, (BM, BN)).to(out.dtype.element_ty)
+        if first < Q:
+            tl.store(out + row[:, None] * Q + column[None, :], y, mask=row_in[:, None])
+        else:
+            in_k = column - Q
+            tl.store(keys + place[:, None] + ((in_k // HEAD) * (PAGE * HEAD) + in_k % HEAD)[None, :], y, mask=row_in[:, None])
+    else:
+        in_v = column - Q - KV
+        v_at = values + place[:, None] + ((in_v // HEAD) * (PAGE * HEAD) + in_v % HEAD)[None, :]
+        tl.store(v_at, acc.to(values.dtype.element_ty), mask=row_in[:, None] & (in_v < KV)[None, :])
+
+
+@triton.jit
+def rope_store(
+    fused, out, keys, values, slots, positions, cos, sin, rows,
+    BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """What follows a product of q, k and v that another library made."""
+    first = tl.program_id(1) * BN
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    column = first + tl.arange(0, BN)
+    at = fused + row[:, None].to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD) + column[None, :]
+    acc = tl.load(at, mask=(row < rows)[:, None], other=0.0).to(tl.float32)
+    _rotate_and_place(acc, out, keys, values, slots, positions, cos, sin, row.to(tl.int64), column, first, row < rows,
+                      16, BN, HEADS, KV_HEADS, HEAD, PAGE)  # fmt: skip
+
+
+@triton.jit
+def silu_pairs(fused, out, columns, BN: tl.constexpr):
+    """silu(gate) * up of a product that another library made."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = column < columns
+    gate = tl.load(fused + row * 2 * columns + 2 * column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fused + row * 2 * columns + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _block(q, key_at, value_at, seen, scale, PRECISION: tl.constexpr):
+    """One block of keys for a tile of query rows: largest score, sum of weights, weighted values."""
+    k = tl.load(key_at, mask=seen[0][:, None], other=0.0)
+    v = tl.load(value_at, mask=seen[0][:, None], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.where(seen[1], scores, float("-inf"))
+    top = tl.max(scores, 1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(scores - shift[:, None]).to(v.dtype)
+    total = tl.dot(weights, tl.full((k.shape[0], 16), 1.0, v.dtype), input_precision=PRECISION)
+    mixed = tl.dot(weights, v, input_precision=PRECISION)
+    total = tl.max(total, 1)  # sixteen equal columns
+    return top, total, mixed
+
+
+@triton.jit
+def _merge(top, total, mixed, top_b, total_b, mixed_b):
+    """Add a block to what came before it. Where the block or the past is empty the other is kept as it is."""
+    higher = tl.maximum(top, top_b)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    old, new = tl.exp2(top - shift), tl.exp2(top_b - shift)
+    total = tl.fma(total_b, new, total * old)
+    mixed = tl.fma(mixed_b, tl.broadcast_to(new[:, None], mixed_b.shape), mixed * old[:, None])
+    return higher, total, mixed
+
+
+@triton.jit
+def attend_rows(
+    q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes,
+    table_width, most_blocks, scale,
+    LANES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Single rows, draft nodes among them: each block's part of each row's attention.
+
+    Row r sees positions firsts[r]..positions[r] of its sequence. Those up to roots[r] lie where the page table
+    says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r].
+    """
+    row, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    sequence = tl.load(sequences + row).to(tl.int64)
+    root, first = tl.load(roots + row), tl.load(firsts + row)
+    g = tl.arange(0, 16)
+    d = tl.arange(0, HEAD)
+    long = row.to(tl.int64)
+    q_at = q + (long * KV_HEADS * GROUP + head * GROUP + g)[:, None] * HEAD + d[None, :]
+    own = tl.load(q_at, mask=(g < GROUP)[:, None], other=0.0)
+    for block in range(lane, position // BLOCK + 1, LANES):
+        j = block * BLOCK + tl.arange(0, BLOCK)
+        seen = (j <= position) & (j >= first)
+        if WINDOW > 0:
+            seen = seen & (j > position - WINDOW)
+        page = tl.load(table + sequence * table_width + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
+        slot = page * PAGE + j % PAGE
+        if TREE:
+            listed = tl.load(ancestors + long * TREE + (j - root - 1), mask=seen & (j > root), other=0).to(tl.int64)
+            slot = tl.where(j > root, listed, slot)
+        at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
+        at = at[:, None] + d[None, :]
+        whole = tl.broadcast_to(seen[None, :], (16, BLOCK))
+        top, total, mixed = _block(own, keys + at, values + at, (seen, whole), scale, PRECISION)
+        part = (long * KV_HEADS * GROUP + head * GROUP + g) * most_blocks + block
+        tl.store(tops + part, top, mask=g < GROUP)
+        tl.store(totals + part, total, mask=g < GROUP)
+        tl.store(mixes + part[:, None] * HEAD + d[None, :], mixed, mask=(g < GROUP)[:, None])
+
+
+@triton.jit
+def merge_blocks(
+    tops, totals, mixes, positions, out, most_blocks,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The blocks of each row and head, in order of logical position."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, HEAD)
+    blocks = tl.load(positions + row) // BLOCK + 1
+    part = (row * HEADS + head) * most_blocks + tl.arange(0, 1)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    mixed = tl.zeros((1, HEAD), tl.float32)
+    for block in range(0, blocks):
+        at = part + block
+        mix = tl.load(mixes + at[:, None] * HEAD + d[None, :])
+        top, total, mixed = _merge(top, total, mixed, tl.load(tops + at), tl.load(totals + at), mix)
+    y = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (row * HEADS + head) * HEAD + tl.arange(0, 1)[:, None] + d[None, :], y)
+
+
+@triton.jit
+def attend_chunks(
+    q, keys, values, table, chunks, out, table_width, scale,
+    TILE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Runs of consecutive tokens of one sequence, TILE / GROUP of them at a time.
+
+    chunks[t] is (first row, rows, position of the first row, sequence, first position that holds something).
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    first_row = tl.load(chunks + tile * 5)
+    rows = tl.load(chunks + tile * 5 + 1)
+    start = tl.load(chunks + tile * 5 + 2)
+    sequence = tl.load(chunks + tile * 5 + 3).to(tl.int64)
+    first = tl.load(chunks + tile * 5 + 4)
+    i = tl.arange(0, TILE)
+    d = tl.arange(0, HEAD)
+    token = i // GROUP
+    inside = token < rows
+    row = (first_row + token).to(tl.int64)
+    at_row = (row * KV_HEADS * GROUP + head * GROUP + i % GROUP)[:, None] * HEAD + d[None, :]
+    own = tl.load(q + at_row, mask=inside[:, None], other=0.0)
+    position = start + token
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    mixed = tl.zeros((TILE, HEAD), tl.float32)
+    last = start + rows - 1
+    for block in range(0, last // BLOCK + 1):
+        j = block * BLOCK + tl.arange(0, BLOCK)
+        there = j <= last
+        page = tl.load(table + sequence * table_width + j // PAGE, mask=there, other=0).to(tl.int64)
+        at = page * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + j % PAGE * HEAD
+        at = at[:, None] + d[None, :]
+        seen = (j[None, :] <= position[:, None]) & (j >= first)[None, :]
+        if WINDOW > 0:
+            seen = seen & (j[None, :] > position[:, None] - WINDOW)
+        top_b, total_b, mixed_b = _block(own, keys + at, values + at, (there, seen), scale, PRECISION)
+        top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
+    y = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_row, y, mask=inside[:, None])

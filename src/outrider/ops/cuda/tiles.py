@@ -1,0 +1,92 @@
+"""Which tile a product uses, by its row count and shape: a fixed table, never tuned at start-up.
+
+Every entry gives the same bits (tests/gpu/test_kernels.py compares all of them); they differ in speed alone.
+Measured on an H200 with the shapes of 8B and 1B Llama models.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Tile", "every_tile", "tile_for"]
+
+
+class Tile(NamedTuple):
+    """Rows, columns and inner steps of one program, and how it runs."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+class _Entry(NamedTuple):
+    columns: int  # at least so many
+    inner: int  # at least so long
+    tile: Tile
+
+
+# up to this many rows -> the first entry that fits
+_TABLE: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
+    (
+        16,
+        (
+            _Entry(65536, 0, Tile(16, 32, 128, 4, 3)),
+            _Entry(12000, 0, Tile(16, 64, 64, 4, 3)),
+            _Entry(5000, 0, Tile(16, 32, 64, 4, 4)),
+            _Entry(4096, 8192, Tile(16, 32, 128, 4, 3)),
+            _Entry(4096, 0, Tile(16, 32, 64, 4, 6)),
+            _Entry(2560, 2048, Tile(16, 32, 128, 4, 3)),
+            _Entry(2048, 2048, Tile(16, 8, 128, 2, 4)),
+            _Entry(0, 0, Tile(16, 16, 64, 4, 3)),
+        ),
+    ),
+    (
+        32,
+        (
+            _Entry(65536, 0, Tile(32, 64, 128, 8, 4)),
+            _Entry(12000, 0, Tile(32, 128, 64, 4, 4)),
+            _Entry(0, 0, Tile(32, 32, 128, 4, 5)),
+        ),
+    ),
+    (
+        64,
+        (
+            _Entry(12000, 0, Tile(64, 128, 64, 4, 4)),
+            _Entry(5000, 0, Tile(64, 64, 128, 4, 4)),
+            _Entry(0, 0, Tile(64, 32, 128, 4, 5)),
+        ),
+    ),
+    (
+        128,
+        (
+            _Entry(12000, 0, Tile(128, 128, 64, 8, 4)),
+            _Entry(5000, 0, Tile(128, 64, 128, 8, 3)),
+            _Entry(0, 0, Tile(64, 64, 128, 4, 4)),
+        ),
+    ),
+    (
+        256,
+        (
+            _Entry(12000, 0, Tile(128, 128, 64, 8, 4)),
+            _Entry(5000, 0, Tile(128, 128, 64, 8, 4)),
+            _Entry(0, 0, Tile(128, 64, 128, 8, 3)),
+        ),
+    ),
+    (1 << 30, (_Entry(0, 0, Tile(128, 128, 64, 8, 4)),)),
+)
+
+
+def tile_for(rows: int, columns: int, inner: int, most_columns: int = 1 << 30) -> Tile:
+    """The tile of a product, of at most so many columns."""
+    for most, entries in _TABLE:
+        if rows <= most:
+            tile = next(own.tile for own in entries if columns >= own.columns and inner >= own.inner)
+            return tile._replace(columns=min(tile.columns, most_columns))
+    raise AssertionError("the last entries take any number of rows")
+
+
+def every_tile() -> list[Tile]:
+    """All tiles in use."""
+    return sorted({own.tile for _, entries in _TABLE for own in entries})
