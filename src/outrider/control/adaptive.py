@@ -46,15 +46,15 @@ class Adaptive:
     def __init__(self, arms: Seq[Arm], costs: Costs) -> None:
         self.arms = arms
         self.costs = costs
-        self._record = Record(len(arms))
-        self._record.restore([arm.name for arm in arms], costs.accepted)
+        self._record = Record([arm.name for arm in arms])
+        self._record.restore(costs.accepted)
         self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and length, of everyone planned for
         self._who: Seq[Hashable] = ()
         self._complete = False  # all of them are planned for
         self._age, self._every = 0, 0  # of the standing plan, in rounds, and how old it may get
         self._rate = 1.0  # tokens per second that the standing plan promises
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
-        self._losses: dict[Hashable, Floats] = {}  # seconds that a probe of each arm would cost each sequence
+        self._hopeless: set[int] = set()  # arms that could not pay if every guess came true
         self._price_lists: dict[tuple[int, int, int], tuple[float, Floats]] = {}
         self._priced = 0  # rounds
         self._times: dict[int, Floats] = {}  # of a round with 0, 1, ... further rows, by rows; as of the standing plan
@@ -64,14 +64,13 @@ class Adaptive:
         self._turn = 0  # of probes, over sequences and arms
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
-        self._promised = 0.0  # accepted tokens expected of the probe
         self._paid = 0.0  # seconds expected to be lost on it
         self._load: Load | None = None
         self._plan = Plan(())
 
     def keep(self, path: Path) -> None:
         """Write what was measured and what was accepted, for the next start on this machine."""
-        self.costs.accepted = self._record.as_dict([arm.name for arm in self.arms])
+        self.costs.accepted = self._record.as_dict()
         self.costs.save(path)
 
     def arms_named(self, method: str) -> list[int]:
@@ -162,8 +161,7 @@ class Adaptive:
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0] and self._credit is not None:
-                surplus = max(len(path) - self._promised, 0.0) / self._rate
-                self._credit += min(surplus, self._paid)  # a probe that brings more than was expected is free
+                self._credit += min(len(path) / self._rate, self._paid)  # what it brought, it did not cost
         self._probe = None
 
     def _observe_proposals(self, seconds: float, load: Load) -> None:
@@ -183,8 +181,8 @@ class Adaptive:
         """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
         self._who, self._again = (), None
-        for known in (self._standing, self._losses, self._gains):
-            known.pop(key, None)
+        self._standing.pop(key, None)
+        self._gains.pop(key, None)
 
     def _best(self, load: Load) -> None:
         """Plan for everyone: the arm and length that make tokens over time largest.
@@ -192,7 +190,8 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._losses, self._gains, self._times, self._expected = {}, {}, {}, {}
+        self._gains, self._times, self._expected, self._hopeless = {}, {}, {}, set()
+        self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if able and self.arms:
@@ -202,17 +201,14 @@ class Adaptive:
             rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
             self._rate = max(float(rates.max()), load.emitting / base)
             hopes = (load.emitting + len(able) * _LENGTHS) / (base + price * len(able))  # if every guess came true
-            hopeless = hopes.max(1) < self._rate
+            self._hopeless = {arm for arm in every if hopes[arm].max() < self._rate}
             worth = gains - self._rate * _WORTH * price
-            probes = np.array([np.searchsorted(_LENGTHS, min(_PROBE_LENGTH, arm.most), "right") - 1 for arm in self.arms])
             for own, b in zip(worth, able, strict=True):
                 if (allowed := load.arms[b] if load.arms else None) is not None:
                     own[[arm for arm in every if arm not in allowed]] = -np.inf
                 arm, step = np.unravel_index(int(own.argmax()), own.shape)
                 best = max(float(own[arm, step]), 0.0)
                 self._gains[load.keys[b]] = best / self._rate
-                losses = (best - own[np.arange(len(own)), probes]) / self._rate
-                self._losses[load.keys[b]] = np.where(hopeless, np.inf, losses)
                 if best > 0:
                     lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
             self._drop_the_lonely(load, dict(zip(able, gains, strict=True)), lengths, arms)
@@ -284,8 +280,7 @@ class Adaptive:
         One of the things tried is that nobody drafts, so that the cost of plain rounds stays known.
         """
         if self._credit is None:
-            strangers = sum(not known for known in self._record.known) / len(self.arms) if self.arms else 0.0
-            self._credit = _FIRST_PROBES * strangers * self.costs.forward(load.rows, load.context)
+            self._credit = _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(load.rows, load.context)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if not able or not self.arms:
             return plan
@@ -313,22 +308,23 @@ class Adaptive:
             self._again = None
             return plan
         self._probe = (key, arm)
-        self._promised = float(self._record.curves([key])[0, arm, lengths[b] - 1])
         return plan._replace(lengths=tuple(lengths), arms=tuple(arms))
 
     def _probe_cost(self, load: Load, plan: Plan, b: int, arm: int) -> float:
-        """Seconds lost if sequence b tries an arm; infinite where it may not or does so anyway."""
-        losses = self._losses.get(load.keys[b])
+        """Seconds lost if sequence b tries an arm for nothing; infinite where it may not, does so anyway or has no hope."""
         if arm == len(self.arms):
             return sum(self._gains.values()) if any(plan.lengths) else math.inf
-        if losses is None or (plan.lengths[b] and plan.arms[b] == arm):
+        allowed = load.arms[b] if load.arms else None
+        if arm in self._hopeless or (plan.lengths[b] and plan.arms[b] == arm) or (allowed is not None and arm not in allowed):
             return math.inf
-        cost, able = float(losses[arm]), len(self._losses)
-        if arm not in self._users(plan):  # alone, it bears all of the proposal
-            name, length = self.arms[arm].name, min(_PROBE_LENGTH, self.arms[arm].most)
-            shared = self.costs.proposal(name, able, length, load.context) / able
-            cost += max(self.costs.proposal(name, 1, length, load.context) - shared, 0.0)
-        return max(cost, 0.0)
+        name, length = self.arms[arm].name, min(_PROBE_LENGTH, self.arms[arm].most)
+        users = self._users(plan).get(arm, [])
+        proposal = self.costs.proposal(name, len(users) + 1, length, load.context)
+        if users:
+            proposal -= self.costs.proposal(name, len(users), length, load.context)
+        rows = load.rows + sum(plan.lengths)
+        extra = self.costs.forward(rows + length, load.context) - self.costs.forward(rows, load.context)
+        return self._gains.get(load.keys[b], 0.0) + max(proposal, 0.0) + extra
 
 
 @lru_cache(maxsize=256)

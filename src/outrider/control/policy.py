@@ -20,6 +20,7 @@ class Load(NamedTuple):
     context: int  # tokens those rows attend to
     emitting: int  # sequences that emit a token whatever is drafted
     arms: Seq[Seq[int] | None] = ()  # arms a sequence may use; None: all
+    kinds: Seq[int] = ()  # how freely each is sampled: what is accepted under one temperature says little about another
 
 
 class RoundStats(NamedTuple):

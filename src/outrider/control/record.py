@@ -8,8 +8,9 @@ follow gains: the accepted tokens to expect from the best node, the second best,
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ MOST = 64  # nodes a curve covers
 _PLACES = np.arange(1, MOST + 1)
 _PRIOR = 0.6**_PLACES
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
-_RECALLED = 16.0  # rounds that an earlier process's record counts for
+_RECALLED, _FADED = 8.0, 0.5  # rounds that the record of another process or kind counts for, and what is left of its judgements
 _TRUST = 2.0  # rounds that others' experience counts for beside a sequence's own
 _JUDGED = 200.0  # nodes that a class of claims remembers
 _OWN_JUDGED = 48.0  # and a sequence
@@ -43,6 +44,23 @@ class _Arm:
     gains: Floats = field(default_factory=lambda: np.array(_PRIOR, dtype=np.float64))
     rounds: float = 0.0
     judged: dict[int, list[float]] = field(default_factory=dict)  # by claimed log odds: [nodes judged, nodes accepted]
+
+    def recalled(self) -> _Arm:
+        """The same, not so sure any more."""
+        judged = {claim: [n * _FADED for n in counts] for claim, counts in self.judged.items()}
+        return _Arm(self.gains.copy(), min(self.rounds, _RECALLED), judged)
+
+    def as_dict(self) -> dict[str, Any]:
+        judged = {str(claim): [round(n, 3) for n in counts] for claim, counts in self.judged.items()}
+        return {"rounds": self.rounds, "gains": [round(float(tokens), 5) for tokens in self.gains], "judged": judged}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> _Arm:
+        gains = np.array(data["gains"], dtype=np.float64)
+        if gains.shape != (MOST,) or not np.isfinite(gains).all():
+            raise ValueError("gains of another length")
+        judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in data["judged"].items()}
+        return cls(gains, float(data["rounds"]), judged).recalled()
 
     def chance(self, claim: float) -> float:
         """How often nodes with such a claim came true."""
@@ -96,56 +114,42 @@ class _Pending:
 
 
 class Record:
-    """Acceptance of several arms, over all sequences and for each."""
+    """Acceptance of several arms, over all sequences of a kind and for each."""
 
-    def as_dict(self, names: Seq[str]) -> dict[str, Any]:
-        """What is known about each arm, as plain data."""
-        return {
-            name: {"rounds": own.rounds, "gains": [round(float(tokens), 5) for tokens in own.gains],
-                   "judged": {str(claim): [round(n, 3) for n in counts] for claim, counts in own.judged.items()}}
-            for name, own in zip(names, self._arms, strict=True) if own.rounds
-        }  # fmt: skip
-
-    @property
-    def known(self) -> list[bool]:
-        """Which arms have been seen at work."""
-        return [own.rounds > 0 for own in self._arms]
-
-    def restore(self, names: Seq[str], data: Mapping[str, Any]) -> None:
-        """Begin with what an earlier process knew, as if it had been seen a short while ago."""
-        for name, own in zip(names, self._arms, strict=True):
-            try:
-                kept = data[name]
-                gains = np.array(kept["gains"], dtype=np.float64)
-                judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in kept["judged"].items()}
-                rounds = min(float(kept["rounds"]), _RECALLED)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue  # of another version, or spoilt: it learns anew
-            if gains.shape == (MOST,) and np.isfinite(gains).all():
-                own.gains, own.rounds, own.judged = gains, rounds, judged
-
-    def __init__(self, arms: int) -> None:
-        self._arms = [_Arm() for _ in range(arms)]
+    def __init__(self, names: Seq[str]) -> None:
+        self._names = names
+        self._shared: dict[int, list[_Arm]] = {}  # by kind
+        self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, list[_Own]] = {}
         self._pending: dict[Hashable, _Pending] = {}
+
+    def meet(self, keys: Iterable[Hashable], kinds: Iterable[int]) -> None:
+        """Sequences and their kinds."""
+        self._kinds.update(zip(keys, kinds, strict=True))
+
+    @property
+    def known(self) -> float:
+        """The share of arms that have been seen at work."""
+        seen = [any(own[arm].rounds for own in self._shared.values()) for arm in range(len(self._names))]
+        return sum(seen) / len(seen) if seen else 1.0
 
     def curves(self, keys: Seq[Hashable]) -> Floats:
         """(keys, arms, nodes): accepted tokens to expect from the best 1, 2, ... nodes.
 
         A sequence's own record, and at first the others'.
         """
-        shared = np.stack([arm.gains for arm in self._arms])
-        out = np.empty((len(keys), *shared.shape))
+        out = np.empty((len(keys), len(self._names), MOST))
         for place, key in zip(out, keys, strict=True):
-            place[:] = shared
+            for arm, shared in enumerate(self._arms_of(key)):
+                place[arm] = shared.gains
             for arm, own in enumerate(self._own.get(key, ())):
                 if own.rounds:
-                    place[arm] += own.rounds / (own.rounds + _TRUST) * (own.gains - shared[arm])
+                    place[arm] += own.rounds / (own.rounds + _TRUST) * (own.gains - place[arm])
         return np.asarray(out.cumsum(2))
 
     def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float]) -> list[float]:
         """The survival of every node of a proposal, given what the drafter says it is."""
-        shared, ease = self._arms[arm], self._of(key, arm).ease
+        shared, ease = self._arms_of(key)[arm], self._of(key, arm).ease
         claims: list[float] = []
         chances: list[float] = []
         survival: list[float] = []
@@ -155,7 +159,8 @@ class Record:
             chances.append(shared.chance(claims[i]))
             own = _chance(_log_odds(chances[i]) + ease) if ease else chances[i]
             survival.append(own * (survival[parent] if parent >= 0 else 1.0))
-        self._pending[key] = _Pending(arm, min(asked, MOST), sorted(survival, reverse=True)[:MOST], parents, claims, chances)
+        gains = sorted(survival, reverse=True)[:MOST]
+        self._pending[key] = _Pending(arm, min(asked, MOST), gains, parents, claims, chances)
         return survival
 
     def keep(self, key: Hashable, nodes: Seq[int]) -> None:
@@ -168,7 +173,7 @@ class Record:
         pending = self._pending.pop(key, None)
         if pending is None:
             return
-        own, shared = self._of(key, pending.arm), self._arms[pending.arm]
+        own, shared = self._of(key, pending.arm), self._arms_of(key)[pending.arm]
         nodes = range(len(pending.parents)) if pending.kept is None else pending.kept
         alive = {ROOT, *(nodes[i] for i in path)}
         for node in nodes:
@@ -179,12 +184,37 @@ class Record:
         _follow(shared, pending, _SHARED)
 
     def forget(self, key: Hashable) -> None:
-        self._own.pop(key, None)
-        self._pending.pop(key, None)
+        for known in (self._own, self._pending, self._kinds):
+            known.pop(key, None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is known about each arm, by kind, as plain data."""
+        return {
+            str(kind): {name: own.as_dict() for name, own in zip(self._names, arms, strict=True) if own.rounds}
+            for kind, arms in self._shared.items()
+        }
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Begin with what an earlier process knew, as if it had been seen a short while ago."""
+        for kind, kept in data.items() if isinstance(data, Mapping) else ():
+            for arm, name in enumerate(self._names):
+                with suppress(KeyError, TypeError, ValueError, AttributeError):  # of another version, or spoilt: it learns anew
+                    self._of_kind(int(kind))[arm] = _Arm.from_dict(kept[name])
+
+    def _arms_of(self, key: Hashable) -> list[_Arm]:
+        return self._of_kind(self._kinds.get(key, 0))
+
+    def _of_kind(self, kind: int) -> list[_Arm]:
+        """What all sequences of a kind showed; a new kind begins as the nearest known one."""
+        if kind not in self._shared:
+            like = min(self._shared, key=lambda own: (abs(own - kind), own), default=None)
+            arms = [_Arm() for _ in self._names] if like is None else [own.recalled() for own in self._shared[like]]
+            self._shared[kind] = arms
+        return self._shared[kind]
 
     def _of(self, key: Hashable, arm: int) -> _Own:
         if key not in self._own:
-            self._own[key] = [_Own(own.gains.copy()) for own in self._arms]
+            self._own[key] = [_Own(own.gains.copy()) for own in self._arms_of(key)]
         return self._own[key][arm]
 
 

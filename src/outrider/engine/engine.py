@@ -109,7 +109,8 @@ class Engine:
         context = sum(len(seq.tokens) for seq in sequences)
         methods = [seq.request.method for seq in sequences]
         arms = [None if own is None else self.policy.arms_named(own) for own in methods] if any(methods) else ()
-        return Load([self._room(seq) for seq in sequences], sequences, sum(batch.feeds), context, emitting, arms)
+        kinds = [seq.request.params.kind for seq in sequences]
+        return Load([self._room(seq) for seq in sequences], sequences, sum(batch.feeds), context, emitting, arms, kinds)
 
     def _room(self, seq: Sequence) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""

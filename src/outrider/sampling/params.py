@@ -53,6 +53,7 @@ class SamplingParams:
 
     # what the numbers above amount to, worked out once: every round asks
     greedy: bool = field(init=False, repr=False, compare=False)
+    kind: int = field(init=False, repr=False, compare=False)  # how freely it samples, in halves of temperature
     uses_history: bool = field(init=False, repr=False, compare=False)  # the law depends on earlier tokens by more than the model
     adjusts: bool = field(init=False, repr=False, compare=False)  # anything may change the logits before temperature
     truncates: bool = field(init=False, repr=False, compare=False)  # a filter removes tokens after temperature
@@ -84,6 +85,7 @@ class SamplingParams:
         put = object.__setattr__
         penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         put(self, "greedy", self.temperature < GREEDY_BELOW)
+        put(self, "kind", min(round(2 * self.temperature), 4))
         put(self, "uses_history", penalised or bool(self.bad_word_ids))
         picky = bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0 or self.structured is not None
         put(self, "adjusts", self.uses_history or picky)
