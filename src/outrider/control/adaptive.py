@@ -25,6 +25,7 @@ __all__ = ["Adaptive"]
 
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
+_SAMPLED = 4  # every so many plain rounds are timed
 _REPRICE = 32  # rounds for which prices stand
 _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.006  # share of the time that may go into trying what does not seem to pay
@@ -33,6 +34,7 @@ _PROBE_LENGTH = 8
 _REPLAN = 6  # rounds a plan stands
 _LONGEST = 64  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
+_POOR = 0.95  # of plain decoding's rate
 _NEVER = (0, 0)
 
 
@@ -149,8 +151,9 @@ class Adaptive:
         load, self._load = self._load, None
         if load is None:
             return
-        self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
         self._priced += 1
+        if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
+            self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
         if self._priced % _REPRICE == 0:
             self._price_lists.clear()
         if self._credit is not None:
@@ -158,6 +161,10 @@ class Adaptive:
         if not any(self._plan.lengths):
             return
         self._observe_proposals(stats.propose_s, load)
+        seconds = stats.propose_s + stats.forward_s + stats.rest_s
+        tokens = load.emitting + sum(map(len, stats.paths))
+        if tokens * self.costs.forward(load.rows, load.context) < _POOR * load.emitting * seconds:
+            self._every = 0  # less than nothing would have brought: think again at once
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0] and self._credit is not None:
@@ -197,6 +204,8 @@ class Adaptive:
         if able and self.arms:
             every = range(len(self.arms))
             gains = self._record.curves([load.keys[b] for b in able])[:, :, _LENGTHS - 1]
+            if len(able) > _FEW:  # what is hardly known is tried by one, not by all
+                gains[self._record.strange([load.keys[b] for b in able])] = 0.0
             base, price = self._prices(load, len(able))
             rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
             self._rate = max(float(rates.max()), load.emitting / base)

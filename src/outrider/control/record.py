@@ -27,7 +27,8 @@ MOST = 64  # nodes a curve covers
 _PLACES = np.arange(1, MOST + 1)
 _PRIOR = 0.6**_PLACES
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
-_RECALLED, _FADED = 8.0, 0.5  # rounds that the record of another process or kind counts for, and what is left of its judgements
+_RECALLED, _FADED = 8.0, 0.5  # rounds that another process's record counts for, and what is left of its judgements
+_TRIED = 4.0  # rounds after which an arm is no stranger
 _TRUST = 2.0  # rounds that others' experience counts for beside a sequence's own
 _JUDGED = 200.0  # nodes that a class of claims remembers
 _OWN_JUDGED = 48.0  # and a sequence
@@ -45,10 +46,10 @@ class _Arm:
     rounds: float = 0.0
     judged: dict[int, list[float]] = field(default_factory=dict)  # by claimed log odds: [nodes judged, nodes accepted]
 
-    def recalled(self) -> _Arm:
+    def recalled(self, rounds: float) -> _Arm:
         """The same, not so sure any more."""
         judged = {claim: [n * _FADED for n in counts] for claim, counts in self.judged.items()}
-        return _Arm(self.gains.copy(), min(self.rounds, _RECALLED), judged)
+        return _Arm(self.gains.copy(), min(self.rounds, rounds), judged)
 
     def as_dict(self) -> dict[str, Any]:
         judged = {str(claim): [round(n, 3) for n in counts] for claim, counts in self.judged.items()}
@@ -60,7 +61,7 @@ class _Arm:
         if gains.shape != (MOST,) or not np.isfinite(gains).all():
             raise ValueError("gains of another length")
         judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in data["judged"].items()}
-        return cls(gains, float(data["rounds"]), judged).recalled()
+        return cls(gains, float(data["rounds"]), judged).recalled(_RECALLED)
 
     def chance(self, claim: float) -> float:
         """How often nodes with such a claim came true."""
@@ -147,6 +148,16 @@ class Record:
                     place[arm] += own.rounds / (own.rounds + _TRUST) * (own.gains - place[arm])
         return np.asarray(out.cumsum(2))
 
+    def strange(self, keys: Seq[Hashable]) -> npt.NDArray[np.bool_]:
+        """(keys, arms): which arms have hardly been tried on such sequences."""
+        own = [self._own.get(key, ()) for key in keys]
+        shared = [[arm.rounds for arm in self._arms_of(key)] for key in keys]
+        tried = [
+            [n + (mine[arm].rounds if mine else 0.0) for arm, n in enumerate(all_)]
+            for mine, all_ in zip(own, shared, strict=True)
+        ]
+        return np.array(tried) < _TRIED
+
     def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float]) -> list[float]:
         """The survival of every node of a proposal, given what the drafter says it is."""
         shared, ease = self._arms_of(key)[arm], self._of(key, arm).ease
@@ -208,7 +219,7 @@ class Record:
         """What all sequences of a kind showed; a new kind begins as the nearest known one."""
         if kind not in self._shared:
             like = min(self._shared, key=lambda own: (abs(own - kind), own), default=None)
-            arms = [_Arm() for _ in self._names] if like is None else [own.recalled() for own in self._shared[like]]
+            arms = [_Arm() for _ in self._names] if like is None else [own.recalled(0.0) for own in self._shared[like]]
             self._shared[kind] = arms
         return self._shared[kind]
 

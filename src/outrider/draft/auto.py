@@ -61,13 +61,15 @@ class AutoDrafter(MixtureDrafter):
         self._arms = [frozenset(arm.members) for arm in arms]
         self._reads = [bool(member.drafter.needs.taps) for member in members]
         self._follows: list[set[Sequence]] = [set() for _ in members]  # sequences begun, by member
-        self._idle = [0] * len(members)  # rounds since anybody asked
+        self._round = 0
+        self._last_asked = [0] * len(members)  # in which round
+        self._scorers = [m for m, member in enumerate(members) if member.drafter.needs.scores]
         self._asked: set[int] = set()
         self._awake = list(range(len(members)))
 
     def begin(self, seq: Sequence) -> None:
-        for m, idle in enumerate(self._idle):
-            if not self._reads[m] or idle <= _DOZE:
+        for m, last in enumerate(self._last_asked):
+            if not self._reads[m] or self._round - last <= _DOZE:
                 self._begin(m, seq)
         self._note_needs()
 
@@ -86,7 +88,7 @@ class AutoDrafter(MixtureDrafter):
         arms = [self._arms[arm] if n else frozenset() for arm, n in zip(plan.arms, plan.lengths, strict=True)]
         self._asked = {m for own in arms for m in own}
         for m in self._asked:
-            self._idle[m] = 0
+            self._last_asked[m] = self._round
             for seq in [seq for seq, own in zip(batch.sequences, arms, strict=True) if m in own]:
                 if seq not in self._follows[m]:
                     self._begin(m, seq)
@@ -96,14 +98,17 @@ class AutoDrafter(MixtureDrafter):
         return self._merged(batch, plan, arms)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        self._round += 1
+        readers = [m for m in self._awake if self._reads[m]]
+        if not (self._asked or readers or self._scorers):
+            return  # everybody rests
         self._judge(batch, verdicts)
-        for m, member in enumerate(self._members):
-            if m in self._asked or member.drafter.needs.scores or (self._reads[m] and self._follows[m]):
-                self._show(m, batch, drafts, verdicts, scores)
-            self._idle[m] += 1
-            if self._idle[m] > _DOZE and self._reads[m] and self._follows[m]:
+        for m in {*self._asked, *readers, *self._scorers}:
+            self._show(m, batch, drafts, verdicts, scores)
+        for m in readers:
+            if self._round - self._last_asked[m] > _DOZE:
                 for seq in self._follows[m]:
-                    member.drafter.end(seq)
+                    self._members[m].drafter.end(seq)
                 self._follows[m].clear()
         self._asked = set()
         self._note_needs()
