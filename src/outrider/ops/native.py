@@ -226,16 +226,19 @@ class Threads:
     """One thread or all of the core's, whichever was quicker lately for that many rows.
 
     A tiny model gains less from a second thread than meeting it costs, and beside a busy process every
-    meeting waits for a turn. The bits do not depend on the choice.
+    meeting waits for a turn. The bits do not depend on the choice. The quickest of a few calls counts: noise only
+    adds. Where all threads clearly win at some rows, they are not doubted at more.
     """
 
-    _TRIES = 3  # of each, and their median counts
-    _AGAIN = 256  # calls until the slower one is tried again
+    _TRIES = 4  # of each that are remembered
+    _AGAIN = 256  # calls after which the slower one is tried again, once
+    _CLEARLY = 1.2
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._took: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
-        self._calls = 0
+        self._calls: dict[int, int] = {}
+        self._clear: int | None = None  # the fewest rows at which all threads clearly win
 
     def run(self, rows: int, call: Callable[[int], None], steps: int = 1) -> None:
         """Make the call, of a number of equal steps, with a number of threads, and remember what a step took."""
@@ -243,26 +246,31 @@ class Threads:
         if most == 1 or self._core.steady:
             call(most)
             return
-        size = rows.bit_length()
-        threads = self._pick(size, most)
+        threads = self._pick(rows, most)
         start = time.perf_counter()
         call(threads)
-        took = self._took.setdefault((size, threads), [])
+        took = self._took.setdefault((rows, threads), [])
         took.append((time.perf_counter() - start) / steps)
         del took[: -self._TRIES]
 
-    def _pick(self, size: int, most: int) -> int:
-        self._calls += 1
-        many, one = self._took.get((size, most), ()), self._took.get((size, 1), ())
+    def _pick(self, rows: int, most: int) -> int:
+        many, one = self._took.get((rows, most), ()), self._took.get((rows, 1), ())
         if len(many) < self._TRIES:
             return most
-        if len(one) < self._TRIES:
+        undoubted = self._clear is not None and rows > self._clear
+        if len(one) < self._TRIES and not undoubted:
             return 1
-        quicker, other = (most, 1) if sorted(many)[1] <= sorted(one)[1] else (1, most)
-        if self._calls >= self._AGAIN:
-            self._calls = 0
-            self._took[(size, other)].clear()
-        return quicker
+        quicker, other = (1, most) if one and min(one) < min(many) else (most, 1)
+        if len(one) == self._TRIES:
+            self._note(rows, min(one) > self._CLEARLY * min(many))
+        calls = self._calls[rows] = self._calls.get(rows, 0) + 1
+        return other if calls % self._AGAIN == 0 else quicker
+
+    def _note(self, rows: int, clear: bool) -> None:
+        if clear and (self._clear is None or rows < self._clear):
+            self._clear = rows
+        elif not clear and rows == self._clear:
+            self._clear = None
 
 
 class PackedLinear:
