@@ -32,7 +32,7 @@ _PROBES = 0.006  # share of the time that may go into trying what does not seem 
 _FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
 _REPLAN = 6  # rounds a plan stands
-_LONGEST = 64  # where nothing has paid for long
+_LONGEST = 128  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
 _POOR = 0.95  # of plain decoding's rate
 _NEVER = (0, 0)
@@ -158,6 +158,9 @@ class Adaptive:
             self._price_lists.clear()
         if self._credit is not None:
             self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
+            if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
+                took = stats.propose_s + stats.forward_s + stats.rest_s - self.costs.forward(load.rows, load.context)
+                self._credit -= max(took - self._paid, 0.0)
         if not any(self._plan.lengths):
             return
         self._observe_proposals(stats.propose_s, load)
