@@ -237,7 +237,13 @@ def test_a_signal_under_load_lets_requests_finish_and_refuses_others(started: li
     client.close()
 
 
-def test_a_signal_while_idle_and_a_deadline_for_those_who_drain(started: list[Process]) -> None:
+def test_a_signal_while_idle_ends_it_well(started: list[Process]) -> None:
+    started.append(process := Process("--method", "none"))
+    process.hear("ready on")
+    assert process.end(signal.SIGTERM) == 0
+
+
+def test_a_deadline_for_those_who_drain(started: list[Process]) -> None:
     started.append(process := Process("--method", "none", "--drain-timeout", "0.2"))
     process.hear("ready on")
     assert "speculation   off: no method was asked for" in process.said
