@@ -195,7 +195,9 @@ def test_in_a_terminal(where: str, server: Running, terminal: Callable[..., Term
     chat.wait("> ")
     chat.type("/set max_tokens 6\n")
     chat.wait("max_tokens 6(.|\n)*> ")
-    chat.type("lost\x03")
+    chat.type("lost")
+    chat.wait("lost")  # it reads by now: the signal finds it at the prompt
+    chat.type("\x03")
     chat.wait("Ctrl-D or /quit leaves(.|\n)*> ")
     chat.type("\x1b[A\x1b[A\n")  # the line before the last one, out of readline's history
     chat.wait(r"def load\(path\):(.|\n)*6 tokens · \d+\.\d tok/s · eagle")

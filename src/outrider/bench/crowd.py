@@ -94,7 +94,7 @@ def random_requests(llm: LLM, count: int, seed: int, longest: int = 48) -> list[
 
 def soak(crowd: LLM, alone: LLM, asked: Sequence[Asked], told: Callable[[int], None] = lambda _: None) -> SoakReport:
     """Run the requests through `crowd`'s engine thread as they come and go, then each through `alone`, plainly."""
-    report, before = SoakReport(requests=len(asked)), threading.active_count()
+    report, before, others = SoakReport(requests=len(asked)), threading.active_count(), _sequences()
     free, middle = crowd.engine.pages.free, 0
     thread = EngineThread(crowd.engine)
     began = time.perf_counter()
@@ -118,6 +118,9 @@ def soak(crowd: LLM, alone: LLM, asked: Sequence[Asked], told: Callable[[int], N
         _judge(i, clients[i], one, alone, report)
     clients.clear()
     _note_leaks(crowd, free, before, report)
+    held = _sequences() - others
+    if held:
+        report.leaks.append(f"{len(held)} sequences are still held")
     return report
 
 
@@ -172,15 +175,17 @@ def _judge(i: int, client: _Client, one: Asked, alone: LLM, report: SoakReport) 
 
 
 def _note_leaks(llm: LLM, free: int, threads: int, report: SoakReport) -> None:
-    """Pages, threads and whatever still holds on to a sequence."""
+    """Pages and threads."""
     if llm.engine.pages.free != free:
         report.leaks.append(f"{free - llm.engine.pages.free} pages")
     if threading.active_count() > threads:
         report.leaks.append(f"{threading.active_count() - threads} threads")
+
+
+def _sequences() -> set[int]:
+    """Those alive anywhere in the process: nothing may hold on to one that is over."""
     gc.collect()
-    alive = sum(type(thing) is Generation for thing in gc.get_objects())
-    if alive:
-        report.leaks.append(f"{alive} sequences are still held")
+    return {id(thing) for thing in gc.get_objects() if type(thing) is Generation}
 
 
 def _resident_kb() -> int:

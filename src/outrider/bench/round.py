@@ -92,7 +92,7 @@ def measure_round(
         for i in range(batch + queued):
             own = (*prompt, i % llm.config.vocab)
             llm.engine.submit(Request(f"bench-{i}", own, params, i, frozenset(), rounds + _WARM_UP), "none")
-        for _ in range(rounds):
+        for _ in range(rounds + _WARM_UP):
             start = time.perf_counter()
             llm.engine.round()
             total = (time.perf_counter() - start) * 1e6
