@@ -117,6 +117,7 @@ def test_names_sizes_and_aliases(resolve: Any) -> None:
     for bad in ("", "x", "0", "-1G", "4 apples"):
         with pytest.raises(InvalidParameter, match="--memory"):
             parse_bytes("--memory", bad)
+    assert resolve("--memory", "0.8")["memory"] == 0.8, "of a GPU"
 
 
 def test_speculation_in_vllm_s_words_and_in_ours() -> None:

@@ -189,12 +189,13 @@ def bench_round(
     threads: Threads = None,
 ) -> None:
     """What a plain round costs beside the model's forward and the choice, and what the noise costs."""
+    from outrider.bench.conditions import conditions
     from outrider.bench.round import measure_noise, measure_round
 
     set_threads(threads)
     sizes = [(t, b, q) for q in numbers("--queued", queued, int) for b in numbers("--batches", batches, int) for t in (0.0, 0.8)]
     rows = [measure_round(model, load_format, t, rounds, b, q).as_dict() for t, b, q in sizes]
-    print(json.dumps({"rounds": rows, "noise": measure_noise()}))
+    print(json.dumps(conditions() | {"rounds": rows, "noise": measure_noise()}))
 
 
 @app.command("forward")

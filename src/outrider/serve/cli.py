@@ -110,7 +110,15 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int, _option("max-num-seqs", "Sequences that run at once.", min=1)] = 32,
     max_queue: Annotated[int, _option("max-queue", "Sequences that may wait; more get 429.", min=0)] = 256,
-    memory: Annotated[str | None, _option("memory", "Memory for KV, such as 4GiB. Default: a quarter of the machine's.")] = None,
+    memory: Annotated[
+        str | None,
+        _option(
+            "memory",
+            "Memory for KV, such as 4GiB, or the share of a GPU that weights, KV and graphs may take, such as 0.9. "
+            "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
+        ),
+    ] = None,
+    device: Annotated[str, _option("device", "auto (a GPU where there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[str, _option("dtype", "auto, bfloat16, float32 or int8.")] = "auto",
     load_format: Annotated[
         str, _option("load-format", "safetensors, or dummy for random weights from config.json.")
@@ -158,9 +166,11 @@ def serve(
         limits=Limits(body_bytes=parse_bytes("--max-body", max_body)),
     )
     speculation = resolve_speculation(method, draft_model, draft_tokens, speculative_config)
-    sizes: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    sizes: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "device": device}
     if memory is not None:
-        sizes["kv_bytes"] = parse_bytes("--memory", memory)
+        sizes |= (
+            {"memory": float(memory)} if re.fullmatch(r"0?\.\d+|1\.0", memory) else {"kv_bytes": parse_bytes("--memory", memory)}
+        )
     template = None if chat_template is None else chat_template.read_text(encoding="utf-8")
     own = listen(host, port)
     address = own.getsockname()[:2]
