@@ -37,7 +37,7 @@ $(SANITIZED): setup.py $(CORE)
 
 sanitize: $(STAMP) $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py
+	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/sampling/test_choice.py tests/draft/test_draft_model.py
 
 doctor: $(STAMP)
 	$(BIN)/outrider doctor
