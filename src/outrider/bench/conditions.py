@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform as python_platform
 import shlex
@@ -10,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from outrider._version import __version__
 from outrider.ops import threads_used
 from outrider.platform import cpu_name
 
-__all__ = ["conditions"]
+__all__ = ["close_report", "conditions"]
 
 
 def conditions() -> dict[str, Any]:
@@ -25,3 +28,13 @@ def conditions() -> dict[str, Any]:
         | {name: importlib.metadata.version(name) for name in ("torch", "numpy")},
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def close_report(report: dict[str, Any], output: Path | None) -> None:
+    """Print a report with its conditions, keep it where asked, and end with 1 where it did not pass."""
+    text = json.dumps(report | conditions(), indent=1)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+    if not report["passed"]:
+        raise typer.Exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import time
 from pathlib import Path
@@ -32,7 +31,7 @@ def bench_http(
 ) -> None:
     """Time to first token and throughput through HTTP, beside the same requests in process. Fails beyond 10 ms or below 0.85."""
     from outrider.bench.client import Server
-    from outrider.bench.conditions import conditions
+    from outrider.bench.conditions import close_report
     from outrider.engine.llm import LLM
 
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(batch)]
@@ -46,12 +45,7 @@ def bench_http(
         server.stop()
     report |= {"batch": batch, "tokens": tokens, "pairs": pairs, "method": method}
     report["passed"] = report["first_token_more_ms"] <= 10 and report["throughput_ratio"] >= 0.85 and report["equal"]
-    text = json.dumps(report | conditions(), indent=1)
-    print(text)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
-    if not report["passed"]:
-        raise typer.Exit(1)
+    close_report(report, output)
 
 
 async def _measure(port: int, llm: LLM, batch: int, tokens: int, pairs: int) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def bench_load(
 ) -> None:
     """Load a server of its own: no failures, every finished text equal to its solo run, memory flat, /health quick."""
     from outrider.bench.client import Server
-    from outrider.bench.conditions import conditions
+    from outrider.bench.conditions import close_report
 
     plan = Plan(streams, 60 * minutes, cancel, tokens, seed)
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(max_num_seqs)]
@@ -80,12 +80,7 @@ def bench_load(
         unequal, different = check_texts(model, plan, seen)
     report = summarise(plan, seen, idle, unequal) | {"checked_against": f"{different} solo runs", "exit_code": code}
     report["passed"] = passed(report)
-    text = json.dumps(report | conditions(), indent=1)
-    print(text)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
-    if not report["passed"]:
-        raise typer.Exit(1)
+    close_report(report, output)
 
 
 async def run_load(server: Any, plan: Plan, room: int) -> tuple[Seen, dict[str, Any]]:

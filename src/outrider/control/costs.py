@@ -126,9 +126,6 @@ class Costs:
     def knows_forward(self) -> bool:
         return bool(self._forward)
 
-    def knows_proposal(self, drafter: str) -> bool:
-        return drafter in self._propose
-
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON: {"forward": {context: {rows: seconds}}, "propose": {drafter: {batch: {length: s}}}, ...}."""
         return {
