@@ -120,13 +120,13 @@ def outcomes(found: Sequence[Outcome], console: Console) -> None:
 
 def page_of(found: Sequence[Row], curves: Curves, method: str) -> str:
     """The plots as a page of their own."""
-    title, parts = "Speculation, planned", []
+    title, plots = "Speculation, planned", []
     if measured := {row.method: row.curve for row in found if row.curve}:
-        parts.append(_plot("Predicted speed-up by draft length", measured, "drafted nodes"))
+        plots.append(_plot("Predicted speed-up by draft length", measured, "drafted nodes"))
     guessed = {f"acceptance {chance:.2f}": curve for chance, curve in curves.items()}
-    parts.append(_plot(f"What if: a chain at the costs of {method}", guessed, "drafted tokens"))
-    parts += [f"<pre>{escape(text)}</pre>" for text in (FORMULAS, json.dumps(conditions(), indent=1))]
-    return page(title, f"<h1>{title}</h1>{''.join(parts)}")
+    plots.append(_plot(f"What if: a chain at the costs of {method}", guessed, "drafted tokens"))
+    notes = "".join(f"<pre>{escape(text)}</pre>" for text in (FORMULAS, json.dumps(conditions(), indent=1)))
+    return page(title, f'<h1>{title}</h1><div class="plots">{"".join(plots)}</div>{notes}')
 
 
 def _plot(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], label: str) -> str:
