@@ -12,6 +12,8 @@
 #include <array>
 #include <cmath>
 #include <cstdlib>
+#include <memory>
+#include <mutex>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -28,7 +30,7 @@ constexpr int kSteps = 4;                          // of a block
 constexpr int kUnit = 16;                          // steps whose words of one row lie together: a row of an AMX tile
 constexpr int kBlock = kRegisters == 32 ? 16 : 4;  // rows of one pass over a panel
 constexpr int kChunk = 64;                         // rows that share one pass over all weights
-constexpr int kPrefetch = 4096;                    // bytes ahead in the stream
+constexpr int kPrefetch = 4096;                    // bytes ahead in the stream of weights
 #if defined(__AMX_TILE__)
 constexpr bool kThin = false;  // tiles are loaded as they lie
 constexpr int kGroup = 8;      // panels whose results wait for their epilogue together
@@ -39,13 +41,27 @@ constexpr int kGroup = 2;
 
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
-// Memory for a large read-only array, in huge pages where the kernel grants them.
-inline void* allocate(size_t bytes) {
-    const size_t huge = size_t{2} << 20, align = bytes >= huge ? huge : 64;
-    bytes = (bytes + align - 1) / align * align;
-    void* p = std::aligned_alloc(align, bytes);
-    if (p && align == huge) madvise(p, bytes, MADV_HUGEPAGE);
-    return p;
+// Memory for weights, in huge pages where the kernel grants them: what is packed in a row lies in a row, so that small
+// matrices have them too. A page walk for every 4 KB costs more than a tenth of a forward.
+inline std::shared_ptr<char> allocate(size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    constexpr size_t kArena = 0;  // each by itself, so that overruns are noticed
+#else
+    constexpr size_t kArena = size_t{32} << 20;
+#endif
+    constexpr size_t kHuge = size_t{2} << 20;
+    static std::mutex mutex;
+    static std::shared_ptr<char> arena;
+    static size_t size = 0, used = 0;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!arena || used + bytes > size) {
+        size = (std::max(bytes, kArena) + kHuge - 1) / kHuge * kHuge, used = 0;
+        arena.reset(static_cast<char*>(std::aligned_alloc(kHuge, size)), std::free);
+        madvise(arena.get(), size, MADV_HUGEPAGE);
+    }
+    std::shared_ptr<char> piece(arena, arena.get() + used);
+    used += (bytes + kStepBytes - 1) / kStepBytes * kStepBytes;
+    return piece;
 }
 
 struct Linear {
@@ -53,17 +69,15 @@ struct Linear {
     int columns, inner, panels, steps;
     bool paired;                  // panels alternate between two halves of the columns: gate 0, up 0, gate 1, ...
     bool thin = false;            // blocks are 12 bits a weight; see make_thin
-    char* weights = nullptr;      // [panels][steps][16 columns][4 / size values]
+    std::shared_ptr<char> weights;  // [panels][steps][16 columns][4 / size values]
     const float* bias;            // as packed, or null
     std::vector<float> padded_bias, scale;  // per packed column; scale for int8
     std::vector<int32_t> offset;  // int8: 128 x the column's sum, which the shifted activations add too much
-    // of thin panels: their sixteen high bytes; the blocks that need others, behind them kNone; where a panel's begin
-    static constexpr int32_t kNone = -1;
+    // of thin panels: their sixteen high bytes; the blocks that need others, behind them -1; where a panel's begin
     std::vector<std::array<uint8_t, 16>> high;
     std::vector<int32_t> escaped, first_escaped;
-    std::vector<std::array<uint16_t, kSteps * 32>> whole;  // escaped blocks as they are, one unused after each panel's
+    std::vector<std::array<uint16_t, kSteps * 32>> whole;  // escaped blocks as they are
 
-    ~Linear() { std::free(weights); }
     size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes / 4 * (thin ? 3 : 4); }
     size_t bytes() const { return panel_bytes() * panels + whole.size() * sizeof whole[0]; }
 
@@ -78,26 +92,24 @@ struct Linear {
 // The high byte of a bf16 value is its sign and all but one bit of its exponent, and sixteen of them cover nearly all
 // weights of a panel. A thin block has 128 low bytes and 128 numbers of four bits that say which high byte: a quarter
 // less to read, decoded in registers to the same bits. Blocks with other high bytes are kept whole beside the stream.
-// Nothing changes where too many are.
-inline void make_thin(Linear& l) {
+// False where too many are.
+inline bool make_thin(Linear& l, const std::vector<char>& plain) {
     using Block = std::array<uint16_t, kSteps * 32>;
     const int blocks = l.steps / kSteps;
-    const auto* from = reinterpret_cast<const Block*>(l.weights);
-    auto* thin = static_cast<uint8_t*>(allocate(static_cast<size_t>(l.panels) * blocks * 192 + kPrefetch));
-    uint8_t* to = thin;
+    const auto* from = reinterpret_cast<const Block*>(plain.data());
+    std::vector<uint8_t> thin(plain.size() / 4 * 3);
+    uint8_t* to = thin.data();
     for (int panel = 0; panel < l.panels; panel++, from += blocks) {
         std::array<int, 256> count{}, order, code;
         for (int b = 0; b < blocks; b++)
             for (uint16_t w : from[b]) count[w >> 8]++;
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return count[a] > count[b]; });
-        std::array<uint8_t, 16> high;
         code.fill(-1);
-        for (int i = 0; i < 16; i++) high[i] = static_cast<uint8_t>(order[i]), code[order[i]] = i;
-        l.high.push_back(high);
+        l.high.emplace_back();
+        for (int i = 0; i < 16; i++) l.high.back()[i] = static_cast<uint8_t>(order[i]), code[order[i]] = i;
         l.first_escaped.push_back(static_cast<int>(l.escaped.size()));
         for (int b = 0; b < blocks; b++, to += 192) {
-            std::fill(to + 128, to + 192, 0);
             int all = 0;
             for (int i = 0; i < kSteps * 32; i++) {
                 // two steps are the interleaved halves of 16-byte lanes: that is how bytes unpack to words
@@ -108,25 +120,25 @@ inline void make_thin(Linear& l) {
             }
             if (all < 0) l.escaped.push_back(b), l.whole.push_back(from[b]);
         }
-        l.escaped.push_back(Linear::kNone), l.whole.push_back({});
+        l.escaped.push_back(-1);
     }
-    if (l.whole.size() * 16 > static_cast<size_t>(l.panels) * (blocks + 16)) {  // more than one in sixteen
-        std::free(thin);
-        return;
-    }
-    std::free(l.weights);
-    l.weights = reinterpret_cast<char*>(thin), l.thin = true;
+    l.thin = l.whole.size() * 16 < static_cast<size_t>(l.panels) * blocks;  // fewer than one in sixteen
+    if (!l.thin) return l.whole.clear(), false;
+    l.weights = allocate(thin.size());
+    std::memcpy(l.weights.get(), thin.data(), thin.size());
+    return true;
 }
 
 // `weight` is (columns, inner) row-major, float32 or bf16. int8 takes the largest magnitude of a row as 127.
-inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const void* weight, bool is_bf16, const float* bias) {
+inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const void* weight, bool is_bf16, const float* bias,
+                           bool may_thin) {
     auto* l = new Linear;
     const int per_step = kind == kF32 ? 1 : kind == kBF16 ? 2 : 4;
     l->kind = kind, l->columns = columns, l->inner = inner, l->paired = paired;
     l->panels = paired ? 2 * ((columns / 2 + kLanes - 1) / kLanes) : (columns + kLanes - 1) / kLanes;
     l->steps = round_up((inner + per_step - 1) / per_step, kUnit);
     const int packed = l->panels * kLanes;
-    l->weights = static_cast<char*>(allocate(l->panel_bytes() * l->panels + kPrefetch));
+    std::vector<char> plain(l->panel_bytes() * l->panels);
     if (bias) l->padded_bias.assign(packed, 0.0f);
     if (kind == kI8) l->scale.assign(packed, 0.0f), l->offset.assign(packed, 0);
     std::vector<float> row(static_cast<size_t>(l->steps) * per_step, 0.0f);
@@ -144,7 +156,7 @@ inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const
         for (float w : row) top = std::max(top, std::fabs(w));
         const float scale = top / 127.0f;
         if (kind == kI8) l->scale[column] = scale;
-        char* out = l->weights + l->panel_bytes() * (column / kLanes) + column % kLanes * 4;
+        char* out = plain.data() + l->panel_bytes() * (column / kLanes) + column % kLanes * 4;
         for (int step = 0; step < l->steps; step++, out += kStepBytes) {
             const float* w = &row[static_cast<size_t>(step) * per_step];
             if (kind == kF32) std::memcpy(out, w, 4);
@@ -162,6 +174,9 @@ inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const
         }
     }
     l->bias = bias ? l->padded_bias.data() : nullptr;
+    if (may_thin && kThin && kind == kBF16 && make_thin(*l, plain)) return l;
+    l->weights = allocate(plain.size());
+    std::memcpy(l->weights.get(), plain.data(), plain.size());
     return l;
 }
 
@@ -287,10 +302,10 @@ struct Thin {
 template <class K, class Form, int R>
 inline void multiply(const uint32_t* x, const Linear& l, int panel, float (*out)[kLanes]) {
     constexpr bool thin = std::is_same<Form, Thin>::value;
-    const char* w = l.weights + l.panel_bytes() * panel;
+    const char* w = l.weights.get() + l.panel_bytes() * panel;
     const Words table = thin ? repeat_quarter(l.high[panel].data()) : zero_words();
     const int32_t* escaped = thin ? &l.escaped[l.first_escaped[panel]] : nullptr;
-    const char* whole = thin ? reinterpret_cast<const char*>(&l.whole[l.first_escaped[panel]]) : nullptr;
+    const char* whole = thin ? reinterpret_cast<const char*>(l.whole.data() + l.first_escaped[panel] - panel) : nullptr;
     typename K::Acc acc[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r] = K::zero();
@@ -378,7 +393,7 @@ template <class K, int R, int C = 4>
 inline void multiply_group_tiles(const uint32_t* x, const Linear& l, int panel, int panels, Tile& out, int done = 0) {
     const size_t bytes = l.panel_bytes();
     for (; done + C <= panels; done += C)
-        multiply_tiles<K, C>(x, R * kUnit, l.weights + (panel + done) * bytes, bytes, l.steps, out, done);
+        multiply_tiles<K, C>(x, R * kUnit, l.weights.get() + (panel + done) * bytes, bytes, l.steps, out, done);
     if constexpr (C > 1) multiply_group_tiles<K, R, C / 2>(x, l, panel, panels, out, done);
 }
 #endif

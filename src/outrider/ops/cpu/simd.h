@@ -174,6 +174,10 @@ inline Words join_bytes_high(Words a, Words b) { return {_mm256_unpackhi_epi8(a.
 inline f32x16& operator+=(f32x16& a, f32x16 b) { return a = a + b; }
 
 // Lanes together, always in the same pairs.
+#if defined(__AVX512F__)
+inline float sum(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
+#else
 template <class Join>
 inline float across(f32x16 a, Join join) {
     float lane[kLanes];
@@ -188,6 +192,7 @@ inline float sum(f32x16 a) {
 inline float largest(f32x16 a) {
     return across(a, [](float x, float y) { return x > y ? x : y; });
 }
+#endif
 
 // e^x to within 2 units in the last place; 0 from -104 down (so also at -inf), NaN for NaN.
 inline f32x16 exponential(f32x16 x) {
