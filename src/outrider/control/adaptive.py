@@ -23,7 +23,7 @@ from outrider.core import Arm, Drafts, Plan
 
 __all__ = ["Adaptive"]
 
-_LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+_LENGTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
 _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED = 4  # every so many plain rounds are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
@@ -31,7 +31,7 @@ _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into it to begin with
 _PROBE_LENGTH = 8
-_REPLAN = 8  # rounds a plan stands
+_REPLAN = 12  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
 _POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
@@ -277,7 +277,8 @@ class Adaptive:
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
         times, spent = self._round_times(load, len(survival) + 1), self._spent(load)
-        spent -= times[0] - self._base(load)
+        if load.rows > load.emitting:
+            spent -= times[0] - self._base(load)
         tokens, count = float(load.emitting), 0
         best = tokens / (times[0] + spent)
         for n, own in enumerate(survival, 1):
