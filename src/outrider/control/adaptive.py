@@ -68,12 +68,14 @@ class Adaptive:
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
+        self._timed: list[tuple[int, int, float]] = []  # forwards not entered in the costs yet
         self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
         self._load: Load | None = None
         self._plan = Plan(())
 
     def keep(self, path: Path) -> None:
         """Write what was measured and what was accepted, for the next start on this machine."""
+        self._think()
         self.costs.accepted = self._record.as_dict()
         self.costs.save(path)
 
@@ -155,7 +157,7 @@ class Adaptive:
             return
         self._priced += 1
         if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
-            self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
+            self._timed.append((stats.rows, load.context, stats.forward_s + stats.rest_s))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times, self._expected = {}, {}, {}
         if self._credit is not None:
@@ -215,6 +217,7 @@ class Adaptive:
         sequence takes whatever brings it most beyond that price, or nothing.
         """
         self._gains, self._hopeless, self._poor = {}, set(), 0
+        self._think()
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
@@ -240,6 +243,13 @@ class Adaptive:
             self._drop_the_lonely(load, dict(zip(able, gains, strict=True)), lengths, arms)
         self._standing = {load.keys[b]: (arms[b], lengths[b]) for b in able}
         self._complete = len(able) == len(load.keys)
+
+    def _think(self) -> None:
+        """Enter what the last rounds showed: many at once, because the first of them fetches everything it touches."""
+        self._record.think()
+        for timed in self._timed:
+            self.costs.observe_forward(*timed)
+        self._timed.clear()
 
     def _prices(self, load: Load, able: int) -> tuple[float, Floats]:
         """Seconds of a plain round, and (arms, lengths) what it costs one of the sequences when all draft so."""

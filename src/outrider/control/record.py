@@ -35,7 +35,7 @@ _TRUST = 2.0  # rounds after which a sequence's own experience says as much as o
 _APART = 8.0  # and about which arm suits it
 _STALE = 0.92  # what is left of a sequence's experience with an arm after a round of its with another
 _NEAR = 6  # nodes by which texts are compared
-_EASIEST = 2.0  # times as much accepted as from other texts, and the inverse
+_HARDEST, _EASIEST = 0.1, 2.0  # what is accepted against other texts, at least and at most
 _JUDGED = 200.0  # nodes that a class of claims remembers
 _OWN_JUDGED = 48.0  # and a sequence
 _DOUBT = 4.0  # judged nodes that the claim itself counts for
@@ -135,6 +135,7 @@ class Record:
         self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, list[_Own]] = {}
         self._pending: dict[Hashable, _Pending] = {}
+        self._heard: list[tuple[Hashable, _Pending, Seq[int]]] = []  # verdicts not thought over yet
 
     def meet(self, keys: Iterable[Hashable], kinds: Iterable[int]) -> None:
         """Sequences and their kinds."""
@@ -176,7 +177,7 @@ class Record:
         here = sum(n * float(own.gains[:_NEAR].sum()) for n, own in zip(rounds, owns, strict=True) if n)
         if there > 0:
             trust = sum(rounds) / (sum(rounds) + _TRUST)
-            gains *= 1 + trust * (min(max(here / there, 1 / _EASIEST), _EASIEST) - 1)
+            gains *= 1 + trust * (min(max(here / there, _HARDEST), _EASIEST) - 1)
             np.minimum(gains, 1.0, out=gains)
         for place, own, n in zip(gains, owns, rounds, strict=True):
             if n:
@@ -216,10 +217,18 @@ class Record:
             self._pending[key].kept = nodes
 
     def learn(self, key: Hashable, path: Seq[int]) -> None:
-        """The verdict: which of the verified nodes came true."""
+        """The verdict: which of the verified nodes came true. It is thought over later, many at once: that is quicker."""
         pending = self._pending.pop(key, None)
-        if pending is None:
-            return
+        if pending is not None:
+            self._heard.append((key, pending, path))
+
+    def think(self) -> None:
+        """Go through what was heard."""
+        for heard in self._heard:
+            self._judge(*heard)
+        self._heard.clear()
+
+    def _judge(self, key: Hashable, pending: _Pending, path: Seq[int]) -> None:
         own, shared = self._of(key, pending.arm), self._arms_of(key)[pending.arm]
         nodes = range(len(pending.parents)) if pending.kept is None else pending.kept
         alive = {ROOT, *(nodes[i] for i in path)}
@@ -234,11 +243,13 @@ class Record:
         own.at = max(each.at for each in self._own[key]) + 1
 
     def forget(self, key: Hashable) -> None:
+        self.think()
         for known in (self._own, self._pending, self._kinds):
             known.pop(key, None)
 
     def as_dict(self) -> dict[str, Any]:
         """What is known about each arm, by kind, as plain data."""
+        self.think()
         return {
             str(kind): {name: own.as_dict() for name, own in zip(self._names, arms, strict=True) if own.rounds}
             for kind, arms in self._shared.items()
