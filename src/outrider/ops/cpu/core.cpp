@@ -224,7 +224,7 @@ class Forward {
             for (int i = mine.begin; i < mine.end; i++) place_head<K>(l, kv, i / heads, i % heads);
             barrier();
             const Attention attention{kv, &o.layout_.row[first], static_cast<int>(s.heads / s.kv_heads),
-                                      static_cast<int>(l.window)};
+                                      static_cast<int>(l.window), threads};
             const int most = std::max(1, kQueries / attention.group);
             int turn = 0;
             for (int begin = 0, end; begin < rows; begin = end) {
