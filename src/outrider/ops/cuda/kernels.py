@@ -17,7 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "attend_chunks", "attend_rows", "embed_norm", "linear", "merge_blocks", "norm", "rope_store", "silu_pairs"]
+__all__ = [
+    "BLOCK", "add_norm", "attend_chunks", "attend_rows", "embed_norm", "linear", "merge_blocks", "norm", "rope_store", "silu_pairs",
+]  # fmt: skip
 
 BLOCK = 64  # keys of one block of the attention's reduction, by logical position
 
@@ -45,6 +47,26 @@ def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
+def add_norm(
+    parts, bias, stream, weight, normed, rows, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A product that came in parts, added to the stream as `linear` would have, and the norm of that."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
+    own = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        own = own + tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        own = own + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    x = x + own
+    tl.store(stream + row * WIDTH + column, x, mask=inside)
+    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+
+
+@triton.jit
 def _store_normed(x, weight, normed, row, column, inside, eps, WIDTH: tl.constexpr):
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
@@ -64,7 +86,8 @@ def linear(
     the parts abreast, because one chain alone would wait for the tensor cores' latency; many take them one by one.
 
     FORM "store": out = product. "add": out += product, the residual stream. "silu": pairs of columns become
-    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows.
+    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows. "parts": each part
+    has programs of its own and goes to out (PARTS, rows, columns) as it is, for `add_norm`.
     """
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -73,30 +96,68 @@ def linear(
     x_at = x + row[:, None].to(tl.int64) * INNER
     w_at = w + column[None, :].to(tl.int64) * INNER
     PART: tl.constexpr = INNER // PARTS
-    if PARTS == 4 and ABREAST:
-        k = tl.arange(0, BK)
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc_1 = tl.zeros((BM, BN), tl.float32)
-        acc_2 = tl.zeros((BM, BN), tl.float32)
-        acc_3 = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, PART, BK):
-            at = start + k
-            acc = _step(x_at, w_at, at, row_in, column_in, acc, PART, BK, PRECISION)
-            acc_1 = _step(x_at + PART, w_at + PART, at, row_in, column_in, acc_1, PART, BK, PRECISION)
-            acc_2 = _step(x_at + 2 * PART, w_at + 2 * PART, at, row_in, column_in, acc_2, PART, BK, PRECISION)
-            acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
-        acc = _add(_add(_add(acc, acc_1), acc_2), acc_3)
+    if FORM == "parts":
+        part = tl.program_id(2)
+        acc = _run(x_at + part * PART, w_at + part * PART, row_in, column_in, PART, 1, BM, BN, BK, PRECISION)
+        at = out + (part * rows + row[:, None]).to(tl.int64) * columns + column[None, :]
+        tl.store(at, acc, mask=row_in[:, None] & column_in[None, :])
     else:
-        acc = tl.zeros((BM, BN), tl.float32)
-        for part in range(0, PARTS):
-            own = _run(x_at + part * PART, w_at + part * PART, row_in, column_in, PART, BM, BN, BK, PRECISION)
-            acc = _add(acc, own)
-    if HAS_BIAS:
-        acc = _add(acc, tl.broadcast_to(tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :], acc.shape))
-    _finish(
-        acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
-        BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
-    )  # fmt: skip
+        if PARTS == 4 and ABREAST:
+            acc = _run_abreast(x_at, w_at, row_in, column_in, PART, BM, BN, BK, PRECISION)
+        else:
+            acc = _run(x_at, w_at, row_in, column_in, PART, PARTS, BM, BN, BK, PRECISION)
+        if HAS_BIAS:
+            own = tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)
+            acc = _add(acc, tl.broadcast_to(own[None, :], acc.shape))
+        _finish(
+            acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
+            BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _run_abreast(
+    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Four parts of the inner dimension at once, and their sum."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc_1 = tl.zeros((BM, BN), tl.float32)
+    acc_2 = tl.zeros((BM, BN), tl.float32)
+    acc_3 = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, PART, BK):
+        at = start + k
+        acc = _step(x_at, w_at, at, row_in, column_in, acc, PART, BK, PRECISION)
+        acc_1 = _step(x_at + PART, w_at + PART, at, row_in, column_in, acc_1, PART, BK, PRECISION)
+        acc_2 = _step(x_at + 2 * PART, w_at + 2 * PART, at, row_in, column_in, acc_2, PART, BK, PRECISION)
+        acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
+    return _add(_add(_add(acc, acc_1), acc_2), acc_3)
+
+
+@triton.jit
+def _run(
+    x_at, w_at, row_in, column_in, PART: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Parts of the inner dimension one after the other, and their sum: one loop, so that loads never pause between parts."""
+    k = tl.arange(0, BK)
+    STEPS: tl.constexpr = (PART + BK - 1) // BK
+    acc = tl.zeros((BM, BN), tl.float32)
+    total = tl.zeros((BM, BN), tl.float32)
+    for step in range(0, PARTS * STEPS):
+        if PARTS == 1:
+            acc = _step(x_at, w_at, step * BK + k, row_in, column_in, acc, PART, BK, PRECISION)
+        else:
+            before = step // STEPS * PART
+            at = step % STEPS * BK + k
+            acc = _step(x_at + before, w_at + before, at, row_in, column_in, acc, PART, BK, PRECISION)
+            if (step + 1) % STEPS == 0:
+                total = _add(total, acc)
+                acc = tl.zeros((BM, BN), tl.float32)
+    if PARTS == 1:
+        return acc
+    return total
 
 
 @triton.jit
@@ -117,19 +178,6 @@ def _step(
 def _add(a, b):
     """a + b, but not as an addition: the compiler would start the product behind b from a, which rounds otherwise."""
     return tl.fma(b, tl.full(b.shape, 1.0, tl.float32), a)
-
-
-@triton.jit
-def _run(
-    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One part of the inner dimension."""
-    k = tl.arange(0, BK)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, PART, BK):
-        acc = _step(x_at, w_at, start + k, row_in, column_in, acc, PART, BK, PRECISION)
-    return acc
 
 
 @triton.jit

@@ -10,11 +10,12 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
-from outrider.ops.cuda.tiles import Tile, tile_for
+from outrider.ops.cuda.tiles import MOST_SPLIT_ROWS, Tile, split_tile_for, tile_for
 
 __all__ = ["BLOCK", "Kernels", "Paged", "Shape", "pair_rows"]
 
 BLOCK = kernels.BLOCK
+_PARTS = 4  # of every inner dimension, summed in order
 LANES = 16  # programs that share the blocks of one row and head
 
 
@@ -84,6 +85,23 @@ class Kernels:
         kernels.norm[(rows,)](stream, weight, normed, self.shape.eps, width, _power(width), num_warps=self._norm_warps)
         return normed
 
+    def add_norm(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, stream: Tensor, weight: Tensor, tile: Tile | None = None
+    ) -> Tensor:
+        """stream += x times w transposed, and its norm. Few rows take the product in parts, which the norm's kernel adds."""
+        rows, (columns, inner) = len(x), w.shape
+        if rows > MOST_SPLIT_ROWS or inner % 64:
+            self.linear(x, w, bias, stream, "add", tile)
+            return self.norm(stream, weight)
+        parts = torch.empty(_PARTS, rows, columns, device=x.device)
+        self._product(x, w, None, parts, "parts", tile or split_tile_for(rows, columns, inner), (parts,) * 6)
+        normed = torch.empty(rows, columns, device=x.device, dtype=self.dtype)
+        kernels.add_norm[(rows,)](
+            parts, weight if bias is None else bias, stream, weight, normed, rows, self.shape.eps, columns, _power(columns),
+            PARTS=_PARTS, HAS_BIAS=bias is not None, num_warps=self._norm_warps,
+        )  # fmt: skip
+        return normed
+
     @property
     def _norm_warps(self) -> int:
         return 4 if self.shape.hidden <= 1024 else 8
@@ -104,12 +122,12 @@ class Kernels:
         self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile, placed: tuple[Tensor, ...]
     ) -> None:
         rows, (columns, inner), s = len(x), w.shape, self.shape
-        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns))
+        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), _PARTS if form == "parts" else 1)
         kernels.linear[grid](
             x, w, w if bias is None else bias, out, *placed, rows, columns,
             INNER=inner, BM=tile.rows, BN=tile.columns, BK=tile.inner, FORM=form, HAS_BIAS=bias is not None,
             HEADS=s.heads, KV_HEADS=s.kv_heads, HEAD=s.head, PAGE=s.page, PRECISION=self._precision,
-            PARTS=4 if inner % 64 == 0 else 1, ABREAST=tile.rows <= 16,
+            PARTS=_PARTS if inner % 64 == 0 else 1, ABREAST=tile.rows <= 16,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
