@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "BLOCK", "add_norm", "attend_chunks", "attend_rows", "embed_norm", "linear", "merge_blocks", "norm", "rope_store", "silu_pairs",
+    "BLOCK", "add_norm", "attend_chunks", "attend_rows", "embed_norm", "linear", "norm", "rope_store", "silu_pairs",
 ]  # fmt: skip
 
 BLOCK = 64  # keys of one block of the attention's reduction, by logical position
@@ -289,64 +289,70 @@ def _merge(top, total, mixed, top_b, total_b, mixed_b):
 
 @triton.jit
 def attend_rows(
-    q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes,
+    q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes, arrived, out,
     table_width, most_blocks, scale,
     LANES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Single rows, draft nodes among them: each block's part of each row's attention.
+    """Single rows, draft nodes among them: programs share the blocks of a row, and the last of them to end merges.
 
     Row r sees positions firsts[r]..positions[r] of its sequence. Those up to roots[r] lie where the page table
-    says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r].
+    says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r]. `arrived` counts the
+    programs that are done; it is zero before and after.
     """
     row, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
-    sequence = tl.load(sequences + row).to(tl.int64)
-    root, first = tl.load(roots + row), tl.load(firsts + row)
-    g = tl.arange(0, 16)
-    d = tl.arange(0, HEAD)
-    long = row.to(tl.int64)
-    q_at = q + (long * KV_HEADS * GROUP + head * GROUP + g)[:, None] * HEAD + d[None, :]
-    own = tl.load(q_at, mask=(g < GROUP)[:, None], other=0.0)
-    for block in range(lane, position // BLOCK + 1, LANES):
-        j = block * BLOCK + tl.arange(0, BLOCK)
-        seen = (j <= position) & (j >= first)
-        if WINDOW > 0:
-            seen = seen & (j > position - WINDOW)
-        page = tl.load(table + sequence * table_width + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
-        slot = page * PAGE + j % PAGE
-        if TREE:
-            listed = tl.load(ancestors + long * TREE + (j - root - 1), mask=seen & (j > root), other=0).to(tl.int64)
-            slot = tl.where(j > root, listed, slot)
-        at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
-        at = at[:, None] + d[None, :]
-        whole = tl.broadcast_to(seen[None, :], (16, BLOCK))
-        top, total, mixed = _block(own, keys + at, values + at, (seen, whole), scale, PRECISION)
-        part = (long * KV_HEADS * GROUP + head * GROUP + g) * most_blocks + block
-        tl.store(tops + part, top, mask=g < GROUP)
-        tl.store(totals + part, total, mask=g < GROUP)
-        tl.store(mixes + part[:, None] * HEAD + d[None, :], mixed, mask=(g < GROUP)[:, None])
+    blocks = position // BLOCK + 1
+    if lane < blocks:
+        sequence = tl.load(sequences + row).to(tl.int64)
+        root, first = tl.load(roots + row), tl.load(firsts + row)
+        g = tl.arange(0, 16)
+        d = tl.arange(0, HEAD)
+        long = row.to(tl.int64)
+        own_head = long * KV_HEADS * GROUP + head * GROUP + g
+        q_at = own_head[:, None] * HEAD + d[None, :]
+        mine = (g < GROUP)[:, None]
+        own = tl.load(q + q_at, mask=mine, other=0.0)
+        for block in range(lane, blocks, LANES):
+            j = block * BLOCK + tl.arange(0, BLOCK)
+            seen = (j <= position) & (j >= first)
+            if WINDOW > 0:
+                seen = seen & (j > position - WINDOW)
+            page = tl.load(table + sequence * table_width + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
+            slot = page * PAGE + j % PAGE
+            if TREE:
+                listed = tl.load(ancestors + long * TREE + (j - root - 1), mask=seen & (j > root), other=0).to(tl.int64)
+                slot = tl.where(j > root, listed, slot)
+            at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
+            at = at[:, None] + d[None, :]
+            whole = tl.broadcast_to(seen[None, :], (16, BLOCK))
+            top, total, mixed = _block(own, keys + at, values + at, (seen, whole), scale, PRECISION)
+            part = own_head * most_blocks + block
+            tl.store(tops + part, top, mask=g < GROUP)
+            tl.store(totals + part, total, mask=g < GROUP)
+            tl.store(mixes + part[:, None] * HEAD + d[None, :], mixed, mask=mine)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + row * KV_HEADS + head, 1, sem="acq_rel")
+        if before == tl.minimum(blocks, LANES) - 1:
+            y = _merged(tops, totals, mixes, own_head * most_blocks, g < GROUP, blocks, HEAD)
+            tl.store(out + q_at, y.to(out.dtype.element_ty), mask=mine)
+            tl.store(arrived + row * KV_HEADS + head, 0)
 
 
 @triton.jit
-def merge_blocks(
-    tops, totals, mixes, positions, out, most_blocks,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The blocks of each row and head, in order of logical position."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _merged(tops, totals, mixes, part, inside, blocks, HEAD: tl.constexpr):
+    """The blocks of a row's heads, in order of logical position; other programs wrote them."""
     d = tl.arange(0, HEAD)
-    blocks = tl.load(positions + row) // BLOCK + 1
-    part = (row * HEADS + head) * most_blocks + tl.arange(0, 1)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    mixed = tl.zeros((1, HEAD), tl.float32)
+    top = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    mixed = tl.zeros((16, HEAD), tl.float32)
     for block in range(0, blocks):
         at = part + block
-        mix = tl.load(mixes + at[:, None] * HEAD + d[None, :])
-        top, total, mixed = _merge(top, total, mixed, tl.load(tops + at), tl.load(totals + at), mix)
-    y = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (row * HEADS + head) * HEAD + tl.arange(0, 1)[:, None] + d[None, :], y)
+        top_b = tl.load(tops + at, mask=inside, other=0.0, cache_modifier=".cg")
+        total_b = tl.load(totals + at, mask=inside, other=1.0, cache_modifier=".cg")
+        mixed_b = tl.load(mixes + at[:, None] * HEAD + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
+    return mixed / total[:, None]
 
 
 @triton.jit

@@ -68,6 +68,8 @@ class Kernels:
         self.shape = shape
         self.dtype = dtype
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
+        self._zeros: dict[int, Tensor] = {}
+        self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
 
     def embed(self, paged: Paged, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The stream (N, hidden) float32 of every row, and its norm."""
@@ -155,13 +157,17 @@ class Kernels:
         mixes = torch.empty(parts, s.head, device=q.device)
         kernels.attend_rows[(rows, s.kv_heads, min(most, LANES))](
             q, *pool, paged.table, paged.sequences, paged.positions, paged.roots, paged.firsts, paged.ancestors,
-            tops, totals, mixes, width, most, self._scale,
+            tops, totals, mixes, self._counters(rows * s.kv_heads, q.device), out, width, most, self._scale,
             LANES=min(most, LANES), KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head, PAGE=s.page, BLOCK=BLOCK,
             TREE=depth, WINDOW=window or 0, PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
-        kernels.merge_blocks[(rows, s.heads)](
-            tops, totals, mixes, paged.positions, out, most, s.heads, s.head, BLOCK, num_warps=1
-        )
+
+    def _counters(self, count: int, device: torch.device) -> Tensor:
+        """Zeros that kernels count in and set back; graphs keep using what they were captured with."""
+        size = _power(count)
+        if size not in self._zeros:
+            self._zeros[size] = torch.zeros(size, dtype=torch.int32, device=device)
+        return self._zeros[size]
 
     def attend_chunks(
         self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None
@@ -210,8 +216,10 @@ class Kernels:
     ) -> None:
         """Chosen tokens become step `step` of a draft and the next rows of their sequences."""
         batch = len(after.tokens)
+        if batch not in self._order:
+            self._order[batch] = torch.arange(batch, device=after.tokens.device)
         choice.next_rows[(1,)](
-            *found, torch.arange(batch, device=after.tokens.device), after.tokens, after.sequences, after.positions, after.roots,
+            *found, self._order[batch], after.tokens, after.sequences, after.positions, after.roots,
             after.slots, after.table, *drawn, before.sequences, before.positions, before.temperatures, before.prefixes,
             after.temperatures, after.prefixes, after.table.shape[1], step, batch, self.shape.page, max(_power(batch), 2),
         )  # fmt: skip
