@@ -301,11 +301,10 @@ def attend_rows(
     programs that are done; it is zero before and after.
     """
     row, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + row)
+    position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
+    root, first = tl.load(roots + row), tl.load(firsts + row)
     blocks = position // BLOCK + 1
     if lane < blocks:
-        sequence = tl.load(sequences + row).to(tl.int64)
-        root, first = tl.load(roots + row), tl.load(firsts + row)
         g = tl.arange(0, 16)
         d = tl.arange(0, HEAD)
         long = row.to(tl.int64)
