@@ -34,7 +34,7 @@ _PROBE_LENGTH = 8
 _REPLAN = 6  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
-_POOR = 0.95  # of plain decoding's rate
+_POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
 _NEVER = (0, 0)
 
 
@@ -59,8 +59,9 @@ class Adaptive:
         self._hopeless: set[int] = set()  # arms that could not pay if every guess came true
         self._price_lists: dict[tuple[int, int, int], tuple[float, Floats]] = {}
         self._priced = 0  # rounds
-        self._times: dict[int, Floats] = {}  # of a round with 0, 1, ... further rows, by rows; as of the standing plan
-        self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths; likewise
+        self._times: dict[tuple[int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by rows and context
+        self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
+        self._poor = 0  # rounds in a row that brought less than plain ones would have
         self._credit: float | None = None  # seconds that may be lost on probes
         self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
@@ -155,7 +156,7 @@ class Adaptive:
         if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
             self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
         if self._priced % _REPRICE == 0:
-            self._price_lists.clear()
+            self._price_lists, self._times, self._expected = {}, {}, {}
         if self._credit is not None:
             self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
             if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
@@ -166,8 +167,10 @@ class Adaptive:
         self._observe_proposals(stats.propose_s, load)
         seconds = stats.propose_s + stats.forward_s + stats.rest_s
         tokens = load.emitting + sum(map(len, stats.paths))
-        if tokens * self.costs.forward(load.rows, load.context) < _POOR * load.emitting * seconds:
-            self._every = 0  # less than nothing would have brought: think again at once
+        poor = tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
+        self._poor = self._poor + 1 if poor else 0
+        if self._poor >= _ENOUGH:
+            self._every = 0  # think again at once
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0] and self._credit is not None:
@@ -200,7 +203,7 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._gains, self._times, self._expected, self._hopeless = {}, {}, {}, set()
+        self._gains, self._hopeless, self._poor = {}, set(), 0
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
@@ -258,8 +261,14 @@ class Adaptive:
 
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
-        tokens = load.emitting + np.concatenate(([0.0], np.cumsum(survival)))
-        return int(np.argmax(tokens / (self._round_times(load, len(tokens)) + self._spent(load))))
+        times, spent = self._round_times(load, len(survival) + 1), self._spent(load)
+        tokens, count = float(load.emitting), 0
+        best = tokens / (times[0] + spent)
+        for n, own in enumerate(survival, 1):
+            tokens += own
+            if (rate := tokens / (times[n] + spent)) > best:
+                best, count = rate, n
+        return count
 
     def _spent(self, load: Load) -> float:
         """Seconds that the plan's proposals took, as expected."""
@@ -271,12 +280,12 @@ class Adaptive:
             )
         return self._expected[key]
 
-    def _round_times(self, load: Load, count: int) -> Floats:
-        known = self._times.get(load.rows)
-        if known is None or len(known) < count:
-            times = [self.costs.forward(load.rows + n, load.context) for n in range(max(count, 33))]
-            known = self._times[load.rows] = np.array(times)
-        return known[:count]
+    def _round_times(self, load: Load, count: int) -> list[float]:
+        """Seconds of a round with 0, 1, ... further rows."""
+        known = self._times.setdefault((load.rows, load.context.bit_length()), [])
+        if len(known) < count:
+            known += (self.costs.forward(load.rows + n, load.context) for n in range(len(known), max(count, 17)))
+        return known
 
     def _users(self, plan: Plan) -> dict[int, list[int]]:
         """Sequences that draft, by arm."""
