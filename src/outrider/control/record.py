@@ -273,7 +273,7 @@ def _imagined(pending: _Pending) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=MOST)
 def _weights(asked: int) -> Floats:
-    return np.where(_PLACES <= asked, 1.0, _SLOWLY)
+    return np.where(asked >= _PLACES, 1.0, _SLOWLY)
 
 
 def _log_odds(chance: float) -> float:

@@ -21,7 +21,7 @@ from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_stack import BEYOND, CudaPool, CudaStack
 from outrider.model.decoder import Decoder, Hidden
-from outrider.model.runner import Chances, Feed, Runner, Tokens
+from outrider.model.runner import Chances, Feed, Round, Runner, Tokens
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import Paged
 from outrider.sampling import Row
@@ -145,8 +145,8 @@ class CudaRunner(Runner):
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
-        if decoding and rows <= self.options.most_rows:
-            return self._score_decoding(batch, laid, rows, taps)
+        if decoding:
+            return self._score_by_graphs(batch, laid, rows, taps)
         found = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(found.last, own) for b, own in laid.prompt_rows.items()}
         tapped = None if found.taps is None else found.taps[:rows].flatten(1).cpu()
@@ -156,7 +156,26 @@ class CudaRunner(Runner):
         logits = self.logits(found.last, laid.wanted)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits)
 
-    def _score_decoding(self, batch: Batch, laid: Any, rows: int, taps: tuple[int, ...]) -> Scores:
+    def _score_by_graphs(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
+        """One replay, or several with some of the sequences each where there are more rows than a graph takes."""
+        if rows <= self.options.most_rows:
+            return self._score_decoding(batch, laid, rows, taps)
+        found = []
+        for own in _groups(laid.feeds, self.options.most_rows):
+            feeds = laid.feeds[own]
+            size = sum(1 + len(feed.nodes) for feed in feeds)
+            scores = self._score_decoding(Batch(batch.sequences[own], batch.feeds[own]), laid._replace(feeds=feeds), size, taps)
+            scores.logits = scores.logits.clone()  # the graph's own
+            found.append(scores)
+        chosen = [scores.choices for scores in found if scores.choices is not None]
+        if len(chosen) < len(found):
+            logits, choices = torch.cat([scores.logits.cpu() for scores in found]), None
+        else:
+            logits, choices = torch.cat([scores.logits for scores in found]), [token for own in chosen for token in own]
+        tapped = torch.cat([scores.taps for scores in found if scores.taps is not None]) if taps else None
+        return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices)
+
+    def _score_decoding(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
         graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
         self._pack(graph.packed, laid.feeds)
         row = 0
@@ -433,6 +452,18 @@ def _bucket(count: int, sizes: Sequence[int]) -> int:
         if count <= size:
             return size
     raise AssertionError(f"{count} is more than the largest graph")
+
+
+def _groups(feeds: Sequence[Feed], most: int) -> list[slice]:
+    """Neighbours that fit together."""
+    groups: list[slice] = []
+    first = rows = 0
+    for b, feed in enumerate(feeds):
+        if rows + 1 + len(feed.nodes) > most:
+            groups.append(slice(first, b))
+            first, rows = b, 0
+        rows += 1 + len(feed.nodes)
+    return [*groups, slice(first, len(feeds))]
 
 
 def _sorted(feeds: Sequence[Feed]) -> tuple[list[int], list[int]]:
