@@ -26,12 +26,12 @@ __all__ = ["Adaptive"]
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED = 4  # every so many plain rounds are timed
-_REPRICE = 32  # rounds for which prices stand
+_REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.006  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
-_REPLAN = 6  # rounds a plan stands
+_REPLAN = 8  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
 _POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
@@ -48,7 +48,7 @@ class Adaptive:
     def __init__(self, arms: Seq[Arm], costs: Costs) -> None:
         self.arms = arms
         self.costs = costs
-        self._record = Record([arm.name for arm in arms])
+        self._record = Record(arms)
         self._record.restore(costs.accepted)
         self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and length, of everyone planned for
         self._who: Seq[Hashable] = ()
@@ -68,6 +68,7 @@ class Adaptive:
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
+        self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
         self._load: Load | None = None
         self._plan = Plan(())
 
@@ -155,7 +156,7 @@ class Adaptive:
         self._priced += 1
         if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
             self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
-        if self._priced % _REPRICE == 0:
+        if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times, self._expected = {}, {}, {}
         if self._credit is not None:
             self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
@@ -163,26 +164,34 @@ class Adaptive:
                 took = stats.propose_s + stats.forward_s + stats.rest_s - self.costs.forward(load.rows, load.context)
                 self._credit -= max(took - self._paid, 0.0)
         if not any(self._plan.lengths):
+            self._drafted = set()
             return
-        self._observe_proposals(stats.propose_s, load)
-        seconds = stats.propose_s + stats.forward_s + stats.rest_s
-        tokens = load.emitting + sum(map(len, stats.paths))
-        poor = tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
-        self._poor = self._poor + 1 if poor else 0
-        if self._poor >= _ENOUGH:
-            self._every = 0  # think again at once
+        users = self._users(self._plan)
+        before, self._drafted = self._drafted, {(load.keys[b], arm) for arm, own in users.items() for b in own}
+        began = not self._drafted <= before
+        self._observe_proposals(stats.propose_s, users, load, began)
+        if not began:
+            seconds = stats.propose_s + stats.forward_s + stats.rest_s
+            tokens = load.emitting + sum(map(len, stats.paths))
+            poor = tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
+            self._poor = self._poor + 1 if poor else 0
+            if self._poor >= _ENOUGH:
+                self._every = 0  # think again at once
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0] and self._credit is not None:
                 self._credit += min(len(path) / self._rate, self._paid)  # what it brought, it did not cost
         self._probe = None
 
-    def _observe_proposals(self, seconds: float, load: Load) -> None:
-        """What the arms that drafted took; several share the time as they were expected to."""
-        asked = [
-            (self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own))
-            for arm, own in self._users(self._plan).items()
-        ]
+    def _observe_proposals(self, seconds: float, users: Mapping[int, Seq[int]], load: Load, began: bool) -> None:
+        """What the arms that drafted took; several share the time as they were expected to.
+
+        Where somebody has just begun to use its arm, it took less at most: reading what came before costs once.
+        """
+        asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in users.items()]
+        known = began and all(self.costs.knows_proposal(name) for name, _, _ in asked)
+        if known and seconds > sum(self.costs.proposal(*one, load.context) for one in asked):
+            return None
         if len(asked) == 1:
             return self.costs.observe_proposal(*asked[0], seconds)
         expected = [self.costs.proposal(*one, load.context) for one in asked]
@@ -193,7 +202,7 @@ class Adaptive:
     def forget(self, key: Hashable) -> None:
         """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
-        self._who, self._again = (), None
+        self._who, self._again, self._drafted = (), None, set()
         self._standing.pop(key, None)
         self._gains.pop(key, None)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.core import ROOT
+from outrider.core import ROOT, Arm
 
 __all__ = ["MOST", "Floats", "Record"]
 
@@ -123,8 +123,14 @@ class _Pending:
 class Record:
     """Acceptance of several arms, over all sequences of a kind and for each."""
 
-    def __init__(self, names: Seq[str]) -> None:
-        self._names = names
+    def __init__(self, arms: Seq[Arm]) -> None:
+        self._names = [arm.name for arm in arms]
+        alone = {arm.members: i for i, arm in enumerate(arms) if len(arm.members) == 1}
+        self._parts = {  # of the arms of several members, the arms of each
+            i: [alone[(member,)] for member in arm.members if (member,) in alone]
+            for i, arm in enumerate(arms)
+            if len(arm.members) > 1
+        }
         self._shared: dict[int, list[_Arm]] = {}  # by kind
         self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, list[_Own]] = {}
@@ -147,8 +153,13 @@ class Record:
         """
         out = np.empty((len(keys), len(self._names), MOST))
         for place, key in zip(out, keys, strict=True):
-            for arm, shared in enumerate(self._arms_of(key)):
+            arms = self._arms_of(key)
+            for arm, shared in enumerate(arms):
                 place[arm] = shared.gains
+            for arm, parts in self._parts.items():  # before it was tried it is as good as its better half
+                if parts and (share := arms[arm].rounds / (arms[arm].rounds + _TRIED)) < 1:
+                    best = max(parts, key=lambda part: float(place[part, :_NEAR].sum()))
+                    place[arm] = place[best] + share * (place[arm] - place[best])
             if key in self._own:
                 self._adapt(place, self._own[key])
         return np.asarray(out.cumsum(2))
