@@ -6,7 +6,7 @@ whole draft of K tokens of a draft model. Shorter rounds are filled up with rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -126,7 +126,7 @@ class CudaRunner(Runner):
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact)
         c = decoder.config
         self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
-        self.ops = serving_ops()  # of heads, which run on the processor
+        self.ops = serving_ops()  # of heads whose attention the kernels do not take: the processor runs those
         self.stack = self._output = None
         self.options = options
         self._wishes = Wishes(self.device)
@@ -153,7 +153,7 @@ class CudaRunner(Runner):
             return self._score_decoding(batch, laid, rows, taps)
         found = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(found.last, own) for b, own in laid.prompt_rows.items()}
-        tapped = None if found.taps is None else found.taps[:rows].flatten(1).cpu()
+        tapped = None if found.taps is None else found.taps[:rows].flatten(1)
         if not laid.wanted:
             self._wait()
             return Scores(torch.empty(0, self.decoder.config.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
@@ -167,7 +167,7 @@ class CudaRunner(Runner):
         graph.replay()
         self._wait()
         logits, taps_of_all = graph.found
-        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).cpu()
+        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay writes there
         choices = graph.host[:rows].tolist()
         logits = self._choose_rest(logits[:rows], choices, left, batch, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices)
@@ -462,6 +462,24 @@ class CudaRunner(Runner):
         torch.cuda.synchronize()
         self.capture_seconds[name] = perf_counter() - begun
         return graph.replay
+
+    def capture_rows(self, name: str, rows: int, work: Callable[[Paged], None]) -> Callable[[Sequence[Feed]], None]:
+        """For networks beside this model: work on so many rows of its pages as one graph, given up to as many by feeds."""
+        packed = _Packed(rows, rows, self._width, self.device)
+        self._pack(packed, [])
+
+        def whole() -> None:
+            packed.send()
+            work(packed.paged)
+
+        replay = self._capture(name, whole)
+
+        def run(feeds: Sequence[Feed]) -> None:
+            self._wait()  # the integers of an earlier call may still be on their way
+            self._pack(packed, feeds)
+            replay()
+
+        return run
 
     def _wait(self) -> None:
         """The round's host synchronisation."""
