@@ -14,7 +14,7 @@ from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
 from outrider.draft.pagebook import PageBook
 from outrider.draft.sharpen import Law, Sharpener
 from outrider.errors import DrafterFault
-from outrider.heads import EagleHead, EagleRunner
+from outrider.heads import EagleHead, EagleNetwork, EagleRunner
 from outrider.model import Feed
 from outrider.ops import Ops
 
@@ -46,11 +46,18 @@ class EagleDrafter:
     Reference: Li et al. 2401.15077, 2406.16858, 2503.01840.
     """
 
-    def __init__(self, head: EagleHead, pool: KVPool, ops: Ops, shape: TreeShape = TreeShape()) -> None:  # noqa: B008 (frozen)
+    def __init__(
+        self,
+        head: EagleHead,
+        pool: KVPool,
+        ops: Ops,
+        shape: TreeShape = TreeShape(),  # noqa: B008 (frozen)
+        runner: EagleNetwork | None = None,  # where another device runs the head
+    ) -> None:
         c = head.config
         self.needs = Needs(taps=c.taps, kv_bytes_per_token=KVPool.bytes_per_token(1, c.shape.kv_heads, c.shape.head_dim))
         self._head = head
-        self._runner = EagleRunner(head, pool, ops)
+        self._runner = runner or EagleRunner(head, pool, ops)
         self._shape = shape
         self._sharpener = Sharpener(tree=shape.branch > 1)
         self._book = PageBook(pool.page_size)
@@ -102,17 +109,17 @@ class EagleDrafter:
 
     def _catch_up(self, active: Seq[Growing]) -> Tensor:
         """Rows for all features the target has given since the last draft; the last one sees the newest token."""
-        feeds, features = [], []
+        feeds, given = [], []
         for own in active:
             state, tokens = self._states[own.seq], own.seq.tokens
             taps = torch.cat(state.taps)[: len(tokens) - 1 - state.done]
             if state.done + len(taps) != len(tokens) - 1:
                 raise DrafterFault(f"features for {state.done + len(taps)} of {len(tokens) - 1} tokens")
             feeds.append(Feed(own.pages, state.done + 1, tokens[state.done + 1 :], first_key=state.first + 1))
-            features.append(self._runner.fuse(taps))
+            given.append(taps)
             self._note(own.seq, state, taps)
             state.done, state.taps = len(tokens) - 1, []
-        hidden, row = self._runner.forward(feeds, torch.cat(features)), -1
+        hidden, row = self._runner.forward(feeds, self._runner.fuse(torch.cat(given))), -1
         for own, feed in zip(active, feeds, strict=True):
             row += len(feed.tokens)
             self._states[own.seq].hidden[ROOT] = hidden[row]

@@ -111,7 +111,7 @@ def share_memory(models: Sequence[ModelConfig], total: int, page_size: int, max_
     blocks = -(-max_model_len // 64)
     reserve = _BASE
     for own in models:
-        reserve += 4 * 3 * rows * own.vocab + 4 * rows * own.heads * blocks * (own.head_dim + 2) + 16 * rows * own.ffn
+        reserve += 4 * 4 * rows * own.vocab + 4 * rows * own.heads * blocks * (own.head_dim + 2) + 16 * rows * own.ffn
     return Share(total, weights, reserve, page)
 
 

@@ -326,7 +326,12 @@ class LLM:
         if not self.device.is_gpu:
             return _page_count(config, self.config, self.max_model_len)
         drafts = [own.model or str(self.directory / "draft") for own in self.speculation.flat() if own.method == "draft_model"]
-        models = [self.config, *(ModelConfig.read(locate(own)) for own in drafts)]
+        heads = [own for own in self.speculation.flat() if own.method in ("eagle", "medusa")]  # a layer each, or less
+        models = [
+            self.config,
+            *(ModelConfig.read(locate(own)) for own in drafts),
+            *(replace(self.config, layers=1) for _ in heads),
+        ]
         return self.device.page_count(config, models, self.max_model_len)
 
 

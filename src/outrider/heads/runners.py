@@ -1,8 +1,9 @@
-"""Heads as serving runs them: by the native core where there is one, else by torch in whole blocks."""
+"""Heads as serving runs them on a processor: by the native core where there is one, else by torch in whole blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +16,26 @@ from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_weights, stack_over
 from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, Stack, paged_attention
 
-__all__ = ["EagleRunner", "MedusaRunner"]
+__all__ = ["EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner"]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
 _PLACED = Span(rotary_lag=1)  # row i lies in slot i + 1, beside its token
+
+
+class EagleNetwork(Protocol):
+    """What the drafter asks of an EAGLE head; the logits are on the host."""
+
+    def fuse(self, taps: Tensor) -> Tensor: ...
+
+    def forward(self, feeds: Sequence[Feed], features: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class MedusaNetwork(Protocol):
+    """What the drafter asks of Medusa heads."""
+
+    def logits(self, taps: Tensor) -> Tensor: ...
 
 
 class EagleRunner:
@@ -37,6 +54,7 @@ class EagleRunner:
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Features (N, hidden) of the target's taps (N, taps * target_hidden)."""
+        taps = taps.cpu()
         if self._stack is None or not self.head.config.wide:
             return self.head.fuse(_filled(taps), self._ops)[: len(taps)]
         return self._fc(self.head.normed_taps(taps, self._ops))

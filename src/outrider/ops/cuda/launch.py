@@ -45,12 +45,14 @@ class Paged:
     ancestors: Tensor  # (N, depth) slots of the positions after the root
     temperatures: Tensor  # (N,) float32, 0 for greedy
     prefixes: Tensor  # (N,) int64, of the noise key: everything but the position
+    shaped: Tensor | None = None  # (N,) place of the row's head in Shaping, -1: it has none
 
     def rows(self, rows: slice) -> Paged:
         """Some of the rows."""
         return Paged(
             self.tokens[rows], self.sequences[rows], self.positions[rows], self.roots[rows], self.firsts[rows], self.slots[rows],
             self.table, self.ancestors[rows], self.temperatures[rows], self.prefixes[rows],
+            None if self.shaped is None else self.shaped[rows],
         )  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""Heads on the device give what the processor's runners give. These run in Triton's interpreter too."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.cache import KVPool
+from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, EagleRunner, MedusaConfig, MedusaHeads, MedusaRunner
+from outrider.model import Decoder, Feed, ModelConfig
+from outrider.ops import Blocked
+from tests.support import random_decoder, write_family
+
+INTERPRETED = True
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGES, SIZE = 9, 16
+FORMS = {
+    "eagle3": {"form": EAGLE3, "taps": (0, 1, 2)},
+    "eagle3.1": {"form": EAGLE3, "taps": (1, 2), "fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "eagle1": {"form": EAGLE1, "taps": (3,), "fc_bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    directory: Path = tmp_path_factory.mktemp("m")
+    return random_decoder(write_family(directory, "llama2", hidden_size=64, num_key_value_heads=2, num_hidden_layers=3))
+
+
+def shuffled(network: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(7)
+    for parameter in network.requires_grad_(False).parameters():
+        scale = 1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return network.eval()
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool((got.cpu() - want).norm() / want.norm() < 1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
+    from outrider.heads.cuda_runners import CudaEagleRunner
+    from outrider.model.cuda_runner import CudaRunner
+
+    c = decoder.config
+    shape = ModelConfig(c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.rope)
+    config = EagleConfig(shape, c.hidden, **FORMS[form])  # type: ignore[arg-type]
+    head = shuffled(EagleHead(config, Borrowed.of(decoder)))
+    assert isinstance(head, EagleHead)
+    host = EagleRunner(deepcopy(head), KVPool(1, PAGES, c.kv_heads, SIZE, c.head_dim), Blocked())
+    device = CudaEagleRunner(head, CudaRunner(decoder, PAGES, SIZE, DEVICE))
+    generator = torch.Generator().manual_seed(1)
+    lengths, taps = (20, 3), len(config.taps) * c.hidden
+    given = torch.randn(sum(lengths), taps, generator=generator)
+    assert close(device.fuse(given), host.fuse(given))
+    pages: list[list[int]] = [[4, 1, 6], [2, 0]]
+    texts = [Feed(pages[0], 1, list(range(5, 25))), Feed(pages[1], 2, [9, 8, 7], first_key=2)]
+    levels = [
+        texts,
+        [Feed(pages[0], 21, (), [30, 31], [-1, -1]), Feed(pages[1], 5, (), [40], [-1])],  # roots' children
+        [Feed(pages[0], 21, (), [32, 33], [-1, -1, 1, 0], 2), Feed(pages[1], 5, (), [41], [-1, 0], 1)],
+    ]
+    features = host.fuse(given)
+    for feeds in levels:
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
+        got, want = device.forward(feeds, features[:rows].to(DEVICE)), host.forward(feeds, features[:rows])[:rows]
+        assert close(got, want)
+        assert close(device.logits(got), host.logits(want))
+        features = want.flip(0)
+
+
+def test_medusa_heads_on_the_device(decoder: Decoder) -> None:
+    from outrider.heads.cuda_runners import CudaMedusaRunner
+    from outrider.model.cuda_runner import CudaRunner
+
+    c = decoder.config
+    heads = shuffled(MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, heads=3, blocks=2), Borrowed.of(decoder)))
+    assert isinstance(heads, MedusaHeads)
+    host = MedusaRunner(deepcopy(heads), Blocked())
+    device = CudaMedusaRunner(heads, CudaRunner(decoder, PAGES, SIZE, DEVICE))
+    for rows in (1, 3):
+        taps = torch.randn(rows, c.hidden, generator=torch.Generator().manual_seed(rows))
+        assert close(device.logits(taps.to(DEVICE)), host.logits(taps))
+
+
+def test_long_texts_are_read_in_parts() -> None:
+    from outrider.heads.cuda_runners import _in_parts
+
+    feeds = [Feed([0], 3, list(range(7))), Feed([1], 0, [1, 2]), Feed([2], 4, (), [5, 6, 7, 8], [-1, 0, 1, 2])]
+    parts = list(_in_parts(feeds, 4))
+    assert [sum(len(feed.tokens) + len(feed.nodes) for feed in part) for part in parts] == [4, 4, 1, 4]
+    tokens = [(feed.pages[0], feed.start + i, token) for part in parts for feed in part for i, token in enumerate(feed.tokens)]
+    assert tokens == [(0, 3 + i, i) for i in range(7)] + [(1, 0, 1), (1, 1, 2)]
+    assert parts[3] == [feeds[2]]
