@@ -10,6 +10,7 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.control import Costs
+from outrider.control.costs import CONTEXTS
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelConfig, Runner
 
@@ -80,7 +81,8 @@ class Device:
         costs = Costs()
         target.warm_up(batch * (1 + length), taps)
         for rows, seconds in target.round_seconds().items():
-            costs.observe_forward(rows, 1, seconds)
+            for context in CONTEXTS:
+                costs.observe_forward(rows, context, seconds)
         for own in drafts:
             assert isinstance(own, CudaRunner)
             own.warm_up(4 * batch, batch=batch, length=min(length, _LONGEST_CHAIN))

@@ -30,7 +30,7 @@ from outrider.sampling.noise import prefix_of
 
 __all__ = ["CudaOptions", "CudaRunner"]
 
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
 _MOVED = 8  # sections of N words in front of the page table: see _Packed
