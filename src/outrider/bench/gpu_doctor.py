@@ -109,9 +109,8 @@ def gpu_attention(device: str, dtype: torch.dtype, root: int = 77) -> Attention:
     kernels.attend_chunks(q, pool, table, torch.tensor(chunks, dtype=torch.int32, device=device), prompt, None)
     # the last two positions once more, as nodes of a draft whose KV lies in a page of its own
     for part in pool:
-        for node, position in enumerate((root - 1, root)):
-            page = int(table[0, position // 64])
-            part[1, :, 2 * node] = part[page, :, position % 64]
+        for slot, position in ((0, root - 1), (2, root)):
+            part[1, :, slot] = part[int(table[0, position // 64]), :, position % 64]
     node = decoded(q[root:], [root], [root - 2], [[64, 66]])
     return Attention(torch.equal(prompt, single), torch.equal(node[0], single[root]))
 
@@ -157,7 +156,7 @@ def _seconds(work: Callable[[], object], repeats: int = 9) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(float(begin.elapsed_time(end)) / 1e3)
     return statistics.median(times)
 
 
@@ -169,4 +168,4 @@ def _kernels(dtype: torch.dtype):  # type: ignore[no-untyped-def]
 
 def _random(seed: int, *shape: int, device: str, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
-    return (torch.randn(*shape, device=device, generator=generator) * shape[-1] ** -0.5).to(dtype)
+    return torch.randn(*shape, device=device, generator=generator).mul(shape[-1] ** -0.5).to(dtype)
