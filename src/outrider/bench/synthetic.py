@@ -31,6 +31,7 @@ from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.commit import Writer
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
+from outrider.engine.surveying import survey_costs
 from outrider.model import Decoder, Feed, ModelConfig, Rope
 from outrider.model.cuda_runner import CudaOptions, CudaRunner
 from outrider.sampling import SamplingParams
@@ -123,7 +124,9 @@ class Synthetic:
         arms = arms_of(members)
         drafters = [Member(SuffixDrafter(), 32), Member(DraftModel(self.draft), 12)]
         costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
-        return self.engine(AutoDrafter(drafters, arms), policy=Adaptive(arms, costs))
+        engine = self.engine(AutoDrafter(drafters, arms), policy=Adaptive(arms, costs))
+        survey_costs(engine, (1, 8, batch))
+        return engine
 
     def prompt(self, length: int, start: int = 5) -> list[int]:
         """The first tokens of a cycle, over and over."""

@@ -26,15 +26,15 @@ __all__ = ["Adaptive"]
 _LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED = 4  # every so many plain rounds are timed
-_REPRICE = 32  # rounds for which prices stand
+_REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.006  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
 _PROBE_LENGTH = 8
-_REPLAN = 6  # rounds a plan stands
+_REPLAN = 8  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
-_POOR = 0.95  # of plain decoding's rate
+_POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
 _NEVER = (0, 0)
 
 
@@ -48,7 +48,7 @@ class Adaptive:
     def __init__(self, arms: Seq[Arm], costs: Costs) -> None:
         self.arms = arms
         self.costs = costs
-        self._record = Record([arm.name for arm in arms])
+        self._record = Record(arms)
         self._record.restore(costs.accepted)
         self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and length, of everyone planned for
         self._who: Seq[Hashable] = ()
@@ -59,14 +59,16 @@ class Adaptive:
         self._hopeless: set[int] = set()  # arms that could not pay if every guess came true
         self._price_lists: dict[tuple[int, int, int], tuple[float, Floats]] = {}
         self._priced = 0  # rounds
-        self._times: dict[int, Floats] = {}  # of a round with 0, 1, ... further rows, by rows; as of the standing plan
-        self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths; likewise
+        self._times: dict[tuple[int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by rows and context
+        self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
+        self._poor = 0  # rounds in a row that brought less than plain ones would have
         self._credit: float | None = None  # seconds that may be lost on probes
         self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
+        self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
         self._load: Load | None = None
         self._plan = Plan(())
 
@@ -154,32 +156,42 @@ class Adaptive:
         self._priced += 1
         if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
             self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
-        if self._priced % _REPRICE == 0:
-            self._price_lists.clear()
+        if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
+            self._price_lists, self._times, self._expected = {}, {}, {}
         if self._credit is not None:
             self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
             if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
                 took = stats.propose_s + stats.forward_s + stats.rest_s - self.costs.forward(load.rows, load.context)
                 self._credit -= max(took - self._paid, 0.0)
         if not any(self._plan.lengths):
+            self._drafted = set()
             return
-        self._observe_proposals(stats.propose_s, load)
-        seconds = stats.propose_s + stats.forward_s + stats.rest_s
-        tokens = load.emitting + sum(map(len, stats.paths))
-        if tokens * self.costs.forward(load.rows, load.context) < _POOR * load.emitting * seconds:
-            self._every = 0  # less than nothing would have brought: think again at once
+        users = self._users(self._plan)
+        before, self._drafted = self._drafted, {(load.keys[b], arm) for arm, own in users.items() for b in own}
+        began = not self._drafted <= before
+        self._observe_proposals(stats.propose_s, users, load, began)
+        if not began:
+            seconds = stats.propose_s + stats.forward_s + stats.rest_s
+            tokens = load.emitting + sum(map(len, stats.paths))
+            poor = tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
+            self._poor = self._poor + 1 if poor else 0
+            if self._poor >= _ENOUGH:
+                self._every = 0  # think again at once
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0] and self._credit is not None:
                 self._credit += min(len(path) / self._rate, self._paid)  # what it brought, it did not cost
         self._probe = None
 
-    def _observe_proposals(self, seconds: float, load: Load) -> None:
-        """What the arms that drafted took; several share the time as they were expected to."""
-        asked = [
-            (self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own))
-            for arm, own in self._users(self._plan).items()
-        ]
+    def _observe_proposals(self, seconds: float, users: Mapping[int, Seq[int]], load: Load, began: bool) -> None:
+        """What the arms that drafted took; several share the time as they were expected to.
+
+        Where somebody has just begun to use its arm, it took less at most: reading what came before costs once.
+        """
+        asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in users.items()]
+        known = began and all(self.costs.knows_proposal(name) for name, _, _ in asked)
+        if known and seconds > sum(self.costs.proposal(*one, load.context) for one in asked):
+            return None
         if len(asked) == 1:
             return self.costs.observe_proposal(*asked[0], seconds)
         expected = [self.costs.proposal(*one, load.context) for one in asked]
@@ -190,7 +202,7 @@ class Adaptive:
     def forget(self, key: Hashable) -> None:
         """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
-        self._who, self._again = (), None
+        self._who, self._again, self._drafted = (), None, set()
         self._standing.pop(key, None)
         self._gains.pop(key, None)
 
@@ -200,7 +212,7 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._gains, self._times, self._expected, self._hopeless = {}, {}, {}, set()
+        self._gains, self._hopeless, self._poor = {}, set(), 0
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
@@ -258,8 +270,14 @@ class Adaptive:
 
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
-        tokens = load.emitting + np.concatenate(([0.0], np.cumsum(survival)))
-        return int(np.argmax(tokens / (self._round_times(load, len(tokens)) + self._spent(load))))
+        times, spent = self._round_times(load, len(survival) + 1), self._spent(load)
+        tokens, count = float(load.emitting), 0
+        best = tokens / (times[0] + spent)
+        for n, own in enumerate(survival, 1):
+            tokens += own
+            if (rate := tokens / (times[n] + spent)) > best:
+                best, count = rate, n
+        return count
 
     def _spent(self, load: Load) -> float:
         """Seconds that the plan's proposals took, as expected."""
@@ -271,12 +289,12 @@ class Adaptive:
             )
         return self._expected[key]
 
-    def _round_times(self, load: Load, count: int) -> Floats:
-        known = self._times.get(load.rows)
-        if known is None or len(known) < count:
-            times = [self.costs.forward(load.rows + n, load.context) for n in range(max(count, 33))]
-            known = self._times[load.rows] = np.array(times)
-        return known[:count]
+    def _round_times(self, load: Load, count: int) -> list[float]:
+        """Seconds of a round with 0, 1, ... further rows."""
+        known = self._times.setdefault((load.rows, load.context.bit_length()), [])
+        if len(known) < count:
+            known += (self.costs.forward(load.rows + n, load.context) for n in range(len(known), max(count, 17)))
+        return known
 
     def _users(self, plan: Plan) -> dict[int, list[int]]:
         """Sequences that draft, by arm."""

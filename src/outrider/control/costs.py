@@ -99,7 +99,11 @@ class Costs:
         self._forward.setdefault(_context(context), Curve()).observe(rows, seconds)
 
     def observe_proposal(self, drafter: str, batch: int, length: int, seconds: float) -> None:
-        self._propose.setdefault(drafter, {}).setdefault(_step(batch), Curve()).observe(length, seconds)
+        curves, step = self._propose.setdefault(drafter, {}), _step(batch)
+        if step not in curves:  # it begins as its neighbours say: one observation may be a stall
+            known = sorted({size for curve in curves.values() for size in curve.means})
+            curves[step] = _curve({str(size): _between(curves, step, size) for size in known} if curves else {})
+        curves[step].observe(length, seconds)
 
     def forward(self, rows: float, context: int) -> float:
         """Seconds of a target forward."""
@@ -114,13 +118,10 @@ class Costs:
     def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
         """Seconds of a proposal of `length` nodes for each of `batch` sequences."""
         curves = self._propose.get(drafter, {})
-        if not curves:
-            return self.forward(1, context)
-        step = _step(batch)
-        nearest = min(curves, key=lambda own: (abs(_STEPS.index(own) - _STEPS.index(step)), own))
-        time = curves[nearest].time(length)
-        assert time is not None
-        return time  # of the nearest batch seen: one that was not is worth a try
+        return _between(curves, _step(batch), length) if curves else self.forward(1, context)
+
+    def knows_proposal(self, drafter: str) -> bool:
+        return drafter in self._propose
 
     @property
     def knows_forward(self) -> bool:
@@ -164,6 +165,18 @@ class Costs:
             return cls.from_dict(json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls()
+
+
+def _between(curves: Mapping[int, Curve], batch: int, length: int) -> float:
+    """Seconds at a batch size, from the nearest ones seen on both sides; beyond them all, as at the last."""
+    below = max((own for own in curves if own <= batch), default=None)
+    above = min((own for own in curves if own >= batch), default=None)
+    first, last = curves[above if below is None else below].time(length), curves[below if above is None else above].time(length)
+    assert first is not None
+    assert last is not None
+    if below is None or above is None or below == above:
+        return first
+    return first + (last - first) * (batch - below) / (above - below)
 
 
 def _step(size: int) -> int:

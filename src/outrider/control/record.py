@@ -12,12 +12,13 @@ from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.core import ROOT
+from outrider.core import ROOT, Arm
 
 __all__ = ["MOST", "Floats", "Record"]
 
@@ -29,7 +30,11 @@ _PRIOR = 0.6**_PLACES
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
 _RECALLED, _FADED = 8.0, 0.5  # rounds that another process's record counts for, and what is left of its judgements
 _TRIED = 4.0  # rounds after which an arm is no stranger
-_TRUST = 2.0  # rounds that others' experience counts for beside a sequence's own
+_TRUST = 2.0  # rounds after which a sequence's own experience says as much as others' about how easy its text is,
+_APART = 8.0  # and about which arm suits it
+_STALE = 0.92  # what is left of a sequence's experience with an arm after a round of its with another
+_NEAR = 6  # nodes by which texts are compared
+_EASIEST = 2.0  # times as much accepted as from other texts, and the inverse
 _JUDGED = 200.0  # nodes that a class of claims remembers
 _OWN_JUDGED = 48.0  # and a sequence
 _DOUBT = 4.0  # judged nodes that the claim itself counts for
@@ -82,6 +87,7 @@ class _Own:
 
     gains: Floats
     rounds: float = 0.0
+    at: int = 0  # of the sequence's drafts, the last one of this arm
     expected: float = 0.0  # of the nodes judged, those expected to come true and those that did; fading
     true: float = 0.0
     seen: float = 0.0
@@ -117,8 +123,14 @@ class _Pending:
 class Record:
     """Acceptance of several arms, over all sequences of a kind and for each."""
 
-    def __init__(self, names: Seq[str]) -> None:
-        self._names = names
+    def __init__(self, arms: Seq[Arm]) -> None:
+        self._names = [arm.name for arm in arms]
+        alone = {arm.members: i for i, arm in enumerate(arms) if len(arm.members) == 1}
+        self._parts = {  # of the arms of several members, the arms of each
+            i: [alone[(member,)] for member in arm.members if (member,) in alone]
+            for i, arm in enumerate(arms)
+            if len(arm.members) > 1
+        }
         self._shared: dict[int, list[_Arm]] = {}  # by kind
         self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, list[_Own]] = {}
@@ -141,12 +153,34 @@ class Record:
         """
         out = np.empty((len(keys), len(self._names), MOST))
         for place, key in zip(out, keys, strict=True):
-            for arm, shared in enumerate(self._arms_of(key)):
+            arms = self._arms_of(key)
+            for arm, shared in enumerate(arms):
                 place[arm] = shared.gains
-            for arm, own in enumerate(self._own.get(key, ())):
-                if own.rounds:
-                    place[arm] += own.rounds / (own.rounds + _TRUST) * (own.gains - place[arm])
+            for arm, parts in self._parts.items():  # before it was tried it is as good as its better half
+                if parts and (share := arms[arm].rounds / (arms[arm].rounds + _TRIED)) < 1:
+                    best = max(parts, key=lambda part: float(place[part, :_NEAR].sum()))
+                    place[arm] = place[best] + share * (place[arm] - place[best])
+            if key in self._own:
+                self._adapt(place, self._own[key])
         return np.asarray(out.cumsum(2))
+
+    def _adapt(self, gains: Floats, owns: Seq[_Own]) -> None:
+        """From all sequences' gains to those of one.
+
+        A text that is easier or harder than others for one arm is taken to be so for those that did not try it lately:
+        otherwise whatever was not tried looks better as soon as the text gets hard.
+        """
+        now = max(own.at for own in owns)
+        rounds = [own.rounds * _STALE ** (now - own.at) if own.rounds else 0.0 for own in owns]
+        there = sum(n * float(place[:_NEAR].sum()) for n, place in zip(rounds, gains, strict=True) if n)
+        here = sum(n * float(own.gains[:_NEAR].sum()) for n, own in zip(rounds, owns, strict=True) if n)
+        if there > 0:
+            trust = sum(rounds) / (sum(rounds) + _TRUST)
+            gains *= 1 + trust * (min(max(here / there, 1 / _EASIEST), _EASIEST) - 1)
+            np.minimum(gains, 1.0, out=gains)
+        for place, own, n in zip(gains, owns, rounds, strict=True):
+            if n:
+                place += n / (n + _APART) * (own.gains - place)
 
     def strange(self, keys: Seq[Hashable]) -> npt.NDArray[np.bool_]:
         """(keys, arms): which arms have hardly been tried on such sequences."""
@@ -191,8 +225,11 @@ class Record:
             if pending.parents[node] in alive:
                 shared.judge(pending.claims[node], node in alive)
                 own.judge(pending.chances[node], node in alive)
-        _follow(own, pending, _OWN)
-        _follow(shared, pending, _SHARED)
+        target, weights = _imagined(pending)
+        for record, memory in ((own, _OWN), (shared, _SHARED)):
+            record.rounds = min(record.rounds + 1.0, memory)
+            record.gains += (target - record.gains) * (weights / record.rounds)
+        own.at = max(each.at for each in self._own[key]) + 1
 
     def forget(self, key: Hashable) -> None:
         for known in (self._own, self._pending, self._kinds):
@@ -229,20 +266,25 @@ class Record:
         return self._own[key][arm]
 
 
-def _follow(record: _Arm | _Own, pending: _Pending, memory: float) -> None:
-    """Move gains towards what was just proposed.
+def _imagined(pending: _Pending) -> tuple[Floats, Floats]:
+    """The gains that a proposal shows, and how much each counts.
 
     What more nodes would have added is not known: it moves slowly towards going on as the last nodes did,
     so that longer drafts are tried again some time after shorter ones turned out well.
     """
-    record.rounds = min(record.rounds + 1.0, memory)
-    asked, gains, rate = pending.asked, pending.gains, 1.0 / record.rounds
-    known = np.zeros(asked)
-    known[: len(gains)] = gains[:asked]
-    last, before = float(known[-1]), float(known[-2]) if asked > 1 else 1.0
+    asked = pending.asked
+    target = [*pending.gains[:asked], *(0.0,) * (asked - len(pending.gains))]
+    last, before = target[-1], target[-2] if asked > 1 else 1.0
     ratio = min(last / before, _GOING_ON) if before > 0 else 0.0
-    record.gains[:asked] += (known - record.gains[:asked]) * rate
-    record.gains[asked:] += (last * ratio ** _PLACES[: MOST - asked] - record.gains[asked:]) * (rate * _SLOWLY)
+    for _ in range(MOST - asked):
+        last *= ratio
+        target.append(last)
+    return np.array(target), _weights(asked)
+
+
+@lru_cache(maxsize=MOST)
+def _weights(asked: int) -> Floats:
+    return np.where(asked >= _PLACES, 1.0, _SLOWLY)
 
 
 def _log_odds(chance: float) -> float:

@@ -15,7 +15,9 @@ __all__ = ["Survey"]
 _NODES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # beside one row
 _PROPOSALS = (2, 8)  # nodes asked of every arm
 _WARM_UP = 12  # rounds
-_REPEATS = 4  # the first of them is not counted: it catches up
+_PASSES = 3  # over all sizes, so that no disturbance meets one size alone
+_REPEATS = 2  # of a size in a pass; the first of them is not counted: it catches up
+_WEIGHT = 4  # observations that a time found here counts for
 
 
 class _Trial(NamedTuple):
@@ -37,7 +39,8 @@ class Survey:
         sizes: list[tuple[int, int | None]] = [(nodes, None) for nodes in _NODES] if forwards else []
         sizes += [(min(nodes, arm.most), i) for i, arm in enumerate(arms) for nodes in _PROPOSALS]
         self._left = [_Trial(0, None, counts=False)] * _WARM_UP
-        self._left += [_Trial(*size, counts=time > 0) for size in sizes for time in range(_REPEATS)]
+        self._left += [_Trial(*size, counts=time > 0) for size in sizes * _PASSES for time in range(_REPEATS)]
+        self._took: dict[tuple[int | None, int], float] = {}  # (arm, size) -> the least seconds: noise only adds
         self._trial: _Trial | None = None
         self._load: Load | None = None
 
@@ -66,13 +69,22 @@ class Survey:
         return Drafts.chains([[0] * min(self._trial.nodes, room) for room in load.room])
 
     def observe(self, stats: RoundStats) -> None:
-        if self._trial is None or self._load is None or not self._trial.counts:
+        if self._trial is None or self._load is None:
             return
-        batch, (nodes, arm, _) = len(self._load.room), self._trial
-        if arm is None:
-            self._costs.observe_forward(stats.rows, self._load.context, stats.forward_s + stats.rest_s)
-        else:
-            self._costs.observe_proposal(self.arms[arm].name, batch, nodes, stats.propose_s)
+        (nodes, arm, counts), load = self._trial, self._load
+        if counts:
+            key, seconds = ((arm, stats.rows), stats.forward_s + stats.rest_s) if arm is None else ((arm, nodes), stats.propose_s)
+            self._took[key] = min(seconds, self._took.get(key, seconds))
+        if self.done:
+            self._tell(load)
+
+    def _tell(self, load: Load) -> None:
+        for (arm, size), seconds in self._took.items():
+            for _ in range(_WEIGHT):
+                if arm is None:
+                    self._costs.observe_forward(size, load.context, seconds)
+                else:
+                    self._costs.observe_proposal(self.arms[arm].name, len(load.room), size, seconds)
 
     def forget(self, key: Hashable) -> None:
         pass

@@ -149,8 +149,8 @@ class CudaRunner(Runner):
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
-        if decoding and rows <= self.options.most_rows:
-            return self._score_decoding(batch, laid, rows, taps)
+        if decoding:
+            return self._score_by_graphs(batch, laid, rows, taps)
         found = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(found.last, own) for b, own in laid.prompt_rows.items()}
         tapped = None if found.taps is None else found.taps[:rows].flatten(1)
@@ -159,6 +159,26 @@ class CudaRunner(Runner):
             return Scores(torch.empty(0, self.decoder.config.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
         logits, choices = self._choose(found.last, batch, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
+
+    def _score_by_graphs(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
+        """One replay, or several with some of the sequences each where there are more rows than a graph takes."""
+        if rows <= self.options.most_rows:
+            return self._score_decoding(batch, laid, rows, taps)
+        found: list[Scores] = []
+        choices: list[int] = []
+        for own in _groups(laid.feeds, self.options.most_rows):
+            first = laid.roots[own.start]
+            part = laid._replace(feeds=laid.feeds[own], roots=[root - first for root in laid.roots[own]])
+            size = sum(1 + len(feed.nodes) for feed in part.feeds)
+            scores = self._score_decoding(Batch(batch.sequences[own], batch.feeds[own]), part, size, taps)
+            scores.logits = scores.logits.clone()  # the graph's own
+            found.append(scores)
+            choices += scores.choices or ()
+        logits = [scores.logits for scores in found]
+        if len({own.device for own in logits}) > 1:
+            logits = [own.cpu() for own in logits]
+        tapped = torch.cat([scores.taps for scores in found if scores.taps is not None]) if taps else None
+        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
 
     def _score_decoding(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
         graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
@@ -494,6 +514,18 @@ def _bucket(count: int, sizes: Sequence[int]) -> int:
         if count <= size:
             return size
     raise AssertionError(f"{count} is more than the largest graph")
+
+
+def _groups(feeds: Sequence[Feed], most: int) -> list[slice]:
+    """Neighbours that fit together."""
+    groups: list[slice] = []
+    first = rows = 0
+    for b, feed in enumerate(feeds):
+        if rows + 1 + len(feed.nodes) > most:
+            groups.append(slice(first, b))
+            first, rows = b, 0
+        rows += 1 + len(feed.nodes)
+    return [*groups, slice(first, len(feeds))]
 
 
 def _sorted(feeds: Sequence[Feed]) -> tuple[list[int], list[int]]:

@@ -232,7 +232,7 @@ class Threads:
 
     _TRIES = 4  # of each that are remembered
     _AGAIN = 256  # calls after which the slower one is tried again, once
-    _CLEARLY = 1.2
+    _CLEARLY = 1.05
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -14,7 +14,7 @@ import triton.language as tl
 
 __all__ = ["VOCAB_TILE", "best_of", "choose_tiles", "choose_winner", "move_slots", "next_rows", "score_of"]
 
-VOCAB_TILE = 2048
+VOCAB_TILE = 1024
 
 
 @triton.jit

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Tile", "every_tile", "tile_for"]
+__all__ = ["MOST_SPLIT_ROWS", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
+
+MOST_SPLIT_ROWS = 16  # rows up to which products that are added to the stream give each part programs of its own
 
 
 class Tile(NamedTuple):
@@ -34,12 +36,8 @@ _TABLE: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
         (
             _Entry(65536, 0, Tile(16, 32, 128, 4, 3)),
             _Entry(12000, 0, Tile(16, 64, 64, 4, 3)),
-            _Entry(5000, 0, Tile(16, 32, 64, 4, 4)),
-            _Entry(4096, 8192, Tile(16, 32, 128, 4, 3)),
-            _Entry(4096, 0, Tile(16, 32, 64, 4, 6)),
-            _Entry(2560, 2048, Tile(16, 32, 128, 4, 3)),
-            _Entry(2048, 2048, Tile(16, 8, 128, 2, 4)),
-            _Entry(0, 0, Tile(16, 16, 64, 4, 3)),
+            _Entry(2560, 2048, Tile(16, 32, 64, 2, 4)),
+            _Entry(0, 0, Tile(16, 32, 64, 4, 4)),
         ),
     ),
     (
@@ -77,6 +75,14 @@ _TABLE: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
     (1 << 30, (_Entry(0, 0, Tile(128, 128, 64, 8, 4)),)),
 )
 
+_SPLIT: tuple[_Entry, ...] = (
+    _Entry(4096, 8192, Tile(16, 32, 128, 4, 3)),
+    _Entry(4096, 0, Tile(16, 64, 64, 4, 5)),
+    _Entry(2048, 4096, Tile(16, 64, 128, 4, 5)),
+    _Entry(2048, 0, Tile(16, 32, 128, 2, 4)),
+    _Entry(0, 0, Tile(16, 32, 128, 4, 3)),
+)
+
 
 def tile_for(rows: int, columns: int, inner: int, most_columns: int = 1 << 30) -> Tile:
     """The tile of a product, of at most so many columns."""
@@ -85,6 +91,16 @@ def tile_for(rows: int, columns: int, inner: int, most_columns: int = 1 << 30) -
             tile = next(own.tile for own in entries if columns >= own.columns and inner >= own.inner)
             return tile._replace(columns=min(tile.columns, most_columns))
     raise AssertionError("the last entries take any number of rows")
+
+
+def split_tile_for(rows: int, columns: int, inner: int) -> Tile:  # noqa: ARG001
+    """The tile of a product of at most MOST_SPLIT_ROWS rows whose parts are computed apart."""
+    return next(own.tile for own in _SPLIT if columns >= own.columns and inner >= own.inner)
+
+
+def every_split_tile() -> list[Tile]:
+    """All tiles in use for parts."""
+    return sorted({own.tile for own in _SPLIT})
 
 
 def every_tile() -> list[Tile]:
