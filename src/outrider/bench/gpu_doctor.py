@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.bench.findings import Finding
 from outrider.engine.device import missing_gpu
 
-__all__ = ["diagnose_gpu", "gpu_attention", "gpu_linear_is_invariant"]
+__all__ = ["device_seconds", "diagnose_gpu", "gpu_attention", "gpu_linear_is_invariant"]
 
 _SHAPES = ((1024, 512), (512, 1408), (6144, 4096), (4096, 14336))  # columns, inner
 _ROW_COUNTS = (1, 2, 3, 8, 16, 17, 33, 64, 130)
@@ -132,17 +132,17 @@ def _cost() -> list[Finding]:
             for weight in weights:
                 F.linear(given[weight.shape[1]], weight)  # noqa: B023 (used at once)
 
-        ours, theirs = _seconds(exact), _seconds(fast)
+        ours, theirs = device_seconds(exact), device_seconds(fast)
         text = f"{ours * 1e3:.2f} ms against cuBLAS's {theirs * 1e3:.2f} ms ({ours / theirs - 1:+.1%})"
         text += f"; {size / ours / 1e9:.0f} GB/s read"
         found.append(Finding("gpu", f"exactness, {_LAYERS} layers of 8B, {rows} row{'s' * (rows > 1)}", text))
     block = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(block)
-    copied = 2 * block.numel() * block.element_size() / _seconds(lambda: target.copy_(block))
+    copied = 2 * block.numel() * block.element_size() / device_seconds(lambda: target.copy_(block))
     return [*found, Finding("gpu", "memory bandwidth", f"{copied / 1e9:.0f} GB/s in a copy of 1 GiB")]
 
 
-def _seconds(work: Callable[[], object], repeats: int = 9) -> float:
+def device_seconds(work: Callable[[], object], repeats: int = 9) -> float:
     """The median on the device, by a graph where the work is many launches."""
     work()
     torch.cuda.synchronize()

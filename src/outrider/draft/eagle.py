@@ -95,7 +95,7 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        if self._in_one_call(growing, plan):
+        if self._runner.drafts_chains and self._shape == TreeShape() and plan.rule == "match":
             return self._chains(growing)
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         grow(growing, shape, self._catch_up, self._extend, self._sharpener)
@@ -110,14 +110,8 @@ class EagleDrafter:
         able = planned > 0 and size - 1 > self._states[seq].first
         return Growing(seq, min(planned, self._head.config.shape.context - size) if able else 0, seq.pages, size)
 
-    def _in_one_call(self, growing: Seq[Growing], plan: Plan) -> bool:
-        """Whether the runner can draft whole chains: no tree, the target's own choice, no penalties and the like."""
-        if not self._runner.drafts_chains or self._shape != TreeShape() or plan.rule != "match":
-            return False
-        return not any(own.room > 0 and own.seq.request.params.adjusts for own in growing)
-
     def _chains(self, growing: Seq[Growing]) -> Drafts:
-        """What `grow` gives for chains, by one call instead of one for each token."""
+        """Chains by one call instead of one for each token, drawn by temperature and noise alone."""
         active = [own for own in growing if own.room > 0]
         if active:
             length = min(max(own.room for own in active), self._runner.drafts_chains)

@@ -112,6 +112,8 @@ class _Chain(NamedTuple):
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
+    drafts_roughly = True  # heeding the rest would cost a forward's launches for each token
+
     def __init__(
         self,
         decoder: Decoder,

@@ -50,7 +50,6 @@ def peers(
     threads; greedy, token ids in and out, interleaved. Ends in one JSON object with rows, ratios, versions and conditions.
     """
     from outrider.bench.conditions import conditions
-    from outrider.bench.gpu import conditions_on_gpu
     from outrider.bench.peers.run import Setting, compare_peers
     from outrider.bench.workloads import find_prompts
     from outrider.engine.acceptance import read_prompts
@@ -80,7 +79,7 @@ def peers(
     merged: dict[str, Any] = {"rows": [row for own in results for row in own["rows"]]}
     for name in ("ratios", "missing", "versions"):
         merged[name] = {key: value for own in results for key, value in own[name].items()}
-    about = conditions_on_gpu() if device == "cuda" else conditions()
+    about = _on_gpu() if device == "cuda" else conditions()
     asked = {"tokens": setting.tokens, "prefill": prefill, "repeats": setting.repeats, "prompts": len(setting.prompts)}
     print(json.dumps(merged | asked | about | {"versions": about["versions"] | merged["versions"]}))
     if any(row["failure"] for row in merged["rows"]):
@@ -107,6 +106,12 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
+
+
+def _on_gpu() -> dict[str, Any]:
+    from outrider.bench.gpu import conditions_on_gpu  # needs Triton
+
+    return conditions_on_gpu()
 
 
 def _check_device(device: str) -> None:
