@@ -12,7 +12,8 @@ from outrider.cache import KVPool
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, EagleRunner, MedusaConfig, MedusaHeads, MedusaRunner
 from outrider.model import Decoder, Feed, ModelConfig
 from outrider.ops import Blocked
-from tests.support import random_decoder, write_family
+from outrider.sampling import Row, SamplingParams, rank
+from tests.support import VOCAB, random_decoder, write_family
 
 INTERPRETED = True
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,16 +43,25 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return bool((got.cpu() - want).norm() / want.norm() < 1e-4)
 
 
+def make_head(decoder: Decoder, form: str, draft_vocab: int | None = None) -> EagleHead:
+    c = decoder.config
+    shape = ModelConfig(c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.rope)
+    own = {} if draft_vocab is None else {"draft_vocab": draft_vocab, "own_output": True}
+    config = EagleConfig(shape, c.hidden, **FORMS[form], **own)  # type: ignore[arg-type]
+    head = shuffled(EagleHead(config, Borrowed.of(decoder)))
+    assert isinstance(head, EagleHead)
+    if draft_vocab is not None:
+        head.vocab_ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:draft_vocab].sort().values
+    return head
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
     from outrider.heads.cuda_runners import CudaEagleRunner
     from outrider.model.cuda_runner import CudaRunner
 
-    c = decoder.config
-    shape = ModelConfig(c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.rope)
-    config = EagleConfig(shape, c.hidden, **FORMS[form])  # type: ignore[arg-type]
-    head = shuffled(EagleHead(config, Borrowed.of(decoder)))
-    assert isinstance(head, EagleHead)
+    c, head = decoder.config, make_head(decoder, form)
+    config = head.config
     host = EagleRunner(deepcopy(head), KVPool(1, PAGES, c.kv_heads, SIZE, c.head_dim), Blocked())
     device = CudaEagleRunner(head, CudaRunner(decoder, PAGES, SIZE, DEVICE))
     generator = torch.Generator().manual_seed(1)
@@ -72,6 +82,36 @@ def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
         assert close(got, want)
         assert close(device.logits(got), host.logits(want))
         features = want.flip(0)
+
+
+@pytest.mark.parametrize("form", ["eagle3.1", "reduced"])
+def test_a_chain_is_the_head_s_own_choices(decoder: Decoder, form: str) -> None:
+    """One replay for several sequences draws what the head would token by token, greedy and with noise."""
+    from outrider.heads.cuda_runners import CudaEagleRunner
+    from outrider.model.cuda_runner import CudaRunner
+
+    head = make_head(decoder, "eagle3" if form == "reduced" else form, 60 if form == "reduced" else None)
+    ids = head.vocab_ids
+    chains, steps = (CudaEagleRunner(deepcopy(head), CudaRunner(decoder, PAGES, SIZE, DEVICE)) for _ in range(2))
+    width = len(head.config.taps) * decoder.config.hidden
+    texts = [([4, 1], 1, [5, 6, 7, 8, 9, 10, 11]), ([2, 0], 14, [12]), ([3, 5], 3, [13, 14])]
+    feeds = [Feed(pages, start, tokens, first_key=1 if start < 3 else start) for pages, start, tokens in texts]
+    taps = [torch.randn(len(feed.tokens), width, generator=torch.Generator().manual_seed(i)) for i, feed in enumerate(feeds)]
+    heat = (0.0, 0.9, 1.3)
+    rows = [
+        Row(SamplingParams(temperature=heat[i]), 7 + i, 0, feed.start + len(feed.tokens), 1, (), frozenset())
+        for i, feed in enumerate(feeds)
+    ]
+    drawn = chains.draft(feeds, [own.to(DEVICE) for own in taps], rows, 3)
+    assert ((drawn.chances > 0) & (drawn.chances <= 1)).all()
+    for i, feed in enumerate(feeds):
+        hidden = steps.forward([feed], steps.fuse(taps[i]))[-1:]
+        for step in range(3):
+            own = steps.logits(hidden)
+            logits = own if ids is None else torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, own)
+            token = int(rank(logits, [rows[i]._replace(position=rows[i].position + step)], 1).tokens[0, 0])
+            assert drawn.tokens[i, step] == token, (i, step)
+            hidden = steps.forward([Feed(feed.pages, rows[i].position + step, [token], first_key=feed.first_key)], hidden)
 
 
 def test_medusa_heads_on_the_device(decoder: Decoder) -> None:

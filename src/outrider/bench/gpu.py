@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outrider.bench.conditions import conditions
+from outrider.bench.gpu_choice import measure_choice
 from outrider.bench.synthetic import Synthetic, measure_batches, measure_engine, measure_transformers
 from outrider.engine.acceptance import loops, read_prompts
 from outrider.engine.llm import LLM
@@ -42,6 +43,7 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     yield "synthetic 8B, batch 1", lambda: measure_engine(bench, (2, 3, 4, 5), _TOKENS, _PROMPT)
     yield "exact and fast numerics", lambda: _numerics(bench)
     yield "bundled model", measure_bundled
+    yield "choice", measure_choice
     yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
     _free()
     if transformers:

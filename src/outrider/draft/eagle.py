@@ -17,6 +17,7 @@ from outrider.errors import DrafterFault
 from outrider.heads import EagleHead, EagleNetwork, EagleRunner
 from outrider.model import Feed
 from outrider.ops import Ops
+from outrider.sampling import Row
 
 __all__ = ["EagleDrafter"]
 
@@ -94,6 +95,8 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        if self._runner.drafts_chains and self._shape == TreeShape() and plan.rule == "match":
+            return self._chains(growing)
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         grow(growing, shape, self._catch_up, self._extend, self._sharpener)
         for own in growing:
@@ -107,8 +110,22 @@ class EagleDrafter:
         able = planned > 0 and size - 1 > self._states[seq].first
         return Growing(seq, min(planned, self._head.config.shape.context - size) if able else 0, seq.pages, size)
 
-    def _catch_up(self, active: Seq[Growing]) -> Tensor:
-        """Rows for all features the target has given since the last draft; the last one sees the newest token."""
+    def _chains(self, growing: Seq[Growing]) -> Drafts:
+        """Chains by one call instead of one for each token, drawn by temperature and noise alone."""
+        active = [own for own in growing if own.room > 0]
+        if active:
+            length = min(max(own.room for own in active), self._runner.drafts_chains)
+            feeds, taps = self._waiting(active)
+            drawn = self._runner.draft(feeds, taps, [Row.at(own.seq) for own in active], length)
+            if int(drawn.tokens[:, :length].min()) < 0:
+                raise DrafterFault("the draft's logits are not finite")
+            for own, tokens, chances in zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True):
+                for i in range(min(own.room, length)):
+                    own.put(i - 1, tokens[i], chances[i])
+        return drafts_of(growing)
+
+    def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:
+        """Rows for all features the target has given since the last draft, and those; the last sees the newest token."""
         feeds, given = [], []
         for own in active:
             state, tokens = self._states[own.seq], own.seq.tokens
@@ -119,6 +136,11 @@ class EagleDrafter:
             given.append(taps)
             self._note(own.seq, state, taps)
             state.done, state.taps = len(tokens) - 1, []
+        return feeds, given
+
+    def _catch_up(self, active: Seq[Growing]) -> Tensor:
+        """Those rows through the head; logits after the newest tokens."""
+        feeds, given = self._waiting(active)
         hidden, row = self._runner.forward(feeds, self._runner.fuse(torch.cat(given))), -1
         for own, feed in zip(active, feeds, strict=True):
             row += len(feed.tokens)

@@ -112,6 +112,8 @@ class _Chain(NamedTuple):
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
+    drafts_roughly = True  # heeding the rest would cost a forward's launches for each token
+
     def __init__(
         self,
         decoder: Decoder,
@@ -483,7 +485,9 @@ class CudaRunner(Runner):
         self.capture_seconds[name] = perf_counter() - begun
         return graph.replay
 
-    def capture_rows(self, name: str, rows: int, work: Callable[[Paged], None]) -> Callable[[Sequence[Feed]], None]:
+    def capture_rows(
+        self, name: str, rows: int, work: Callable[[Paged], None]
+    ) -> Callable[[Sequence[Feed], Sequence[Row]], None]:
         """For networks beside this model: work on so many rows of its pages as one graph, given up to as many by feeds."""
         packed = _Packed(rows, rows, self._width, self.device)
         self._pack(packed, [])
@@ -494,9 +498,13 @@ class CudaRunner(Runner):
 
         replay = self._capture(name, whole)
 
-        def run(feeds: Sequence[Feed]) -> None:
+        def run(feeds: Sequence[Feed], noisy: Sequence[Row]) -> None:
             self._wait()  # the integers of an earlier call may still be on their way
             self._pack(packed, feeds)
+            packed.temperatures[:] = 0.0
+            for b, row in enumerate(noisy):
+                packed.temperatures[b] = 0.0 if row.params.greedy else row.params.temperature
+                packed.prefixes[b] = prefix_of(row.seed, row.sample)
             replay()
 
         return run
