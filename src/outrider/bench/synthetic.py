@@ -267,8 +267,8 @@ def measure_batches(bench: Synthetic, batches: Sequence[int], tokens: int) -> It
     for batch in batches:
         prompts = [bench.scattered(32, 1000 + 64 * i) for i in range(batch)]
         for engine in (plain, auto):
-            bench.run(engine, prompts, tokens // 2)
-        pairs = [(bench.run(plain, prompts, tokens), bench.run(auto, prompts, tokens)) for _ in range(3)]
+            bench.run(engine, prompts, tokens)
+        pairs = [(bench.run(plain, prompts, tokens), bench.run(auto, prompts, tokens)) for _ in range(5)]
         plain_tok_s, auto_tok_s = (statistics.median(pair[i].tok_s for pair in pairs) for i in (0, 1))
         full = statistics.median(pair[1].full_tok_s / pair[0].full_tok_s for pair in pairs)
         right = all(run.right for pair in pairs for run in pair)
