@@ -179,8 +179,8 @@ def _between(curves: Mapping[int, Curve], batch: int, length: int) -> float:
 
 
 def _step(size: int) -> int:
-    """The largest step not above a size."""
-    return int(_STEPS[max(bisect_right(_STEPS, size) - 1, 0)])
+    """The smallest step not below a size: kernels and graphs round up, and a plain round's own size stays its own."""
+    return _STEPS[min(bisect_left(_STEPS, size), len(_STEPS) - 1)]
 
 
 def _context(tokens: int) -> int:
