@@ -84,12 +84,16 @@ def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
         features = want.flip(0)
 
 
-@pytest.mark.parametrize("form", ["eagle3.1", "reduced"])
-def test_a_chain_is_the_head_s_own_choices(decoder: Decoder, form: str) -> None:
-    """One replay for several sequences draws what the head would token by token, greedy and with noise."""
+@pytest.mark.parametrize(("form", "sizes"), [("eagle3.1", None), ("reduced", (1, 2))])
+def test_a_chain_is_the_head_s_own_choices(
+    decoder: Decoder, form: str, sizes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One replay for several sequences draws what the head would token by token, greedy and with noise; or several."""
+    from outrider.heads import cuda_runners
     from outrider.heads.cuda_runners import CudaEagleRunner
     from outrider.model.cuda_runner import CudaRunner
 
+    monkeypatch.setattr(cuda_runners, "GRAPH_ROWS", sizes or cuda_runners.GRAPH_ROWS)
     head = make_head(decoder, "eagle3" if form == "reduced" else form, 60 if form == "reduced" else None)
     ids = head.vocab_ids
     chains, steps = (CudaEagleRunner(deepcopy(head), CudaRunner(decoder, PAGES, SIZE, DEVICE)) for _ in range(2))
