@@ -32,7 +32,7 @@ def _sections() -> Iterator[str]:
     yield from _section("Speed", "bench.json", "outrider bench > results/bench.json", _bench)
     yield from _section("Served", "bench_serve.json", "outrider bench serve --output results/bench_serve.json", _serve)
     yield from _section(
-        "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _any
+        "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _plan
     )
     yield from _section("Beside other engines", "peers.json", "outrider peers > results/peers.json", _any)
     yield from _section("Acceptance", "drafters.json", "", _drafters)
@@ -91,6 +91,20 @@ def _serve(data: dict[str, Any]) -> Iterator[str]:
         "good requests/s": lambda row: _number(row.get("request_goodput")),
     }
     yield _table(data["rows"], rates | latencies)
+
+
+def _plan(data: dict[str, Any]) -> Iterator[str]:
+    yield _conditions(data)
+    pairs = {
+        "tokens a round": ("tokens_per_round", "tokens_per_round_measured"),
+        "speed-up": ("predicted", "measured"),
+        "decoding only": ("decode_predicted", "decode_measured"),
+    }
+    columns: dict[str, Cell] = {"method": lambda row: f"`{row['method']}`"}
+    for title, names in pairs.items():
+        for kind, name in zip(("predicted", "measured"), names, strict=True):
+            columns[f"{title}, {kind}"] = lambda row, name=name: _number(row[name])
+    yield _table(data["rows"], columns | {"error of the speed-up": lambda row: f"{row['error']:+.1%}"})
 
 
 def _any(data: dict[str, Any]) -> Iterator[str]:

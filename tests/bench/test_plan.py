@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.bench.plan.adviser import advise, rank_candidates
-from outrider.bench.plan.check import check
+from outrider.bench.plan.check import check, halves
 from outrider.bench.plan.planner import given_costs, plan_chain, plan_rows, read_costs
 from outrider.bench.plan.prices import Prices
 from outrider.bench.plan.profile import Profile
@@ -148,12 +148,22 @@ def test_a_request_is_its_rounds_and_its_prompt() -> None:
     assert plain.request_s(40, 11, 0)[1] == pytest.approx(10 * 0.0032)
 
 
+def test_halves_are_alike() -> None:
+    scores = [float(i * i % 101) for i in range(1, 37)]
+    learnt, predicted = halves(scores)
+    assert sorted([*learnt, *predicted]) == list(range(36))
+    order = sorted(range(36), key=lambda i: scores[i])
+    assert all({order[i], order[i + 1]} == {learnt[i // 2], predicted[i // 2]} for i in range(0, 36, 2))
+    sums = [sum(scores[i] for i in half) for half in (learnt, predicted)]
+    assert sums[0] == pytest.approx(sums[1], rel=0.02)  # the lower of every pair in one half would be 5 % apart
+
+
 def test_one_half_is_learnt_from_and_the_other_measured() -> None:
     subjects = [Subject(None, method) for method in ("none", "eagle:4")]
-    (row,) = check(subjects, [*PROMPTS, PROMPTS[0]], GREEDY, 1, lambda _: None)
+    (row,) = check(subjects, [*PROMPTS, PROMPTS[0]], GREEDY, 2, lambda _: None)
     own = subjects[1].profile
     assert row.method == "eagle:4"
-    assert len(own.traces) == 2  # every other prompt
+    assert len(own.traces) == 2  # of every other prompt one run
     for trace in own.traces:
         places = [guess.at for guess in trace.guesses]
         assert places[0] == 1  # the first token comes with the prompt

@@ -76,17 +76,18 @@ def test_parts_computed_apart_add_up_to_the_same_bits(launch, shape) -> None:  #
 
     torch.manual_seed(4)
     columns, inner = shape
-    k, w, x = kernels_of(launch, hidden=columns), random(columns, inner, scale=inner**-0.5), random(40, inner)
-    stream, bias, weight = random(40, columns, dtype=torch.float32), random(columns), torch.rand(columns, device="cuda")
+    rows = MOST_SPLIT_ROWS + 1
+    k, w, x = kernels_of(launch, hidden=columns), random(columns, inner, scale=inner**-0.5), random(rows, inner)
+    stream, bias, weight = random(rows, columns, dtype=torch.float32), random(columns), torch.rand(columns, device="cuda")
 
     def added(first: int, end: int, own_bias, tile=None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
         own = stream[first:end].clone()
         return own, k.add_norm(x[first:end], w, own_bias, own, weight, tile)
 
     for own_bias in (None, bias):
-        want, normed = added(0, 40, own_bias)
-        for first, end in ((0, 1), (3, 8), (20, 36), (40 - MOST_SPLIT_ROWS, 40)):
-            for tile in (None, *every_split_tile()):
+        want, normed = added(0, rows, own_bias)
+        for first, end in ((0, 1), (3, 8), (20, 36), (7, 37), (100, 160), (1, rows)):
+            for tile in (None, *(every_split_tile() if shape in EVERY_TILE else ())):
                 found, of_it = added(first, end, own_bias, tile)
                 assert torch.equal(found, want[first:end]), tile
                 assert torch.equal(of_it, normed[first:end]), tile

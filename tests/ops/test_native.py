@@ -94,6 +94,32 @@ def test_bf16_weights_are_taken_as_they_are(core: Core) -> None:
     assert torch.equal(PackedLinear(core, "bfloat16", weight)(x), same(x))
 
 
+RARE = (0.0, -0.0, 1e-40, -1e-38, 3e38, -77.0, 2.0**-100, float("inf"))  # high bytes that the sixteen of a panel leave out
+
+
+@pytest.mark.parametrize("shape", [(512, 704), (77, 34), (1408, 48), (16, 16)])
+def test_thin_weights_are_the_same_weights(core: Core, shape: tuple[int, int]) -> None:
+    """Bit for bit, with and without values that do not fit, at row counts of one and of several blocks."""
+    inner, columns = shape
+    generator = torch.Generator().manual_seed(columns)
+    weight, x = torch.randn(columns, inner, generator=generator), torch.randn(35, inner, generator=generator)
+    for i, value in enumerate(RARE[: columns // 8]):
+        weight[i * 7 % columns, (i * 311 + 5) % inner] = value
+    weight = weight.to(torch.bfloat16)
+    thin, plain = (PackedLinear(core, "bfloat16", weight, thin=thin) for thin in (True, False))
+    for rows in (1, 2, 7, 16, 35):
+        assert torch.equal(thin(x[:rows]).view(torch.int32), plain(x[:rows]).view(torch.int32))
+    assert core.name == "amx" or shape == (16, 16) or thin.bytes < 0.85 * plain.bytes
+
+
+def test_weights_that_do_not_fit_stay_as_they_are(core: Core) -> None:
+    weight = torch.randint(-(2**14), 2**14, (64, 256), dtype=torch.int16).view(torch.bfloat16)  # exponents of all sizes
+    thin, plain = (PackedLinear(core, "bfloat16", weight, thin=thin) for thin in (True, False))
+    x = torch.randn(3, 256)
+    assert thin.bytes == plain.bytes == weight.numel() * 2
+    assert torch.equal(thin(x).view(torch.int32), plain(x).view(torch.int32))
+
+
 def test_norm_before_a_product_is_the_norm(core: Core) -> None:
     for width in (1, 15, 16, 60, 512):
         x, norm = torch.randn(5, width), torch.randn(width)

@@ -67,8 +67,8 @@ def measure_bundled(
     methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "eagle:6", "auto"),
 ) -> Iterator[dict[str, Any]]:
     """Pyrite at batch 1, both with graphs: tokens per second over plain decoding, by prompt; loops are counted apart."""
-    prompts = read_prompts(_code(), 12)
-    settings = [SamplingParams(temperature=t, seed=3, max_tokens=192, ignore_eos=True) for t in (0.0, 0.8)]
+    prompts = read_prompts(_code(), 24)
+    settings = [SamplingParams(temperature=t, seed=3, max_tokens=128, ignore_eos=True) for t in (0.0, 0.8)]
     plain = LLM(device="cuda", max_num_seqs=1, prefix_cache=False)
     base = {t: _speeds(plain, prompts, own) for t, own in zip((0.0, 0.8), settings, strict=True)}
     for method in methods:

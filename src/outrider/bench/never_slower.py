@@ -114,7 +114,7 @@ def against_best(auto: LLM, tokens: int, pairs: int, settings: Sequence[str] = S
 
 
 def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:
-    """Paired runs of the same requests, the order swapped from pair to pair, after one of each to warm up."""
+    """Paired runs of the same requests, each twice and in mirrored order so that a drift cancels, after a pair to warm up."""
     rounds: list[float] = []
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(pairs + 1):
@@ -123,15 +123,17 @@ def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: in
             SamplingParams(temperature=case.temperature, seed=seed + pair * case.batch + i, max_tokens=tokens, ignore_eos=True)
             for i in range(case.batch)
         ]
-        for drafting in (False, True) if pair % 2 else (True, False):
+        spent = {False: 0.0, True: 0.0}
+        for drafting in (False, True, True, False) if pair % 2 else (True, False, False, True):
             begun = time.perf_counter()
             results = (fast if drafting else plain).generate(prompts, params)
-            spent = time.perf_counter() - begun
-            outputs = [result.outputs[0] for result in results]
-            if pair:
-                speeds[drafting].append(sum(len(own.token_ids) for own in outputs) / spent)
-                if drafting:
-                    rounds += [own.speculation["tokens_per_round"] for own in outputs]
+            spent[drafting] += time.perf_counter() - begun
+            if pair and drafting:
+                rounds += [result.outputs[0].speculation["tokens_per_round"] for result in results]
+        if pair:
+            emitted = 2 * sum(len(result.outputs[0].token_ids) for result in results)
+            for drafting, seconds in spent.items():
+                speeds[drafting].append(emitted / seconds)
     ratios = [a / b for a, b in zip(speeds[True], speeds[False], strict=True)]
     low, high = _interval(ratios)
     middle = statistics.median(ratios)

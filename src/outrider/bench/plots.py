@@ -11,7 +11,7 @@ __all__ = ["Series", "bars", "legend", "lines", "stacked"]
 
 _WIDTH, _HEIGHT = 460.0, 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 10.0, 26.0, 40.0
-_COLOURS = 8
+_COLOURS = 10
 
 
 @dataclass(frozen=True, slots=True)

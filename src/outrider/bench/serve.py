@@ -130,15 +130,14 @@ def _tell(row: dict[str, Any], name: str, console: Console) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    columns = ("load", "done", "failed", "req/s", "tok/s", "good/s", *(f"{name} ms\np50/p99" for name in ("TTFT", "TPOT", "ITL")))
+    columns = ("load", "done", "req/s", "tok/s", "good/s", *(f"{name} ms\np50/p99" for name in ("TTFT", "TPOT", "ITL")))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["load"],
-            str(row["completed"]),
-            str(row["failed"]),
+            f"{row['completed']}/{row['num_prompts']}",
             f"{row['request_throughput']:.2f}",
             f"{row['output_throughput']:.0f}",
             f"{row['request_goodput']:.2f}" if "request_goodput" in row else "-",

@@ -28,8 +28,8 @@ _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED = 4  # every so many plain rounds are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.01  # a draft must promise this much more than none
-_PROBES = 0.006  # share of the time that may go into trying what does not seem to pay
-_FIRST_PROBES = 8.0  # plain rounds' worth of it to begin with
+_PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
+_FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into it to begin with
 _PROBE_LENGTH = 8
 _REPLAN = 8  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
@@ -57,7 +57,7 @@ class Adaptive:
         self._rate = 1.0  # tokens per second that the standing plan promises
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._hopeless: set[int] = set()  # arms that could not pay if every guess came true
-        self._price_lists: dict[tuple[int, int, int], tuple[float, Floats]] = {}
+        self._price_lists: dict[tuple[int, int, int, int], tuple[float, Floats]] = {}
         self._priced = 0  # rounds
         self._times: dict[tuple[int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by rows and context
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
@@ -173,7 +173,7 @@ class Adaptive:
         if not began:
             seconds = stats.propose_s + stats.forward_s + stats.rest_s
             tokens = load.emitting + sum(map(len, stats.paths))
-            poor = tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
+            poor = load.rows == load.emitting and tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
             self._poor = self._poor + 1 if poor else 0
             if self._poor >= _ENOUGH:
                 self._every = 0  # think again at once
@@ -181,6 +181,8 @@ class Adaptive:
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0] and self._credit is not None:
                 self._credit += min(len(path) / self._rate, self._paid)  # what it brought, it did not cost
+                if path:
+                    self._every = 0  # worth thinking over
         self._probe = None
 
     def _observe_proposals(self, seconds: float, users: Mapping[int, Seq[int]], load: Load, began: bool) -> None:
@@ -241,16 +243,20 @@ class Adaptive:
 
     def _prices(self, load: Load, able: int) -> tuple[float, Floats]:
         """Seconds of a plain round, and (arms, lengths) what it costs one of the sequences when all draft so."""
-        found = self._price_lists.get(key := (load.rows, able, load.context.bit_length()))
+        found = self._price_lists.get(key := (load.rows, load.emitting, able, load.context.bit_length()))
         if found is None:
             found = self._price_lists[key] = self._price(load, able)
         return found
 
+    def _base(self, load: Load) -> float:
+        """Seconds of a plain round of those who emit. Prompts read beside them make no draft worth more."""
+        return self.costs.forward(min(load.emitting or load.rows, load.rows), load.context)
+
     def _price(self, load: Load, able: int) -> tuple[float, Floats]:
-        base = self.costs.forward(load.rows, load.context)
+        base, read = self._base(load), self.costs.forward(load.rows, load.context)
         price = np.full((len(self.arms), len(_LENGTHS)), np.inf)
         for s, length in enumerate(_LENGTHS.tolist()):
-            extra = self.costs.forward(load.rows + length * able, load.context) - base
+            extra = self.costs.forward(load.rows + length * able, load.context) - read
             for a, arm in enumerate(self.arms):
                 if length <= arm.most:
                     price[a, s] = (self.costs.proposal(arm.name, able, length, load.context) + extra) / able
@@ -271,6 +277,7 @@ class Adaptive:
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
         times, spent = self._round_times(load, len(survival) + 1), self._spent(load)
+        spent -= times[0] - self._base(load)
         tokens, count = float(load.emitting), 0
         best = tokens / (times[0] + spent)
         for n, own in enumerate(survival, 1):
@@ -310,7 +317,7 @@ class Adaptive:
         One of the things tried is that nobody drafts, so that the cost of plain rounds stays known.
         """
         if self._credit is None:
-            self._credit = _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(load.rows, load.context)
+            self._credit = _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(1, load.context)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if not able or not self.arms:
             return plan
@@ -324,7 +331,6 @@ class Adaptive:
             return plan
         self._credit -= cost
         self._paid, self._next_probe = cost, 0.0
-        self._every = self._age + 2  # what it brings is thought over soon
         if arm == len(self.arms):
             return _nothing(len(plan.lengths))
         return self._probed(load, plan, load.keys[b], arm)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Costs", "Curve"]
+__all__ = ["CONTEXTS", "Costs", "Curve"]
 
 _STEPS = (*range(1, 17), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
+CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
 _FLOOR = 0.25  # of the time at the smallest size seen
@@ -130,7 +130,7 @@ class Costs:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON: {"forward": {context: {rows: seconds}}, "propose": {drafter: {batch: {length: s}}}, ...}."""
         return {
-            "forward": {str(_CONTEXTS[bin_]): _plain(curve) for bin_, curve in sorted(self._forward.items())},
+            "forward": {str(CONTEXTS[bin_]): _plain(curve) for bin_, curve in sorted(self._forward.items())},
             "propose": {
                 name: {str(batch): _plain(curve) for batch, curve in sorted(curves.items())}
                 for name, curves in sorted(self._propose.items())
@@ -185,7 +185,7 @@ def _step(size: int) -> int:
 
 
 def _context(tokens: int) -> int:
-    return min(sum(limit < tokens for limit in _CONTEXTS), len(_CONTEXTS) - 1)
+    return min(sum(limit < tokens for limit in CONTEXTS), len(CONTEXTS) - 1)
 
 
 def _plain(curve: Curve) -> dict[str, float]:

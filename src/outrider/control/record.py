@@ -142,9 +142,9 @@ class Record:
 
     @property
     def known(self) -> float:
-        """The share of arms that have been seen at work."""
-        seen = [any(own[arm].rounds for own in self._shared.values()) for arm in range(len(self._names))]
-        return sum(seen) / len(seen) if seen else 1.0
+        """The share of what should be seen of every arm that has been seen."""
+        seen = [max((own[arm].rounds for own in self._shared.values()), default=0.0) for arm in range(len(self._names))]
+        return sum(min(rounds / _TRIED, 1.0) for rounds in seen) / len(seen) if seen else 1.0
 
     def curves(self, keys: Seq[Hashable]) -> Floats:
         """(keys, arms, nodes): accepted tokens to expect from the best 1, 2, ... nodes.

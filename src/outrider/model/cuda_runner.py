@@ -6,7 +6,7 @@ whole draft of K tokens of a draft model. Shorter rounds are filled up with rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from outrider.sampling.noise import prefix_of
 
 __all__ = ["CudaOptions", "CudaRunner"]
 
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
 _MOVED = 8  # sections of N words in front of the page table: see _Packed
@@ -321,6 +321,7 @@ class CudaRunner(Runner):
             n = len(feed.tokens)
             chunks += [(row + i, min(tokens, n - i), feed.start + i, b, feed.first_key) for i in range(0, n, tokens)]
             row += n
+        chunks.reverse()  # those with most to read begin first
         return (torch.tensor(chunks, dtype=torch.int32, device=self.device) if chunks else None), row
 
     @torch.inference_mode()
@@ -358,14 +359,13 @@ class CudaRunner(Runner):
         return tokens, odds, None
 
     def _catch_up(self, feeds: Sequence[Feed]) -> None:
-        """Text the model has missed: by the graph of a round where it fits, whose logits nobody reads."""
-        rows = sum(len(feed.tokens) for feed in feeds)
-        if rows > self.options.most_rows:
-            self._forward(feeds, ())
-            return
-        graph = self.round_graph(_bucket(rows, GRAPH_ROWS))
-        self.fill_round(graph, feeds)
-        graph.replay()
+        """Text the model has missed, by graphs of rounds, whose logits nobody reads."""
+        for turn, piece in enumerate(_pieces(feeds, self.options.most_rows)):
+            if turn:
+                self._wait()  # for the integers, which the same graph may need again
+            graph = self.round_graph(_bucket(sum(len(feed.tokens) for feed in piece), GRAPH_ROWS))
+            self.fill_round(graph, piece)
+            graph.replay()
 
     def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
         """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
@@ -403,6 +403,12 @@ class CudaRunner(Runner):
                     and tokens <= _bucket(length, CHAIN_LENGTHS)
                 ):
                     self.chain_graph(count, tokens)
+
+    def read_nothing(self) -> None:
+        """A prompt longer than any graph, into the padding's page: compiles what prompts need beside the graphs."""
+        tokens = [0] * min(self.options.most_rows, self.decoder.config.context)
+        pages = [self.pool.pages - 1] * -(-len(tokens) // self.pool.page_size)
+        self._forward([Feed(pages, 0, tokens)] * (self.options.most_rows // len(tokens) + 1), ())
 
     def round_seconds(self) -> dict[int, float]:
         """What each captured round takes on the device, by rows."""
@@ -534,6 +540,23 @@ def _groups(feeds: Sequence[Feed], most: int) -> list[slice]:
             first, rows = b, 0
         rows += 1 + len(feed.nodes)
     return [*groups, slice(first, len(feeds))]
+
+
+def _pieces(feeds: Sequence[Feed], most: int) -> Iterator[list[Feed]]:
+    """Runs of text cut so that each piece has at most so many rows; one text's pieces come in order."""
+    piece: list[Feed] = []
+    room = most
+    for feed in feeds:
+        done = 0
+        while done < len(feed.tokens):
+            own = feed.tokens[done : done + room]
+            piece.append(feed._replace(start=feed.start + done, tokens=own))
+            done, room = done + len(own), room - len(own)
+            if room == 0:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
 
 
 def _sorted(feeds: Sequence[Feed]) -> tuple[list[int], list[int]]:

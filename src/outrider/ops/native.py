@@ -120,7 +120,7 @@ class Core:
         self.threads = torch.get_num_threads()
         self.pack = library.outrider_pack
         self.pack.restype = _pointer
-        self.pack.argtypes = [*[ctypes.c_int32] * 4, _pointer, ctypes.c_int32, _pointer]
+        self.pack.argtypes = [*[ctypes.c_int32] * 4, _pointer, ctypes.c_int32, _pointer, ctypes.c_int32]
         self.free = library.outrider_free
         self.free.argtypes = [_pointer]
         self.bytes = library.outrider_bytes
@@ -274,9 +274,14 @@ class Threads:
 
 
 class PackedLinear:
-    """A weight matrix (columns, inner) in the core's layout, with its bias."""
+    """A weight matrix (columns, inner) in the core's layout, with its bias.
 
-    def __init__(self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False) -> None:
+    bf16 weights are stored in 12 bits each where nearly all fit, unless `thin` is False. The bits of a product are the same.
+    """
+
+    def __init__(
+        self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False, thin: bool = True
+    ) -> None:
         weight = weight.detach().contiguous()
         if weight.dtype not in (torch.float32, torch.bfloat16):
             weight = weight.float()
@@ -292,6 +297,7 @@ class PackedLinear:
             weight.data_ptr(),
             weight.dtype == torch.bfloat16,
             _address(bias),
+            thin,
         )
 
     def __del__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.bench.plan.formulas import best_length, expected_tokens, survival_of
-from outrider.bench.plan.subject import Prompt, Subject
+from outrider.bench.plan.subject import Prompt, Subject, learn_from
 from outrider.draft.vocabulary import SameTokens, Side, relate, shared_tokens
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import ModelConfig
@@ -101,10 +101,7 @@ def rank_candidates(
     usable = [fit for fit in fits if fit.tokens != "none" and any(Path(fit.path).glob("*.safetensors"))]
     plain = Subject(str(target), "none")
     subjects = [Subject(str(target), {"method": "draft_model", "model": fit.path, "draft_tokens": 8}) for fit in usable]
-    for i, prompt in enumerate([prompts[0], *prompts]):
-        say(f"prompt {i} of {len(prompts)}")
-        for subject in (plain, *subjects):
-            subject.run(prompt, params, learn=i > 0)
+    learn_from([plain, *subjects], prompts, params, say)
     rows = []
     for fit, subject in zip(usable, subjects, strict=True):
         own = subject.profile

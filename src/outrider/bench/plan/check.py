@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise, product
 from typing import Any
 
+from outrider.bench.acceptance import EVERY_METHOD
 from outrider.bench.plan.profile import Profile
-from outrider.bench.plan.subject import Prompt, Subject
-from outrider.engine.outputs import CompletionOutput
+from outrider.bench.plan.subject import Prompt, Run, Subject
 from outrider.sampling import SamplingParams
 
-__all__ = ["CHECKED", "Prediction", "check", "markdown"]
+__all__ = ["CHECKED", "Prediction", "check", "halves", "markdown"]
 
-_TREE = "beam=3:branch=6:depth=9"
-CHECKED = (
-    "ngram:8,suffix:8,recycle:24,lookahead:31,draft_model:5,eagle:5,"
-    f"eagle:24:{_TREE},medusa:24,cascade:8:levels=ngram+draft_model,mixture:24:members=suffix+(eagle:{_TREE})"
-)
+CHECKED = EVERY_METHOD.removesuffix(",auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +43,78 @@ class Prediction:
 def check(
     subjects: Sequence[Subject], prompts: Sequence[Prompt], params: SamplingParams, repeats: int, say: Callable[[str], None]
 ) -> list[Prediction]:
-    """The first subject decodes plainly. Even prompts are learnt from, odd ones predicted; all interleaved, repeat by repeat."""
-    runs: dict[tuple[str, int], list[CompletionOutput]] = defaultdict(list)
-    lengths: dict[int, int] = {}
+    """The first subject decodes plainly. Of every prompt the run of median time counts, to learn from or to be predicted."""
+    plain, *others = subjects
+    runs: dict[tuple[str, int], list[Run]] = defaultdict(list)
+    say("plain decoding of every prompt")
+    learnt, predicted = halves([_fresh_pairs(run) for run in plain.run_batch(prompts, params)])
     for subject in subjects:
-        subject.run(prompts[0], params, learn=False)  # warm-up
-    for repeat in range(repeats):
-        for i, prompt in enumerate(prompts):
-            say(f"repeat {repeat + 1} of {repeats}: prompt {i + 1} of {len(prompts)}")
-            for subject in subjects if (i + repeat) % 2 else subjects[::-1]:
-                result = subject.run(prompt, params, learn=i % 2 == 0)
-                runs[subject.profile.method, i].append(result.outputs[0])
-                lengths[i] = len(result.prompt_token_ids)
-    odd = range(1, len(prompts), 2)
+        subject.run(prompts[0], params)  # warm-up
+    for repeat, (place, pair) in product(range(repeats), enumerate(zip(learnt, predicted, strict=True))):
+        say(f"repeat {repeat + 1} of {repeats}: pair {place + 1} of {len(learnt)}")
+        turn = subjects if (place + repeat) % 2 else subjects[::-1]
+        for i, subject in product(pair if place % 2 else pair[::-1], turn):
+            runs[subject.profile.method, i].append(subject.run(prompts[i], params))
+    for subject, i in product(subjects, learnt):
+        subject.learn(_middle(runs[subject.profile.method, i]))
 
-    def measured(method: str, decode: bool) -> float:
-        timings = [[output.timings for output in runs[method, i]] for i in odd]
-        return sum(statistics.median(t.total_s - decode * t.first_token_s for t in own) for own in timings)
+    def of(profile: Profile) -> _Half:
+        return _Half(profile, [_middle(runs[profile.method, i]) for i in predicted])
 
-    def predicted(profile: Profile, decode: bool) -> float:
-        each = [profile.request_s(lengths[i], len(runs[profile.method, i][0].token_ids), profile.most) for i in odd]
+    base = of(plain.profile)
+    return [_compare(base, of(subject.profile)) for subject in others]
+
+
+def halves(scores: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Numbers of two alike halves: neighbours by score are parted, and which half gets the lower one alternates."""
+    order = sorted(range(len(scores)), key=lambda i: scores[i])
+    pairs = [order[i : i + 2][:: -1 if i % 4 else 1] for i in range(0, len(order) - 1, 2)]
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _fresh_pairs(run: Run) -> int:
+    """Pairs of neighbouring tokens in an output that its text did not have before: the fewer, the easier it is to guess."""
+    seen: set[tuple[int, int]] = set()
+    fresh = 0
+    for i, pair in enumerate(pairwise([*run.prompt, *run.output.token_ids]), 1):
+        fresh += i >= len(run.prompt) and pair not in seen
+        seen.add(pair)
+    return fresh
+
+
+def _middle(runs: Sequence[Run]) -> Run:
+    return sorted(runs, key=lambda run: run.output.timings.total_s)[(len(runs) - 1) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """The prompts to be predicted, as one drafter ran them."""
+
+    profile: Profile
+    runs: list[Run]
+
+    def measured_s(self, decode: bool) -> float:
+        times = [run.output.timings for run in self.runs]
+        return sum(own.total_s - decode * own.first_token_s for own in times)
+
+    def predicted_s(self, decode: bool) -> float:
+        own = self.profile
+        each = [own.request_s(len(run.prompt), len(run.output.token_ids), own.most) for run in self.runs]
         return sum(total - decode * first for first, total in each)
 
-    plain = subjects[0].profile
-    out = []
-    for subject in subjects[1:]:
-        own = subject.profile
-        ratios = [predicted(plain, decode) / predicted(own, decode) for decode in (False, True)]
-        seen = [measured(plain.method, decode) / measured(own.method, decode) for decode in (False, True)]
-        outputs = [output for i in odd for output in runs[own.method, i]]
-        sizes = [len(runs[own.method, i][0].token_ids) for i in odd]
-        expected = sum(size - 1 for size in sizes) / sum(own.decoding(size, own.most)[1] for size in sizes)
-        rate = sum(len(o.token_ids) - 1 for o in outputs) / sum(o.speculation["rounds"] - 1 for o in outputs)
-        out.append(Prediction(own.method, ratios[0], seen[0], ratios[1], seen[1], expected, rate))
-    return out
+    def rounds(self) -> tuple[float, int]:
+        """After the first tokens: expected, and counted."""
+        own = self.profile
+        expected = sum(own.decoding(len(run.output.token_ids), own.most)[1] for run in self.runs)
+        return expected, sum(run.output.speculation["rounds"] - 1 for run in self.runs)
+
+
+def _compare(plain: _Half, own: _Half) -> Prediction:
+    predicted = [plain.predicted_s(decode) / own.predicted_s(decode) for decode in (False, True)]
+    measured = [plain.measured_s(decode) / own.measured_s(decode) for decode in (False, True)]
+    tokens = sum(len(run.output.token_ids) - 1 for run in own.runs)
+    rates = [tokens / rounds for rounds in own.rounds()]
+    return Prediction(own.profile.method, predicted[0], measured[0], predicted[1], measured[1], *rates)
 
 
 def markdown(rows: Sequence[Prediction]) -> str:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from outrider.errors import InvalidParameter
+from outrider.options import Dtype, Model, Threads, set_threads
 
 if TYPE_CHECKING:
     from outrider.bench.plan.prices import Prices
@@ -22,7 +23,7 @@ _errors = Console(stderr=True)
 
 
 def plan(
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")] = None,
+    model: Model = None,
     methods: Annotated[
         str | None,
         typer.Option(help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for.'),
@@ -31,8 +32,8 @@ def plan(
     limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 8; all with --check.")] = None,
     tokens: Annotated[int, typer.Option(min=8, help="New tokens of each request.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 or int8.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once, for --acceptance and --simulate.")] = 1,
     acceptance: Annotated[
         str | None,
@@ -60,7 +61,9 @@ def plan(
     check: Annotated[
         bool, typer.Option("--check", help="Predict one half of the prompts from the other, and measure it.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="With --check: runs of every prompt, interleaved; medians count.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="With --check: runs of every prompt, of which the one of median time counts.")
+    ] = 1,
     html: Annotated[Path | None, typer.Option(help="Write the what-if plots as a page.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the formulas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -74,10 +77,7 @@ def plan(
     from outrider.bench.conditions import conditions
     from outrider.bench.plan.formulas import FORMULAS
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    set_threads(threads)
     console = _errors if as_json else Console(width=max(Console().width, 130))
     if explain:
         console.print(FORMULAS, markup=False, highlight=False)
@@ -245,8 +245,10 @@ def _check(given: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan.check import CHECKED, check, markdown
 
     with _errors.status("loading") as status:
-        subjects = _subjects(given, given["methods"] or CHECKED, 1)
         prompts = _prompts(given, None)
+        if len(prompts) < 2:
+            raise InvalidParameter("--prompts", "--check needs two at least: one to learn from, one to predict")
+        subjects = _subjects(given, given["methods"] or CHECKED, 16)
         rows = check(subjects, prompts, _params(given), given["repeats"], status.update)
     print(markdown(rows), file=sys.stderr if given["as_json"] else sys.stdout)
     worst = max(rows, key=lambda row: abs(row.error))

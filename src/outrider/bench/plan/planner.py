@@ -11,7 +11,7 @@ from typing import Any
 from outrider.bench.plan.formulas import best_length, best_tree, break_even, closed_form_length, expected_tokens, survival_of
 from outrider.bench.plan.prices import Prices
 from outrider.bench.plan.profile import Profile
-from outrider.bench.plan.subject import Prompt, Subject
+from outrider.bench.plan.subject import Prompt, Subject, learn_from
 from outrider.errors import InvalidParameter
 from outrider.sampling import SamplingParams
 
@@ -46,10 +46,7 @@ def measure(
     subjects: Sequence[Subject], prompts: Sequence[Prompt], params: SamplingParams, batches: bool, say: Callable[[str], None]
 ) -> None:
     """Fill every subject's profile: acceptance on all prompts, interleaved, then costs at shorter drafts and in batches."""
-    for i, prompt in enumerate([prompts[0], *prompts]):
-        say(f"prompt {i} of {len(prompts)}")
-        for subject in subjects:
-            subject.run(prompt, params, learn=i > 0)
+    learn_from(subjects, prompts, params, say)
     for length in (1, 2, 4, 8, 16):
         for subject in subjects:
             if length < subject.profile.most:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from rich.console import Console
@@ -11,13 +12,15 @@ from rich.table import Table
 
 from outrider.bench.conditions import conditions
 from outrider.bench.plan.adviser import Advice
-from outrider.bench.plan.chart import page, spark, svg_lines
 from outrider.bench.plan.formulas import FORMULAS
 from outrider.bench.plan.planner import Row
 from outrider.bench.plan.simulate import Outcome
+from outrider.bench.plots import Series, legend, lines
+from outrider.bench.report import page
 
 __all__ = ["advice", "chain", "outcomes", "page_of", "ranking", "rows", "what_if"]
 
+_BLOCKS = "▁▂▃▄▅▆▇█"
 Curves = Mapping[float, Sequence[tuple[int, float]]]
 
 
@@ -35,7 +38,7 @@ def rows(found: Sequence[Row], context: int, console: Console) -> None:
         if row.curve:
             told = " ".join(f"{k}:{value:.2f}" for k, value in row.curve)
             console.print(
-                f"{spark([value for _, value in row.curve])}  {row.method}  by length {told}", highlight=False, soft_wrap=True
+                f"{_spark([value for _, value in row.curve])}  {row.method}  by length {told}", highlight=False, soft_wrap=True
             )
 
 
@@ -46,7 +49,7 @@ def what_if(curves: Curves, title: str, console: Console) -> None:
     for chance, curve in curves.items():
         best = max(value for _, value in curve)
         cells = [f"[{_style(value, best)}]{value:.2f}[/]" for _, value in curve]
-        table.add_row(f"{chance:.2f}", *cells, spark([value for _, value in curve], top))
+        table.add_row(f"{chance:.2f}", *cells, _spark([value for _, value in curve], top))
     console.print(table)
 
 
@@ -117,12 +120,24 @@ def outcomes(found: Sequence[Outcome], console: Console) -> None:
 
 def page_of(found: Sequence[Row], curves: Curves, method: str) -> str:
     """The plots as a page of their own."""
-    lines = {f"acceptance {chance:.2f}": [(float(k), value) for k, value in curve] for chance, curve in curves.items()}
-    charts = [svg_lines(f"What if: a chain at the costs of {method}", lines, ("drafted tokens", "speed-up"))]
-    measured = {row.method: [(float(k), value) for k, value in row.curve] for row in found if row.curve}
-    if measured:
-        charts.insert(0, svg_lines("Predicted speed-up by draft length", measured, ("drafted nodes", "speed-up")))
-    return page("Speculation, planned", charts, [FORMULAS], json.dumps(conditions(), indent=1))
+    title, plots = "Speculation, planned", []
+    if measured := {row.method: row.curve for row in found if row.curve}:
+        plots.append(_plot("Predicted speed-up by draft length", measured, "drafted nodes"))
+    guessed = {f"acceptance {chance:.2f}": curve for chance, curve in curves.items()}
+    plots.append(_plot(f"What if: a chain at the costs of {method}", guessed, "drafted tokens"))
+    notes = "".join(f"<pre>{escape(text)}</pre>" for text in (FORMULAS, json.dumps(conditions(), indent=1)))
+    return page(title, f'<h1>{title}</h1><div class="plots">{"".join(plots)}</div>{notes}')
+
+
+def _plot(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], label: str) -> str:
+    series = [Series(name, i, curve) for i, (name, curve) in enumerate(curves.items())]
+    return f"<section>{legend(list(curves))}{lines(title, series, (label, 'speed-up'), line_at=1.0)}</section>"
+
+
+def _spark(values: Sequence[float], top: float | None = None) -> str:
+    """One letter per value, from nothing to the top."""
+    most = top or max(values, default=1.0) or 1.0
+    return "".join(_BLOCKS[min(int(value / most * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in values)
 
 
 def _style(value: float, best: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,26 @@ from outrider.bench.plan.trace import Recorder, Round, Trace
 from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
 from outrider.engine.llm import LLM
-from outrider.engine.outputs import RequestOutput
+from outrider.engine.outputs import CompletionOutput
 from outrider.model import ModelConfig, locate
 from outrider.model.bundled import bundled_model
 from outrider.sampling import SamplingParams
 
-__all__ = ["Prompt", "Subject", "memory_of"]
+__all__ = ["Prompt", "Run", "Subject", "learn_from", "memory_of"]
 
 _LONG = 640  # tokens that a sequence of a batch may have on average
 _COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request and its rounds."""
+
+    prompt: list[int]
+    output: CompletionOutput
+    rounds: list[Round]
 
 
 class Subject:
@@ -44,13 +54,15 @@ class Subject:
         self.llm.engine.policy = recorder = Recorder(length, self._rule)
         return recorder
 
-    def run(self, prompt: Prompt, params: SamplingParams, learn: bool = True) -> RequestOutput:
-        """Generate for one prompt; its rounds are learnt unless they are to be predicted."""
-        result = self.llm.generate([prompt], params)[0]
+    def run(self, prompt: Prompt, params: SamplingParams) -> Run:
+        """Generate for one prompt."""
+        return self.run_batch([prompt], params)[0]
+
+    def run_batch(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Run]:
+        """Generate for several; the rounds are those of all together."""
+        results = self.llm.generate(list(prompts), params)
         rounds = self._recorder.take()
-        if learn:
-            self._learn(rounds, len(result.prompt_token_ids), result.outputs[0].timings.first_token_s)
-        return result
+        return [Run(own.prompt_token_ids, own.outputs[0], rounds) for own in results]
 
     def learn_costs(self, prompts: Sequence[Prompt], params: SamplingParams, length: int) -> None:
         """What rounds of this length cost for these prompts at once; acceptance is not learnt from it."""
@@ -59,7 +71,9 @@ class Subject:
         self.profile.prices.learn(own for own in recorder.take() if own.batch == len(prompts))
         self._recorder = self._watch(self.profile.most)
 
-    def _learn(self, rounds: Sequence[Round], prompt: int, first_s: float) -> None:
+    def learn(self, run: Run) -> None:
+        """What the drafts of one request came to, and what its rounds cost."""
+        rounds, prompt, first_s = run.rounds, len(run.prompt), run.output.timings.first_token_s
         own = self.profile
         for name in ("guesses", "_laws", "_spans"):
             own.__dict__.pop(name, None)
@@ -72,6 +86,18 @@ class Subject:
             own.prices.add("forward", 1, full[0].rows, full[0].forward_s)
             own.prices.add("host", 1, full[0].rows, full[0].host_s)
         own.prices.learn(r for r in rounds if not full[2:] or r is not full[0])
+
+
+def learn_from(
+    subjects: Sequence[Subject], prompts: Sequence[Prompt], params: SamplingParams, say: Callable[[str], None]
+) -> None:
+    """Fill every subject's profile, one prompt after another, after one to warm up."""
+    for i, prompt in enumerate([prompts[0], *prompts]):
+        say(f"prompt {i} of {len(prompts)}")
+        for subject in subjects:
+            run = subject.run(prompt, params)
+            if i:
+                subject.learn(run)
 
 
 def _kv_bytes(model: str | None) -> int:

@@ -136,13 +136,14 @@ struct Attention {
             float* own = w.scores + i * w.span;
             // a path's slots rise, and its j-th never lies before position root + j: in place, in order
             for (int at = row.feed->root() + 1; row.path && at <= row.position; at++) own[at - w.base] = own[row.slot_of(at) - w.base];
-            w.total[i] = soften(own, begin_of(row) - w.base, row.position + 1 - w.base, w.until - w.base);
-            encode_row<K>(own, w.until - w.base, reinterpret_cast<uint32_t*>(own));  // in place: no word lies after its values
+            w.total[i] = soften<K>(own, begin_of(row) - w.base, row.position + 1 - w.base, w.until - w.base);
         }
         mix<K>(u, w);
-        for (int i = 0; i < w.queries; i++)
+        for (int i = 0; i < w.queries; i++) {
+            const f32x16 share = splat(1.0f / w.total[i]);
             for (int d = 0; d < kv.head_dim; d += kLanes)
-                put(out + place(u, i, out_stride) + d, load(w.mixed + i * kv.width + d) / splat(w.total[i]), kv.head_dim - d);
+                put(out + place(u, i, out_stride) + d, load(w.mixed + i * kv.width + d) * share, kv.head_dim - d);
+        }
     }
 
    private:
@@ -241,7 +242,9 @@ struct Attention {
         return (u.first + query / group) * stride + static_cast<size_t>(u.head * group + query % group) * kv.head_dim;
     }
 
-    // Scores [begin, end) become exponentials, everything else up to `until` zero; returns their sum.
+    // Scores [begin, end) become exponentials, everything else up to `until` zero, as words in place: none lies after its
+    // values. Returns their sum.
+    template <class K>
     static float soften(float* score, int begin, int end, int until) {
         constexpr float kNever = -INFINITY;
         const int whole = round_up(end, kLanes);
@@ -250,12 +253,13 @@ struct Attention {
         f32x16 top = splat(kNever), total = splat(0.0f);
         for (int i = 0; i < whole; i += kLanes) top = maximum(top, load(score + i));
         const f32x16 most = splat(largest(top));
-        for (int i = 0; i < whole; i += kLanes) {
+        auto* word = reinterpret_cast<uint32_t*>(score);
+        for (int i = 0; i < whole; i += kLanes, word += kLanes / K::per_step) {
             const f32x16 e = exponential(load(score + i) - most);
-            store(score + i, e);
+            encode<K>(e, 1.0f, word);
             total += e;
         }
-        std::fill(score + whole, score + until, 0.0f);
+        std::fill(word, word + (until - whole) / K::per_step, 0u);
         return sum(total);
     }
 };

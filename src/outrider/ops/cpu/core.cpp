@@ -122,6 +122,7 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
 struct Workspace {
     std::vector<float> x, wide, qkv, mixed, gated;
     std::vector<uint32_t> words;
+    std::array<float, kChunk> scale{};
     std::vector<std::vector<float>> scratch;  // per thread
     Layout layout;
 
@@ -154,7 +155,7 @@ class Forward {
 
     // What every thread runs.
     void run(Team& team, int thread, int threads) {
-        Member m{*this, team, thread, threads, {w_.words.data(), {}}};
+        Member m{*this, team, thread, threads, {w_.words.data(), w_.scale.data()}};
         for (int first = 0; first < layout_.rows; first += kChunk) m.chunk(first, std::min(kChunk, layout_.rows - first));
     }
 
@@ -338,16 +339,17 @@ bool tiles_agree_on(Kind kind) {
     std::vector<float> weight(kColumns * kInner), x(kBlock * kInner);
     for (size_t i = 0; i < weight.size(); i++) weight[i] = static_cast<float>(i * 7919 % 2003) / 1001.5f - 1.0f;
     for (size_t i = 0; i < x.size(); i++) x[i] = static_cast<float>(i * 104729 % 1999) / 999.5f - 1.0f;
-    const std::unique_ptr<Linear> l(pack_linear(kind, kColumns, kInner, false, weight.data(), false, nullptr));
+    const std::unique_ptr<Linear> l(pack_linear(kind, kColumns, kInner, false, weight.data(), false, nullptr, false));
     std::vector<uint32_t> words(kBlock * (l->steps + kUnit));
-    Packed packed{words.data(), {}};
+    std::array<float, kChunk> scale{};
+    const Packed packed{words.data(), scale.data()};
     Tile one, all, vectors;
     const TilesInUse tiles;
-    packed.fill<K>({x.data(), kInner, 1, kInner}, l->steps, 0, 1);
-    multiply_group_tiles<K, 1>(words.data(), l->weights, l->panel_bytes(), l->steps, l->panels, one);
-    packed.fill<K>({x.data(), kInner, kBlock, kInner}, l->steps, 0, 1);
-    multiply_group_tiles<K, kBlock>(words.data(), l->weights, l->panel_bytes(), l->steps, l->panels, all);
-    multiply_group<K, kBlock>(words.data(), l->weights, l->panel_bytes(), l->steps, l->panels, vectors);
+    pack_rows(packed, *l, {x.data(), kInner, 1, kInner}, 0, 1);
+    multiply_group_tiles<K, 1>(words.data(), *l, 0, l->panels, one);
+    pack_rows(packed, *l, {x.data(), kInner, kBlock, kInner}, 0, 1);
+    multiply_group_tiles<K, kBlock>(words.data(), *l, 0, l->panels, all);
+    multiply_group<K, Whole, kBlock>(words.data(), *l, 0, l->panels, vectors);
     bool good = true;
     for (int p = 0; p < l->panels; p++) {
         good &= std::memcmp(one.value[p][0], all.value[p][0], kStepBytes) == 0;
@@ -375,10 +377,9 @@ Scratch& choosing() {
 void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm, double eps, float* out, int threads) {
     Workspace& w = workspace();
     w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l.inner + kStepBytes)));
-    uint32_t* words = w.words.data();
+    const Packed packed{w.words.data(), w.scale.data()};
     Team& own = team();
     own.run(threads, [&](int thread, int all) {
-        Packed packed{words, {}};
         for (int64_t first = 0; first < rows; first += kChunk) {
             const int count = static_cast<int>(std::min<int64_t>(kChunk, rows - first));
             pack_rows(packed, l, {x + first * l.inner, static_cast<size_t>(l.inner), count, l.inner, norm, static_cast<float>(eps)},
@@ -499,13 +500,13 @@ OUTRIDER_API int32_t outrider_try() {
 }
 
 OUTRIDER_API Linear* outrider_pack(int32_t kind, int32_t columns, int32_t inner, int32_t paired, const void* weight, int32_t is_bf16,
-                      const float* bias) {
-    return pack_linear(static_cast<Kind>(kind), columns, inner, paired != 0, weight, is_bf16 != 0, bias);
+                      const float* bias, int32_t may_thin) {
+    return pack_linear(static_cast<Kind>(kind), columns, inner, paired != 0, weight, is_bf16 != 0, bias, may_thin != 0);
 }
 
 OUTRIDER_API void outrider_free(Linear* l) { delete l; }
 
-OUTRIDER_API int64_t outrider_bytes(const Linear* l) { return static_cast<int64_t>(l->panel_bytes()) * l->panels; }
+OUTRIDER_API int64_t outrider_bytes(const Linear* l) { return static_cast<int64_t>(l->bytes()); }
 
 OUTRIDER_API void outrider_linear(const Linear* l, const float* x, int64_t rows, const float* norm, double eps, float* out, int64_t threads) {
     run_linear(*l, x, rows, norm, eps, out, static_cast<int>(threads));

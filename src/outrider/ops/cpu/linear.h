@@ -1,15 +1,20 @@
 // Linear layers: weights packed once, activations packed per product, one kernel for every row count.
 //
-// Weights lie in panels of 16 output columns, each a contiguous run of steps (simd.h). A block of up to
-// kBlock rows is multiplied with a panel while the panel streams by once; every accumulator is a register.
-// The number of rows picks how many panels share the loop, never the order of additions.
+// Weights lie in panels of 16 output columns, each a contiguous run of blocks of four steps (simd.h). A thread's share
+// of the panels is one stream of memory: up to kBlock rows meet a panel while it passes, each with one register for its
+// sums, so their number never changes the order of additions. Two streams side by side are slower from memory, and one
+// row's single chain of additions still keeps up with it.
 #pragma once
 
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -21,34 +26,60 @@ namespace outrider {
 enum Kind : int32_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
 
 constexpr int kStepBytes = 64;
-constexpr int kUnit = 16;                            // steps whose words of one row lie together: a row of an AMX tile
-constexpr int kGroup = 8;                            // panels whose results wait for their epilogue together
-constexpr int kBlock = kRegisters == 32 ? 16 : 4;    // rows of one pass over a panel
-constexpr int kChunk = 64;                           // rows that share one pass over all weights
-constexpr int kPrefetch = 2048;                      // bytes ahead in each stream
+constexpr int kSteps = 4;                          // of a block
+constexpr int kUnit = 16;                          // steps whose words of one row lie together: a row of an AMX tile
+constexpr int kBlock = kRegisters == 32 ? 16 : 4;  // rows of one pass over a panel
+constexpr int kChunk = 64;                         // rows that share one pass over all weights
+constexpr int kPrefetch = 4096;                    // bytes ahead in the stream of weights
+#if defined(__AMX_TILE__)
+constexpr bool kThin = false;  // tiles are loaded as they lie
+constexpr int kGroup = 8;      // panels whose results wait for their epilogue together
+#else
+constexpr bool kThin = true;
+constexpr int kGroup = 2;
+#endif
 
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
-// Memory for a large read-only array, in huge pages where the kernel grants them.
-inline void* allocate(size_t bytes) {
-    const size_t huge = size_t{2} << 20, align = bytes >= huge ? huge : 64;
-    bytes = (bytes + align - 1) / align * align;
-    void* p = std::aligned_alloc(align, bytes);
-    if (p && align == huge) madvise(p, bytes, MADV_HUGEPAGE);
-    return p;
+// Memory for weights, in huge pages where the kernel grants them: what is packed in a row lies in a row, so that small
+// matrices have them too. A page walk for every 4 KB costs more than a tenth of a forward.
+inline std::shared_ptr<char> allocate(size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    constexpr size_t kArena = 0;  // each by itself, so that overruns are noticed
+#else
+    constexpr size_t kArena = size_t{32} << 20;
+#endif
+    constexpr size_t kHuge = size_t{2} << 20;
+    static std::mutex mutex;
+    static std::shared_ptr<char> arena;
+    static size_t size = 0, used = 0;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!arena || used + bytes > size) {
+        size = (std::max(bytes, kArena) + kHuge - 1) / kHuge * kHuge, used = 0;
+        arena.reset(static_cast<char*>(std::aligned_alloc(kHuge, size)), std::free);
+        madvise(arena.get(), size, MADV_HUGEPAGE);
+    }
+    std::shared_ptr<char> piece(arena, arena.get() + used);
+    used += (bytes + kStepBytes - 1) / kStepBytes * kStepBytes;
+    return piece;
 }
 
 struct Linear {
     Kind kind;
     int columns, inner, panels, steps;
     bool paired;                  // panels alternate between two halves of the columns: gate 0, up 0, gate 1, ...
-    char* weights;                // [panels][steps][16 columns][4 / size values]
+    bool thin = false;            // blocks are 12 bits a weight; see make_thin
+    std::shared_ptr<char> weights;  // [panels][steps][16 columns][4 / size values]
     const float* bias;            // as packed, or null
     std::vector<float> padded_bias, scale;  // per packed column; scale for int8
     std::vector<int32_t> offset;  // int8: 128 x the column's sum, which the shifted activations add too much
+    // of thin panels: their sixteen high bytes; the blocks that need others, behind them -1; where a panel's begin
+    std::vector<std::array<uint8_t, 16>> high;
+    std::vector<int32_t> escaped, first_escaped;
+    std::vector<std::array<uint16_t, kSteps * 32>> whole;  // escaped blocks as they are
 
-    ~Linear() { std::free(weights); }
-    size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes; }
+    size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes / 4 * (thin ? 3 : 4); }
+    size_t bytes() const { return panel_bytes() * panels + whole.size() * sizeof whole[0]; }
 
     // Which row of the stored matrix a packed column comes from; -1 fills a panel up.
     int source(int packed) const {
@@ -58,15 +89,56 @@ struct Linear {
     }
 };
 
+// The high byte of a bf16 value is its sign and all but one bit of its exponent, and sixteen of them cover nearly all
+// weights of a panel. A thin block has 128 low bytes and 128 numbers of four bits that say which high byte: a quarter
+// less to read, decoded in registers to the same bits. Blocks with other high bytes are kept whole beside the stream.
+// False where too many are.
+inline bool make_thin(Linear& l, const std::vector<char>& plain) {
+    using Block = std::array<uint16_t, kSteps * 32>;
+    const int blocks = l.steps / kSteps;
+    const auto* from = reinterpret_cast<const Block*>(plain.data());
+    std::vector<uint8_t> thin(plain.size() / 4 * 3);
+    uint8_t* to = thin.data();
+    for (int panel = 0; panel < l.panels; panel++, from += blocks) {
+        std::array<int, 256> count{}, order, code;
+        for (int b = 0; b < blocks; b++)
+            for (uint16_t w : from[b]) count[w >> 8]++;
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return count[a] > count[b]; });
+        code.fill(-1);
+        l.high.emplace_back();
+        for (int i = 0; i < 16; i++) l.high.back()[i] = static_cast<uint8_t>(order[i]), code[order[i]] = i;
+        l.first_escaped.push_back(static_cast<int>(l.escaped.size()));
+        for (int b = 0; b < blocks; b++, to += 192) {
+            int all = 0;
+            for (int i = 0; i < kSteps * 32; i++) {
+                // two steps are the interleaved halves of 16-byte lanes: that is how bytes unpack to words
+                const int step = i / 32, byte = i % 32 / 8 * 16 + step % 2 * 8 + i % 8, own = code[from[b][i] >> 8];
+                all |= own;
+                to[step / 2 * 64 + byte] = static_cast<uint8_t>(from[b][i]);
+                to[128 + byte] |= static_cast<uint8_t>((own & 15) << step / 2 * 4);
+            }
+            if (all < 0) l.escaped.push_back(b), l.whole.push_back(from[b]);
+        }
+        l.escaped.push_back(-1);
+    }
+    l.thin = l.whole.size() * 16 < static_cast<size_t>(l.panels) * blocks;  // fewer than one in sixteen
+    if (!l.thin) return l.whole.clear(), false;
+    l.weights = allocate(thin.size());
+    std::memcpy(l.weights.get(), thin.data(), thin.size());
+    return true;
+}
+
 // `weight` is (columns, inner) row-major, float32 or bf16. int8 takes the largest magnitude of a row as 127.
-inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const void* weight, bool is_bf16, const float* bias) {
+inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const void* weight, bool is_bf16, const float* bias,
+                           bool may_thin) {
     auto* l = new Linear;
     const int per_step = kind == kF32 ? 1 : kind == kBF16 ? 2 : 4;
     l->kind = kind, l->columns = columns, l->inner = inner, l->paired = paired;
     l->panels = paired ? 2 * ((columns / 2 + kLanes - 1) / kLanes) : (columns + kLanes - 1) / kLanes;
     l->steps = round_up((inner + per_step - 1) / per_step, kUnit);
     const int packed = l->panels * kLanes;
-    l->weights = static_cast<char*>(allocate(l->panel_bytes() * l->panels + kPrefetch));
+    std::vector<char> plain(l->panel_bytes() * l->panels);
     if (bias) l->padded_bias.assign(packed, 0.0f);
     if (kind == kI8) l->scale.assign(packed, 0.0f), l->offset.assign(packed, 0);
     std::vector<float> row(static_cast<size_t>(l->steps) * per_step, 0.0f);
@@ -84,7 +156,7 @@ inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const
         for (float w : row) top = std::max(top, std::fabs(w));
         const float scale = top / 127.0f;
         if (kind == kI8) l->scale[column] = scale;
-        char* out = l->weights + l->panel_bytes() * (column / kLanes) + column % kLanes * 4;
+        char* out = plain.data() + l->panel_bytes() * (column / kLanes) + column % kLanes * 4;
         for (int step = 0; step < l->steps; step++, out += kStepBytes) {
             const float* w = &row[static_cast<size_t>(step) * per_step];
             if (kind == kF32) std::memcpy(out, w, 4);
@@ -102,6 +174,9 @@ inline Linear* pack_linear(Kind kind, int columns, int inner, bool paired, const
         }
     }
     l->bias = bias ? l->padded_bias.data() : nullptr;
+    if (may_thin && kThin && kind == kBF16 && make_thin(*l, plain)) return l;
+    l->weights = allocate(plain.size());
+    std::memcpy(l->weights.get(), plain.data(), plain.size());
     return l;
 }
 
@@ -134,26 +209,26 @@ inline float inverse_rms(const float* x, int width, float eps) {
 }
 
 // Sixteen values as the words a product reads; `scale` is what one unit of int8 stands for.
-    template <class K>
-    inline void encode(f32x16 v, float scale, uint32_t* out) {
-        if constexpr (std::is_same<K, F32>::value) store_words(out, as_words(v));
-        if constexpr (std::is_same<K, BF16>::value) {
+template <class K>
+inline void encode(f32x16 v, float scale, uint32_t* out) {
+    if constexpr (std::is_same<K, F32>::value) store_words(out, as_words(v));
+    if constexpr (std::is_same<K, BF16>::value) {
 #if defined(__AVX512BF16__)
-            const __m256bh half = _mm512_cvtneps_pbh(v.v);
-            std::memcpy(out, &half, sizeof half);
+        const __m256bh half = _mm512_cvtneps_pbh(v.v);
+        std::memcpy(out, &half, sizeof half);
 #else
-            float x[kLanes];
-            uint16_t half[kLanes];
-            store(x, v);
-            for (int i = 0; i < kLanes; i++) half[i] = to_bf16(x[i]);
-            std::memcpy(out, half, sizeof half);
+        float x[kLanes];
+        uint16_t half[kLanes];
+        store(x, v);
+        for (int i = 0; i < kLanes; i++) half[i] = to_bf16(x[i]);
+        std::memcpy(out, half, sizeof half);
 #endif
-        }
-        if constexpr (std::is_same<K, I8>::value) {
-            const Words q = nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f));
-            store_low_bytes(out, add_words(q, splat_word(128)));
-        }
     }
+    if constexpr (std::is_same<K, I8>::value) {
+        const Words q = nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f));
+        store_low_bytes(out, add_words(q, splat_word(128)));
+    }
+}
 
 template <class K>
 inline void encode_row(const float* x, int width, uint32_t* out) {
@@ -163,26 +238,21 @@ inline void encode_row(const float* x, int width, uint32_t* out) {
 }
 
 // Activations as the kernel reads them: per block of rows, for every unit of the inner dimension, the words of
-// one row after the other. Threads pack shares of the inner dimension.
+// one row after the other. Threads pack shares of the rows.
 struct Packed {
     uint32_t* words;
-    float scale[kChunk];  // of each row, for int8; every thread has its own copy
+    float* scale;  // of each row, for int8
 
     template <class K>
-    void fill(const Input& in, int steps, int thread, int threads) {
-        float inverse[kChunk];
-        for (int r = 0; r < in.rows; r++) {
-            inverse[r] = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
-            if (std::is_same<K, I8>::value) scale[r] = quantum(in, r, inverse[r]);
-        }
-        const Share mine(steps / kUnit, thread, threads);
-        for (int first = 0; first < in.rows; first += kBlock) {
-            const int rows = std::min(kBlock, in.rows - first);
-            uint32_t* to = words + static_cast<size_t>(first) * steps + static_cast<size_t>(mine.begin) * rows * kUnit;
-            for (int u = mine.begin; u < mine.end; u++)
-                for (int r = first; r < first + rows; r++)
-                    for (int part = 0; part < K::per_step; part++, to += kLanes / K::per_step)
-                        encode<K>(values(in, r, inverse[r], (u * K::per_step + part) * kLanes), scale[r], to);
+    void fill(const Input& in, int steps, Share mine) const {
+        for (int r = mine.begin; r < mine.end; r++) {
+            const float inverse = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
+            if (std::is_same<K, I8>::value) scale[r] = quantum(in, r, inverse);
+            const int first = r / kBlock * kBlock, apart = std::min(kBlock, in.rows - first) * kUnit;
+            uint32_t* to = words + static_cast<size_t>(first) * steps + (r - first) * kUnit;
+            for (int at = 0; at < steps * K::per_step; to += apart)
+                for (int part = 0; part < K::per_step; part++, at += kLanes)
+                    encode<K>(values(in, r, inverse, at), scale[r], to + part * (kLanes / K::per_step));
         }
     }
 
@@ -209,43 +279,60 @@ struct Tile {
     alignas(64) float value[kGroup][kBlock][kLanes];
 };
 
-template <class K, int R, int C>
-inline void multiply(const uint32_t* x, const char* w, size_t panel, int steps, Tile& out, int at) {
-    typename K::Acc acc[R][C];
+// Two of the four steps of a block that lies at `w`.
+struct Whole {
+    static constexpr int bytes = kSteps * kStepBytes;
+    template <int half>
+    static void pair(const char* w, Words, Words* step) {
+        step[0] = load_words(w + half * 2 * kStepBytes), step[1] = load_words(w + (half * 2 + 1) * kStepBytes);
+    }
+};
+struct Thin {
+    static constexpr int bytes = 3 * kStepBytes;
+    template <int half>
+    static void pair(const char* w, Words table, Words* step) {
+        Words code = load_words(w + 2 * kStepBytes);
+        if (half) code = shift_down<4>(code);
+        const Words low = load_words(w + half * kStepBytes), high = look_up(table, and_words(code, splat_word(0x0f0f0f0fu)));
+        step[0] = join_bytes_low(low, high), step[1] = join_bytes_high(low, high);
+    }
+};
+
+// R rows of words times one panel.
+template <class K, class Form, int R>
+inline void multiply(const uint32_t* x, const Linear& l, int panel, float (*out)[kLanes]) {
+    constexpr bool thin = std::is_same<Form, Thin>::value;
+    const char* w = l.weights.get() + l.panel_bytes() * panel;
+    const Words table = thin ? repeat_quarter(l.high[panel].data()) : zero_words();
+    const int32_t* escaped = thin ? &l.escaped[l.first_escaped[panel]] : nullptr;
+    const char* whole = thin ? reinterpret_cast<const char*>(l.whole.data() + l.first_escaped[panel] - panel) : nullptr;
+    typename K::Acc acc[R];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) acc[r][c] = K::zero();
-    // Near the end of the panels, what comes next is the start of the C panels after them.
-    size_t ahead = kPrefetch;
-    for (int s = 0, end = std::max(steps - kPrefetch / kStepBytes, 0); s < steps; end = steps, ahead += (C - 1) * panel)
-        for (; s < end; s += kUnit, x += R * kUnit)
-            for (int i = 0; i < kUnit; i++, w += kStepBytes) {
-                Words column[C];
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c++) {
-                    column[c] = load_words(w + c * panel);
-                    _mm_prefetch(w + c * panel + ahead, _MM_HINT_T0);
-                }
+    for (int r = 0; r < R; r++) acc[r] = K::zero();
+    for (int block = 0, blocks = l.steps / kSteps; block < blocks; x += R * kUnit)
+        for (const uint32_t *at = x, *end = x + kUnit; at < end; at += kSteps, block++, w += Form::bytes) {
+            const bool escapes = thin && __builtin_expect(block == *escaped, false);
+            Words step[2];
+            const auto join = [&](const uint32_t* words) {
+#pragma GCC unroll 32
+                for (int i = 0; i < 2 * R; i++) acc[i % R] = K::join(acc[i % R], step[i / R], splat_word(words[i % R * kUnit + i / R]));
+            };
+#pragma GCC unroll 4
+            for (int line = 0; line < Form::bytes; line += kStepBytes) _mm_prefetch(w + kPrefetch + line, _MM_HINT_T0);
+            Form::template pair<0>(w, table, step);
+            if (escapes) Whole::pair<0>(whole, table, step);
+            join(at);
+            Form::template pair<1>(w, table, step);
+            if (escapes) Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
+            join(at + 2);
+        }
 #pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    const Words row = splat_word(x[r * kUnit + i]);
-#pragma GCC unroll 8
-                    for (int c = 0; c < C; c++) acc[r][c] = K::join(acc[r][c], column[c], row);
-                }
-            }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) std::memcpy(out.value[at + c][r], &acc[r][c], kStepBytes);
+    for (int r = 0; r < R; r++) std::memcpy(out[r], &acc[r], kStepBytes);
 }
 
-// All panels of a group for R rows, as many at a time as the registers hold.
-template <class K, int R, int C = kGroup>
-inline void multiply_group(const uint32_t* x, const char* w, size_t panel, int steps, int panels, Tile& out, int done = 0) {
-    if constexpr (R * C <= kRegisters - kRegisters / 4)
-        for (; done + C <= panels; done += C) multiply<K, R, C>(x, w + done * panel, panel, steps, out, done);
-    if constexpr (C > 1) multiply_group<K, R, C / 2>(x, w, panel, steps, panels, out, done);
+template <class K, class Form, int R>
+inline void multiply_group(const uint32_t* x, const Linear& l, int panel, int panels, Tile& out) {
+    for (int p = 0; p < panels; p++) multiply<K, Form, R>(x, l, panel + p, out.value[p]);
 }
 
 #if defined(__AMX_TILE__)
@@ -303,25 +390,26 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const char* w, size_t
 
 // In place of the vector kernel for bf16 and int8, for every number of rows.
 template <class K, int R, int C = 4>
-inline void multiply_group_tiles(const uint32_t* x, const char* w, size_t panel, int steps, int panels, Tile& out, int done = 0) {
-    for (; done + C <= panels; done += C) multiply_tiles<K, C>(x, R * kUnit, w + done * panel, panel, steps, out, done);
-    if constexpr (C > 1) multiply_group_tiles<K, R, C / 2>(x, w, panel, steps, panels, out, done);
+inline void multiply_group_tiles(const uint32_t* x, const Linear& l, int panel, int panels, Tile& out, int done = 0) {
+    const size_t bytes = l.panel_bytes();
+    for (; done + C <= panels; done += C)
+        multiply_tiles<K, C>(x, R * kUnit, l.weights.get() + (panel + done) * bytes, bytes, l.steps, out, done);
+    if constexpr (C > 1) multiply_group_tiles<K, R, C / 2>(x, l, panel, panels, out, done);
 }
 #endif
 
-using GroupKernel = void (*)(const uint32_t*, const char*, size_t, int, int, Tile&, int);
-template <class K, int... R>
-constexpr void fill_kernels(GroupKernel* table, std::integer_sequence<int, R...>) {
+using GroupKernel = void (*)(const uint32_t*, const Linear&, int, int, Tile&);
+template <class K, class Form, int R>
+void run_group(const uint32_t* x, const Linear& l, int panel, int panels, Tile& out) {
 #if defined(__AMX_TILE__)
-    if constexpr (!std::is_same<K, F32>::value) return void(((table[R] = multiply_group_tiles<K, R + 1>), ...));
+    if constexpr (!std::is_same<K, F32>::value) return multiply_group_tiles<K, R>(x, l, panel, panels, out);
 #endif
-    ((table[R] = multiply_group<K, R + 1>), ...);
+    multiply_group<K, Form, R>(x, l, panel, panels, out);
 }
-template <class K>
-struct Kernels {
-    GroupKernel of[kBlock];
-    constexpr Kernels() : of() { fill_kernels<K>(of, std::make_integer_sequence<int, kBlock>{}); }
-};
+template <class K, class Form, int... R>
+constexpr std::array<GroupKernel, kBlock> kernels_of(std::integer_sequence<int, R...>) {
+    return {run_group<K, Form, R + 1>...};
+}
 
 // What becomes of a product's results.
 enum class Then {
@@ -354,9 +442,9 @@ inline f32x16 finished(const Linear& l, const float* sums, int column, float sca
 }
 
 // Panels of this thread times all rows.
-template <class K>
+template <class K, class Form>
 void linear_of(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
-    static constexpr Kernels<K> kernels;
+    static constexpr auto kernels = kernels_of<K, Form>(std::make_integer_sequence<int, kBlock>{});
     const Share pairs((l.panels + 1) / 2, thread, threads);
     const int end = std::min(2 * pairs.end, l.panels), stride = o.then == Then::kGate ? 2 : 1;
     Tile tile;
@@ -366,8 +454,7 @@ void linear_of(const Linear& l, const Packed& x, int rows, const Output& o, int 
     for (int panel = 2 * pairs.begin; panel < end; panel += kGroup)
         for (int first = 0; first < rows; first += kBlock) {
             const int own = std::min(kBlock, rows - first), count = std::min(kGroup, end - panel);
-            kernels.of[own - 1](x.words + static_cast<size_t>(first) * l.steps, l.weights + l.panel_bytes() * panel,
-                                l.panel_bytes(), l.steps, count, tile, 0);
+            kernels[own - 1](x.words + static_cast<size_t>(first) * l.steps, l, panel, count, tile);
             for (int p = 0; p < count; p += stride) {
                 const int column = (panel + p) * kLanes, room = o.width - column / stride;
                 for (int r = 0; r < own; r++) {
@@ -384,15 +471,17 @@ void linear_of(const Linear& l, const Packed& x, int rows, const Output& o, int 
 }
 
 inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
-    if (l.kind == kF32) linear_of<F32>(l, x, rows, o, thread, threads);
-    if (l.kind == kBF16) linear_of<BF16>(l, x, rows, o, thread, threads);
-    if (l.kind == kI8) linear_of<I8>(l, x, rows, o, thread, threads);
+    if (l.kind == kF32) linear_of<F32, Whole>(l, x, rows, o, thread, threads);
+    if (l.kind == kBF16 && !l.thin) linear_of<BF16, Whole>(l, x, rows, o, thread, threads);
+    if (l.kind == kBF16 && l.thin && kThin) linear_of<BF16, Thin>(l, x, rows, o, thread, threads);
+    if (l.kind == kI8) linear_of<I8, Whole>(l, x, rows, o, thread, threads);
 }
 
-inline void pack_rows(Packed& x, const Linear& l, const Input& in, int thread, int threads) {
-    if (l.kind == kF32) x.fill<F32>(in, l.steps, thread, threads);
-    if (l.kind == kBF16) x.fill<BF16>(in, l.steps, thread, threads);
-    if (l.kind == kI8) x.fill<I8>(in, l.steps, thread, threads);
+inline void pack_rows(const Packed& x, const Linear& l, const Input& in, int thread, int threads) {
+    const Share mine(in.rows, thread, threads);
+    if (l.kind == kF32) x.fill<F32>(in, l.steps, mine);
+    if (l.kind == kBF16) x.fill<BF16>(in, l.steps, mine);
+    if (l.kind == kI8) x.fill<I8>(in, l.steps, mine);
 }
 
 }  // namespace outrider

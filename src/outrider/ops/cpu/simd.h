@@ -60,11 +60,14 @@ inline Words shift_up16(Words a) { return _mm512_slli_epi32(a, 16); }
 inline Words keep_high16(Words a) { return _mm512_and_si512(a, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
 inline Words even_unsigned(Words a) { return _mm512_and_si512(a, _mm512_set1_epi16(0x00ff)); }
 inline Words odd_unsigned(Words a) { return _mm512_srli_epi32(_mm512_andnot_si512(_mm512_set1_epi16(0x00ff), a), 8); }
-#if defined(__AVX512BW__)
 inline Words even_signed(Words a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
 inline Words odd_signed(Words a) { return _mm512_srai_epi16(a, 8); }
 inline Words multiply_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
-#endif
+// Of bytes, in each quarter by itself.
+inline Words repeat_quarter(const void* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline Words look_up(Words table, Words at) { return _mm512_shuffle_epi8(table, at); }
+inline Words join_bytes_low(Words low, Words high) { return _mm512_unpacklo_epi8(low, high); }
+inline Words join_bytes_high(Words low, Words high) { return _mm512_unpackhi_epi8(low, high); }
 
 #else  // AVX2: two halves of eight
 
@@ -158,12 +161,23 @@ inline __m256i even8(__m256i a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 
 inline Words even_signed(Words a) { return {even8(a.lo), even8(a.hi)}; }
 inline Words odd_signed(Words a) { return {_mm256_srai_epi16(a.lo, 8), _mm256_srai_epi16(a.hi, 8)}; }
 inline Words multiply_pairs(Words a, Words b) { return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
+inline Words repeat_quarter(const void* p) {
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    return {all, all};
+}
+inline Words look_up(Words table, Words at) { return {_mm256_shuffle_epi8(table.lo, at.lo), _mm256_shuffle_epi8(table.hi, at.hi)}; }
+inline Words join_bytes_low(Words a, Words b) { return {_mm256_unpacklo_epi8(a.lo, b.lo), _mm256_unpacklo_epi8(a.hi, b.hi)}; }
+inline Words join_bytes_high(Words a, Words b) { return {_mm256_unpackhi_epi8(a.lo, b.lo), _mm256_unpackhi_epi8(a.hi, b.hi)}; }
 
 #endif
 
 inline f32x16& operator+=(f32x16& a, f32x16 b) { return a = a + b; }
 
 // Lanes together, always in the same pairs.
+#if defined(__AVX512F__)
+inline float sum(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
+#else
 template <class Join>
 inline float across(f32x16 a, Join join) {
     float lane[kLanes];
@@ -178,6 +192,7 @@ inline float sum(f32x16 a) {
 inline float largest(f32x16 a) {
     return across(a, [](float x, float y) { return x > y ? x : y; });
 }
+#endif
 
 // e^x to within 2 units in the last place; 0 from -104 down (so also at -inf), NaN for NaN.
 inline f32x16 exponential(f32x16 x) {

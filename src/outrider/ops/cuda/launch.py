@@ -108,7 +108,7 @@ class Kernels:
 
     @property
     def _norm_warps(self) -> int:
-        return 4 if self.shape.hidden <= 1024 else 8
+        return 4 if self.shape.hidden <= 1024 else 16 if self.shape.hidden <= 2048 else 32
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile | None = None) -> None:
         """out = x times w transposed ("store"), added to out ("add"), or silu of its pairs ("silu")."""
@@ -179,7 +179,8 @@ class Kernels:
         kernels.attend_chunks[(len(chunks), s.kv_heads)](
             q, *pool, table, chunks, out, table.shape[1], self._scale,
             TILE=self.chunk_tokens * s.heads // s.kv_heads, KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head,
-            PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=8, num_stages=1,
+            PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=4 if s.head <= 128 else 8,
+            num_stages=self._ahead,
         )  # fmt: skip
 
     @property
@@ -191,7 +192,12 @@ class Kernels:
     @property
     def chunk_tokens(self) -> int:
         """Tokens of one program of `attend_chunks`."""
-        return 128 // (self.shape.heads // self.shape.kv_heads)
+        return 64 // (self.shape.heads // self.shape.kv_heads)
+
+    @property
+    def _ahead(self) -> int:
+        """Blocks of keys and values in flight, as far as shared memory holds them."""
+        return 3 if self.shape.head <= 128 and self.dtype == torch.bfloat16 else 1
 
     @property
     def _scale(self) -> float:
