@@ -172,7 +172,12 @@ def _forward(data: dict[str, Any]) -> Iterator[str]:
     counts = list(data["results"][0]["ms"])
     columns: dict[str, Cell] = {"model": lambda row: row["model"], "dtype": lambda row: row["dtype"]}
     times: dict[str, Cell] = {f"{n} rows, ms": lambda row, n=n: _number(row["ms"][n]) for n in counts}
-    yield _table(data["results"], columns | times | {"its bytes, ms": lambda row: _number(row["bytes_ms"])})
+    floors: dict[str, Cell] = {f"floor of {n}": lambda row, n=n: _number(row["floor_ms"][n]) for n in ("1", "8", "16")}
+    yield _table(data["results"], columns | times | floors)
+    yield (
+        "A floor is the larger of two times measured between the forwards: reading as many bytes as the weights have, and as many "
+        "multiply-adds from registers as the products need.\n"
+    )
 
 
 def _round(data: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""What a forward costs by the number of its rows, against the time its bytes need at the bandwidth of the same run.
+"""What a forward costs by the number of its rows, against what the processor needs in the same run to read the weights
+and to multiply them with so many rows: the larger of the two is a floor for products alone.
 
 On a machine that others use too, a time says little when the scheduler took a core away meanwhile. Such samples are
 told by the process's context switches and left out, as long as enough others are left.
@@ -6,6 +7,7 @@ told by the process's context switches and left out, as long as enough others ar
 
 from __future__ import annotations
 
+import mmap
 import random
 import resource
 import statistics
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.bench.conditions import conditions
 from outrider.cache import KVPool
@@ -30,6 +33,7 @@ __all__ = ["RANDOM_MODELS", "bench_forward"]
 
 _PAGE = 64
 _ENOUGH = 5  # undisturbed samples
+_STEPS = 100_000  # of the instruction whose speed is measured: half a millisecond
 _LLAMA = {"architecture": "LlamaForCausalLM", "context": 2048, "rope": Rope(), "tied": True, "dtype": "bfloat16", "head_dim": 64}
 RANDOM_MODELS: dict[str, ModelConfig] = {
     "40m": ModelConfig(vocab=8192, hidden=512, layers=12, heads=8, kv_heads=4, ffn=1408, **_LLAMA),  # type: ignore[arg-type]
@@ -85,29 +89,44 @@ def bench_forward(models: Sequence[str], dtypes: Sequence[str], setting: Setting
 
 def _measure(core: Core | None, model: str, dtype: str, setting: Setting) -> dict[str, Any]:
     runner = _runner(core, model, dtype, setting)
-    rows, reading = _watches(core, runner, setting)
+    rows, reading, adding = _watches(core, runner, setting)
     ms, first = {count: watch.ms for count, watch in rows.items()}, min(rows)
-    read = reading.ms if core is not None else None
-    return {
+    record: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
         "megabytes": round(runner.weight_bytes / 1e6, 2),
-        "bandwidth_gb_s": None if read is None else round(runner.weight_bytes / read / 1e6, 2),
-        "bytes_ms": None if read is None else round(read, 4),
         "ms": {count: round(value, 4) for count, value in ms.items()},
         "undisturbed": {count: watch.undisturbed for count, watch in rows.items()},
         "ratio_to_one_row": {count: round(value / ms[first], 3) for count, value in ms.items()},
-        "one_row_over_bytes": None if read is None else round(ms[first] / read, 3),
+    }
+    return record if core is None else record | _floors(core, runner, ms, reading, adding)
+
+
+def _floors(core: Core, runner: Runner, ms: dict[int, float], reading: _Watch, adding: _Watch) -> dict[str, Any]:
+    """What the same processor needs in the same minutes to read the weights and to multiply them."""
+    c = runner.decoder.config
+    a_layer = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + 3 * c.hidden * c.ffn
+    done = core.multiply_add(c.dtype, _STEPS)
+    arithmetic = adding.ms * (c.layers * a_layer + c.vocab * c.hidden) / done if done else 0.0
+    floor = {count: max(reading.ms, count * arithmetic) for count in ms}
+    return {
+        "bandwidth_gb_s": round(runner.weight_bytes / reading.ms / 1e6, 2),
+        "bytes_ms": round(reading.ms, 4),
+        "multiply_adds_g_s": round(done / adding.ms / 1e6, 1) if done else None,
+        "row_arithmetic_ms": round(arithmetic, 4),
+        "floor_ms": {count: round(value, 4) for count, value in floor.items()},
+        "over_floor": {count: round(ms[count] / value, 3) for count, value in floor.items()},
+        "one_row_over_bytes": round(ms[min(ms)] / reading.ms, 3),
     }
 
 
-def _watches(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[int, _Watch], _Watch]:
-    """Forwards with their logits by row count, and reads of as many bytes; all interleaved."""
+def _watches(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[int, _Watch], _Watch, _Watch]:
+    """Forwards with their logits by row count, reads of as many bytes, and multiply-adds; all interleaved."""
     vocab, pages = runner.decoder.config.vocab, list(range(runner.pool.pages - 1))
     tokens = [i * 7919 % vocab for i in range(setting.context + max(setting.rows))]
     runner.forward([Feed(pages, 0, tokens[: setting.context])])
-    watches, reading = {count: _Watch() for count in setting.rows}, _Watch()
-    memory = torch.ones(max(runner.weight_bytes // 4, 1))
+    watches, reading, adding = {count: _Watch() for count in setting.rows}, _Watch(), _Watch()
+    memory = _memory(runner.weight_bytes)
     order, shuffle = list(setting.rows), random.Random(0)
     for _ in range(setting.repeats):
         shuffle.shuffle(order)
@@ -118,7 +137,15 @@ def _watches(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[
             read = partial(core.read, memory.data_ptr(), memory.numel() * 4, core.threads)
             read()  # brings the buffer where the weights were
             reading.time(read)
-    return watches, reading
+            adding.time(partial(core.multiply_add, runner.decoder.config.dtype, _STEPS))
+    return watches, reading, adding
+
+
+def _memory(size: int) -> Tensor:
+    """As many bytes as the weights have, in huge pages as they are."""
+    pages = mmap.mmap(-1, max(size, 4), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.float32, count=max(size // 4, 1)).fill_(1.0)
 
 
 def _switches() -> int:

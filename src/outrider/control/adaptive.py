@@ -23,7 +23,7 @@ from outrider.core import Arm, Drafts, Plan
 
 __all__ = ["Adaptive"]
 
-_LENGTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+_LENGTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
 _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED = 4  # every so many plain rounds are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
@@ -31,7 +31,7 @@ _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into it to begin with
 _PROBE_LENGTH = 8
-_REPLAN = 8  # rounds a plan stands
+_REPLAN = 12  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEW = 4  # sequences among which a newcomer is planned for at once
 _POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
@@ -68,12 +68,14 @@ class Adaptive:
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
+        self._timed: list[tuple[int, int, float]] = []  # forwards not entered in the costs yet
         self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
         self._load: Load | None = None
         self._plan = Plan(())
 
     def keep(self, path: Path) -> None:
         """Write what was measured and what was accepted, for the next start on this machine."""
+        self._think()
         self.costs.accepted = self._record.as_dict()
         self.costs.save(path)
 
@@ -155,7 +157,7 @@ class Adaptive:
             return
         self._priced += 1
         if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
-            self.costs.observe_forward(stats.rows, load.context, stats.forward_s + stats.rest_s)
+            self._timed.append((stats.rows, load.context, stats.forward_s + stats.rest_s))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times, self._expected = {}, {}, {}
         if self._credit is not None:
@@ -215,6 +217,7 @@ class Adaptive:
         sequence takes whatever brings it most beyond that price, or nothing.
         """
         self._gains, self._hopeless, self._poor = {}, set(), 0
+        self._think()
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
         able = [b for b, room in enumerate(load.room) if room > 0]
@@ -240,6 +243,13 @@ class Adaptive:
             self._drop_the_lonely(load, dict(zip(able, gains, strict=True)), lengths, arms)
         self._standing = {load.keys[b]: (arms[b], lengths[b]) for b in able}
         self._complete = len(able) == len(load.keys)
+
+    def _think(self) -> None:
+        """Enter what the last rounds showed: many at once, because the first of them fetches everything it touches."""
+        self._record.think()
+        for timed in self._timed:
+            self.costs.observe_forward(*timed)
+        self._timed.clear()
 
     def _prices(self, load: Load, able: int) -> tuple[float, Floats]:
         """Seconds of a plain round, and (arms, lengths) what it costs one of the sequences when all draft so."""
@@ -277,7 +287,8 @@ class Adaptive:
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
         times, spent = self._round_times(load, len(survival) + 1), self._spent(load)
-        spent -= times[0] - self._base(load)
+        if load.rows > load.emitting:
+            spent -= times[0] - self._base(load)
         tokens, count = float(load.emitting), 0
         best = tokens / (times[0] + spent)
         for n, own in enumerate(survival, 1):

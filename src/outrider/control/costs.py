@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,11 +108,10 @@ class Costs:
     def forward(self, rows: float, context: int) -> float:
         """Seconds of a target forward."""
         wanted = _context(context)
-        known = sorted(self._forward, key=lambda bin_: (abs(bin_ - wanted), bin_))
-        for bin_ in known:
-            time = self._forward[bin_].time(rows)
-            if time is not None:
-                return time
+        if wanted not in self._forward and self._forward:
+            wanted = min(self._forward, key=lambda own: (abs(own - wanted), own))
+        if wanted in self._forward and (time := self._forward[wanted].time(rows)) is not None:
+            return time
         return 0.01 * max(rows / 16, 1.0)
 
     def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
@@ -185,7 +184,7 @@ def _step(size: int) -> int:
 
 
 def _context(tokens: int) -> int:
-    return min(sum(limit < tokens for limit in CONTEXTS), len(CONTEXTS) - 1)
+    return min(bisect_left(CONTEXTS, tokens), len(CONTEXTS) - 1)
 
 
 def _plain(curve: Curve) -> dict[str, float]:

@@ -8,6 +8,7 @@ follow gains: the accepted tokens to expect from the best node, the second best,
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -24,7 +25,7 @@ __all__ = ["MOST", "Floats", "Record"]
 
 Floats = npt.NDArray[np.float64]
 
-MOST = 64  # nodes a curve covers
+MOST = 32  # nodes a curve covers
 _PLACES = np.arange(1, MOST + 1)
 _PRIOR = 0.6**_PLACES
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
@@ -34,13 +35,17 @@ _TRUST = 2.0  # rounds after which a sequence's own experience says as much as o
 _APART = 8.0  # and about which arm suits it
 _STALE = 0.92  # what is left of a sequence's experience with an arm after a round of its with another
 _NEAR = 6  # nodes by which texts are compared
-_EASIEST = 2.0  # times as much accepted as from other texts, and the inverse
+_HARDEST, _EASIEST = 0.1, 2.0  # what is accepted against other texts, at least and at most
 _JUDGED = 200.0  # nodes that a class of claims remembers
 _OWN_JUDGED = 48.0  # and a sequence
 _DOUBT = 4.0  # judged nodes that the claim itself counts for
 _CAUTION = 6.0  # judged nodes that a sequence's being like all others counts for
 _GOING_ON, _SLOWLY = 0.9, 0.15  # how nodes beyond those asked for are imagined, and how readily
-_BOUND = 6.0  # log odds beyond which claims are alike
+_BOUND = 6  # log odds beyond which claims are alike
+_EDGES = [1 / (1 + math.exp(0.5 - odds)) for odds in range(1 - _BOUND, _BOUND + 1)]  # chances between whole log odds
+
+
+_UNSEEN = (0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -68,13 +73,8 @@ class _Arm:
         judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in data["judged"].items()}
         return cls(gains, float(data["rounds"]), judged).recalled(_RECALLED)
 
-    def chance(self, claim: float) -> float:
-        """How often nodes with such a claim came true."""
-        seen, true = self.judged.get(round(claim), (0.0, 0.0))
-        return (true + _DOUBT * _chance(claim)) / (seen + _DOUBT)
-
-    def judge(self, claim: float, true: bool) -> None:
-        own = self.judged.setdefault(round(claim), [0.0, 0.0])
+    def judge(self, claim: int, true: bool) -> None:
+        own = self.judged.setdefault(claim, [0.0, 0.0])
         if own[0] >= _JUDGED:
             own[:] = (value * (1 - 1 / _JUDGED) for value in own)
         own[0] += 1.0
@@ -94,11 +94,11 @@ class _Own:
 
     @property
     def ease(self) -> float:
-        """Log odds to add to every node's chance."""
+        """By how much every node's odds are larger."""
         if self.seen == 0.0:
-            return 0.0
+            return 1.0
         mean = self.expected / self.seen
-        return _log_odds((self.true + _CAUTION * mean) / (self.seen + _CAUTION)) - _log_odds(mean)
+        return _odds((self.true + _CAUTION * mean) / (self.seen + _CAUTION)) / _odds(mean)
 
     def judge(self, expected: float, true: bool) -> None:
         fade = 1.0 - 1.0 / _OWN_JUDGED
@@ -115,7 +115,7 @@ class _Pending:
     asked: int  # nodes
     gains: list[float]  # as expected, best first
     parents: list[int]
-    claims: list[float]  # log odds of every node after its parent, as the drafter says
+    claims: list[int]  # log odds of every node after its parent, as the drafter says, in whole numbers
     chances: list[float]  # the same as the arm's record has it
     kept: Seq[int] | None = None  # nodes that were verified; None: all
 
@@ -135,6 +135,7 @@ class Record:
         self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, list[_Own]] = {}
         self._pending: dict[Hashable, _Pending] = {}
+        self._heard: list[tuple[Hashable, _Pending, Seq[int]]] = []  # verdicts not thought over yet
 
     def meet(self, keys: Iterable[Hashable], kinds: Iterable[int]) -> None:
         """Sequences and their kinds."""
@@ -176,7 +177,7 @@ class Record:
         here = sum(n * float(own.gains[:_NEAR].sum()) for n, own in zip(rounds, owns, strict=True) if n)
         if there > 0:
             trust = sum(rounds) / (sum(rounds) + _TRUST)
-            gains *= 1 + trust * (min(max(here / there, 1 / _EASIEST), _EASIEST) - 1)
+            gains *= 1 + trust * (min(max(here / there, _HARDEST), _EASIEST) - 1)
             np.minimum(gains, 1.0, out=gains)
         for place, own, n in zip(gains, owns, rounds, strict=True):
             if n:
@@ -194,16 +195,18 @@ class Record:
 
     def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float]) -> list[float]:
         """The survival of every node of a proposal, given what the drafter says it is."""
-        shared, ease = self._arms_of(key)[arm], self._of(key, arm).ease
-        claims: list[float] = []
+        judged, ease = self._arms_of(key)[arm].judged, self._of(key, arm).ease
+        claims: list[int] = []
         chances: list[float] = []
         survival: list[float] = []
-        for i, parent in enumerate(parents):
-            before = says[parent] if parent >= 0 else 1.0
-            claims.append(_log_odds(says[i] / before if before > 0 else 0.0))
-            chances.append(shared.chance(claims[i]))
-            own = _chance(_log_odds(chances[i]) + ease) if ease else chances[i]
-            survival.append(own * (survival[parent] if parent >= 0 else 1.0))
+        for said, parent in zip(says, parents, strict=False):  # what is said of fewer nodes is padded
+            before, above = (says[parent], survival[parent]) if parent >= 0 else (1.0, 1.0)
+            claim = said / before if before > 0 else 0.0
+            claims.append(bisect(_EDGES, claim) - _BOUND)
+            seen, true = judged.get(claims[-1], _UNSEEN)
+            chance = (true + _DOUBT * min(claim, 1.0)) / (seen + _DOUBT)
+            chances.append(chance)
+            survival.append(chance * ease / (1.0 - chance + chance * ease) * above)
         gains = sorted(survival, reverse=True)[:MOST]
         self._pending[key] = _Pending(arm, min(asked, MOST), gains, parents, claims, chances)
         return survival
@@ -214,10 +217,18 @@ class Record:
             self._pending[key].kept = nodes
 
     def learn(self, key: Hashable, path: Seq[int]) -> None:
-        """The verdict: which of the verified nodes came true."""
+        """The verdict: which of the verified nodes came true. It is thought over later, many at once: that is quicker."""
         pending = self._pending.pop(key, None)
-        if pending is None:
-            return
+        if pending is not None:
+            self._heard.append((key, pending, path))
+
+    def think(self) -> None:
+        """Go through what was heard."""
+        for heard in self._heard:
+            self._judge(*heard)
+        self._heard.clear()
+
+    def _judge(self, key: Hashable, pending: _Pending, path: Seq[int]) -> None:
         own, shared = self._of(key, pending.arm), self._arms_of(key)[pending.arm]
         nodes = range(len(pending.parents)) if pending.kept is None else pending.kept
         alive = {ROOT, *(nodes[i] for i in path)}
@@ -232,11 +243,13 @@ class Record:
         own.at = max(each.at for each in self._own[key]) + 1
 
     def forget(self, key: Hashable) -> None:
+        self.think()
         for known in (self._own, self._pending, self._kinds):
             known.pop(key, None)
 
     def as_dict(self) -> dict[str, Any]:
         """What is known about each arm, by kind, as plain data."""
+        self.think()
         return {
             str(kind): {name: own.as_dict() for name, own in zip(self._names, arms, strict=True) if own.rounds}
             for kind, arms in self._shared.items()
@@ -287,10 +300,6 @@ def _weights(asked: int) -> Floats:
     return np.where(asked >= _PLACES, 1.0, _SLOWLY)
 
 
-def _log_odds(chance: float) -> float:
+def _odds(chance: float) -> float:
     bounded = min(max(chance, 1e-6), 1 - 1e-6)
-    return max(-_BOUND, min(_BOUND, math.log(bounded / (1 - bounded))))
-
-
-def _chance(log_odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-log_odds))
+    return bounded / (1 - bounded)

@@ -66,6 +66,7 @@ class AutoDrafter(MixtureDrafter):
         self._scorers = [m for m, member in enumerate(members) if member.drafter.needs.scores]
         self._asked: set[int] = set()
         self._awake = list(range(len(members)))
+        self._readers = [m for m in self._awake if self._reads[m]]
 
     def begin(self, seq: Sequence) -> None:
         for m, last in enumerate(self._last_asked):
@@ -85,36 +86,42 @@ class AutoDrafter(MixtureDrafter):
                 member.drafter.end(seq)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        arms = [self._arms[arm] if n else frozenset() for arm, n in zip(plan.arms, plan.lengths, strict=True)]
-        self._asked = {m for own in arms for m in own}
-        for m in self._asked:
+        asked = self._asked = {m for arm, n in zip(plan.arms, plan.lengths, strict=True) if n for m in self._arms[arm]}
+        for m in asked:
             self._last_asked[m] = self._round
-            for seq in [seq for seq, own in zip(batch.sequences, arms, strict=True) if m in own]:
-                if seq not in self._follows[m]:
-                    self._begin(m, seq)
-        self._note_needs()
-        if len(self._asked) == 1:
-            return self._ask(next(iter(self._asked)), batch, plan)
-        return self._merged(batch, plan, arms)
+            own = self._follows[m]
+            new = [
+                seq
+                for seq, arm, n in zip(batch.sequences, plan.arms, plan.lengths, strict=True)
+                if n and seq not in own and m in self._arms[arm]
+            ]
+            for seq in new:
+                self._begin(m, seq)
+            if new:
+                self._note_needs()
+        if len(asked) == 1:
+            return self._ask(next(iter(asked)), batch, plan)
+        return self._merged(
+            batch, plan, [self._arms[arm] if n else frozenset() for arm, n in zip(plan.arms, plan.lengths, strict=True)]
+        )
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         self._round += 1
-        readers = [m for m in self._awake if self._reads[m]]
-        if not (self._asked or readers or self._scorers):
-            return  # everybody rests
-        self._judge(batch, verdicts)
-        for m in {*self._asked, *readers, *self._scorers}:
+        if self._last:
+            self._judge(batch, verdicts)
+        for m in self._asked.union(self._readers, self._scorers):
             self._show(m, batch, drafts, verdicts, scores)
-        for m in readers:
+        self._asked = set()
+        for m in self._readers:
             if self._round - self._last_asked[m] > _DOZE:
                 for seq in self._follows[m]:
                     self._members[m].drafter.end(seq)
                 self._follows[m].clear()
-        self._asked = set()
-        self._note_needs()
+                self._note_needs()
 
     def _note_needs(self) -> None:
         """Ask the engine only for what those awake read."""
         awake = [m for m, own in enumerate(self._follows) if own or not self._reads[m]]
         if awake != self._awake:
             self._awake, self.needs = awake, self._needs_of(awake)
+            self._readers = [m for m in awake if self._reads[m]]

@@ -27,7 +27,8 @@ from outrider.engine.surveying import survey_costs
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import Decoder, LoadOptions, ModelConfig, Runner, load_decoder, locate
 from outrider.model.bundled import bundled_model
-from outrider.model.load import generation_defaults
+from outrider.model.load import INT8, generation_defaults, is_int8
+from outrider.ops.native import find_core
 from outrider.platform import guard
 from outrider.sampling import SamplingParams
 from outrider.text import Tokenizer
@@ -310,8 +311,13 @@ class LLM:
         return list(params)
 
     def _companion(self, directory: Path) -> Runner:
-        """Load a draft model, its KV in as many pages as the target's."""
+        """Load a draft model, its KV in as many pages as the target's.
+
+        Stored in int8 it is served so where it can: it only guesses, and the target decides.
+        """
         options = {key: self.speculation.options[key] for key in ("dtype", "load_format") if key in self.speculation.options}
+        if self._options.dtype == "auto" and not self.device.is_gpu and find_core()[0] is not None and is_int8(directory):
+            options = {"dtype": INT8} | options
         decoder = load_decoder(directory, replace(self._options, **options))
         self._companions.append(self._runner(decoder))
         return self._companions[-1]

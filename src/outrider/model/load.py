@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from outrider.model.decoder import Decoder
 __all__ = [
     "LoadOptions",
     "generation_defaults",
+    "is_int8",
     "load_decoder",
     "locate",
     "names",
@@ -105,6 +107,13 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor, str]]:
                     yield name, tensor, path.name
         except (SafetensorError, OSError, KeyError) as error:
             raise ModelError(f"{path} cannot be read (truncated or corrupt?): {error}") from None
+
+
+def is_int8(directory: Path) -> bool:
+    """Whether a directory's matrices are stored in int8."""
+    with contextlib.suppress(SafetensorError, OSError, ModelError), safe_open(_files(directory)[0], framework="pt") as file:
+        return any(name.endswith(SCALE) for name in file.keys())  # noqa: SIM118 (not a dict)
+    return False
 
 
 def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:

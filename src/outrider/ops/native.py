@@ -129,6 +129,8 @@ class Core:
         self.linear.argtypes = [_pointer, _pointer, _int, _pointer, _float, _pointer, _int]
         self.read = library.outrider_read
         self.read.restype, self.read.argtypes = _float, [_pointer, _int, _int]
+        self._multiply_add = library.outrider_multiply_add
+        self._multiply_add.restype, self._multiply_add.argtypes = _float, [ctypes.c_int32, _int, _int]
         self.forward = library.outrider_forward
         self.forward.argtypes = [_pointer, _pointer]
         self.draft = library.outrider_draft
@@ -172,6 +174,10 @@ class Core:
         found = (tokens.ctypes.data, chances.ctypes.data)
         self._rank(logits.data_ptr(), rows, vocab, *places, words, best, *found, self._worth_threads(rows, vocab))
         return tokens, chances
+
+    def multiply_add(self, kind: str, steps: int) -> float:
+        """Do nothing but multiply and add, from registers; how often. 0 where the core uses tiles."""
+        return float(self._multiply_add(_KINDS[kind], steps, self.threads))
 
     def _worth_threads(self, rows: int, vocab: int) -> int:
         return min(self.threads, rows) if rows * vocab > _WORTH_THREADS else 1

@@ -70,6 +70,17 @@ struct Unit {
     int first, count, head;
 };
 
+// KV that is wanted next, brought near while arithmetic leaves memory idle: a line with every step.
+struct Ahead {
+    const uint32_t *at, *end;
+
+    void fetch() {
+        if (at >= end) return;
+        _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+        at += kLanes;
+    }
+};
+
 // A product inside attention: out[r][16 c ..] (+)= sum over steps of x[r][s] * w[s][16 c ..].
 struct Small {
     const uint32_t *x, *w;
@@ -78,18 +89,21 @@ struct Small {
     float* out;
     size_t out_stride;
     bool resume;
+    Ahead& ahead;
 };
 
 template <class K, int R, int C>
 inline void accumulate(const Small& p, int row, int column) {
     const uint32_t *x = p.x + row * p.x_stride, *w = p.w + column * kLanes;
     float* out = p.out + row * p.out_stride + column * kLanes;
+    Ahead ahead = p.ahead;
     f32x16 acc[R][C];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) acc[r][c] = p.resume ? load(out + r * p.out_stride + c * kLanes) : splat(0.0f);
     for (int s = 0; s < p.steps; s++, w += p.w_stride) {
+        ahead.fetch();
         Words columns[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) columns[c] = load_words(w + c * kLanes);
@@ -104,6 +118,7 @@ inline void accumulate(const Small& p, int row, int column) {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) store(out + r * p.out_stride + c * kLanes, acc[r][c]);
+    p.ahead = ahead;
 }
 
 // All rows and vectors of columns, in register-sized pieces.
@@ -124,6 +139,7 @@ struct Attention {
     const Row* rows;
     int group;   // queries per head of keys
     int window;  // positions a row sees, itself included; 0: all
+    int threads;
 
     // q is (rows, heads, head_dim), scaled and rotated; out likewise. `memory` is the calling thread's.
     template <class K>
@@ -187,9 +203,11 @@ struct Attention {
     void score(const Unit& u, const Work& w) const {
         const int page = kv.page_size, steps = (kv.head_dim + K::per_step - 1) / K::per_step;
         for (int p = w.first_page; p * page < w.end; p++) {
-            const uint32_t* keys = kv.keys_of(rows[u.first].feed->pages[p], u.head);
+            const int own = rows[u.first].feed->pages[p];
+            const uint32_t *keys = kv.keys_of(own, u.head), *values = kv.values_of(own, u.head);
+            Ahead ahead{values, values + kv.head_size()};
             accumulate_all<K>({w.query, keys, static_cast<size_t>(kv.width), static_cast<size_t>(page), steps,
-                               w.scores + (p * page - w.base), w.span, false},
+                               w.scores + (p * page - w.base), w.span, false, ahead},
                               w.queries, (std::min(page, w.end - p * page) + kLanes - 1) / kLanes);
         }
     }
@@ -201,18 +219,21 @@ struct Attention {
         const int page = kv.page_size, vectors = kv.width / kLanes;
         const auto width = static_cast<size_t>(kv.width);
         for (int p = w.first_page; p * page < w.shared; p++) {
-            const uint32_t* values = kv.values_of(rows[u.first].feed->pages[p], u.head);
+            const int own = rows[u.first].feed->pages[p], next = u.head + threads;
+            const uint32_t *values = kv.values_of(own, u.head), *keys = kv.keys_of(own, std::min(next, kv.kv_heads));
+            Ahead ahead{keys, next < kv.kv_heads ? keys + kv.head_size() : keys};
             const int steps = std::min(page, w.shared - p * page) / K::per_step;
-            accumulate_all<K>({weights + (p * page - w.base) / K::per_step, values, w.span, width, steps, w.mixed, width, true},
+            accumulate_all<K>({weights + (p * page - w.base) / K::per_step, values, w.span, width, steps, w.mixed, width, true, ahead},
                               w.queries, vectors);
         }
         std::vector<uint32_t>& pair = gathered(kv.width);
+        Ahead ahead{};
         for (int i = 0; i < w.queries; i++) {
             const Row& row = rows[u.first + i / group];
             for (int at = w.shared; at <= row.position; at += K::per_step) {
                 gather<K>(u, row, at, pair.data());
                 accumulate_all<K>({weights + i * w.span + (at - w.base) / K::per_step, pair.data(), 1, width, 1,
-                                   w.mixed + i * width, width, true}, 1, vectors);
+                                   w.mixed + i * width, width, true, ahead}, 1, vectors);
             }
         }
     }

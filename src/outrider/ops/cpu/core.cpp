@@ -224,7 +224,7 @@ class Forward {
             for (int i = mine.begin; i < mine.end; i++) place_head<K>(l, kv, i / heads, i % heads);
             barrier();
             const Attention attention{kv, &o.layout_.row[first], static_cast<int>(s.heads / s.kv_heads),
-                                      static_cast<int>(l.window)};
+                                      static_cast<int>(l.window), threads};
             const int most = std::max(1, kQueries / attention.group);
             int turn = 0;
             for (int begin = 0, end; begin < rows; begin = end) {
@@ -545,6 +545,34 @@ OUTRIDER_API void outrider_rank(const float* logits, int64_t rows, int64_t vocab
             rank_row(logits + r * vocab, static_cast<int>(vocab), shapes[r], sharpness[r], keys[r], words, static_cast<int>(best),
                      choosing(), tokens + r * best, chances + r * best);
     });
+}
+
+// `steps` steps of a kind on as many accumulators as a product has, from registers, for measuring what the instruction
+// gives. Returns the multiply-adds of all threads.
+template <class K>
+double multiply_add(int64_t steps, int threads) {
+    std::vector<uint32_t> words(2 * kLanes + threads * kBlock * kLanes);
+    team().run(threads, [&](int thread, int) {
+        typename K::Acc acc[kBlock];
+#pragma GCC unroll 16
+        for (int r = 0; r < kBlock; r++) std::memcpy(&acc[r], &words[(2 + thread * kBlock + r) * kLanes], kStepBytes);  // of unknown value each
+        for (int64_t s = 0; s < steps; s++) {
+            asm volatile("" ::: "memory");  // every step is made
+            const Words w = load_words(words.data()), x = load_words(words.data() + kLanes);
+#pragma GCC unroll 16
+            for (int r = 0; r < kBlock; r++) acc[r] = K::join(acc[r], w, x);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kBlock; r++) std::memcpy(&words[(2 + thread * kBlock + r) * kLanes], &acc[r], kStepBytes);
+    });
+    return static_cast<double>(steps) * threads * kBlock * kLanes * K::per_step;
+}
+
+// 0 where tiles do the work.
+OUTRIDER_API double outrider_multiply_add(int32_t kind, int64_t steps, int64_t threads) {
+    if (!kThin) return 0.0;
+    const auto mine = kind == kF32 ? multiply_add<F32> : kind == kBF16 ? multiply_add<BF16> : multiply_add<I8>;
+    return mine(steps, static_cast<int>(threads));
 }
 
 // Reads memory as a forward reads weights, for measuring bandwidth. The sum keeps the reads from vanishing.
