@@ -9,11 +9,18 @@ import pytest
 import torch
 
 from outrider.cache import KVPool
+from outrider.config import EngineConfig
+from outrider.control import FixedLength
+from outrider.draft import Drafter
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.none import NoDrafter
+from outrider.engine.commit import Writer
+from outrider.engine.engine import Engine
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, EagleRunner, MedusaConfig, MedusaHeads, MedusaRunner
 from outrider.model import Decoder, Feed, ModelConfig
 from outrider.ops import Blocked
 from outrider.sampling import Row, SamplingParams, rank
-from tests.support import VOCAB, random_decoder, write_family
+from tests.support import VOCAB, make_request, random_decoder, run, write_family
 
 INTERPRETED = True
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,15 +91,22 @@ def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
         features = want.flip(0)
 
 
-@pytest.mark.parametrize("form", ["eagle3.1", "reduced"])
-def test_a_chain_is_the_head_s_own_choices(decoder: Decoder, form: str) -> None:
-    """One replay for several sequences draws what the head would token by token, greedy and with noise."""
+@pytest.mark.parametrize(("form", "sizes"), [("eagle3.1", None), ("reduced", (1, 2))])
+def test_a_chain_is_the_head_s_own_choices(
+    decoder: Decoder, form: str, sizes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One replay for several sequences draws what the head would token by token, greedy and with noise; or several."""
+    from outrider.heads import cuda_runners
     from outrider.heads.cuda_runners import CudaEagleRunner
     from outrider.model.cuda_runner import CudaRunner
 
+    monkeypatch.setattr(cuda_runners, "GRAPH_ROWS", sizes or cuda_runners.GRAPH_ROWS)
     head = make_head(decoder, "eagle3" if form == "reduced" else form, 60 if form == "reduced" else None)
     ids = head.vocab_ids
     chains, steps = (CudaEagleRunner(deepcopy(head), CudaRunner(decoder, PAGES, SIZE, DEVICE)) for _ in range(2))
+    for runner in (chains, steps):  # what lies before a sequence's first slot must not matter
+        for pool in (runner._pool.keys, runner._pool.values):
+            pool.normal_(std=30.0)
     width = len(head.config.taps) * decoder.config.hidden
     texts = [([4, 1], 1, [5, 6, 7, 8, 9, 10, 11]), ([2, 0], 14, [12]), ([3, 5], 3, [13, 14])]
     feeds = [Feed(pages, start, tokens, first_key=1 if start < 3 else start) for pages, start, tokens in texts]
@@ -112,6 +126,30 @@ def test_a_chain_is_the_head_s_own_choices(decoder: Decoder, form: str) -> None:
             token = int(rank(logits, [rows[i]._replace(position=rows[i].position + step)], 1).tokens[0, 0])
             assert drawn.tokens[i, step] == token, (i, step)
             hidden = steps.forward([Feed(feed.pages, rows[i].position + step, [token], first_key=feed.first_key)], hidden)
+
+
+def test_an_eagle_drafter_changes_no_token(decoder: Decoder) -> None:
+    """A round after another: features from prompts, from plain rounds and from accepted chains; penalties too."""
+    from outrider.heads.cuda_runners import CudaEagleRunner
+    from outrider.model.cuda_runner import CudaRunner
+
+    target = CudaRunner(decoder, 20, SIZE, DEVICE)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=7),
+        SamplingParams(temperature=0.8, seed=3, presence_penalty=0.5, max_tokens=7),
+    ]
+    asked = [make_request(list(range(5, 25 - 9 * i)), own, f"r{i}") for i, own in enumerate(params)]
+
+    def texts(drafter: Drafter, length: int) -> list[Writer]:
+        config = EngineConfig(page_size=SIZE, max_num_seqs=2, max_batch_rows=24, prefix_cache=False)
+        return run(Engine(target, None, drafter, FixedLength(length), config), asked)
+
+    plain = texts(NoDrafter(), 0)
+    head, c = make_head(decoder, "eagle3.1"), decoder.config
+    pool = KVPool(1, 20, c.kv_heads, SIZE, c.head_dim)
+    fast = texts(EagleDrafter(head, pool, Blocked(), runner=CudaEagleRunner(head, target)), 3)
+    assert [own.seq.tokens for own in fast] == [own.seq.tokens for own in plain]
+    assert all(own.seq.stats.drafted > 0 and own.seq.stats.fallback_reason is None for own in fast)
 
 
 def test_medusa_heads_on_the_device(decoder: Decoder) -> None:

@@ -127,11 +127,19 @@ class CudaEagleRunner:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, outputs) float32, on the host."""
-        return self._logits(hidden)[: len(hidden)].cpu()
+        return torch.cat([self._logits(part)[: len(part)].cpu() for part in torch.split(hidden, GRAPH_ROWS[-1])])
 
     @torch.inference_mode()
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> Drawn:
         """Chains after feeds by one replay: tokens and chances (feeds, length). The law is not sharpened."""
+        most = GRAPH_ROWS[-1]
+        starts = range(0, len(feeds), most)
+        parts = [self._draft(feeds[i : i + most], taps[i : i + most], rows[i : i + most], length) for i in starts]
+        tokens, chances = (torch.cat(own).numpy() for own in zip(*parts, strict=True))
+        return Drawn(tokens[:, :length], chances[:, :length])
+
+    def _draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> tuple[Tensor, Tensor]:
+        """Chains of as many sequences as a graph takes, of a captured length."""
         batch = _next(len(feeds), GRAPH_ROWS)
         captured = sorted(own for own_batch, own in self._chains if own_batch == batch and own >= length)
         length = captured[0] if captured else _next(length, CHAIN_LENGTHS)
@@ -155,7 +163,7 @@ class CudaEagleRunner:
         filling = taps[0].new_zeros(batch - len(feeds), taps[0].shape[1])
         given = torch.cat([*(own[-1:] for own in taps), filling, *(own[:-1] for own in taps)])
         found = self._chains[batch, length](given, ordered, rows, batch * most).cpu()[:, :, : len(feeds)]
-        return Drawn(found[0].T.long().numpy(), found[1].T.double().numpy())
+        return found[0].T.long(), found[1].T.double()
 
     def _chain(self, taps: Tensor, paged: Paged, batch: int, length: int) -> Tensor:
         """Tokens and chances (2, length, batch) of a draft; rows 0..batch-1 are the newest tokens."""
@@ -234,7 +242,7 @@ class CudaMedusaRunner:
     @torch.inference_mode()
     def logits(self, taps: Tensor) -> Tensor:
         """(heads, N, V) float32 on the host, from the stream leaving the target's last layer."""
-        return self._logits(taps)[:, : len(taps)].cpu()
+        return torch.cat([self._logits(part)[:, : len(part)].cpu() for part in torch.split(taps, GRAPH_ROWS[-1])], 1)
 
 
 def _next(count: int, sizes: Sequence[int]) -> int:
