@@ -64,7 +64,7 @@ def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:
 
 
 def measure_bundled(
-    methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "eagle:6", "auto"),
+    methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "eagle:4", "auto"),
 ) -> Iterator[dict[str, Any]]:
     """Pyrite at batch 1, both with graphs: tokens per second over plain decoding, by prompt; loops are counted apart."""
     prompts = read_prompts(_code(), 24)
