@@ -71,7 +71,8 @@ def tests() -> dict[str, Any]:
 
 
 def pytest(name: str, chosen: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q"]
+    options = "--noconftest -p no:cacheprovider -o filterwarnings=default -o addopts=-q"
+    command = [sys.executable, "-m", "pytest", *options.split()]
     command += [*(["-k", chosen] if chosen else []), f"tests/gpu/{name}"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

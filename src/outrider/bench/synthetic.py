@@ -8,6 +8,7 @@ margins would hide errors, so exactness is tested elsewhere (tests/gpu).
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -264,6 +265,8 @@ def _best(bench: Synthetic, engine: Engine, prompt: Sequence[int], tokens: int, 
 def measure_batches(bench: Synthetic, batches: Sequence[int], tokens: int) -> Iterator[dict[str, Any]]:
     """Throughput of plain decoding and of `auto` by batch size, on texts without repeats, alternating."""
     plain, auto = bench.engine(), bench.auto(max(batches))
+    gc.collect()
+    gc.freeze()  # a collection of all that torch and Triton keep takes longer than many rounds
     for batch in batches:
         prompts = [bench.scattered(32, 1000 + 64 * i) for i in range(batch)]
         for engine in (plain, auto):
