@@ -83,8 +83,8 @@ class Device:
         target.warm_up(batch * (1 + length), taps)
         target.read_nothing()
         rounds = target.round_seconds()
-        most = max(rounds)
-        rounds |= {turns * most: turns * rounds[most] for turns in (2, 3, 4)}  # more rows take several replays
+        if (most := target.options.most_rows) in rounds:
+            rounds |= {turns * most: turns * rounds[most] for turns in (2, 3, 4)}  # more rows take several replays
         for rows, seconds in rounds.items():
             for context in CONTEXTS:
                 costs.observe_forward(rows, context, seconds)

@@ -76,7 +76,6 @@ class LLM:
         **sizes: Any,
     ) -> None:
         self._costs_path: Path | None = None
-        self._costs_kept = False
         self._companions: list[Runner] = []
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
         for method in self.speculation.methods():
@@ -102,7 +101,7 @@ class LLM:
         policy = self._policy(runner, measured)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
-        if self.device.is_gpu and not self._costs_kept:
+        if self.device.is_gpu:
             self.measure_costs()  # a moment on a GPU; graphs alone say nothing of the work between them
 
     def _policy(self, runner: Runner, measured: Costs) -> Policy:
@@ -113,8 +112,10 @@ class LLM:
         self._costs_path = costs_path(self.directory, runner)
         atexit.register(_save_costs, weakref.ref(self))
         kept = Costs.load(self._costs_path)
-        self._costs_kept = kept.knows_forward
-        return Adaptive(arms_of(own.nested()), kept if kept.knows_forward else measured)
+        if measured.knows_forward:  # a GPU's graphs, just now
+            measured.accepted = kept.accepted
+            kept = measured
+        return Adaptive(arms_of(own.nested()), kept)
 
     def _warm_up(self, runner: Runner, taps: tuple[int, ...], config: EngineConfig) -> Costs:
         """On a GPU: the graphs a run will need, and what each costs."""
