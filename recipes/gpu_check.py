@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +23,12 @@ from typing import Any
 from outrider.bench.gpu import conditions_on_gpu, measure_everything
 
 ROOT = Path(__file__).parents[1]
+PIECES = {  # of long files, by pytest's -k
+    "test_kernels.py": ("same_bits", "not same_bits"),
+    "test_chains.py": ("not fit", "fit"),
+    "test_same_tokens.py": ("auto", "draft_model", "not auto and not draft_model"),
+}
+ALONE = [("test_chains.py", "fit")]
 
 
 def main() -> None:
@@ -30,6 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpu.jsonl")
     given = parser.parse_args()
     where = conditions_on_gpu(ROOT)
+    os.environ["OUTRIDER_CACHE"] = tempfile.mkdtemp()  # costs measured here, in this run
     with given.out.open("w") as file:
 
         def keep(row: dict[str, Any]) -> None:
@@ -54,12 +63,29 @@ def run_part(name: str, part: Callable[[], Iterator[dict[str, Any]]], keep: Call
 
 
 def tests() -> dict[str, Any]:
+    """Every test, in processes side by side: compiling takes most of the time. What looks at free memory comes after."""
     begun = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-o", "filterwarnings=default", "-q", "tests/gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(done.stdout[-4000:], flush=True)
-    return {"part": "tests", "passed": done.returncode == 0, "summary": done.stdout.strip().splitlines()[-1],
+    files = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    asked = [(name, own) for name in files for own in PIECES.get(name, ("",))]
+    running = [pytest(*own) for own in asked if own not in ALONE]
+    summaries = [finished(process) for process in running] + [finished(pytest(*own)) for own in asked if own in ALONE]
+    return {"part": "tests", "passed": all(passed for passed, _ in summaries), "summary": [text for _, text in summaries],
             "seconds": round(time.perf_counter() - begun, 1)}  # fmt: skip
+
+
+def pytest(name: str, chosen: str) -> subprocess.Popen[str]:
+    options = "--noconftest -p no:cacheprovider -o filterwarnings=default -o addopts=-q"
+    command = [sys.executable, "-m", "pytest", *options.split()]
+    command += [*(["-k", chosen] if chosen else []), f"tests/gpu/{name}"]
+    own = os.environ | {"OUTRIDER_CACHE": tempfile.mkdtemp()}  # costs found side by side are of no use to anybody
+    return subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[bool, str]:
+    text, _ = process.communicate()
+    if process.returncode:
+        print(text[-3000:], flush=True)
+    return process.returncode == 0, text.strip().splitlines()[-1]
 
 
 if __name__ == "__main__":

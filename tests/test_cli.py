@@ -55,7 +55,9 @@ def test_compare(model: list[str]) -> None:
 def test_doctor() -> None:
     done = outrider("doctor", "--json")
     assert done.returncode == 0, done.stdout
-    names = {finding["name"] for finding in json.loads(done.stdout)}
+    found = json.loads(done.stdout)
+    names = {finding["name"] for finding in found}
+    assert {"processor", "gpu"} <= {finding["section"] for finding in found} | names
     assert {"torch", "processor", "threads", "attention", "AMX tiles"} <= names
 
 

@@ -15,7 +15,13 @@ import outrider
 SOURCE = Path(outrider.__file__).parent
 
 
-NEED_TRITON = ("outrider.ops.cuda", "outrider.model.cuda_", "outrider.bench.synthetic", "outrider.bench.gpu")
+NEED_TRITON = (
+    "outrider.ops.cuda",
+    "outrider.model.cuda_",
+    "outrider.heads.cuda_",
+    "outrider.bench.synthetic",
+    "outrider.bench.gpu",
+)
 
 
 def modules() -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.bench.peers.run import Setting, Worker, compare_peers, ratios
+from outrider.bench.peers.run import Setting, Worker, _loads, compare_peers, ratios
 from outrider.bench.peers.to_gguf import interleave, write_gguf
 from outrider.bench.peers.weights import export_model
 from outrider.errors import InvalidParameter
@@ -91,6 +91,27 @@ def test_transformers_reads_the_same_model_and_the_absent_are_named(tmp_path: Pa
     assert found["ratios"]["pyrite"]["best bf16 over Transformers' best mode"] > 0
     assert found["ratios"]["pyrite"]["plain bf16 over llama.cpp BF16"] is None
     assert {"outrider", "transformers", "torch"} <= set(found["versions"])
+
+
+def test_on_a_gpu_outrider_and_transformers_are_compared(tmp_path: Path) -> None:
+    """What the processes are told, and the ratios that only a GPU's modes have."""
+    missing: dict[str, str] = {}
+    setting = Setting(methods=["none", "auto"], device="cuda")
+    told = list(_loads(export_model(str(bundled_model() / "draft"), tmp_path / "m"), tmp_path, setting, False, missing))
+    assert [(own["peer"], own["kind"], own["device"]) for own in told] == [
+        ("outrider", "bf16", "cuda"), ("transformers", "bf16", "cuda")
+    ]  # fmt: skip
+    assert told[0]["modes"] == ["none", "auto"]
+    assert told[1]["modes"] == ["plain", "compiled", "lookup:10"]  # this model brings no draft
+    assert set(missing) == {"llama.cpp", "openvino"}
+    speeds = {"plain": 50.0, "compiled": 100.0, "draft": 80.0}
+    rows = [
+        {"peer": "transformers", "kind": "bf16", "mode": mode, "tok_s": own, "prefill_s": 0.1} for mode, own in speeds.items()
+    ]
+    rows.append({"peer": "outrider", "kind": "bf16", "mode": "none", "tok_s": 250.0, "prefill_s": 0.1})
+    found = ratios(rows)
+    assert found["plain bf16 over Transformers eager"] == 5.0
+    assert found["plain bf16 over Transformers compiled"] == 2.5
 
 
 def test_a_peer_that_dies_fails_alone(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def test_a_chain_is_the_model_s_own_choices() -> None:
         ids = [(i * 31 + j * 7919) % 8000 + 1 for j in range(n)]
         texts.append((pages, ids, SamplingParams(temperature=[0.0, 0.9][i % 2])))
     rows = [Row(params, 7 + i, 0, len(ids), len(ids), (), frozenset()) for i, (_, ids, params) in enumerate(texts)]
-    drawn, odds = chains.draft([Feed(pages, 0, ids) for pages, ids, _ in texts], rows, 5)
+    feeds = [Feed(pages, 0, ids) for pages, ids, _ in texts]
+    drawn, odds, _ = chains.draft(feeds, rows, [5] * len(feeds), [1.0] * len(feeds))
     assert ((odds > 0) & (odds <= 1)).all()
     for i, (pages, ids, _) in enumerate(texts):
         fed, text = 0, list(ids)

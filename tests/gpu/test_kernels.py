@@ -69,6 +69,30 @@ def test_what_follows_a_product(launch) -> None:  # type: ignore[no-untyped-def]
     assert (k.norm(x, weight) - want).norm() / want.norm() < 1e-2
 
 
+@pytest.mark.parametrize("shape", [(4096, 4096), *EVERY_TILE])
+def test_parts_computed_apart_add_up_to_the_same_bits(launch, shape) -> None:  # type: ignore[no-untyped-def]
+    """A product that is added to the stream, and its norm: few rows take its parts from programs of their own."""
+    from outrider.ops.cuda.tiles import MOST_SPLIT_ROWS, every_split_tile
+
+    torch.manual_seed(4)
+    columns, inner = shape
+    rows = MOST_SPLIT_ROWS + 1
+    k, w, x = kernels_of(launch, hidden=columns), random(columns, inner, scale=inner**-0.5), random(rows, inner)
+    stream, bias, weight = random(rows, columns, dtype=torch.float32), random(columns), torch.rand(columns, device="cuda")
+
+    def added(first: int, end: int, own_bias, tile=None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+        own = stream[first:end].clone()
+        return own, k.add_norm(x[first:end], w, own_bias, own, weight, tile)
+
+    for own_bias in (None, bias):
+        want, normed = added(0, rows, own_bias)
+        for first, end in ((0, 1), (3, 8), (20, 36), (7, 37), (100, 160), (1, rows)):
+            for tile in (None, *(every_split_tile() if shape in EVERY_TILE else ())):
+                found, of_it = added(first, end, own_bias, tile)
+                assert torch.equal(found, want[first:end]), tile
+                assert torch.equal(of_it, normed[first:end]), tile
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head", "window"), [(32, 8, 128, None), (8, 4, 64, 100), (4, 4, 32, None)])
 def test_attention_by_rows_and_by_chunks_is_the_same(launch, heads, kv_heads, head, window) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(2)

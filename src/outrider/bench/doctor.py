@@ -7,12 +7,13 @@ import platform as python_platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider._version import __version__
+from outrider.bench.findings import Finding
+from outrider.bench.gpu_doctor import diagnose_gpu
 from outrider.ops import (
     BLOCK,
     Blocked,
@@ -35,19 +36,9 @@ _SHAPES = ((512, 1536), (1408, 512), (2048, 384), (100, 77))
 _ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    section: str
-    name: str
-    value: str
-    good: bool = True
-
-
 def diagnose() -> list[Finding]:
     """Everything `outrider doctor` prints, in order. Takes a few seconds."""
-    return [*_versions(), *_machine(), *_invariance(), *_cost()]
+    return [*_versions(), *_machine(), *_invariance(), *_cost(), *diagnose_gpu()]
 
 
 def _versions() -> list[Finding]:
@@ -59,13 +50,11 @@ def _versions() -> list[Finding]:
 def _machine() -> list[Finding]:
     state = guard()
     wide = [name for name in ("amx_tile", "avx512_bf16", "avx512_vnni", "avx512f", "avx2") if name in cpu_flags()]
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return [
         Finding("machine", "processor", cpu_name()),
         Finding("machine", "instructions", ", ".join(wide) or "baseline"),
         Finding("machine", "AMX tiles", f"{state.amx}; {state.action}", state.bf16_products),
         Finding("machine", "threads", str(threads_used())),
-        Finding("machine", "CUDA device", cuda),
         Finding("kernels", "native core", _core_in_use()),
         Finding("kernels", "without it", f"torch, every product in blocks of {BLOCK} rows, attention by logical position"),
         Finding("kernels", "bf16 products", "bf16" if state.bf16_products else "in float32", state.bf16_products),

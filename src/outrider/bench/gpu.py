@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outrider.bench.conditions import conditions
+from outrider.bench.gpu_choice import measure_choice
 from outrider.bench.synthetic import Synthetic, measure_batches, measure_engine, measure_transformers
 from outrider.engine.acceptance import loops, read_prompts
 from outrider.engine.llm import LLM
@@ -42,6 +43,7 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     yield "synthetic 8B, batch 1", lambda: measure_engine(bench, (2, 3, 4, 5), _TOKENS, _PROMPT)
     yield "exact and fast numerics", lambda: _numerics(bench)
     yield "bundled model", measure_bundled
+    yield "choice", measure_choice
     yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
     _free()
     if transformers:
@@ -62,11 +64,11 @@ def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:
 
 
 def measure_bundled(
-    methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "auto"),
+    methods: tuple[str, ...] = ("draft_model:3", "draft_model:4", "suffix:12", "eagle:4", "auto"),
 ) -> Iterator[dict[str, Any]]:
     """Pyrite at batch 1, both with graphs: tokens per second over plain decoding, by prompt; loops are counted apart."""
-    prompts = read_prompts(_code(), 12)
-    settings = [SamplingParams(temperature=t, seed=3, max_tokens=192, ignore_eos=True) for t in (0.0, 0.8)]
+    prompts = read_prompts(_code(), 24)
+    settings = [SamplingParams(temperature=t, seed=3, max_tokens=128, ignore_eos=True) for t in (0.0, 0.8)]
     plain = LLM(device="cuda", max_num_seqs=1, prefix_cache=False)
     base = {t: _speeds(plain, prompts, own) for t, own in zip((0.0, 0.8), settings, strict=True)}
     for method in methods:

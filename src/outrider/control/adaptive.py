@@ -33,6 +33,7 @@ _FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into trying wha
 _PROBE_LENGTHS = (8, 2)  # in turn
 _REPLAN = 12  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
+_FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
 _FEW = 4  # sequences among which a newcomer is planned for at once
 _POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
 _NEVER = (0, 0)
@@ -52,6 +53,7 @@ class Adaptive:
         self._record.restore(costs.accepted)
         self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and length, of everyone planned for
         self._who: Seq[Hashable] = ()
+        self._many = 0  # sequences that the plan was made for
         self._complete = False  # all of them are planned for
         self._age, self._every = 0, 0  # of the standing plan, in rounds, and how old it may get
         self._rate = 1.0  # tokens per second that the standing plan promises
@@ -89,7 +91,7 @@ class Adaptive:
         self._load, self._probe = load, None
         self._age += 1
         if self._is_due(load):
-            self._age, self._who = 0, tuple(load.keys)
+            self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
             self._best(load)
             drafting = any(length for _, length in self._standing.values())
             self._every = max(_REPLAN, len(load.keys) // 2) if drafting else min(2 * max(self._every, _REPLAN), _LONGEST)
@@ -103,8 +105,8 @@ class Adaptive:
         return self._plan
 
     def _is_due(self, load: Load) -> bool:
-        """Whether to think again: the plan is old, or somebody could draft who is not in it."""
-        if self._age >= self._every:
+        """Whether to think again: the plan is old, was made for more sequences, or somebody could draft who is not in it."""
+        if self._age >= self._every or len(load.keys) < _FEWER * self._many:
             return True
         keys, who = load.keys, self._who
         if self._complete and len(keys) == len(who) and all(map(is_, keys, who)):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Costs", "Curve"]
+__all__ = ["CONTEXTS", "Costs", "Curve"]
 
 _STEPS = (*range(1, 17), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
+CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
 _FLOOR = 0.25  # of the time at the smallest size seen
@@ -129,7 +129,7 @@ class Costs:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON: {"forward": {context: {rows: seconds}}, "propose": {drafter: {batch: {length: s}}}, ...}."""
         return {
-            "forward": {str(_CONTEXTS[bin_]): _plain(curve) for bin_, curve in sorted(self._forward.items())},
+            "forward": {str(CONTEXTS[bin_]): _plain(curve) for bin_, curve in sorted(self._forward.items())},
             "propose": {
                 name: {str(batch): _plain(curve) for batch, curve in sorted(curves.items())}
                 for name, curves in sorted(self._propose.items())
@@ -179,12 +179,12 @@ def _between(curves: Mapping[int, Curve], batch: int, length: int) -> float:
 
 
 def _step(size: int) -> int:
-    """The largest step not above a size."""
-    return int(_STEPS[max(bisect_right(_STEPS, size) - 1, 0)])
+    """The smallest step not below a size: kernels and graphs round up, and a plain round's own size stays its own."""
+    return _STEPS[min(bisect_left(_STEPS, size), len(_STEPS) - 1)]
 
 
 def _context(tokens: int) -> int:
-    return min(bisect_left(_CONTEXTS, tokens), len(_CONTEXTS) - 1)
+    return min(bisect_left(CONTEXTS, tokens), len(CONTEXTS) - 1)
 
 
 def _plain(curve: Curve) -> dict[str, float]:

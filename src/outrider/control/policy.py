@@ -31,7 +31,7 @@ class RoundStats(NamedTuple):
     rows: int = 0  # of the forward, drafts included
     propose_s: float = 0.0
     forward_s: float = 0.0
-    rest_s: float = 0.0  # of the round, beside proposal and forward: choosing, verifying, committing
+    rest_s: float = 0.0  # of the round, beside proposal and forward: planning, choosing, verifying, committing, learning
 
 
 class Policy(Protocol):

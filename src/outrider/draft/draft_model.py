@@ -88,7 +88,7 @@ class DraftModel:
         """Whether the runner can draft whole chains: no tree, the target's ids, no penalties and the like."""
         if self._shape != TreeShape() or not isinstance(self._vocabulary, SameTokens) or not self._reader.runner.drafts_chains:
             return False
-        return not any(seq.request.params.adjusts for seq in texts)
+        return self._reader.runner.drafts_roughly or not any(seq.request.params.adjusts for seq in texts)
 
     def _chains(self, batch: Batch, plan: Plan, texts: Mapping[Sequence, Text | None]) -> Drafts:
         """What `grow` gives for chains, by one call instead of one for each token."""

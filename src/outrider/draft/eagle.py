@@ -14,9 +14,10 @@ from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
 from outrider.draft.pagebook import PageBook
 from outrider.draft.sharpen import Law, Sharpener
 from outrider.errors import DrafterFault
-from outrider.heads import EagleHead, EagleRunner
+from outrider.heads import EagleHead, EagleNetwork, EagleRunner
 from outrider.model import Feed
 from outrider.ops import Ops
+from outrider.sampling import Row
 
 __all__ = ["EagleDrafter"]
 
@@ -46,11 +47,18 @@ class EagleDrafter:
     Reference: Li et al. 2401.15077, 2406.16858, 2503.01840.
     """
 
-    def __init__(self, head: EagleHead, pool: KVPool, ops: Ops, shape: TreeShape = TreeShape()) -> None:  # noqa: B008 (frozen)
+    def __init__(
+        self,
+        head: EagleHead,
+        pool: KVPool,
+        ops: Ops,
+        shape: TreeShape = TreeShape(),  # noqa: B008 (frozen)
+        runner: EagleNetwork | None = None,  # where another device runs the head
+    ) -> None:
         c = head.config
         self.needs = Needs(taps=c.taps, kv_bytes_per_token=KVPool.bytes_per_token(1, c.shape.kv_heads, c.shape.head_dim))
         self._head = head
-        self._runner = EagleRunner(head, pool, ops)
+        self._runner = runner or EagleRunner(head, pool, ops)
         self._shape = shape
         self._sharpener = Sharpener(tree=shape.branch > 1)
         self._book = PageBook(pool.page_size)
@@ -87,6 +95,8 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
+        if self._runner.drafts_chains and self._shape == TreeShape() and plan.rule == "match":
+            return self._chains(growing)
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         grow(growing, shape, self._catch_up, self._extend, self._sharpener)
         for own in growing:
@@ -100,19 +110,38 @@ class EagleDrafter:
         able = planned > 0 and size - 1 > self._states[seq].first
         return Growing(seq, min(planned, self._head.config.shape.context - size) if able else 0, seq.pages, size)
 
-    def _catch_up(self, active: Seq[Growing]) -> Tensor:
-        """Rows for all features the target has given since the last draft; the last one sees the newest token."""
-        feeds, features = [], []
+    def _chains(self, growing: Seq[Growing]) -> Drafts:
+        """Chains by one call instead of one for each token, drawn by temperature and noise alone."""
+        active = [own for own in growing if own.room > 0]
+        if active:
+            length = min(max(own.room for own in active), self._runner.drafts_chains)
+            feeds, taps = self._waiting(active)
+            drawn = self._runner.draft(feeds, taps, [Row.at(own.seq) for own in active], length)
+            if int(drawn.tokens[:, :length].min()) < 0:
+                raise DrafterFault("the draft's logits are not finite")
+            for own, tokens, chances in zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True):
+                for i in range(min(own.room, length)):
+                    own.put(i - 1, tokens[i], chances[i])
+        return drafts_of(growing)
+
+    def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:
+        """Rows for all features the target has given since the last draft, and those; the last sees the newest token."""
+        feeds, given = [], []
         for own in active:
             state, tokens = self._states[own.seq], own.seq.tokens
             taps = torch.cat(state.taps)[: len(tokens) - 1 - state.done]
             if state.done + len(taps) != len(tokens) - 1:
                 raise DrafterFault(f"features for {state.done + len(taps)} of {len(tokens) - 1} tokens")
             feeds.append(Feed(own.pages, state.done + 1, tokens[state.done + 1 :], first_key=state.first + 1))
-            features.append(self._runner.fuse(taps))
+            given.append(taps)
             self._note(own.seq, state, taps)
             state.done, state.taps = len(tokens) - 1, []
-        hidden, row = self._runner.forward(feeds, torch.cat(features)), -1
+        return feeds, given
+
+    def _catch_up(self, active: Seq[Growing]) -> Tensor:
+        """Those rows through the head; logits after the newest tokens."""
+        feeds, given = self._waiting(active)
+        hidden, row = self._runner.forward(feeds, self._runner.fuse(torch.cat(given))), -1
         for own, feed in zip(active, feeds, strict=True):
             row += len(feed.tokens)
             self._states[own.seq].hidden[ROOT] = hidden[row]

@@ -13,7 +13,7 @@ from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Ve
 from outrider.draft.pagebook import PageBook
 from outrider.draft.sharpen import Law, Sharpener
 from outrider.errors import DrafterFault
-from outrider.heads import MedusaHeads, MedusaRunner
+from outrider.heads import MedusaHeads, MedusaNetwork, MedusaRunner
 from outrider.ops import Ops
 from outrider.sampling import Row, rank
 
@@ -36,10 +36,17 @@ class MedusaDrafter:
     Reference: Cai et al. 2401.10774.
     """
 
-    def __init__(self, heads: MedusaHeads, ops: Ops, dynamic: bool = True, page_size: int = 64) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        ops: Ops,
+        dynamic: bool = True,
+        page_size: int = 64,
+        runner: MedusaNetwork | None = None,  # where another device runs the heads
+    ) -> None:
         self.needs = Needs(taps=heads.config.taps)
         self._heads = heads
-        self._runner = MedusaRunner(heads, ops)
+        self._runner = runner or MedusaRunner(heads, ops)
         self._dynamic = dynamic
         self._trees: dict[int, Tree] = {}  # by number of nodes
         self._last: dict[Sequence, Tensor | None] = {}  # the tap of the token before the newest

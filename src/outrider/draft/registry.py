@@ -20,6 +20,7 @@ from outrider.text import Tokenizer
 
 if TYPE_CHECKING:
     from outrider.draft.vocabulary import Vocabulary
+    from outrider.model.cuda_runner import CudaRunner
 
 __all__ = ["DraftContext", "Factory", "build_drafter", "check_method", "method_names", "register_drafter"]
 
@@ -119,7 +120,12 @@ def _eagle(context: DraftContext) -> Drafter:
 
     head = load_eagle(context.companion("eagle"), context.target.decoder, context.load_options)
     pool = context.pool_like_the_target(head.config.shape.kv_heads, head.config.shape.head_dim)
-    return EagleDrafter(head, pool, context.target.ops, TreeShape(**context.config.options))
+    runner = None
+    if context.target.device_name != "cpu":
+        from outrider.heads.cuda_runners import CudaEagleRunner, fits
+
+        runner = CudaEagleRunner(head, cast("CudaRunner", context.target)) if fits(head) else None
+    return EagleDrafter(head, pool, context.target.ops, TreeShape(**context.config.options), runner)
 
 
 def _medusa(context: DraftContext) -> Drafter:
@@ -128,7 +134,12 @@ def _medusa(context: DraftContext) -> Drafter:
 
     heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
     dynamic = bool(context.config.options.get("dynamic", True))
-    return MedusaDrafter(heads, context.target.ops, dynamic, context.target.pool.page_size)
+    runner = None
+    if context.target.device_name != "cpu":
+        from outrider.heads.cuda_runners import CudaMedusaRunner
+
+        runner = CudaMedusaRunner(heads, cast("CudaRunner", context.target))
+    return MedusaDrafter(heads, context.target.ops, dynamic, context.target.pool.page_size, runner)
 
 
 def _early_exit(context: DraftContext) -> Drafter:

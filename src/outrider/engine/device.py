@@ -10,6 +10,7 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.control import Costs
+from outrider.control.costs import CONTEXTS
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelConfig, Runner
 
@@ -19,6 +20,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _GIB = 2**30
 _LONGEST_CHAIN = 12  # captured at start; a longer one is captured when it is first asked for
+_CATCH_UP = 256  # rows in which a draft model reads what it has missed
 _BASE = _GIB  # of the reserve: the driver, libraries, graphs and the allocator's rounding
 
 
@@ -79,11 +81,16 @@ class Device:
         assert isinstance(target, CudaRunner)
         costs = Costs()
         target.warm_up(batch * (1 + length), taps)
-        for rows, seconds in target.round_seconds().items():
-            costs.observe_forward(rows, 1, seconds)
+        target.read_nothing()
+        rounds = target.round_seconds()
+        if (most := target.options.most_rows) in rounds:
+            rounds |= {turns * most: turns * rounds[most] for turns in (2, 3, 4)}  # more rows take several replays
+        for rows, seconds in rounds.items():
+            for context in CONTEXTS:
+                costs.observe_forward(rows, context, seconds)
         for own in drafts:
             assert isinstance(own, CudaRunner)
-            own.warm_up(4 * batch, batch=batch, length=min(length, _LONGEST_CHAIN))
+            own.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
             for (count, tokens), seconds in own.chain_seconds().items():
                 costs.observe_proposal("draft_model", count, tokens, seconds)
         return costs
@@ -111,7 +118,7 @@ def share_memory(models: Sequence[ModelConfig], total: int, page_size: int, max_
     blocks = -(-max_model_len // 64)
     reserve = _BASE
     for own in models:
-        reserve += 4 * 3 * rows * own.vocab + 4 * rows * own.heads * blocks * (own.head_dim + 2) + 16 * rows * own.ffn
+        reserve += 4 * 4 * rows * own.vocab + 4 * rows * own.heads * blocks * (own.head_dim + 2) + 16 * rows * own.ffn
     return Share(total, weights, reserve, page)
 
 

@@ -44,6 +44,7 @@ class Engine:
         self.grammars = Grammars(None, vocab, None) if tokenizer is None else Grammars(tokenizer.to_json, vocab, tokenizer.eos_id)
         self._writers: dict[Sequence, Writer] = {}
         self._suspects: set[Sequence] = set()  # sequences whose forward failed once
+        self._learning = 0.0  # seconds the policy thought about the last round: part of what the next one costs
 
     @property
     def has_work(self) -> bool:
@@ -82,6 +83,7 @@ class Engine:
             batch = self._one_suspect(batch)
         writers = [self._writers[seq] for seq in batch.sequences]
         load = self._load(batch)
+        asked = perf_counter()
         plan = self.policy.plan(load)
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
         begun = perf_counter()
@@ -99,8 +101,11 @@ class Engine:
         settled = self._commit(batch, writers, drafts, verdicts, scores, plan)
         drafted = [own.drafted for own in settled]
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
-        proposal, forward, rest = proposed - begun, scored - chosen, perf_counter() - scored + chosen - proposed
+        ended = perf_counter()
+        proposal, forward = proposed - begun, scored - chosen
+        rest = ended - asked - proposal - forward + self._learning
         self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, rest))
+        self._learning = perf_counter() - ended
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
 
     def _load(self, batch: Batch) -> Load:

@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.cache import KVPool
 from outrider.config import EngineConfig, RequestSpeculation, SpeculationConfig
-from outrider.control import Adaptive, Costs, FixedLength, Policy, Survey
+from outrider.control import Adaptive, Costs, FixedLength, Policy
 from outrider.core import Request
 from outrider.draft import DraftContext, build_drafter, check_method
 from outrider.draft.auto import arms_of, resolve_auto
@@ -23,6 +23,7 @@ from outrider.engine.costs_file import costs_path
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput, StreamPiece
+from outrider.engine.surveying import survey_costs
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import Decoder, LoadOptions, ModelConfig, Runner, load_decoder, locate
 from outrider.model.bundled import bundled_model
@@ -37,7 +38,7 @@ __all__ = ["LLM"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 _KV_SHARE_OF_MEMORY = 0.25
-_SURVEYED, _SURVEY_PROMPT = 8, 64  # sequences and prompt tokens with which costs are measured
+_SURVEYED = 8  # sequences with which costs are measured, beside one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class LLM:
         policy = self._policy(runner, measured)
         self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
         self._ids = count()
+        if self.device.is_gpu:
+            self.measure_costs()  # a moment on a GPU; graphs alone say nothing of the work between them
 
     def _policy(self, runner: Runner, measured: Costs) -> Policy:
         """Fixed lengths for a method that was named, the controller where all may be chosen from."""
@@ -109,7 +112,10 @@ class LLM:
         self._costs_path = costs_path(self.directory, runner)
         atexit.register(_save_costs, weakref.ref(self))
         kept = Costs.load(self._costs_path)
-        return Adaptive(arms_of(own.nested()), kept if kept.knows_forward else measured)
+        if measured.knows_forward:  # a GPU's graphs, just now
+            measured.accepted = kept.accepted
+            kept = measured
+        return Adaptive(arms_of(own.nested()), kept)
 
     def _warm_up(self, runner: Runner, taps: tuple[int, ...], config: EngineConfig) -> Costs:
         """On a GPU: the graphs a run will need, and what each costs."""
@@ -118,27 +124,9 @@ class LLM:
 
     def measure_costs(self) -> None:
         """Time forwards and proposals of all sizes now, in a second or two, instead of learning them in service."""
-        policy = self.engine.policy
-        if not isinstance(policy, Adaptive):
-            return
-        for batch in (1, min(_SURVEYED, self.engine.scheduler.most)):
-            survey = Survey(policy.arms, policy.costs, forwards=batch == 1)
-            length = min(_SURVEY_PROMPT, self.max_model_len - survey.rounds)
-            if length <= 0 or self.engine.has_work:
-                return
-            params = SamplingParams(temperature=0.8, seed=0, max_tokens=survey.rounds, ignore_eos=True)
-            prompts = [[(i * 7919 + b) % self.config.vocab for i in range(length)] for b in range(batch)]
-            writers = [own for prompt in prompts for own in self._submit(self._prepare(prompt, params, "survey"))]
-            self.engine.policy = survey
-            try:
-                while self.engine.has_work and not survey.done:
-                    self.engine.round()
-            finally:
-                self.engine.policy = policy
-                for writer in writers:
-                    self.engine.abort(writer)
-        self.engine.reset_counts()
-        self.save_costs()
+        if isinstance(self.engine.policy, Adaptive):
+            survey_costs(self.engine, (1, min(_SURVEYED, self.engine.scheduler.most)))
+            self.save_costs()
 
     def save_costs(self) -> None:
         """Keep what was measured for the next start on this machine."""
@@ -345,7 +333,12 @@ class LLM:
         if not self.device.is_gpu:
             return _page_count(config, self.config, self.max_model_len)
         drafts = [own.model or str(self.directory / "draft") for own in self.speculation.flat() if own.method == "draft_model"]
-        models = [self.config, *(ModelConfig.read(locate(own)) for own in drafts)]
+        heads = [own for own in self.speculation.flat() if own.method in ("eagle", "medusa")]  # a layer each, or less
+        models = [
+            self.config,
+            *(ModelConfig.read(locate(own)) for own in drafts),
+            *(replace(self.config, layers=1) for _ in heads),
+        ]
         return self.device.page_count(config, models, self.max_model_len)
 
 

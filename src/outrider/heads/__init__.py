@@ -5,7 +5,7 @@ from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
-from outrider.heads.runners import EagleRunner, MedusaRunner
+from outrider.heads.runners import EagleNetwork, EagleRunner, MedusaNetwork, MedusaRunner
 from outrider.heads.stored import SaveOptions
 
 __all__ = [
@@ -14,9 +14,11 @@ __all__ = [
     "Borrowed",
     "EagleConfig",
     "EagleHead",
+    "EagleNetwork",
     "EagleRunner",
     "MedusaConfig",
     "MedusaHeads",
+    "MedusaNetwork",
     "MedusaRunner",
     "SaveOptions",
     "default_taps",

@@ -1,9 +1,12 @@
-"""Heads as serving runs them: by the native core where there is one, else by torch in whole blocks."""
+"""Heads as serving runs them on a processor: by the native core where there is one, else by torch in whole blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,15 +17,47 @@ from outrider.model import Feed, lay_out
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_weights, stack_over
 from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, Stack, paged_attention
+from outrider.sampling import Row
 
-__all__ = ["EagleRunner", "MedusaRunner"]
+__all__ = ["Drawn", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner"]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
 _PLACED = Span(rotary_lag=1)  # row i lies in slot i + 1, beside its token
 
 
+class Drawn(NamedTuple):
+    """Chains that a head guessed in one call."""
+
+    tokens: npt.NDArray[np.int64]  # (sequences, length); CORRUPTED where the logits leave no choice
+    chances: npt.NDArray[np.float64]  # (sequences, length)
+
+
+class EagleNetwork(Protocol):
+    """What the drafter asks of an EAGLE head; the logits are on the host."""
+
+    @property
+    def drafts_chains(self) -> int:
+        """The longest chain that `draft` draws; 0: it draws none."""
+
+    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> Drawn: ...
+
+    def fuse(self, taps: Tensor) -> Tensor: ...
+
+    def forward(self, feeds: Sequence[Feed], features: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class MedusaNetwork(Protocol):
+    """What the drafter asks of Medusa heads."""
+
+    def logits(self, taps: Tensor) -> Tensor: ...
+
+
 class EagleRunner:
     """An EAGLE head over its layer of KV."""
+
+    drafts_chains = 0
 
     def __init__(self, head: EagleHead, pool: KVPool, ops: Ops) -> None:
         self.head = head
@@ -37,6 +72,7 @@ class EagleRunner:
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Features (N, hidden) of the target's taps (N, taps * target_hidden)."""
+        taps = taps.cpu()
         if self._stack is None or not self.head.config.wide:
             return self.head.fuse(_filled(taps), self._ops)[: len(taps)]
         return self._fc(self.head.normed_taps(taps, self._ops))
@@ -53,6 +89,9 @@ class EagleRunner:
             return paged_attention(q, self._pool.keys[0], self._pool.values[0], rows.plan)
 
         return self.head(rows.tokens, _filled(features), (rows.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
+
+    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> Drawn:
+        raise NotImplementedError("drafts_chains is 0")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, outputs) float32."""

@@ -6,7 +6,7 @@ whole draft of K tokens of a draft model. Shorter rounds are filled up with rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -20,19 +20,20 @@ from outrider.core import Batch, Drafts, Scores
 from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_stack import BEYOND, CudaPool, CudaStack
+from outrider.model.cuda_wishes import Wishes
 from outrider.model.decoder import Decoder, Hidden
-from outrider.model.runner import Chances, Feed, Runner, Tokens
+from outrider.model.runner import Chances, Feed, Round, Runner, Tokens
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import Paged
-from outrider.sampling import Row
+from outrider.sampling import Row, choose, rows_of
 from outrider.sampling.noise import prefix_of
 
 __all__ = ["CudaOptions", "CudaRunner"]
 
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
-_MOVED = 7  # sections of N words in front of the page table: see _Packed
+_MOVED = 8  # sections of N words in front of the page table: see _Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class CudaOptions:
 class _Packed:
     """The integers of a forward on the host and on the device, moved by one copy.
 
-    Words: prefixes (two each), temperatures, tokens, sequences, positions, roots, firsts, slots; the page table; ancestors.
+    Words: prefixes (two each), temperatures, tokens, sequences, positions, roots, firsts, slots, heads of Wishes; the page
+    table; ancestors.
     """
 
     def __init__(self, rows: int, sequences: int, width: int, device: torch.device, depth: int = _DEPTH) -> None:
@@ -60,7 +62,8 @@ class _Packed:
         self.prefixes = flat[: 2 * rows].view(np.uint64)
         sections = flat[2 * rows : (2 + _MOVED) * rows].reshape(_MOVED, rows)
         self.temperatures = sections[0].view(np.float32)
-        self.fields = sections[1:]  # tokens, sequences, positions, roots, firsts, slots
+        self.shaped = sections[7]
+        self.fields = sections[1:7]  # tokens, sequences, positions, roots, firsts, slots
         self.table = flat[(2 + _MOVED) * rows : self._short].reshape(sequences, width)
         self.ancestors = flat[self._short :].reshape(rows, depth)
         self.paged = self._views()
@@ -69,11 +72,11 @@ class _Packed:
     def _views(self) -> Paged:
         n, flat = self.rows, self._device
         sections = flat[2 * n : (2 + _MOVED) * n].view(_MOVED, n)
-        tokens, sequences, positions, roots, firsts, slots = sections[1:].unbind()
+        tokens, sequences, positions, roots, firsts, slots, shaped = sections[1:].unbind()
         table = flat[(2 + _MOVED) * n : self._short].view(self._table_shape)
         ancestors, prefixes = flat[self._short :].view(n, self._depth), flat[: 2 * n].view(torch.int64)
         temperatures = sections[0].view(torch.float32)
-        return Paged(tokens, sequences, positions, roots, firsts, slots, table, ancestors, temperatures, prefixes)
+        return Paged(tokens, sequences, positions, roots, firsts, slots, table, ancestors, temperatures, prefixes, shaped)
 
     def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
         """A sequence's row of the page table; what it does not own is the padding's page."""
@@ -109,6 +112,8 @@ class _Chain(NamedTuple):
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
+    drafts_roughly = True  # heeding the rest would cost a forward's launches for each token
+
     def __init__(
         self,
         decoder: Decoder,
@@ -123,9 +128,10 @@ class CudaRunner(Runner):
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact)
         c = decoder.config
         self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
-        self.ops = serving_ops()  # of heads, which run on the processor
+        self.ops = serving_ops()  # of heads whose attention the kernels do not take: the processor runs those
         self.stack = self._output = None
         self.options = options
+        self._wishes = Wishes(self.device)
         self.capture_seconds: dict[str, float] = {}
         self._width = -(-(c.context + BEYOND) // page_size)
         self._graphs: dict[tuple[int, tuple[int, ...]], _Graph] = {}
@@ -141,37 +147,95 @@ class CudaRunner(Runner):
     # --- the round -------------------------------------------------------------------------------------------------
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
-        """One forward for everyone, and the target's choices with it where all rows are ordinary."""
+        """One forward for everyone, and the target's choices with it."""
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
-        if decoding and rows <= self.options.most_rows:
-            return self._score_decoding(batch, laid, rows, taps)
+        if decoding:
+            return self._score_by_graphs(batch, laid, rows, taps)
         found = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(found.last, own) for b, own in laid.prompt_rows.items()}
-        tapped = None if found.taps is None else found.taps[:rows].flatten(1).cpu()
+        tapped = None if found.taps is None else found.taps[:rows].flatten(1)
         if not laid.wanted:
             self._wait()
             return Scores(torch.empty(0, self.decoder.config.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
-        logits = self.logits(found.last, laid.wanted)
-        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits)
+        logits, choices = self._choose(found.last, batch, laid)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
 
-    def _score_decoding(self, batch: Batch, laid: Any, rows: int, taps: tuple[int, ...]) -> Scores:
+    def _score_by_graphs(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
+        """One replay, or several with some of the sequences each where there are more rows than a graph takes."""
+        if rows <= self.options.most_rows:
+            return self._score_decoding(batch, laid, rows, taps)
+        found: list[Scores] = []
+        choices: list[int] = []
+        for own in _groups(laid.feeds, self.options.most_rows):
+            first = laid.roots[own.start]
+            part = laid._replace(feeds=laid.feeds[own], roots=[root - first for root in laid.roots[own]])
+            size = sum(1 + len(feed.nodes) for feed in part.feeds)
+            scores = self._score_decoding(Batch(batch.sequences[own], batch.feeds[own]), part, size, taps)
+            scores.logits = scores.logits.clone()  # the graph's own
+            found.append(scores)
+            choices += scores.choices or ()
+        logits = [scores.logits for scores in found]
+        if len({own.device for own in logits}) > 1:
+            logits = [own.cpu() for own in logits]
+        tapped = torch.cat([scores.taps for scores in found if scores.taps is not None]) if taps else None
+        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
+
+    def _score_decoding(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
         graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
         self._pack(graph.packed, laid.feeds)
-        row = 0
-        for seq, feed in zip(batch.sequences, laid.feeds, strict=True):
-            end = row + 1 + len(feed.nodes)
-            self._noise(graph.packed, slice(row, end), seq)
-            row = end
+        left = self._ask(graph.packed, batch, laid)
         graph.replay()
-        ordinary = not any(seq.request.params.adjusts or seq.request.params.truncates for seq in batch.sequences)
         self._wait()
         logits, taps_of_all = graph.found
-        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).cpu()
-        choices = graph.host[:rows].tolist() if ordinary else None
-        logits = logits[:rows]
-        return Scores(logits if ordinary else logits.cpu(), laid.roots, laid.first_rows, tapped, {}, choices)
+        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay writes there
+        choices = graph.host[:rows].tolist()
+        logits = self._choose_rest(logits[:rows], choices, left, batch, laid)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices)
+
+    def _ask(self, packed: _Packed, batch: Batch, laid: Round) -> list[int]:
+        """Tell the device what every wanted row asks of the choice; the sequences that are left to the host."""
+        self._wishes.begin()
+        left = []
+        for b, (seq, feed, root) in enumerate(zip(batch.sequences, laid.feeds, laid.roots, strict=True)):
+            if root < 0:
+                continue
+            rows = slice(root, root + 1 + len(feed.nodes))
+            self._noise(packed, rows, seq)
+            told = self._wishes.tell(seq, feed.nodes, feed.parents)
+            if told is None:
+                left.append(b)
+            elif told:
+                packed.shaped[rows] = told
+        self._wishes.send()
+        return left
+
+    @torch.inference_mode()
+    def _choose(self, last: Tensor, batch: Batch, laid: Round) -> tuple[Tensor, list[int]]:
+        """Logits and choices of a round that no graph runs."""
+        logits = self.cuda.logits(last[laid.wanted])
+        packed = _Packed(len(laid.wanted), 1, 1, self.device, 1)
+        packed.shaped[:] = -1
+        for seq, feed, root in zip(batch.sequences, laid.feeds, laid.roots, strict=True):
+            if root >= 0:
+                own = Segment(0, len(seq.tokens) - 1, 1, (), feed.parents)
+                packed.fields[2, root : root + 1 + len(feed.nodes)] = own.positions()
+        left = self._ask(packed, batch, laid)
+        packed.send()
+        choices = self._wishes.shaping.choose(logits, packed.paged).tolist()
+        return self._choose_rest(logits, choices, left, batch, laid), choices
+
+    @staticmethod
+    def _choose_rest(logits: Tensor, choices: list[int], left: list[int], batch: Batch, laid: Round) -> Tensor:
+        """Choose for sequences the device could not; the logits, on the host if it has looked at them or will."""
+        if left or any(seq.request.params.logprobs is not None for seq in batch.sequences):
+            logits = logits.cpu()
+        for b in left:
+            rows = rows_of(batch.sequences[b], laid.feeds[b].nodes, laid.feeds[b].parents)
+            first = laid.roots[b]
+            choices[first : first + len(rows)] = choose(logits[first : first + len(rows)], rows)
+        return logits
 
     def fill_round(self, graph: _Graph, feeds: Sequence[Feed]) -> None:
         """Give a graph its rows, greedy ones."""
@@ -211,6 +275,7 @@ class CudaRunner(Runner):
                 roots += where
                 slots += [pages[p // size] * size + p % size for p in where]
         filled = len(tokens)
+        packed.shaped[:] = -1
         packed.fields[:, :filled] = (tokens, sequences, positions, roots, firsts, slots)
         if filled < packed.rows:
             packed.fields[:, filled:] = 0
@@ -256,6 +321,7 @@ class CudaRunner(Runner):
             n = len(feed.tokens)
             chunks += [(row + i, min(tokens, n - i), feed.start + i, b, feed.first_key) for i in range(0, n, tokens)]
             row += n
+        chunks.reverse()  # those with most to read begin first
         return (torch.tensor(chunks, dtype=torch.int32, device=self.device) if chunks else None), row
 
     @torch.inference_mode()
@@ -293,14 +359,13 @@ class CudaRunner(Runner):
         return tokens, odds, None
 
     def _catch_up(self, feeds: Sequence[Feed]) -> None:
-        """Text the model has missed: by the graph of a round where it fits, whose logits nobody reads."""
-        rows = sum(len(feed.tokens) for feed in feeds)
-        if rows > self.options.most_rows:
-            self._forward(feeds, ())
-            return
-        graph = self.round_graph(_bucket(rows, GRAPH_ROWS))
-        self.fill_round(graph, feeds)
-        graph.replay()
+        """Text the model has missed, by graphs of rounds, whose logits nobody reads."""
+        for turn, piece in enumerate(_pieces(feeds, self.options.most_rows)):
+            if turn:
+                self._wait()  # for the integers, which the same graph may need again
+            graph = self.round_graph(_bucket(sum(len(feed.tokens) for feed in piece), GRAPH_ROWS))
+            self.fill_round(graph, piece)
+            graph.replay()
 
     def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
         """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
@@ -339,6 +404,12 @@ class CudaRunner(Runner):
                 ):
                     self.chain_graph(count, tokens)
 
+    def read_nothing(self) -> None:
+        """A prompt longer than any graph, into the padding's page: compiles what prompts need beside the graphs."""
+        tokens = [0] * min(self.options.most_rows, self.decoder.config.context)
+        pages = [self.pool.pages - 1] * -(-len(tokens) // self.pool.page_size)
+        self._forward([Feed(pages, 0, tokens)] * (self.options.most_rows // len(tokens) + 1), ())
+
     def round_seconds(self) -> dict[int, float]:
         """What each captured round takes on the device, by rows."""
         return {rows: _replay_seconds(graph.replay) for (rows, _), graph in self._graphs.items()}
@@ -364,7 +435,7 @@ class CudaRunner(Runner):
             packed.send()
             found = self.cuda.forward(packed.paged, self.pool, taps)
             logits = self.cuda.logits(found.last)
-            chosen, _ = self.cuda.kernels.choose(logits, packed.paged)
+            chosen = self._wishes.shaping.choose(logits, packed.paged)
             host.copy_(chosen, non_blocking=True)
             kept[:] = [logits, found.taps]
 
@@ -420,6 +491,30 @@ class CudaRunner(Runner):
         self.capture_seconds[name] = perf_counter() - begun
         return graph.replay
 
+    def capture_rows(
+        self, name: str, rows: int, work: Callable[[Paged], None]
+    ) -> Callable[[Sequence[Feed], Sequence[Row]], None]:
+        """For networks beside this model: work on so many rows of its pages as one graph, given up to as many by feeds."""
+        packed = _Packed(rows, rows, self._width, self.device)
+        self._pack(packed, [])
+
+        def whole() -> None:
+            packed.send()
+            work(packed.paged)
+
+        replay = self._capture(name, whole)
+
+        def run(feeds: Sequence[Feed], noisy: Sequence[Row]) -> None:
+            self._wait()  # the integers of an earlier call may still be on their way
+            self._pack(packed, feeds)
+            packed.temperatures[:] = 0.0
+            for b, row in enumerate(noisy):
+                packed.temperatures[b] = 0.0 if row.params.greedy else row.params.temperature
+                packed.prefixes[b] = prefix_of(row.seed, row.sample)
+            replay()
+
+        return run
+
     def _wait(self) -> None:
         """The round's host synchronisation."""
         if self._done is not None:
@@ -433,6 +528,35 @@ def _bucket(count: int, sizes: Sequence[int]) -> int:
         if count <= size:
             return size
     raise AssertionError(f"{count} is more than the largest graph")
+
+
+def _groups(feeds: Sequence[Feed], most: int) -> list[slice]:
+    """Neighbours that fit together."""
+    groups: list[slice] = []
+    first = rows = 0
+    for b, feed in enumerate(feeds):
+        if rows + 1 + len(feed.nodes) > most:
+            groups.append(slice(first, b))
+            first, rows = b, 0
+        rows += 1 + len(feed.nodes)
+    return [*groups, slice(first, len(feeds))]
+
+
+def _pieces(feeds: Sequence[Feed], most: int) -> Iterator[list[Feed]]:
+    """Runs of text cut so that each piece has at most so many rows; one text's pieces come in order."""
+    piece: list[Feed] = []
+    room = most
+    for feed in feeds:
+        done = 0
+        while done < len(feed.tokens):
+            own = feed.tokens[done : done + room]
+            piece.append(feed._replace(start=feed.start + done, tokens=own))
+            done, room = done + len(own), room - len(own)
+            if room == 0:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
 
 
 def _sorted(feeds: Sequence[Feed]) -> tuple[list[int], list[int]]:

@@ -147,10 +147,9 @@ class CudaStack:
                 k.attend_chunks(q, kv, paged.table, chunks, mixed, layer.window)
                 if single is not None:
                     k.attend_rows(q[single], kv, paged.rows(single), mixed[single], layer.window)
-            self._add(mixed, layer.out, layer.out_bias, stream)
-            normed = k.norm(stream, layer.norm_mlp)
-            self._add(self._gated(normed, layer), layer.down, layer.down_bias, stream)
-            normed = k.norm(stream, self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm)
+            normed = self._add_norm(mixed, layer.out, layer.out_bias, stream, layer.norm_mlp)
+            after = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
+            normed = self._add_norm(self._gated(normed, layer), layer.down, layer.down_bias, stream, after)
         kept[len(self.layers)] = stream
         return Forward(normed, torch.stack([kept[i] for i in taps], 1) if taps else None)
 
@@ -178,11 +177,12 @@ class CudaStack:
         else:
             self.kernels.place(F.linear(x, layer.qkv, layer.qkv_bias), q, kv, paged, self.turns)
 
-    def _add(self, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor) -> None:
+    def _add_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor, norm: Tensor) -> Tensor:
+        """stream += product; its norm."""
         if self._exact:
-            self.kernels.linear(x, weight, bias, stream, "add")
-        else:
-            stream += F.linear(x, weight, bias)
+            return self.kernels.add_norm(x, weight, bias, stream, norm)
+        stream += F.linear(x, weight, bias)
+        return self.kernels.norm(stream, norm)
 
     def _gated(self, x: Tensor, layer: _Layer) -> Tensor:
         if not self._exact:

@@ -95,6 +95,7 @@ class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
     device_name = "cpu"
+    drafts_roughly = False  # `draft` takes any parameters, and draws by temperature and noise alone
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
         self.decoder = decoder

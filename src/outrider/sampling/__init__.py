@@ -1,7 +1,7 @@
 """From logits to tokens: parameters, noise, the target's distribution and its choice."""
 
 from outrider.sampling.choice import CORRUPTED, Ranked, choose, draw, rank
-from outrider.sampling.distribution import Row, law, process
+from outrider.sampling.distribution import Row, law, process, rows_of
 from outrider.sampling.grammar import Grammars, Guide, Structured
 from outrider.sampling.logprobs import Logprob, logprobs_of
 from outrider.sampling.noise import Key, Stream, uniform
@@ -24,5 +24,6 @@ __all__ = [
     "logprobs_of",
     "process",
     "rank",
+    "rows_of",
     "uniform",
 ]

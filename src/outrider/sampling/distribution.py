@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.core import Sequence as Generation
 from outrider.sampling.params import SamplingParams
 
-__all__ = ["Row", "adjust", "law", "process", "truncate"]
+__all__ = ["Row", "adjust", "law", "process", "rows_of", "truncate"]
 
 NEG_INF = float("-inf")
 _SHORTLIST = 256
@@ -42,6 +42,16 @@ class Row(NamedTuple):
         position = len(seq.tokens) + len(path)
         allowed = None if seq.guide is None else seq.guide.allowed(seq.tokens, seq.prompt_len, path)
         return cls(request.params, request.seed, request.index, position, seq.prompt_len, history, request.stop_ids, allowed)
+
+
+def rows_of(seq: Generation, nodes: Sequence[int], parents: Sequence[int]) -> list[Row]:
+    """The root's and then every node's position, as the choice needs them."""
+    if not nodes:
+        return [Row.at(seq)]
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(nodes, parents, strict=True):
+        paths.append([*paths[parent + 1], token])
+    return [Row.at(seq, path) for path in paths]
 
 
 def law(logits: Tensor, row: Row) -> Tensor:

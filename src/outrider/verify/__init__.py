@@ -1,5 +1,5 @@
 """Verification rules: `match` (default, same tokens), `rejection`, `block`, and lossy `typical`."""
 
-from outrider.verify.batch import guided, rows_of, verify
+from outrider.verify.batch import guided, verify
 
-__all__ = ["guided", "rows_of", "verify"]
+__all__ = ["guided", "verify"]

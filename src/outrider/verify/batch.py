@@ -9,11 +9,11 @@ from torch import Tensor
 
 from outrider.core import ROOT, Batch, Drafts, Plan, Scores, Tree, Verdict
 from outrider.core import Sequence as Generation
-from outrider.sampling import Key, Row, Stream, choose, draw, law, uniform
+from outrider.sampling import Key, Row, Stream, choose, draw, law, rows_of, uniform
 from outrider.verify import block, rejection, typical
 from outrider.verify.match import walk
 
-__all__ = ["guided", "rows_of", "verify"]
+__all__ = ["guided", "verify"]
 
 
 def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Verdict]:
@@ -83,16 +83,6 @@ def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
         if above is not None and allowed is not None and bool(allowed[token]):
             paths[node] = [*above, token]
     return [node for node in paths if node != ROOT]
-
-
-def rows_of(seq: Generation, tree_tokens: Sequence[int], tree_parents: Sequence[int]) -> list[Row]:
-    """The root's and then every node's position, as the choice needs them."""
-    if not tree_tokens:
-        return [Row.at(seq)]
-    paths: list[list[int]] = [[]]
-    for token, parent in zip(tree_tokens, tree_parents, strict=True):
-        paths.append([*paths[parent + 1], token])
-    return [Row.at(seq, path) for path in paths]
 
 
 def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:

@@ -41,7 +41,7 @@ def peers(
         list[str] | None,
         typer.Option(help="Where a peer lives, as PEER=PYTHON; may be given several times. Default: the Python that runs this."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: Transformers eager, compiled and assisted.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: Transformers eager, compiled and assisted beside Outrider.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Two prompts, 32 tokens, one repeat.")] = False,
 ) -> None:
     """The same weights and prompts through Transformers, llama.cpp, OpenVINO GenAI and Outrider, in one run.
@@ -55,6 +55,7 @@ def peers(
     from outrider.engine.acceptance import read_prompts
     from outrider.ops import threads_used
 
+    _check_device(device)
     console = Console(stderr=True, width=max(Console().width, 150))
     path = prompts or find_prompts("editing").with_name("code.jsonl")
     results: list[dict[str, Any]] = []
@@ -78,7 +79,7 @@ def peers(
     merged: dict[str, Any] = {"rows": [row for own in results for row in own["rows"]]}
     for name in ("ratios", "missing", "versions"):
         merged[name] = {key: value for own in results for key, value in own[name].items()}
-    about = conditions()
+    about = _on_gpu() if device == "cuda" else conditions()
     asked = {"tokens": setting.tokens, "prefill": prefill, "repeats": setting.repeats, "prompts": len(setting.prompts)}
     print(json.dumps(merged | asked | about | {"versions": about["versions"] | merged["versions"]}))
     if any(row["failure"] for row in merged["rows"]):
@@ -105,6 +106,21 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
+
+
+def _on_gpu() -> dict[str, Any]:
+    from outrider.bench.gpu import conditions_on_gpu  # needs Triton
+
+    return conditions_on_gpu()
+
+
+def _check_device(device: str) -> None:
+    from outrider.engine.device import missing_gpu
+
+    if device not in ("cpu", "cuda"):
+        raise InvalidParameter("--device", f"must be cpu or cuda, got {device!r}")
+    if device == "cuda" and (missing := missing_gpu()):
+        raise InvalidParameter("--device", f"cuda cannot be used: {missing}")
 
 
 def _pythons(given: list[str]) -> dict[str, str]:

@@ -171,6 +171,10 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
     others = [peer for peer in PEERS if peer != "outrider"]
     out: dict[str, float | None] = {}
+    if any(row["mode"] == "compiled" for row in rows):  # on a GPU
+        for mode, name in (("plain", "eager"), ("compiled", "compiled")):
+            theirs = [row["tok_s"] for row in rows if (row["peer"], row["mode"]) == ("transformers", mode) and row["tok_s"]]
+            out[f"plain bf16 over Transformers {name}"] = _over(best(["outrider"], ["bf16"], True), max(theirs, default=None))
     for kind, file in (("bf16", "BF16"), ("int8", "Q8_0")):
         own = best(["outrider"], [kind])
         out[f"plain {kind} over llama.cpp {file}"] = _over(best(["outrider"], [kind], True), best(["llama.cpp"], [kind], True))
@@ -198,10 +202,10 @@ def _loads(source: Path, folder: Path, setting: Setting, bare: bool, missing: di
     """What each process is told to load; files are written when their peer's turn comes."""
     context = ModelConfig.read(source).context
     for peer in setting.peers:
-        if setting.device != "cpu" and peer != "transformers":
-            missing[peer] = f"is compared on the CPU alone so far, not on {setting.device}"
+        if setting.device != "cpu" and peer not in ("outrider", "transformers"):
+            missing[peer] = f"is compared on the CPU alone, not on {setting.device}"
             continue
-        for kind, own in _KINDS[peer]:
+        for kind, own in _KINDS[peer][:1] if setting.device != "cpu" else _KINDS[peer]:  # a GPU serves bf16
             shared = {"peer": peer, "kind": kind, "dtype": own, "threads": setting.threads, "context": context}
             files = {"model": str(source), "draft": str(source / "draft") if (source / "draft").exists() else None}
             if peer in ("llama.cpp", "openvino"):

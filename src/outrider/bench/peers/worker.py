@@ -43,7 +43,7 @@ class Outrider:
         from outrider._version import __version__
 
         torch.set_num_threads(given["threads"])
-        load = {"dtype": given["dtype"], "prefix_cache": False, "max_num_seqs": 1}
+        load = {"dtype": given["dtype"], "prefix_cache": False, "max_num_seqs": 1, "device": given.get("device", "cpu")}
         self._llms = {mode: LLM(given["model"], speculation=mode, **load) for mode in given["modes"]}
         self.versions = {"outrider": __version__}
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["VOCAB_TILE", "choose_tiles", "choose_winner", "move_slots", "next_rows"]
+__all__ = ["VOCAB_TILE", "best_of", "choose_tiles", "choose_winner", "move_slots", "next_rows", "score_of"]
 
-VOCAB_TILE = 2048
+VOCAB_TILE = 1024
 
 
 @triton.jit
@@ -44,21 +44,31 @@ def _gumbel(prefix, position, token):
 
 
 @triton.jit
+def score_of(x, temperature, prefix, position, token):
+    """Float64 scores of a block of logits: divided and with noise where the row is sampled. NaN counts as largest."""
+    score = x.to(tl.float64)
+    if temperature > 0.0:
+        score = tl.div_rn(x, tl.zeros_like(x) + temperature).to(tl.float64) + _gumbel(prefix, position, token)
+    return tl.where(x != x, float("inf"), score)
+
+
+@triton.jit
+def best_of(score, token):
+    """The largest score of a block and its lowest token."""
+    top = tl.max(score, 0)
+    return top, tl.min(tl.where(score == top, token, 2147483647), 0)
+
+
+@triton.jit
 def choose_tiles(logits, temperatures, prefixes, positions, tops, ids, masses, vocab, tiles, BN: tl.constexpr):
     """Of each tile of the vocabulary: the largest score, its lowest id, and the sum of exp(score - largest)."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tile * BN + tl.arange(0, BN)
-    inside = token < vocab
-    x = tl.load(logits + row * vocab + token, mask=inside, other=float("-inf"))
-    temperature = tl.load(temperatures + row)
-    score = x.to(tl.float64)
-    if temperature > 0.0:
-        prefix = tl.load(prefixes + row).to(tl.uint64)
-        position = (tl.load(positions + row) + 1).to(tl.uint64)
-        score = tl.div_rn(x, tl.full((BN,), 0.0, tl.float32) + temperature).to(tl.float64) + _gumbel(prefix, position, token)
-    score = tl.where(x != x, float("inf"), score)
-    top = tl.max(score, 0)
-    best = tl.min(tl.where(score == top, token, 2147483647), 0)
+    x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    prefix = tl.load(prefixes + row).to(tl.uint64)
+    position = (tl.load(positions + row) + 1).to(tl.uint64)
+    score = score_of(x, tl.load(temperatures + row), prefix, position, token)
+    top, best = best_of(score, token)
     shift = tl.where((top == float("-inf")) | (top == float("inf")), 0.0, top)
     mass = tl.sum(tl.exp((score - shift).to(tl.float32)), 0)
     at = row * tiles + tile

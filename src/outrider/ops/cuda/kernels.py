@@ -17,7 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "attend_chunks", "attend_rows", "embed_norm", "linear", "merge_blocks", "norm", "rope_store", "silu_pairs"]
+__all__ = [
+    "BLOCK", "add_norm", "attend_chunks", "attend_rows", "embed_norm", "linear", "norm", "rope_store", "silu_pairs",
+]  # fmt: skip
 
 BLOCK = 64  # keys of one block of the attention's reduction, by logical position
 
@@ -45,6 +47,26 @@ def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
+def add_norm(
+    parts, bias, stream, weight, normed, rows, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A product that came in parts, added to the stream as `linear` would have, and the norm of that."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
+    own = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        own = own + tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        own = own + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    x = x + own
+    tl.store(stream + row * WIDTH + column, x, mask=inside)
+    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+
+
+@triton.jit
 def _store_normed(x, weight, normed, row, column, inside, eps, WIDTH: tl.constexpr):
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
@@ -64,7 +86,8 @@ def linear(
     the parts abreast, because one chain alone would wait for the tensor cores' latency; many take them one by one.
 
     FORM "store": out = product. "add": out += product, the residual stream. "silu": pairs of columns become
-    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows.
+    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows. "parts": each part
+    has programs of its own and goes to out (PARTS, rows, columns) as it is, for `add_norm`.
     """
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -73,30 +96,68 @@ def linear(
     x_at = x + row[:, None].to(tl.int64) * INNER
     w_at = w + column[None, :].to(tl.int64) * INNER
     PART: tl.constexpr = INNER // PARTS
-    if PARTS == 4 and ABREAST:
-        k = tl.arange(0, BK)
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc_1 = tl.zeros((BM, BN), tl.float32)
-        acc_2 = tl.zeros((BM, BN), tl.float32)
-        acc_3 = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, PART, BK):
-            at = start + k
-            acc = _step(x_at, w_at, at, row_in, column_in, acc, PART, BK, PRECISION)
-            acc_1 = _step(x_at + PART, w_at + PART, at, row_in, column_in, acc_1, PART, BK, PRECISION)
-            acc_2 = _step(x_at + 2 * PART, w_at + 2 * PART, at, row_in, column_in, acc_2, PART, BK, PRECISION)
-            acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
-        acc = _add(_add(_add(acc, acc_1), acc_2), acc_3)
+    if FORM == "parts":
+        part = tl.program_id(2)
+        acc = _run(x_at + part * PART, w_at + part * PART, row_in, column_in, PART, 1, BM, BN, BK, PRECISION)
+        at = out + (part * rows + row[:, None]).to(tl.int64) * columns + column[None, :]
+        tl.store(at, acc, mask=row_in[:, None] & column_in[None, :])
     else:
-        acc = tl.zeros((BM, BN), tl.float32)
-        for part in range(0, PARTS):
-            own = _run(x_at + part * PART, w_at + part * PART, row_in, column_in, PART, BM, BN, BK, PRECISION)
-            acc = _add(acc, own)
-    if HAS_BIAS:
-        acc = _add(acc, tl.broadcast_to(tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :], acc.shape))
-    _finish(
-        acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
-        BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
-    )  # fmt: skip
+        if PARTS == 4 and ABREAST:
+            acc = _run_abreast(x_at, w_at, row_in, column_in, PART, BM, BN, BK, PRECISION)
+        else:
+            acc = _run(x_at, w_at, row_in, column_in, PART, PARTS, BM, BN, BK, PRECISION)
+        if HAS_BIAS:
+            own = tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)
+            acc = _add(acc, tl.broadcast_to(own[None, :], acc.shape))
+        _finish(
+            acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
+            BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _run_abreast(
+    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Four parts of the inner dimension at once, and their sum."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc_1 = tl.zeros((BM, BN), tl.float32)
+    acc_2 = tl.zeros((BM, BN), tl.float32)
+    acc_3 = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, PART, BK):
+        at = start + k
+        acc = _step(x_at, w_at, at, row_in, column_in, acc, PART, BK, PRECISION)
+        acc_1 = _step(x_at + PART, w_at + PART, at, row_in, column_in, acc_1, PART, BK, PRECISION)
+        acc_2 = _step(x_at + 2 * PART, w_at + 2 * PART, at, row_in, column_in, acc_2, PART, BK, PRECISION)
+        acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
+    return _add(_add(_add(acc, acc_1), acc_2), acc_3)
+
+
+@triton.jit
+def _run(
+    x_at, w_at, row_in, column_in, PART: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Parts of the inner dimension one after the other, and their sum: one loop, so that loads never pause between parts."""
+    k = tl.arange(0, BK)
+    STEPS: tl.constexpr = (PART + BK - 1) // BK
+    acc = tl.zeros((BM, BN), tl.float32)
+    total = tl.zeros((BM, BN), tl.float32)
+    for step in range(0, PARTS * STEPS):
+        if PARTS == 1:
+            acc = _step(x_at, w_at, step * BK + k, row_in, column_in, acc, PART, BK, PRECISION)
+        else:
+            before = step // STEPS * PART
+            at = step % STEPS * BK + k
+            acc = _step(x_at + before, w_at + before, at, row_in, column_in, acc, PART, BK, PRECISION)
+            if (step + 1) % STEPS == 0:
+                total = _add(total, acc)
+                acc = tl.zeros((BM, BN), tl.float32)
+    if PARTS == 1:
+        return acc
+    return total
 
 
 @triton.jit
@@ -117,19 +178,6 @@ def _step(
 def _add(a, b):
     """a + b, but not as an addition: the compiler would start the product behind b from a, which rounds otherwise."""
     return tl.fma(b, tl.full(b.shape, 1.0, tl.float32), a)
-
-
-@triton.jit
-def _run(
-    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One part of the inner dimension."""
-    k = tl.arange(0, BK)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, PART, BK):
-        acc = _step(x_at, w_at, start + k, row_in, column_in, acc, PART, BK, PRECISION)
-    return acc
 
 
 @triton.jit
@@ -241,64 +289,69 @@ def _merge(top, total, mixed, top_b, total_b, mixed_b):
 
 @triton.jit
 def attend_rows(
-    q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes,
+    q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes, arrived, out,
     table_width, most_blocks, scale,
     LANES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Single rows, draft nodes among them: each block's part of each row's attention.
+    """Single rows, draft nodes among them: programs share the blocks of a row, and the last of them to end merges.
 
     Row r sees positions firsts[r]..positions[r] of its sequence. Those up to roots[r] lie where the page table
-    says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r].
+    says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r]. `arrived` counts the
+    programs that are done; it is zero before and after.
     """
     row, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + row)
-    sequence = tl.load(sequences + row).to(tl.int64)
+    position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
     root, first = tl.load(roots + row), tl.load(firsts + row)
-    g = tl.arange(0, 16)
-    d = tl.arange(0, HEAD)
-    long = row.to(tl.int64)
-    q_at = q + (long * KV_HEADS * GROUP + head * GROUP + g)[:, None] * HEAD + d[None, :]
-    own = tl.load(q_at, mask=(g < GROUP)[:, None], other=0.0)
-    for block in range(lane, position // BLOCK + 1, LANES):
-        j = block * BLOCK + tl.arange(0, BLOCK)
-        seen = (j <= position) & (j >= first)
-        if WINDOW > 0:
-            seen = seen & (j > position - WINDOW)
-        page = tl.load(table + sequence * table_width + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
-        slot = page * PAGE + j % PAGE
-        if TREE:
-            listed = tl.load(ancestors + long * TREE + (j - root - 1), mask=seen & (j > root), other=0).to(tl.int64)
-            slot = tl.where(j > root, listed, slot)
-        at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
-        at = at[:, None] + d[None, :]
-        whole = tl.broadcast_to(seen[None, :], (16, BLOCK))
-        top, total, mixed = _block(own, keys + at, values + at, (seen, whole), scale, PRECISION)
-        part = (long * KV_HEADS * GROUP + head * GROUP + g) * most_blocks + block
-        tl.store(tops + part, top, mask=g < GROUP)
-        tl.store(totals + part, total, mask=g < GROUP)
-        tl.store(mixes + part[:, None] * HEAD + d[None, :], mixed, mask=(g < GROUP)[:, None])
+    blocks = position // BLOCK + 1
+    if lane < blocks:
+        g = tl.arange(0, 16)
+        d = tl.arange(0, HEAD)
+        long = row.to(tl.int64)
+        own_head = long * KV_HEADS * GROUP + head * GROUP + g
+        q_at = own_head[:, None] * HEAD + d[None, :]
+        mine = (g < GROUP)[:, None]
+        own = tl.load(q + q_at, mask=mine, other=0.0)
+        for block in range(lane, blocks, LANES):
+            j = block * BLOCK + tl.arange(0, BLOCK)
+            seen = (j <= position) & (j >= first)
+            if WINDOW > 0:
+                seen = seen & (j > position - WINDOW)
+            page = tl.load(table + sequence * table_width + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
+            slot = page * PAGE + j % PAGE
+            if TREE:
+                listed = tl.load(ancestors + long * TREE + (j - root - 1), mask=seen & (j > root), other=0).to(tl.int64)
+                slot = tl.where(j > root, listed, slot)
+            at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
+            at = at[:, None] + d[None, :]
+            whole = tl.broadcast_to(seen[None, :], (16, BLOCK))
+            top, total, mixed = _block(own, keys + at, values + at, (seen, whole), scale, PRECISION)
+            part = own_head * most_blocks + block
+            tl.store(tops + part, top, mask=g < GROUP)
+            tl.store(totals + part, total, mask=g < GROUP)
+            tl.store(mixes + part[:, None] * HEAD + d[None, :], mixed, mask=mine)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + row * KV_HEADS + head, 1, sem="acq_rel")
+        if before == tl.minimum(blocks, LANES) - 1:
+            y = _merged(tops, totals, mixes, own_head * most_blocks, g < GROUP, blocks, HEAD)
+            tl.store(out + q_at, y.to(out.dtype.element_ty), mask=mine)
+            tl.store(arrived + row * KV_HEADS + head, 0)
 
 
 @triton.jit
-def merge_blocks(
-    tops, totals, mixes, positions, out, most_blocks,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The blocks of each row and head, in order of logical position."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _merged(tops, totals, mixes, part, inside, blocks, HEAD: tl.constexpr):
+    """The blocks of a row's heads, in order of logical position; other programs wrote them."""
     d = tl.arange(0, HEAD)
-    blocks = tl.load(positions + row) // BLOCK + 1
-    part = (row * HEADS + head) * most_blocks + tl.arange(0, 1)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    mixed = tl.zeros((1, HEAD), tl.float32)
+    top = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    mixed = tl.zeros((16, HEAD), tl.float32)
     for block in range(0, blocks):
         at = part + block
-        mix = tl.load(mixes + at[:, None] * HEAD + d[None, :])
-        top, total, mixed = _merge(top, total, mixed, tl.load(tops + at), tl.load(totals + at), mix)
-    y = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (row * HEADS + head) * HEAD + tl.arange(0, 1)[:, None] + d[None, :], y)
+        top_b = tl.load(tops + at, mask=inside, other=0.0, cache_modifier=".cg")
+        total_b = tl.load(totals + at, mask=inside, other=1.0, cache_modifier=".cg")
+        mixed_b = tl.load(mixes + at[:, None] * HEAD + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
+    return mixed / total[:, None]
 
 
 @triton.jit

@@ -10,11 +10,12 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
-from outrider.ops.cuda.tiles import Tile, tile_for
+from outrider.ops.cuda.tiles import MOST_SPLIT_ROWS, Tile, split_tile_for, tile_for
 
 __all__ = ["BLOCK", "Kernels", "Paged", "Shape", "pair_rows"]
 
 BLOCK = kernels.BLOCK
+_PARTS = 4  # of every inner dimension, summed in order
 LANES = 16  # programs that share the blocks of one row and head
 
 
@@ -44,12 +45,14 @@ class Paged:
     ancestors: Tensor  # (N, depth) slots of the positions after the root
     temperatures: Tensor  # (N,) float32, 0 for greedy
     prefixes: Tensor  # (N,) int64, of the noise key: everything but the position
+    shaped: Tensor | None = None  # (N,) place of the row's head in Shaping, -1: it has none
 
     def rows(self, rows: slice) -> Paged:
         """Some of the rows."""
         return Paged(
             self.tokens[rows], self.sequences[rows], self.positions[rows], self.roots[rows], self.firsts[rows], self.slots[rows],
             self.table, self.ancestors[rows], self.temperatures[rows], self.prefixes[rows],
+            None if self.shaped is None else self.shaped[rows],
         )  # fmt: skip
 
 
@@ -67,6 +70,8 @@ class Kernels:
         self.shape = shape
         self.dtype = dtype
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
+        self._zeros: dict[int, Tensor] = {}
+        self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
 
     def embed(self, paged: Paged, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The stream (N, hidden) float32 of every row, and its norm."""
@@ -84,9 +89,26 @@ class Kernels:
         kernels.norm[(rows,)](stream, weight, normed, self.shape.eps, width, _power(width), num_warps=self._norm_warps)
         return normed
 
+    def add_norm(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, stream: Tensor, weight: Tensor, tile: Tile | None = None
+    ) -> Tensor:
+        """stream += x times w transposed, and its norm. Few rows take the product in parts, which the norm's kernel adds."""
+        rows, (columns, inner) = len(x), w.shape
+        if rows > MOST_SPLIT_ROWS or inner % 64:
+            self.linear(x, w, bias, stream, "add", tile)
+            return self.norm(stream, weight)
+        parts = torch.empty(_PARTS, rows, columns, device=x.device)
+        self._product(x, w, None, parts, "parts", tile or split_tile_for(rows, columns, inner), (parts,) * 6)
+        normed = torch.empty(rows, columns, device=x.device, dtype=self.dtype)
+        kernels.add_norm[(rows,)](
+            parts, weight if bias is None else bias, stream, weight, normed, rows, self.shape.eps, columns, _power(columns),
+            PARTS=_PARTS, HAS_BIAS=bias is not None, num_warps=self._norm_warps,
+        )  # fmt: skip
+        return normed
+
     @property
     def _norm_warps(self) -> int:
-        return 4 if self.shape.hidden <= 1024 else 8
+        return 4 if self.shape.hidden <= 1024 else 16 if self.shape.hidden <= 2048 else 32
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile | None = None) -> None:
         """out = x times w transposed ("store"), added to out ("add"), or silu of its pairs ("silu")."""
@@ -104,12 +126,12 @@ class Kernels:
         self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile, placed: tuple[Tensor, ...]
     ) -> None:
         rows, (columns, inner), s = len(x), w.shape, self.shape
-        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns))
+        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), _PARTS if form == "parts" else 1)
         kernels.linear[grid](
             x, w, w if bias is None else bias, out, *placed, rows, columns,
             INNER=inner, BM=tile.rows, BN=tile.columns, BK=tile.inner, FORM=form, HAS_BIAS=bias is not None,
             HEADS=s.heads, KV_HEADS=s.kv_heads, HEAD=s.head, PAGE=s.page, PRECISION=self._precision,
-            PARTS=4 if inner % 64 == 0 else 1, ABREAST=tile.rows <= 16,
+            PARTS=_PARTS if inner % 64 == 0 else 1, ABREAST=tile.rows <= 16,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -137,13 +159,17 @@ class Kernels:
         mixes = torch.empty(parts, s.head, device=q.device)
         kernels.attend_rows[(rows, s.kv_heads, min(most, LANES))](
             q, *pool, paged.table, paged.sequences, paged.positions, paged.roots, paged.firsts, paged.ancestors,
-            tops, totals, mixes, width, most, self._scale,
+            tops, totals, mixes, self._counters(rows * s.kv_heads, q.device), out, width, most, self._scale,
             LANES=min(most, LANES), KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head, PAGE=s.page, BLOCK=BLOCK,
             TREE=depth, WINDOW=window or 0, PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
-        kernels.merge_blocks[(rows, s.heads)](
-            tops, totals, mixes, paged.positions, out, most, s.heads, s.head, BLOCK, num_warps=1
-        )
+
+    def _counters(self, count: int, device: torch.device) -> Tensor:
+        """Zeros that kernels count in and set back; graphs keep using what they were captured with."""
+        size = _power(count)
+        if size not in self._zeros:
+            self._zeros[size] = torch.zeros(size, dtype=torch.int32, device=device)
+        return self._zeros[size]
 
     def attend_chunks(
         self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None
@@ -153,7 +179,8 @@ class Kernels:
         kernels.attend_chunks[(len(chunks), s.kv_heads)](
             q, *pool, table, chunks, out, table.shape[1], self._scale,
             TILE=self.chunk_tokens * s.heads // s.kv_heads, KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head,
-            PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=8, num_stages=1,
+            PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=4 if s.head <= 128 else 8,
+            num_stages=self._ahead,
         )  # fmt: skip
 
     @property
@@ -165,7 +192,12 @@ class Kernels:
     @property
     def chunk_tokens(self) -> int:
         """Tokens of one program of `attend_chunks`."""
-        return 128 // (self.shape.heads // self.shape.kv_heads)
+        return 64 // (self.shape.heads // self.shape.kv_heads)
+
+    @property
+    def _ahead(self) -> int:
+        """Blocks of keys and values in flight, as far as shared memory holds them."""
+        return 3 if self.shape.head <= 128 and self.dtype == torch.bfloat16 else 1
 
     @property
     def _scale(self) -> float:
@@ -192,8 +224,10 @@ class Kernels:
     ) -> None:
         """Chosen tokens become step `step` of a draft and the next rows of their sequences."""
         batch = len(after.tokens)
+        if batch not in self._order:
+            self._order[batch] = torch.arange(batch, device=after.tokens.device)
         choice.next_rows[(1,)](
-            *found, torch.arange(batch, device=after.tokens.device), after.tokens, after.sequences, after.positions, after.roots,
+            *found, self._order[batch], after.tokens, after.sequences, after.positions, after.roots,
             after.slots, after.table, *drawn, before.sequences, before.positions, before.temperatures, before.prefixes,
             after.temperatures, after.prefixes, after.table.shape[1], step, batch, self.shape.page, max(_power(batch), 2),
         )  # fmt: skip

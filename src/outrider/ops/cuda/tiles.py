@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Tile", "every_tile", "tile_for"]
+__all__ = ["MOST_SPLIT_ROWS", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
 
 
 class Tile(NamedTuple):
@@ -34,12 +34,8 @@ _TABLE: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
         (
             _Entry(65536, 0, Tile(16, 32, 128, 4, 3)),
             _Entry(12000, 0, Tile(16, 64, 64, 4, 3)),
-            _Entry(5000, 0, Tile(16, 32, 64, 4, 4)),
-            _Entry(4096, 8192, Tile(16, 32, 128, 4, 3)),
-            _Entry(4096, 0, Tile(16, 32, 64, 4, 6)),
-            _Entry(2560, 2048, Tile(16, 32, 128, 4, 3)),
-            _Entry(2048, 2048, Tile(16, 8, 128, 2, 4)),
-            _Entry(0, 0, Tile(16, 16, 64, 4, 3)),
+            _Entry(2560, 2048, Tile(16, 32, 64, 2, 4)),
+            _Entry(0, 0, Tile(16, 32, 64, 4, 4)),
         ),
     ),
     (
@@ -66,27 +62,50 @@ _TABLE: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
             _Entry(0, 0, Tile(64, 64, 128, 4, 4)),
         ),
     ),
-    (
-        256,
-        (
-            _Entry(12000, 0, Tile(128, 128, 64, 8, 4)),
-            _Entry(5000, 0, Tile(128, 128, 64, 8, 4)),
-            _Entry(0, 0, Tile(128, 64, 128, 8, 3)),
-        ),
-    ),
+    (192, (_Entry(12000, 0, Tile(64, 128, 64, 4, 4)), _Entry(0, 0, Tile(128, 128, 64, 8, 4)))),
     (1 << 30, (_Entry(0, 0, Tile(128, 128, 64, 8, 4)),)),
 )
+
+# the same for products whose parts are computed apart
+_SPLIT: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
+    (
+        16,
+        (
+            _Entry(4096, 8192, Tile(16, 32, 128, 4, 3)),
+            _Entry(4096, 0, Tile(16, 64, 64, 4, 5)),
+            _Entry(2048, 4096, Tile(16, 64, 128, 4, 5)),
+            _Entry(2048, 0, Tile(16, 32, 128, 2, 4)),
+            _Entry(0, 0, Tile(16, 32, 128, 4, 3)),
+        ),
+    ),
+    (32, (_Entry(2048, 0, Tile(32, 64, 128, 4, 4)), _Entry(0, 0, Tile(32, 32, 128, 4, 3)))),
+    (64, (_Entry(2048, 0, Tile(64, 64, 64, 4, 5)), _Entry(0, 0, Tile(64, 32, 128, 4, 3)))),
+    (256, (_Entry(2048, 0, Tile(128, 128, 64, 8, 4)), _Entry(0, 0, Tile(64, 64, 128, 4, 4)))),
+)
+MOST_SPLIT_ROWS = _SPLIT[-1][0]
 
 
 def tile_for(rows: int, columns: int, inner: int, most_columns: int = 1 << 30) -> Tile:
     """The tile of a product, of at most so many columns."""
-    for most, entries in _TABLE:
-        if rows <= most:
-            tile = next(own.tile for own in entries if columns >= own.columns and inner >= own.inner)
-            return tile._replace(columns=min(tile.columns, most_columns))
-    raise AssertionError("the last entries take any number of rows")
+    tile = _look_up(_TABLE, rows, columns, inner)
+    return tile._replace(columns=min(tile.columns, most_columns))
+
+
+def split_tile_for(rows: int, columns: int, inner: int) -> Tile:
+    """The tile of a product of at most MOST_SPLIT_ROWS rows, each of whose parts has programs of its own."""
+    return _look_up(_SPLIT, rows, columns, inner)
+
+
+def _look_up(table: tuple[tuple[int, tuple[_Entry, ...]], ...], rows: int, columns: int, inner: int) -> Tile:
+    entries = next(entries for most, entries in table if rows <= most)
+    return next(own.tile for own in entries if columns >= own.columns and inner >= own.inner)
+
+
+def every_split_tile() -> list[Tile]:
+    """All tiles in use for parts."""
+    return sorted({own.tile for _, entries in _SPLIT for own in entries})
 
 
 def every_tile() -> list[Tile]:
-    """All tiles in use."""
+    """All tiles in use for whole products."""
     return sorted({own.tile for _, entries in _TABLE for own in entries})

@@ -1,0 +1,53 @@
+"""What the choice on a GPU costs, by what its rows ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from outrider.bench.gpu_doctor import device_seconds
+from outrider.core import Request, Sequence
+from outrider.sampling import SamplingParams
+
+__all__ = ["measure_choice"]
+
+_ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "top_k, top_p, min_p": {"top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5},
+}
+
+
+def measure_choice(rows: tuple[int, ...] = (1, 16, 128), vocab: int = 128_256, text: int = 1000) -> Iterator[dict[str, Any]]:
+    """Microseconds on the device for rows that all ask for the same, of sequences with a text that long."""
+    from outrider.model.cuda_wishes import Wishes
+    from outrider.ops.cuda.launch import Paged
+
+    wishes = Wishes(torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    for count in rows:
+        logits = torch.randn(count, vocab, device="cuda", generator=generator) * 3
+        where = torch.arange(count, dtype=torch.int32, device="cuda")
+        none = torch.zeros_like(where)
+        for name, asked in _ASKED.items():
+            params = SamplingParams(**{"temperature": 0.8, "max_tokens": 64} | asked)
+            wishes.begin()
+            shaped: list[int] = []
+            for i in range(count):
+                prompt = tuple((i + 7919 * j) % vocab for j in range(text))
+                told = wishes.tell(Sequence(Request(f"r{i}", prompt, params, i, frozenset(), 64)), (), ())
+                shaped += list(told or [-1])
+            wishes.send()
+            places = torch.tensor(shaped, dtype=torch.int32, device="cuda")
+            heat = torch.full((count,), params.temperature, device="cuda")
+            paged = Paged(none, none, where, none, none, none, none[None], none[:, None], heat, where.long(), places)
+
+            def choose(logits: torch.Tensor = logits, paged: Paged = paged) -> None:
+                wishes.shaping.choose(logits, paged)
+
+            yield {"what": name, "rows": count, "us": round(device_seconds(choose) * 1e6, 1)}
