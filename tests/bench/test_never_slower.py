@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider import LLM
-from outrider.bench.never_slower import Case, Ratio, as_rows, cases, measure
+from outrider.bench.never_slower import Case, Ratio, as_rows, cases, never_slower
 
 ROW = Ratio("code", 0.0, 1, ratio=0.9, low=0.85, high=0.97, plain_tok_s=100.0, tokens_per_round=1.0)
 
@@ -24,8 +24,7 @@ def test_slower_beyond_doubt_is_an_interval_below_the_floor() -> None:
 
 def test_paired_runs_of_the_same_requests(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    plain, fast = LLM(speculation="none", max_num_seqs=2), LLM(speculation="auto:members=suffix", max_num_seqs=2)
-    row = measure(plain, fast, Case("random", 1.0, 2), tokens=6, pairs=3)
+    (row,) = never_slower(LLM(speculation="auto:members=suffix", max_num_seqs=2), [Case("random", 1.0, 2)], tokens=6, pairs=3)
     assert 0 < row.low <= row.ratio <= row.high
     assert row.tokens_per_round >= 1.0
     assert {"workload", "temperature", "batch", "ratio", "low", "high"} <= set(as_rows([row])[0])

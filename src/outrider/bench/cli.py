@@ -289,19 +289,19 @@ def bench_never_slower(
 ) -> None:
     """Throughput of `auto` over plain decoding: code, random tokens, temperature 1.5. Fails where it is slower beyond doubt."""
     from outrider.bench.conditions import conditions
-    from outrider.bench.never_slower import against_best, as_rows, cases, engines, never_slower, show_ratios
+    from outrider.bench.never_slower import against_best, as_rows, cases, engine, never_slower, show_ratios
 
     set_threads(threads)
     wanted = cases([1, 8] if quick else numbers("--batches", batches, int), quick)
     rows = []
-    plain, fast = engines(model, max(case.batch for case in wanted))
-    for row in never_slower(plain, fast, wanted, min(tokens, 96) if quick else tokens, min(pairs, 5) if quick else pairs, seed):
+    auto = engine(model, max(case.batch for case in wanted))
+    for row in never_slower(auto, wanted, min(tokens, 96) if quick else tokens, min(pairs, 5) if quick else pairs, seed):
         rows.append(row)
         _errors.print(f"{row.workload} at {row.temperature:g}, batch {row.batch}: {row.ratio:.2f}", highlight=False)
     show_ratios(rows, _errors)
     found: dict[str, Any] = {"rows": as_rows(rows)}
     if sweep and not quick:
-        best = against_best(fast, tokens, pairs, seed=seed)
+        best = against_best(auto, tokens, pairs, seed=seed)
         _errors.print(f"auto ÷ the best fixed setting ({best.method}), code at batch 1: {best.ratio:.2f}", highlight=False)
         found["against_best"] = asdict(best)
     print(json.dumps(found | conditions()))

@@ -13,8 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.control import FixedLength
+from outrider.draft.none import NoDrafter
 from outrider.engine.acceptance import read_prompts
+from outrider.engine.guard import GuardedDrafter
 from outrider.engine.llm import LLM
+from outrider.engine.outputs import RequestOutput
 from outrider.sampling import SamplingParams
 
 __all__ = [
@@ -25,7 +29,7 @@ __all__ = [
     "against_best",
     "as_rows",
     "cases",
-    "engines",
+    "engine",
     "measure",
     "never_slower",
     "show_ratios",
@@ -34,6 +38,7 @@ __all__ = [
 _WORKLOADS = Path(__file__).with_name("workloads")
 _FLOOR = 0.98
 _SWEEP_PAIRS = 4
+_IDS = 4096  # of tokens nobody can guess
 _CASCADE = "cascade:{}:levels=suffix+draft_model"
 SWEEP = (
     *(f"{method}:{length}" for method in ("suffix", "draft_model", "eagle") for length in (4, 8, 16)),
@@ -42,6 +47,7 @@ SWEEP = (
     "mixture:16:members=suffix+eagle",
 )
 Prompts = Sequence[str | Sequence[int]]
+Generate = Callable[[Prompts, Sequence[SamplingParams]], list[RequestOutput]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +84,36 @@ def cases(batches: Sequence[int], quick: bool) -> list[Case]:
     return [Case(name, temperature, batch) for name, temperature in kinds for batch in batches]
 
 
-def engines(model: str | None, most: int) -> tuple[LLM, LLM]:
-    """Plain decoding and `auto` with the same memory, its costs measured."""
-    plain, fast = LLM(model, speculation="none", max_num_seqs=most), LLM(model, speculation="auto", max_num_seqs=most)
-    fast.measure_costs()
-    return plain, fast
+def engine(model: str | None, most: int) -> LLM:
+    """`auto`, its costs measured."""
+    found = LLM(model, speculation="auto", max_num_seqs=most, prefix_cache=False)
+    found.measure_costs()
+    return found
 
 
-def never_slower(plain: LLM, fast: LLM, wanted: Sequence[Case], tokens: int, pairs: int, seed: int = 0) -> Iterator[Ratio]:
-    """A ratio for each case, as it is measured."""
+def never_slower(auto: LLM, wanted: Sequence[Case], tokens: int, pairs: int, seed: int = 0) -> Iterator[Ratio]:
+    """A ratio for each case, as it is measured.
+
+    Plain decoding is the same engine with nobody drafting and nothing to decide: two engines of one kind differ by
+    several per cent, depending on where in memory their weights happen to lie.
+    """
     for case in wanted:
-        yield measure(plain, fast, case, tokens, pairs, seed)
+        yield measure(_plainly(auto), auto.generate, case, tokens, pairs, seed)
+
+
+def _plainly(llm: LLM) -> Generate:
+    """Its requests decoded with speculation `none`."""
+    engine, nobody = llm.engine, (FixedLength(0), GuardedDrafter(NoDrafter(), llm.config.vocab))
+
+    def generate(prompts: Prompts, params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        drafting = engine.policy, engine.drafter
+        engine.policy, engine.drafter = nobody
+        try:
+            return llm.generate(prompts, params)
+        finally:
+            engine.policy, engine.drafter = drafting
+
+    return generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +131,19 @@ def against_best(auto: LLM, tokens: int, pairs: int, settings: Sequence[str] = S
     """On code at batch 1: which fixed setting is quickest, and how `auto` compares with it."""
     case, swept, found = Case("code", 0.0, 1), {}, {}
     for setting in settings:
-        own = found[setting] = LLM(auto.directory, speculation=setting)
+        own = found[setting] = LLM(auto.directory, speculation=setting, prefix_cache=False).generate
         swept[setting] = measure(own, own, case, tokens, _SWEEP_PAIRS, seed).plain_tok_s
     best = max(swept, key=lambda setting: swept[setting])
-    row = measure(found[best], auto, case, tokens, pairs, seed)
+    row = measure(found[best], auto.generate, case, tokens, pairs, seed)
     return Best(best, row.ratio, row.low, row.high, swept)
 
 
-def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:
+def measure(plain: Generate, fast: Generate, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:
     """Paired runs of the same requests, each twice and in mirrored order so that a drift cancels, after a pair to warm up."""
     rounds: list[float] = []
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(pairs + 1):
-        prompts = _prompts(case, pair, plain.config.vocab)
+        prompts = _prompts(case, pair)
         params = [
             SamplingParams(temperature=case.temperature, seed=seed + pair * case.batch + i, max_tokens=tokens, ignore_eos=True)
             for i in range(case.batch)
@@ -126,7 +151,7 @@ def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: in
         spent = {False: 0.0, True: 0.0}
         for drafting in (False, True, True, False) if pair % 2 else (True, False, False, True):
             begun = time.perf_counter()
-            results = (fast if drafting else plain).generate(prompts, params)
+            results = (fast if drafting else plain)(prompts, params)
             spent[drafting] += time.perf_counter() - begun
             if pair and drafting:
                 rounds += [result.outputs[0].speculation["tokens_per_round"] for result in results]
@@ -158,10 +183,10 @@ def as_rows(rows: Sequence[Ratio]) -> list[dict[str, Any]]:
     return [{name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(row).items()} for row in rows]
 
 
-def _prompts(case: Case, pair: int, vocab: int) -> Prompts:
+def _prompts(case: Case, pair: int) -> Prompts:
     if case.workload == "random":
         rng = random.Random(f"{pair} {case.batch}")
-        return [[rng.randrange(vocab) for _ in range(64)] for _ in range(case.batch)]
+        return [[rng.randrange(_IDS) for _ in range(64)] for _ in range(case.batch)]
     code = read_prompts(_WORKLOADS / "code.jsonl")
     return [code[(pair * case.batch + i) % len(code)] for i in range(case.batch)]
 
