@@ -86,9 +86,7 @@ class Engine:
         asked = perf_counter()
         plan = self.policy.plan(load)
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
-        begun = perf_counter()
         drafts = guided(self.drafter.propose(batch, plan), batch, plan)
-        proposed = perf_counter()
         drafts = self.policy.select(drafts, load)
         chosen = perf_counter()
         try:
@@ -102,9 +100,9 @@ class Engine:
         drafted = [own.drafted for own in settled]
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
         ended = perf_counter()
-        proposal, forward = proposed - begun, scored - chosen
-        rest = ended - asked - proposal - forward + self._learning
-        self.policy.observe(RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, rest))
+        proposal = chosen - asked + self._learning if any(plan.lengths) else 0.0  # thinking is part of what drafting costs
+        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposal, scored - chosen, ended - scored)
+        self.policy.observe(stats)
         self._learning = perf_counter() - ended
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
 
