@@ -175,8 +175,8 @@ def _forward(data: dict[str, Any]) -> Iterator[str]:
     floors: dict[str, Cell] = {f"floor of {n}": lambda row, n=n: _number(row["floor_ms"][n]) for n in ("1", "8", "16")}
     yield _table(data["results"], columns | times | floors)
     yield (
-        "A floor is the larger of two times measured between the forwards: reading as many bytes as the weights have, and as many "
-        "multiply-adds from registers as the products need.\n"
+        "A floor is the larger of two times measured between the forwards: reading as many bytes as the weights have, and as "
+        "many multiply-adds from registers as the products need.\n"
     )
 
 

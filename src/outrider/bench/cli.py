@@ -209,7 +209,7 @@ def bench_forward(
     repeats: Annotated[int, typer.Option(min=1, help="Times each row count runs, interleaved; medians are shown.")] = 40,
     threads: Threads = None,
 ) -> None:
-    """What a forward costs for 1 to 32 rows, beside the time its bytes and its arithmetic need on this machine in the same run."""
+    """What a forward costs for 1 to 32 rows, beside the time its bytes and its arithmetic need here in the same run."""
     from outrider.bench.forward import Setting
     from outrider.bench.forward import bench_forward as measure
 

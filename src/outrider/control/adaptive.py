@@ -29,8 +29,8 @@ _SAMPLED = 4  # every so many plain rounds are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.01  # a draft must promise this much more than none
 _PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
-_FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into it to begin with
-_PROBE_LENGTH = 8
+_FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into trying what is not known at all
+_PROBE_LENGTHS = (8, 2)  # in turn
 _REPLAN = 12  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
@@ -65,6 +65,7 @@ class Adaptive:
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
         self._poor = 0  # rounds in a row that brought less than plain ones would have
         self._credit: float | None = None  # seconds that may be lost on probes
+        self._grant = 0.0  # the same, on arms not known yet
         self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
@@ -140,6 +141,9 @@ class Adaptive:
         kept: list[list[int]] = [[] for _ in load.keys]
         for _, b, i in pool[:count]:
             kept[b].append(i)
+        if self._probe is not None:  # a probe shows something only where a node is judged
+            b = load.keys.index(self._probe[0])
+            kept[b] = kept[b] or [i for _, own, i in pool if own == b][:1]
         for key, nodes in zip(load.keys, kept, strict=True):
             nodes.sort()
             self._record.keep(key, nodes)
@@ -166,7 +170,7 @@ class Adaptive:
             self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
             if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
                 took = stats.propose_s + stats.forward_s + stats.rest_s - self.costs.forward(load.rows, load.context)
-                self._credit -= max(took - self._paid, 0.0)
+                self._pay(max(took - self._paid, 0.0), granted=True)
         if not any(self._plan.lengths):
             self._drafted = set()
             return
@@ -330,29 +334,40 @@ class Adaptive:
         One of the things tried is that nobody drafts, so that the cost of plain rounds stays known.
         """
         if self._credit is None:
-            self._credit = _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(1, load.context)
+            self._credit, self._grant = 0.0, _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(1, load.context)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if not able or not self.arms:
             return plan
         b, arm = able[self._turn % len(able)], self._turn // len(able) % (len(self.arms) + 1)
         cost = self._probe_cost(load, plan, b, arm)
-        self._next_probe = 0.0 if cost == math.inf else cost  # the next in turn is looked at in the next round
-        if self._credit < cost < math.inf:
+        granted = arm < len(self.arms) and bool(self._record.strange([load.keys[b]])[0, arm])
+        self._next_probe = 0.0 if cost == math.inf else cost - granted * self._grant
+        if self._credit < self._next_probe:
             return plan  # until there is enough
         self._turn += 1
+        self._next_probe = 0.0  # the next in turn is looked at in the next round
         if cost == math.inf:
             return plan
-        self._credit -= cost
-        self._paid, self._next_probe = cost, 0.0
+        self._paid = cost
+        self._pay(cost, granted)
         if arm == len(self.arms):
             return _nothing(len(plan.lengths))
         return self._probed(load, plan, load.keys[b], arm)
+
+    def _probe_length(self, arm: int) -> int:
+        return min(_PROBE_LENGTHS[self._turn // (len(self.arms) + 1) % len(_PROBE_LENGTHS)], self.arms[arm].most)
+
+    def _pay(self, seconds: float, granted: bool) -> None:
+        """For a probe: as far as it goes from what is granted to strangers."""
+        gift = min(seconds, self._grant) if granted else 0.0
+        self._grant -= gift
+        self._credit = (self._credit or 0.0) - (seconds - gift)
 
     def _probed(self, load: Load, plan: Plan, key: Hashable, arm: int) -> Plan:
         """The plan with a change: one sequence tries an arm."""
         b = load.keys.index(key)
         lengths, arms = list(plan.lengths), list(plan.arms)
-        lengths[b], arms[b] = min(_PROBE_LENGTH, self.arms[arm].most, load.room[b]), arm
+        lengths[b], arms[b] = min(self._probe_length(arm), load.room[b]), arm
         if lengths[b] == 0:
             self._again = None
             return plan
@@ -366,7 +381,7 @@ class Adaptive:
         allowed = load.arms[b] if load.arms else None
         if arm in self._hopeless or (plan.lengths[b] and plan.arms[b] == arm) or (allowed is not None and arm not in allowed):
             return math.inf
-        name, length = self.arms[arm].name, min(_PROBE_LENGTH, self.arms[arm].most)
+        name, length = self.arms[arm].name, self._probe_length(arm)
         users = self._users(plan).get(arm, [])
         proposal = self.costs.proposal(name, len(users) + 1, length, load.context)
         if users:

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["CONTEXTS", "Costs", "Curve"]
 
-_STEPS = (*range(1, 17), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_STEPS = (*range(1, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
@@ -168,19 +168,19 @@ class Costs:
 
 def _between(curves: Mapping[int, Curve], batch: int, length: int) -> float:
     """Seconds at a batch size, from the nearest ones seen on both sides; beyond them all, as at the last."""
-    below = max((own for own in curves if own <= batch), default=None)
-    above = min((own for own in curves if own >= batch), default=None)
-    first, last = curves[above if below is None else below].time(length), curves[below if above is None else above].time(length)
+    below = max((own for own in curves if own <= batch), default=min(curves))
+    above = min((own for own in curves if own >= batch), default=max(curves))
+    first, last = curves[below].time(length), curves[above].time(length)
     assert first is not None
     assert last is not None
-    if below is None or above is None or below == above:
+    if below >= above:
         return first
     return first + (last - first) * (batch - below) / (above - below)
 
 
 def _step(size: int) -> int:
     """The smallest step not below a size: kernels and graphs round up, and a plain round's own size stays its own."""
-    return _STEPS[min(bisect_left(_STEPS, size), len(_STEPS) - 1)]
+    return int(_STEPS[min(bisect_left(_STEPS, size), len(_STEPS) - 1)])
 
 
 def _context(tokens: int) -> int:

@@ -29,7 +29,7 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
         raise InvalidParameter("rule", f"method 'auto' verifies by 'match'; name a drafter to verify by {config.rule!r}")
     if config.nested():
         return config
-    able = {"draft": _COMPANIONS["draft"]} if on_gpu else _COMPANIONS  # heads there are not measured yet
+    able = {"draft": _COMPANIONS["draft"]} if on_gpu else _COMPANIONS  # an EAGLE head there gave less than a draft model
     found = tuple(own for name, own in able.items() if (directory / name / "config.json").exists())
     names = ("suffix",) if found else ("suffix", "recycle")
     lookups = tuple(SpeculationConfig(name, draft_tokens=_MOST) for name in names)

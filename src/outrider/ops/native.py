@@ -305,6 +305,8 @@ class PackedLinear:
             _address(bias),
             thin,
         )
+        if not self.handle:
+            raise MemoryError(f"no memory for a matrix of {self.columns} by {self.inner}")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

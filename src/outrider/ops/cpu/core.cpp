@@ -339,7 +339,7 @@ bool tiles_agree_on(Kind kind) {
     std::vector<float> weight(kColumns * kInner), x(kBlock * kInner);
     for (size_t i = 0; i < weight.size(); i++) weight[i] = static_cast<float>(i * 7919 % 2003) / 1001.5f - 1.0f;
     for (size_t i = 0; i < x.size(); i++) x[i] = static_cast<float>(i * 104729 % 1999) / 999.5f - 1.0f;
-    const std::unique_ptr<Linear> l(pack_linear(kind, kColumns, kInner, false, weight.data(), false, nullptr, false));
+    const auto l = pack_linear(kind, kColumns, kInner, false, weight.data(), false, nullptr, false);
     std::vector<uint32_t> words(kBlock * (l->steps + kUnit));
     std::array<float, kChunk> scale{};
     const Packed packed{words.data(), scale.data()};
@@ -499,9 +499,14 @@ OUTRIDER_API int32_t outrider_try() {
 #endif
 }
 
+// Null where memory is short.
 OUTRIDER_API Linear* outrider_pack(int32_t kind, int32_t columns, int32_t inner, int32_t paired, const void* weight, int32_t is_bf16,
                       const float* bias, int32_t may_thin) {
-    return pack_linear(static_cast<Kind>(kind), columns, inner, paired != 0, weight, is_bf16 != 0, bias, may_thin != 0);
+    try {
+        return pack_linear(static_cast<Kind>(kind), columns, inner, paired != 0, weight, is_bf16 != 0, bias, may_thin != 0).release();
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
 }
 
 OUTRIDER_API void outrider_free(Linear* l) { delete l; }
