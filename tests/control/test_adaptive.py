@@ -136,6 +136,16 @@ def test_a_sequence_with_unpredictable_text_is_told_apart() -> None:
     assert sum(p.lengths[0] for p in lengths) > 4 * sum(p.lengths[1] for p in lengths)
 
 
+def test_a_plan_made_for_many_is_thought_over_when_few_are_left() -> None:
+    """32 rows cost in proportion, so that a draft brings less than it costs; 2 leave room for free."""
+    world = World(flat, {"a": 0.7}, {"a": 0.7}, {"a": per_token(0.0001)}, batch=32)
+    world.run(400)
+    world.batch = 2
+    world.drafted.clear()
+    world.run(5)
+    assert world.drafted
+
+
 def test_what_was_learnt_outlives_the_process(tmp_path: Path) -> None:
     """A controller that begins with another's record plans as that one did."""
     made = World(flat, {"a": 0.1, "b": 0.85}, {"a": 0.9, "b": 0.85}, {"a": lambda *_: 0.0005, "b": lambda *_: 0.0005})
