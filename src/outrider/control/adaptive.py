@@ -25,10 +25,10 @@ __all__ = ["Adaptive"]
 
 _LENGTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
 _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
-_SAMPLED = 4  # every so many plain rounds are timed
+_SAMPLED = 8  # every so many plain rounds are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.04  # a draft must promise this much more than none: catching up and changing course cost too
-_PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
+_PROBES = 0.003  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into trying what is not known at all
 _PROBE_LENGTHS = (8, 2)  # in turn
 _REPLAN = 12  # rounds a plan stands
@@ -64,8 +64,8 @@ class Adaptive:
         self._times: dict[tuple[int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by rows and context
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
         self._poor = 0  # rounds in a row that brought less than plain ones would have
-        self._credit: float | None = None  # seconds that may be lost on probes
-        self._grant = 0.0  # the same, on arms not known yet
+        self._credit = 0.0  # seconds that may be lost on probes
+        self._grant: float | None = None  # the same, on arms not known yet
         self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
@@ -75,6 +75,7 @@ class Adaptive:
         self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
         self._load: Load | None = None
         self._plan = Plan(())
+        self._resting = False  # nobody drafts, and nothing is tried
 
     def keep(self, path: Path) -> None:
         """Write what was measured and what was accepted, for the next start on this machine."""
@@ -90,6 +91,8 @@ class Adaptive:
         """Who drafts, with what, how far."""
         self._load, self._probe = load, None
         self._age += 1
+        if self._rests(load):
+            return self._plan
         if self._is_due(load):
             self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
             self._best(load)
@@ -98,11 +101,19 @@ class Adaptive:
             self._plan = self._with_probe(load, self._stood(load))
         elif self._again is not None and self._again[0] in load.keys:
             self._plan = self._probed(load, self._stood(load), *self._again)
-        elif self._credit is not None and self._credit >= self._next_probe:
+        elif self._credit >= self._next_probe:
             self._plan = self._with_probe(load, self._stood(load))
         else:
             self._plan = self._stood(load)
+        settled = self._complete and self._again is None and not any(self._plan.lengths)
+        self._resting = settled and not any(length for _, length in self._standing.values())
         return self._plan
+
+    def _rests(self, load: Load) -> bool:
+        """Whether the last round's plan, that nobody drafts, stands: the same sequences, and nothing to think over or to try."""
+        if not self._resting or self._age >= self._every or self._credit >= self._next_probe:
+            return False
+        return len(load.keys) == len(self._who) and all(map(is_, load.keys, self._who))
 
     def _is_due(self, load: Load) -> bool:
         """Whether to think again: the plan is old, was made for more sequences, or somebody could draft who is not in it."""
@@ -162,15 +173,17 @@ class Adaptive:
         if load is None:
             return
         self._priced += 1
+        if self._resting and self._priced % _SAMPLED:
+            self._credit += _PROBES * (stats.forward_s + stats.rest_s)
+            return
         if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
             self._timed.append((stats.rows, load.context, stats.forward_s + stats.rest_s))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times, self._expected = {}, {}, {}
-        if self._credit is not None:
-            self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
-            if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
-                took = stats.propose_s + stats.forward_s + stats.rest_s - self.costs.forward(load.rows, load.context)
-                self._pay(max(took - self._paid, 0.0), granted=True)
+        self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
+        if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
+            took = stats.propose_s + stats.forward_s + stats.rest_s - self.costs.forward(load.rows, load.context)
+            self._pay(max(took - self._paid, 0.0), granted=True)
         if not any(self._plan.lengths):
             self._drafted = set()
             return
@@ -187,7 +200,7 @@ class Adaptive:
                 self._every = 0  # think again at once
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
-            if self._probe is not None and key is self._probe[0] and self._credit is not None:
+            if self._probe is not None and key is self._probe[0]:
                 self._credit += min(len(path) / self._rate, self._paid)  # what it brought, it did not cost
                 if path:
                     self._every = 0  # worth thinking over
@@ -212,7 +225,7 @@ class Adaptive:
     def forget(self, key: Hashable) -> None:
         """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
-        self._who, self._again, self._drafted = (), None, set()
+        self._who, self._again, self._drafted, self._resting = (), None, set(), False
         self._standing.pop(key, None)
         self._gains.pop(key, None)
 
@@ -333,8 +346,8 @@ class Adaptive:
 
         One of the things tried is that nobody drafts, so that the cost of plain rounds stays known.
         """
-        if self._credit is None:
-            self._credit, self._grant = 0.0, _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(1, load.context)
+        if self._grant is None:
+            self._grant = _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(1, load.context)
         able = [b for b, room in enumerate(load.room) if room > 0]
         if not able or not self.arms:
             return plan
@@ -359,9 +372,9 @@ class Adaptive:
 
     def _pay(self, seconds: float, granted: bool) -> None:
         """For a probe: as far as it goes from what is granted to strangers."""
-        gift = min(seconds, self._grant) if granted else 0.0
-        self._grant -= gift
-        self._credit = (self._credit or 0.0) - (seconds - gift)
+        gift = min(seconds, self._grant or 0.0) if granted else 0.0
+        self._grant = (self._grant or 0.0) - gift
+        self._credit -= seconds - gift
 
     def _probed(self, load: Load, plan: Plan, key: Hashable, arm: int) -> Plan:
         """The plan with a change: one sequence tries an arm."""

@@ -107,6 +107,8 @@ class AutoDrafter(MixtureDrafter):
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         self._round += 1
+        if not (self._asked or self._readers or self._scorers):
+            return  # everybody rests
         if self._last:
             self._judge(batch, verdicts)
         for m in self._asked.union(self._readers, self._scorers):
