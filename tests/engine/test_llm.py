@@ -8,6 +8,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.errors import InvalidParameter, ModelError, OutriderError, UnknownMethod
+from outrider.model.load import INT8
+from outrider.ops.native import find_core
 from tests.support import write_family, write_tokenizer
 
 VOCAB = 300
@@ -189,3 +191,11 @@ def test_bad_words_never_appear(llm: LLM) -> None:
     for speculate in (True, False):
         output = llm.generate("def main", params, speculation=speculate)[0].outputs[0]
         assert not banned & set(output.token_ids[:1])
+
+
+@pytest.mark.skipif(find_core()[0] is None, reason="needs the native core")
+@pytest.mark.parametrize(("method", "dtype"), [("draft_model:2", INT8), ("draft_model:2:dtype=bfloat16", "bfloat16")])
+def test_a_draft_stored_in_int8_is_served_so(method: str, dtype: str) -> None:
+    bundled = LLM(speculation=method)
+    assert bundled.config.dtype == "bfloat16"
+    assert [own.decoder.config.dtype for own in bundled._companions] == [dtype]
