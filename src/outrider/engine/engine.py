@@ -85,8 +85,10 @@ class Engine:
         load = self._load(batch)
         asked = perf_counter()
         plan = self.policy.plan(load)
+        planned = perf_counter()
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
         drafts = guided(self.drafter.propose(batch, plan), batch, plan)
+        proposed = perf_counter()
         drafts = self.policy.select(drafts, load)
         chosen = perf_counter()
         try:
@@ -100,8 +102,8 @@ class Engine:
         drafted = [own.drafted for own in settled]
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
         ended = perf_counter()
-        proposal = chosen - asked + self._learning if any(plan.lengths) else 0.0  # thinking is part of what drafting costs
-        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposal, scored - chosen, ended - scored)
+        thought = planned - asked + chosen - proposed + self._learning
+        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposed - planned, scored - chosen, ended - scored, thought)
         self.policy.observe(stats)
         self._learning = perf_counter() - ended
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
