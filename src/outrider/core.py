@@ -5,6 +5,7 @@ Dimensions: N tokens in the flat batch, B sequences, D draft nodes, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -188,6 +189,7 @@ class Plan(NamedTuple):
     rule: str = "match"
     keep_q: bool = False  # the rule needs the law each draft token was drawn from
     arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
+    whole: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
 
 
 class Tree(NamedTuple):
@@ -218,6 +220,8 @@ class Drafts:
     counts: Tensor  # (B,) int64
     q: Tensor | None = None  # (B, D, V), the law each token was drawn from; None = one-hot
     resume: Resume | None = None  # only from drafters that run the target's own layers
+    ahead: Callable[[], Drafts] | None = None  # set while the target's device still draws the tokens: gives them when drawn.
+    # Until then -1 - i stands for the i-th token of the runner's `promised`, which a forward there can read.
     _host: list[Tree] = field(default_factory=list, init=False, repr=False, compare=False)  # filled by on_host
 
     @staticmethod

@@ -108,7 +108,7 @@ class Synthetic:
         self.perm, drafted = permutations(shapes["8b"].vocab, agreement)
         self.options = CudaOptions(exact=exact)
         self.target = CudaRunner(synthetic_decoder(shapes["8b"], self.perm), pages, _PAGE, "cuda", self.options)
-        self.draft = CudaRunner(synthetic_decoder(shapes["1b"], drafted), pages, _PAGE, "cuda", self.options)
+        self.draft = CudaRunner(synthetic_decoder(shapes["1b"], drafted), pages, _PAGE, "cuda", self.options, self.target)
 
     def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
         config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
