@@ -254,6 +254,14 @@ class Drafts:
             chances = torch.from_numpy(np.array(filled, dtype=np.float32))
         return cls(integers(padded), integers(links), chances, integers(counts), q)
 
+    @classmethod
+    def promised(cls, chains: Seq[list[int]], ahead: Callable[[], Drafts]) -> Drafts:
+        """Chains of promises, whose tokens `ahead` will give. They have no arrays: a forward reads the lists alone."""
+        none = cls.empty(len(chains))
+        drafts = cls(none.tokens, none.parents, none.survival, none.counts, ahead=ahead)
+        drafts._host.extend(Tree(chain, list(range(-1, len(chain) - 1))) for chain in chains)
+        return drafts
+
     def subset(self, kept: Seq[Seq[int]]) -> Drafts:
         """The same drafts with only these nodes, in order; a kept node's parent is kept."""
         survival = self.survival.tolist()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from outrider.model import Runner
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process
 
 __all__ = ["DraftModel"]
+
+T = TypeVar("T")
 
 
 class DraftModel:
@@ -102,8 +104,7 @@ class DraftModel:
             return Drafts.empty(len(batch.sequences))
         if plan.whole and self._reader.runner.draws_ahead:
             promises, land = self._reader.draw(told, lengths)
-            ones = [[1.0] * len(own) for own in promises]
-            return replace(_spread(batch, told, promises, ones), ahead=lambda: _spread(batch, told, *_sound(land())))
+            return Drafts.promised(_of_all(batch, told, promises), lambda: _spread(batch, told, *_sound(land())))
         sharpness = [self._sharpener.temperature(text.seq.request.params) for text in told]
         tokens, chances, logits = self._reader.draft(told, lengths, sharpness)
         for s, (text, own) in enumerate(zip(told, tokens, strict=True)):
@@ -168,9 +169,15 @@ def _sound(found: Chains) -> Chains:
 
 def _spread(batch: Batch, told: Seq[Text], tokens: Seq[list[int]], survival: Seq[list[float]]) -> Drafts:
     """Chains of some sequences as drafts of all."""
-    places = {text.seq: s for s, text in enumerate(told)}
-    own = [places.get(seq) for seq in batch.sequences]
-    return Drafts.chains([[] if s is None else tokens[s] for s in own], survival=[[] if s is None else survival[s] for s in own])
+    return Drafts.chains(_of_all(batch, told, tokens), survival=_of_all(batch, told, survival))
+
+
+def _of_all(batch: Batch, told: Seq[Text], some: Seq[list[T]]) -> Seq[list[T]]:
+    """A list for every sequence, empty where nothing was told."""
+    if len(told) == len(batch.sequences):
+        return some
+    places = {text.seq: own for text, own in zip(told, some, strict=True)}
+    return [places.get(seq, []) for seq in batch.sequences]
 
 
 def _stack(laws: list[list[Tensor]]) -> Tensor | None:

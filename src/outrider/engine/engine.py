@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from time import perf_counter
 
 from outrider.cache import PageTable
@@ -94,7 +93,7 @@ class Engine:
             drafts = self.policy.select(guided(drafts, batch, plan), load)
         else:
             heard = _Heard(lambda drawn=drafts: self.policy.select(self.drafter.land(drawn, batch, plan), load))  # type: ignore[misc]
-            drafts = replace(drafts, ahead=heard)
+            drafts = Drafts.promised([tree.tokens for tree in drafts.on_host()], heard)
         chosen = perf_counter()
         try:
             scores = self.runner.score(batch, drafts, self.drafter.needs.taps)

@@ -70,7 +70,7 @@ class _Packed:
         self.paged = self._views()
         self.placed: list[list[int] | None] = [None] * sequences  # the page table's rows
         self.asked: _Asked | None = None  # whose noise lies here, one row each
-        self.plain = 0  # rows of one sequence each, where the last filling was that
+        self.filled = 0  # sequences of one row each, or of a chain, where the last filling was that: padding lies as it should
         self.order = np.arange(rows, dtype=np.int32)
 
     def _views(self) -> Paged:
@@ -182,7 +182,7 @@ class CudaRunner(Runner):
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone, and the target's choices with it. Drafts still being drawn are heard while it runs."""
-        if not drafts.tokens.shape[1]:
+        if drafts.ahead is None and not drafts.tokens.shape[1]:
             scores = self._score_plain(batch, taps)
             if scores is not None:
                 return scores
@@ -241,8 +241,8 @@ class CudaRunner(Runner):
         for b, seq in enumerate(sequences):
             if placed[b] != seq.pages:
                 packed.place(b, seq.pages, scratch)
-        if packed.plain != rows:
-            packed.plain = rows
+        if packed.filled != rows:
+            packed.filled = rows
             packed.fields[4] = 0
             packed.shaped[:] = -1
             self._pad(packed, rows)
@@ -365,7 +365,7 @@ class CudaRunner(Runner):
                 roots += where
                 slots += [pages[p // size] * size + p % size for p in where]
         filled = len(tokens)
-        packed.asked, packed.plain = None, 0
+        packed.asked, packed.filled = None, 0
         packed.shaped[:] = -1
         packed.fields[:, :filled] = (tokens, sequences, positions, roots, firsts, slots)
         self._pad(packed, filled)
@@ -479,25 +479,27 @@ class CudaRunner(Runner):
         """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
         packed, batch, count = chain.packed, chain.drawn.shape[1], len(feeds)
         size, scratch = self.pool.page_size, self.pool.pages - 1
-        packed.fields[:] = 0
-        packed.fields[1] = packed.order % batch
-        packed.fields[5] = scratch * size
-        packed.temperatures[:] = 0.0
-        packed.temperatures[: len(rows)] = [0.0 if row.params.greedy else row.params.temperature for row in rows]
+        if packed.filled != count:
+            packed.filled = count
+            packed.fields[:] = 0
+            packed.fields[1] = packed.order % batch
+            packed.fields[5] = scratch * size
+            packed.temperatures[:] = 0.0
+            for b in range(count, batch):
+                packed.place(b, [], scratch)
+        heats = [0.0 if row.params.greedy else row.params.temperature for row in rows] or [0.0] * count
+        packed.temperatures[:count] = heats
         packed.prefixes[: len(rows)] = [prefix_of(row.seed, row.sample) for row in rows]
-        for first, back in ((0, 1), (batch, 2)):
-            tokens, positions, slots = [], [], []
-            for feed in feeds:
-                own = min(back, len(feed.tokens))  # a lone token is fed twice
-                position = feed.start + len(feed.tokens) - own
-                tokens.append(feed.tokens[-own])
-                positions.append(position)
-                slots.append(feed.pages[position // size] * size + position % size)
-            packed.fields[0, first : first + count] = tokens
-            packed.fields[2:4, first : first + count] = positions
-            packed.fields[5, first : first + count] = slots
-        for b in range(batch):
-            packed.place(b, feeds[b].pages if b < count else [], scratch)
+        newest = [feed.start + len(feed.tokens) - 1 for feed in feeds]
+        before = [at - (len(feed.tokens) > 1) for feed, at in zip(feeds, newest, strict=True)]  # a lone token is fed twice
+        halves = packed.fields.reshape(6, 2, batch)[:, :, :count]
+        halves[0] = [feed.tokens[-1] for feed in feeds], [feed.tokens[-2:][0] for feed in feeds]
+        halves[2:4] = newest, before
+        halves[5] = [
+            [feed.pages[at // size] * size + at % size for feed, at in zip(feeds, own, strict=True)] for own in (newest, before)
+        ]
+        for b, feed in enumerate(feeds):
+            packed.place(b, feed.pages, scratch)
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
