@@ -5,6 +5,7 @@ Dimensions: N tokens in the flat batch, B sequences, D draft nodes, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -179,6 +180,7 @@ class Arm(NamedTuple):
     name: str
     members: tuple[int, ...]  # drafters it asks, by number
     most: int  # nodes it can use
+    ahead: bool = False  # the target's forward can start before the host has seen what it drafts
 
 
 class Plan(NamedTuple):
@@ -188,6 +190,7 @@ class Plan(NamedTuple):
     rule: str = "match"
     keep_q: bool = False  # the rule needs the law each draft token was drawn from
     arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
+    whole: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
 
 
 class Tree(NamedTuple):
@@ -218,6 +221,8 @@ class Drafts:
     counts: Tensor  # (B,) int64
     q: Tensor | None = None  # (B, D, V), the law each token was drawn from; None = one-hot
     resume: Resume | None = None  # only from drafters that run the target's own layers
+    ahead: Callable[[], Drafts] | None = None  # set while the target's device still draws the tokens: gives them when drawn.
+    # Until then -1 - i stands for the i-th token of the runner's `promised`, which a forward there can read.
     _host: list[Tree] = field(default_factory=list, init=False, repr=False, compare=False)  # filled by on_host
 
     @staticmethod
@@ -249,6 +254,14 @@ class Drafts:
             filled = [[*own, *[0.0] * (width - len(own))] for own in survival]
             chances = torch.from_numpy(np.array(filled, dtype=np.float32))
         return cls(integers(padded), integers(links), chances, integers(counts), q)
+
+    @classmethod
+    def promised(cls, chains: Seq[list[int]], ahead: Callable[[], Drafts]) -> Drafts:
+        """Chains of promises, whose tokens `ahead` will give. They have no arrays: a forward reads the lists alone."""
+        none = cls.empty(len(chains))
+        drafts = cls(none.tokens, none.parents, none.survival, none.counts, ahead=ahead)
+        drafts._host.extend(Tree(chain, list(range(-1, len(chain) - 1))) for chain in chains)
+        return drafts
 
     def subset(self, kept: Seq[Seq[int]]) -> Drafts:
         """The same drafts with only these nodes, in order; a kept node's parent is kept."""

@@ -70,28 +70,32 @@ def measure_bundled(
     prompts = read_prompts(_code(), 24)
     settings = [SamplingParams(temperature=t, seed=3, max_tokens=128, ignore_eos=True) for t in (0.0, 0.8)]
     plain = LLM(device="cuda", max_num_seqs=1, prefix_cache=False)
-    base = {t: _speeds(plain, prompts, own) for t, own in zip((0.0, 0.8), settings, strict=True)}
     for method in methods:
         llm = LLM(device="cuda", speculation=method, max_num_seqs=1, prefix_cache=False)
-        for t, own in zip((0.0, 0.8), settings, strict=True):
-            found = _speeds(llm, prompts, own)
-            ratios = [a[0] / b[0] for a, b in zip(found, base[t], strict=True)]
-            calm = [ratio for ratio, (_, tokens) in zip(ratios, base[t], strict=True) if not loops(tokens)]
+        for params in settings:
+            base, found = _speeds((plain, llm), prompts, params)
+            ratios = [a[0] / b[0] for a, b in zip(found, base, strict=True)]
+            calm = [ratio for ratio, (_, tokens) in zip(ratios, base, strict=True) if not loops(tokens)]
             yield {
-                "what": f"{method} at {t:g}", "plain_tok_s": statistics.median(own[0] for own in base[t]),
+                "what": f"{method} at {params.temperature:g}", "plain_tok_s": statistics.median(own[0] for own in base),
                 "speedup": statistics.median(ratios), "speedup_without_loops": statistics.median(calm) if calm else None,
                 "prompts": len(ratios), "without_loops": len(calm),
-                "equal": all(a[1] == b[1] for a, b in zip(found, base[t], strict=True)),
+                "equal": all(a[1] == b[1] for a, b in zip(found, base, strict=True)),
             }  # fmt: skip
 
 
-def _speeds(llm: LLM, prompts: list[str], params: SamplingParams) -> list[tuple[float, list[int]]]:
-    """Decode speed and tokens of each prompt, after one that warms up; the better of two runs."""
-    llm.generate(prompts[0], params)
-    found = []
+def _speeds(llms: tuple[LLM, LLM], prompts: list[str], params: SamplingParams) -> list[list[tuple[float, list[int]]]]:
+    """Of each model, decode speed and tokens of each prompt, after one that warms up; the better of two runs, in turn."""
+    for llm in llms:
+        llm.generate(prompts[0], params)
+    gc.collect()
+    gc.freeze()  # a collection of all that torch and Triton keep takes longer than many rounds
+    found: list[list[tuple[float, list[int]]]] = [[] for _ in llms]
     for prompt in prompts:
-        runs = [llm.generate(prompt, params)[0].outputs[0] for _ in range(2)]
-        found.append((max(own.timings.decode_tokens_per_s for own in runs), runs[0].token_ids))
+        runs = [[llm.generate(prompt, params)[0].outputs[0] for llm in llms] for _ in range(2)]
+        for own, outputs in zip(found, zip(*runs, strict=True), strict=True):
+            own.append((max(output.timings.decode_tokens_per_s for output in outputs), outputs[0].token_ids))
+    gc.unfreeze()
     return found
 
 

@@ -108,7 +108,7 @@ class Synthetic:
         self.perm, drafted = permutations(shapes["8b"].vocab, agreement)
         self.options = CudaOptions(exact=exact)
         self.target = CudaRunner(synthetic_decoder(shapes["8b"], self.perm), pages, _PAGE, "cuda", self.options)
-        self.draft = CudaRunner(synthetic_decoder(shapes["1b"], drafted), pages, _PAGE, "cuda", self.options)
+        self.draft = CudaRunner(synthetic_decoder(shapes["1b"], drafted), pages, _PAGE, "cuda", self.options, self.target)
 
     def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
         config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
@@ -123,7 +123,7 @@ class Synthetic:
     def auto(self, batch: int) -> Engine:
         """As `auto` resolves for a target that brings a draft model: suffix automaton, draft model, both."""
         members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
-        arms = arms_of(members)
+        arms = arms_of(members, on_gpu=True)
         drafters = [Member(SuffixDrafter(), 32), Member(DraftModel(self.draft), 12)]
         costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
         engine = self.engine(AutoDrafter(drafters, arms), policy=Adaptive(arms, costs))

@@ -102,9 +102,7 @@ class Adaptive:
         if self._rests(load):
             return self._plan
         if self._is_due(load):
-            self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
-            self._best(load)
-            self._every = self._how_long(load)
+            self._replan(load)
             self._plan = self._with_probe(load, self._stood(load))
         elif self._again is not None and self._again[0] in load.keys:
             self._plan = self._probed(load, self._stood(load), *self._again)
@@ -112,9 +110,20 @@ class Adaptive:
             self._plan = self._with_probe(load, self._stood(load))
         else:
             self._plan = self._stood(load)
+        self._plan = self._plan._replace(whole=self._is_whole(self._plan))
         settled = self._complete and self._again is None and not any(self._plan.lengths)
         self._resting = settled and not any(length for _, length in self._standing.values())
         return self._plan
+
+    def _replan(self, load: Load) -> None:
+        self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
+        self._best(load)
+        self._every = self._how_long(load)
+
+    def _is_whole(self, plan: Plan) -> bool:
+        """Whether the drafts may go on unseen: to be pruned they would have to be waited for."""
+        used = {arm for arm, length in zip(plan.arms, plan.lengths, strict=True) if length}
+        return len(used) == 1 and self.arms[used.pop()].ahead
 
     def _how_long(self, load: Load) -> int:
         """Rounds for which the plan just made stands."""
@@ -161,8 +170,13 @@ class Adaptive:
         for b, (key, arm, length, tree, says) in enumerate(rows):
             if length and not self._woke(key, arm, len(tree.tokens)):
                 heard = (b - turn) % many < _HEARD or (self._probe is not None and key is self._probe[0])
-                survival = self._record.expect(key, arm, length, tree.parents, says, heard)
-                pool += [(-own, b, i) for i, own in enumerate(survival)]
+                if heard or not self._plan.whole:
+                    survival = self._record.expect(key, arm, length, tree.parents, says, heard)
+                    pool += [(-own, b, i) for i, own in enumerate(survival)]
+        if self._plan.whole:
+            if self._age + 1 >= self._every:
+                self._replan(load)  # the next round's, while the forward runs
+            return drafts
         pool.sort()
         count = self._worthwhile([-node[0] for node in pool], load)
         if count == len(pool):

@@ -72,7 +72,8 @@ class FixedLength:
         return [0]
 
     def plan(self, load: Load) -> Plan:
-        return Plan(tuple(min(self._length, room) for room in load.room), self._rule, self._keep_q)
+        lengths = tuple(min(self._length, room) for room in load.room)
+        return Plan(lengths, self._rule, self._keep_q, whole=self._rule == "match")
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
         return drafts

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
-from outrider.draft.reader import Reader, Text
+from outrider.draft.reader import Chains, Reader, Text
 from outrider.draft.sharpen import Law, Sharpener
 from outrider.draft.vocabulary import SameTokens, Vocabulary
 from outrider.errors import DrafterFault
@@ -21,6 +22,8 @@ from outrider.model import Runner
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process
 
 __all__ = ["DraftModel"]
+
+T = TypeVar("T")
 
 
 class DraftModel:
@@ -96,20 +99,19 @@ class DraftModel:
         told = [text for text in texts.values() if text is not None]
         most = self._reader.runner.drafts_chains
         lengths = [min(planned[text.seq], self._reader.context - len(text.ids), most) for text in told]
-        found: dict[Sequence, tuple[list[int], list[float]]] = {}
         self._laws = {}
-        if told:
-            sharpness = [self._sharpener.temperature(text.seq.request.params) for text in told]
-            tokens, chances, logits = self._reader.draft(told, lengths, sharpness)
-            for s, (text, own) in enumerate(zip(told, tokens, strict=True)):
-                if CORRUPTED in own:
-                    raise DrafterFault("the draft's logits are not finite")
-                found[text.seq] = own, list(accumulate(chances[s], operator.mul))
-                if logits is not None and not text.seq.request.params.greedy:
-                    steps = range(len(own))
-                    self._laws[text.seq] = {tuple(own[:i]): Law(logits[i, s], Row.at(text.seq, own[:i])) for i in steps}
-        drafts = [found.get(seq, ([], [])) for seq in batch.sequences]
-        return Drafts.chains([own for own, _ in drafts], survival=[own for _, own in drafts])
+        if not told:
+            return Drafts.empty(len(batch.sequences))
+        if plan.whole and self._reader.runner.draws_ahead:
+            promises, land = self._reader.draw(told, lengths)
+            return Drafts.promised(_of_all(batch, told, promises), lambda: _spread(batch, told, *_sound(land())))
+        sharpness = [self._sharpener.temperature(text.seq.request.params) for text in told]
+        tokens, chances, logits = self._reader.draft(told, lengths, sharpness)
+        for s, (text, own) in enumerate(zip(told, tokens, strict=True)):
+            if logits is not None and not text.seq.request.params.greedy:
+                steps = range(len(own))
+                self._laws[text.seq] = {tuple(own[:i]): Law(logits[i, s], Row.at(text.seq, own[:i])) for i in steps}
+        return _spread(batch, told, *_sound((tokens, chances)))
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""
@@ -155,6 +157,27 @@ class DraftModel:
                 chains[b].append(picked)
                 laws[b].append(law(logits, row))
         return Drafts.chains(chains, _stack(laws))
+
+
+def _sound(found: Chains) -> Chains:
+    """Chains and the chance that each token is reached."""
+    tokens, chances = found
+    if any(CORRUPTED in own for own in tokens):
+        raise DrafterFault("the draft's logits are not finite")
+    return tokens, [list(accumulate(own, operator.mul)) for own in chances]
+
+
+def _spread(batch: Batch, told: Seq[Text], tokens: Seq[list[int]], survival: Seq[list[float]]) -> Drafts:
+    """Chains of some sequences as drafts of all."""
+    return Drafts.chains(_of_all(batch, told, tokens), survival=_of_all(batch, told, survival))
+
+
+def _of_all(batch: Batch, told: Seq[Text], some: Seq[list[T]]) -> Seq[list[T]]:
+    """A list for every sequence, empty where nothing was told."""
+    if len(told) == len(batch.sequences):
+        return some
+    places = {text.seq: own for text, own in zip(told, some, strict=True)}
+    return [places.get(seq, []) for seq in batch.sequences]
 
 
 def _stack(laws: list[list[Tensor]]) -> Tensor | None:

@@ -125,7 +125,7 @@ class MixtureDrafter:
         for m in range(len(self._members)):
             lengths = tuple(n if m in own else 0 for n, own in zip(open_, asked, strict=True))
             if any(lengths):
-                drafts = self._ask(m, batch, plan._replace(lengths=lengths))
+                drafts = self._ask(m, batch, plan._replace(lengths=lengths, whole=False))
                 for own, tree, survival in zip(merged, drafts.on_host(), drafts.survival.tolist(), strict=True):
                     own.add(m, Guess(tree.tokens, tree.parents, survival))
                 if self._enough < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -13,9 +14,12 @@ from outrider.cache import OutOfPages, PageTable
 from outrider.core import Sequence
 from outrider.draft.pagebook import PageBook
 from outrider.model import Feed, Runner
+from outrider.model.runner import Chances, Tokens
 from outrider.sampling import Row
 
 __all__ = ["Reader", "Text"]
+
+Chains = tuple[list[list[int]], list[list[float]]]  # tokens and chances of each
 
 
 class Text(NamedTuple):
@@ -104,11 +108,21 @@ class Reader:
         """Chains of guesses after each text, their chances, and the logits (steps, texts, V) behind them where there are some."""
         feeds = self._feeds(texts)
         tokens, chances, logits = self.runner.draft(feeds, [Row.at(text.seq) for text in texts], lengths, sharpness)
+        return *self._drafted(texts, feeds, lengths, (tokens, chances)), logits
+
+    def draw(self, texts: Seq[Text], lengths: Seq[int]) -> tuple[list[list[int]], Callable[[], Chains]]:
+        """The same from a runner that draws ahead: promises of the tokens, and how to wait for the chains and their chances."""
+        feeds = self._feeds(texts)
+        promises, land = self.runner.draw(feeds, [Row.at(text.seq) for text in texts], lengths)
+        return promises, lambda: self._drafted(texts, feeds, lengths, land())
+
+    def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], found: tuple[Tokens, Chances]) -> Chains:
+        """Note what was drawn, and the part of it that was asked for."""
         self._note_all(texts, feeds)
-        drafted = [own[:n] for own, n in zip(tokens.tolist(), lengths, strict=True)]
-        for (seq, _, _), own in zip(texts, drafted, strict=True):
+        tokens, chances = ([own[:n] for own, n in zip(part.tolist(), lengths, strict=True)] for part in found)
+        for (seq, _, _), own in zip(texts, tokens, strict=True):
             self._states[seq].fed += own[:-1]
-        return drafted, [own[:n] for own, n in zip(chances.tolist(), lengths, strict=True)], logits
+        return tokens, chances
 
     def _feeds(self, texts: Seq[Text]) -> list[Feed]:
         """What each text's slots lack."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -70,20 +71,19 @@ class Writer:
         seq.tokens.append(token)
         self.from_draft.append(guessed)
         request = seq.request
-        ends = token in request.stop_ids and seq.output_len >= request.params.min_tokens
-        if not ends or request.params.include_stop_str_in_output:
+        params, length = request.params, len(seq.tokens) - len(request.prompt_ids)
+        ends = token in request.stop_ids and length >= params.min_tokens
+        if not ends or params.include_stop_str_in_output:
             self._unread.append(token)
         if ends:
-            own = token in (request.params.stop_token_ids or ())
+            own = token in (params.stop_token_ids or ())
             seq.finish_reason, seq.stop_reason = "stop", token if own else None
-        elif not self._hit_stop_string() and seq.output_len >= request.max_tokens:
+        elif not (params.stop and self._hit_stop_string()) and length >= request.max_tokens:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
 
     def _hit_stop_string(self) -> bool:
         params = self.seq.request.params
-        if not params.stop_strings:
-            return False
         checked, text = len(self._text), self.text
         if self.seq.output_len <= params.min_tokens:
             return False
@@ -144,13 +144,14 @@ class Writer:
         )
 
 
-def advance(writer: Writer, emitted: list[int], rows: list[int], scores: Scores) -> Settled:
+def advance(writer: Writer, emitted: list[int], rows: Seq[int], scores: Scores) -> Settled:
     """Give a sequence its emitted tokens until it ends; all but the last of them were guessed."""
     seq, settled = writer.seq, Settled()
     top = seq.request.params.logprobs
     seq.cached = len(seq.tokens)
+    last = len(emitted) - 1
     for i, (token, row) in enumerate(zip(emitted, rows, strict=True)):
-        guessed = i < len(emitted) - 1
+        guessed = i < last
         if token == CORRUPTED:
             seq.finish_reason, seq.stop_reason = _without_choice(seq, scores.logits[row])
             break
@@ -161,9 +162,8 @@ def advance(writer: Writer, emitted: list[int], rows: list[int], scores: Scores)
         settled.accepted += guessed
         if ended:
             break
-    seq.cached += max(settled.kept - 1, 0)
-    writer.last_token = perf_counter()
-    writer.first_token = writer.first_token or writer.last_token
+    if settled.kept > 1:
+        seq.cached += settled.kept - 1
     return settled
 
 
@@ -194,11 +194,14 @@ def settle_kv(pool: KVPool, batch: Batch, verdicts: list[Verdict], settled: list
     source: list[int] = []
     target: list[int] = []
     for seq, verdict, kept in zip(batch.sequences, verdicts, settled, strict=True):
+        if not verdict.path or verdict.path[-1] == len(verdict.path) - 1:  # nodes rise: it is a chain's beginning
+            continue
         base = len(seq.tokens) - kept.kept
         moves = [(base + node, base + i) for i, node in enumerate(verdict.path[: kept.accepted]) if node != i]
         source += pool.slots(seq.pages, [a for a, _ in moves])
         target += pool.slots(seq.pages, [b for _, b in moves])
-    pool.move(source, target)
+    if source:
+        pool.move(source, target)
 
 
 def _named(found: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -67,11 +67,12 @@ class Device:
     def is_gpu(self) -> bool:
         return self.name != "cpu"
 
-    def runner(self, decoder: Decoder, pages: int, page_size: int) -> Runner:
-        """A model on the GPU, its KV in that many pages and one more for padding."""
+    def runner(self, decoder: Decoder, pages: int, page_size: int, target: Runner | None = None) -> Runner:
+        """A model on the GPU, its KV in that many pages and one more for padding. A draft model knows its target."""
         from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
-        return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact))
+        assert target is None or isinstance(target, CudaRunner)
+        return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact), target)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
         """Capture the graphs of so many sequences and drafted tokens, and time each."""

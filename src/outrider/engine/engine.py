@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
@@ -86,16 +87,18 @@ class Engine:
         asked = perf_counter()
         plan = self.policy.plan(load)
         planned = perf_counter()
-        plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths))
-        drafts = guided(self.drafter.propose(batch, plan), batch, plan)
+        plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths), whole=plan.whole and _known_law(batch))
+        drafts = self.drafter.propose(batch, plan)
         proposed = perf_counter()
-        drafts = self.policy.select(drafts, load)
+        drafts, heard = self._select(drafts, batch, plan, load)
         chosen = perf_counter()
         try:
             scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
         except Exception as error:
             return self._forward_failed(batch, writers, error)
         scored = perf_counter()
+        hearing = 0.0 if heard is None else heard.seconds
+        drafts = drafts if heard is None else heard.drafts
         self._suspects.difference_update(batch.sequences)
         verdicts = verify(drafts, scores, batch, plan)
         settled = self._commit(batch, writers, drafts, verdicts, scores, plan)
@@ -103,62 +106,93 @@ class Engine:
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
         ended = perf_counter()
         thought = planned - asked + chosen - proposed + self._learning
-        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposed - planned, scored - chosen, ended - scored, thought)
+        proposal, forward = proposed - planned + hearing, scored - chosen - hearing
+        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, ended - scored, thought)
         self.policy.observe(stats)
         self._learning = perf_counter() - ended
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
 
+    def _select(self, drafts: Drafts, batch: Batch, plan: Plan, load: Load) -> tuple[Drafts, _Heard | None]:
+        """What goes on to be verified. Drafts still being drawn go on whole, and are looked at while the forward runs."""
+        if drafts.ahead is None:
+            return self.policy.select(guided(drafts, batch, plan), load), None
+        heard = _Heard(lambda: self.policy.select(self.drafter.land(drafts, batch, plan), load))
+        return Drafts.promised([tree.tokens for tree in drafts.on_host()], heard), heard
+
     def _load(self, batch: Batch) -> Load:
         sequences = batch.sequences
-        emitting = sum(map(batch.samples, range(len(sequences))))
-        context = sum(len(seq.tokens) for seq in sequences)
-        methods = [seq.request.method for seq in sequences]
+        requests = [seq.request for seq in sequences]
+        sizes = [len(seq.tokens) for seq in sequences]
+        emitting = sum(seq.cached + fed == size for seq, fed, size in zip(sequences, batch.feeds, sizes, strict=True))
+        methods = [own.method for own in requests]
         arms = [None if own is None else self.policy.arms_named(own) for own in methods] if any(methods) else ()
-        kinds = [seq.request.params.kind for seq in sequences]
-        return Load([self._room(seq) for seq in sequences], sequences, sum(batch.feeds), context, emitting, arms, kinds)
+        kinds = [own.params.kind for own in requests]
+        room = [0] * len(sizes) if self._suspects else list(map(self._room, sequences, requests, sizes))
+        return Load(room, sequences, sum(batch.feeds), sum(sizes), emitting, arms, kinds)
 
-    def _room(self, seq: Sequence) -> int:
+    def _room(self, seq: Sequence, request: Request, size: int) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""
-        if not (seq.decoding and seq.request.speculate) or seq.stats.fallback_reason is not None:
+        if seq.cached != size - 1 or not request.speculate or seq.stats.fallback_reason is not None:
             return 0
-        room = min(seq.remaining - 1, self.context - len(seq.tokens))
-        if seq.request.draft_tokens is not None:
-            room = min(room, seq.request.draft_tokens)
-        return 0 if self._suspects else max(room, 0)
+        left, room = len(request.prompt_ids) + request.max_tokens - size - 1, self.context - size
+        if left < room:
+            room = left
+        if request.draft_tokens is not None and request.draft_tokens < room:
+            room = request.draft_tokens
+        return max(0, room)
 
     def _commit(
         self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: list[Verdict], scores: Scores, plan: Plan
     ) -> list[Settled]:
         trees = drafts.on_host()
         settled = []
-        for b, (seq, writer) in enumerate(zip(batch.sequences, writers, strict=True)):
+        now = perf_counter()
+        gaps: dict[tuple[float, int], int] = {}  # sequences, by when their last tokens came and how many came now
+        rows = zip(batch.sequences, writers, verdicts, trees, scores.roots, strict=True)
+        for b, (seq, writer, verdict, tree, root) in enumerate(rows):
             if b in scores.prompt_logits:
                 note_prompt(writer, seq.cached, scores.prompt_logits[b])
-            root = scores.roots[b]
             if root < 0:
                 seq.cached += batch.feeds[b]
                 settled.append(Settled())
                 continue
-            rows = [root, *(root + 1 + node for node in verdicts[b].path)]
-            before = writer.last_token
-            own = advance(writer, verdicts[b].tokens, rows, scores)
-            own.drafted = len(trees[b].parents)
-            depths = _depths(trees[b].parents)
-            seq.stats.record(depths, own.accepted, own.kept)
-            source = self.policy.arms[plan.arms[b]].name if depths and plan.arms else seq.stats.method
+            path = verdict.path
+            own = advance(writer, verdict.tokens, [root, *[root + 1 + node for node in path]] if path else (root,), scores)
+            stats = seq.stats
+            source = stats.method
+            if tree.parents:
+                depths = _depths(tree.parents)
+                own.drafted = len(depths)
+                stats.record(depths, own.accepted, own.kept)
+                source = self.policy.arms[plan.arms[b]].name if plan.arms else source
+                self.tally.record(source, depths, own.accepted)
+            else:
+                stats.rounds += 1
+                stats.emitted += own.kept
             writer.runs.append(Run(source, own.accepted, own.kept))
-            self.tally.record(source, depths, own.accepted, own.kept)
-            if before and own.kept:
-                self.tally.note_gap((writer.last_token - before) / own.kept, own.kept)
+            if own.kept:
+                key = (writer.last_token, own.kept)
+                gaps[key] = gaps.get(key, 0) + 1
+            writer.last_token = now
+            writer.first_token = writer.first_token or now
             settled.append(own)
+        self._count(settled, scores.roots, gaps, now)
         settle_kv(self.runner.pool, batch, verdicts, settled)
         self.drafter.commit(batch, drafts, verdicts, scores)
+        settle = self.scheduler.settle
         for seq in batch.sequences:
             if seq.finish_reason != "error":
-                self.scheduler.settle(seq)
+                settle(seq)
             if seq.finish_reason is not None:
                 self._finish(seq)
         return settled
+
+    def _count(self, settled: Seq[Settled], roots: Seq[int], gaps: Mapping[tuple[float, int], int], now: float) -> None:
+        self.tally.rounds += sum(root >= 0 for root in roots)
+        self.tally.emitted += sum(own.kept for own in settled)
+        for (before, kept), sequences in gaps.items():
+            if before:
+                self.tally.note_gap((now - before) / kept, kept * sequences)
 
     def _finish(self, seq: Sequence) -> None:
         if seq.finish_reason == "error":
@@ -187,6 +221,25 @@ class Engine:
         alone.finish_reason, alone.stop_reason = "error", f"the model's forward failed: {reason}"
         self._finish(alone)
         return writers
+
+
+class _Heard:
+    """Drafts that were under way when the forward was: what became of them, and how long the host waited and thought."""
+
+    def __init__(self, hear: Callable[[], Drafts]) -> None:
+        self._hear = hear
+        self.seconds = 0.0
+
+    def __call__(self) -> Drafts:
+        begun = perf_counter()
+        self.drafts = self._hear()
+        self.seconds = perf_counter() - begun
+        return self.drafts
+
+
+def _known_law(batch: Batch) -> bool:
+    """Whether the choice at a node can be told the device before the tokens above it are known here."""
+    return not any(seq.request.params.adjusts for seq in batch.sequences)
 
 
 def _depths(parents: Seq[int]) -> list[int]:

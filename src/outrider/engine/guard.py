@@ -43,7 +43,7 @@ class GuardedDrafter:
         self._call([seq], "begin", lambda: self.drafter.begin(seq))
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        """The drafter's guesses where it is sound, none where it is not."""
+        """The drafter's guesses where it is sound, none where it is not. Those still being drawn are looked at when they land."""
         empty = Drafts.empty(len(batch.sequences))
         if self._resting:
             self._resting -= 1
@@ -51,12 +51,23 @@ class GuardedDrafter:
             return empty
         if not any(plan.lengths):
             return empty
-        planned = [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
-        drafts = self._call(planned, "propose", lambda: check_drafts(self.drafter.propose(batch, plan), plan, self._vocab))
-        if drafts is None:
-            return empty
+        drafts = self._call(_planned(batch, plan), "propose", lambda: self.drafter.propose(batch, plan))
+        if drafts is None or drafts.ahead is not None:
+            return drafts or empty
+        return self._checked(drafts, batch, plan)
+
+    def land(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
+        """Guesses that were still being drawn, now that they are."""
+        assert drafts.ahead is not None
+        found = self._call(_planned(batch, plan), "propose", drafts.ahead)
+        return Drafts.empty(len(batch.sequences)) if found is None else self._checked(found, batch, plan)
+
+    def _checked(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
+        sound = self._call(_planned(batch, plan), "propose", lambda: check_drafts(drafts, plan, self._vocab))
+        if sound is None:
+            return Drafts.empty(len(batch.sequences))
         self._faults, self._pause = 0, _FIRST_PAUSE
-        return drafts
+        return sound
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         if any(seq.request.speculate and seq.stats.fallback_reason is None for seq in batch.sequences):
@@ -83,6 +94,10 @@ class GuardedDrafter:
             self._faults, self._resting = _PATIENCE - 1, self._pause  # one more fault opens it again
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             _log.warning("the drafter failed %d times in a row and rests for %d rounds (%s)", _PATIENCE, self._resting, reason)
+
+
+def _planned(batch: Batch, plan: Plan) -> list[Generation]:
+    return [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
 
 
 def _set_aside(sequences: Sequence[Generation], reason: str) -> None:

@@ -77,6 +77,7 @@ class LLM:
     ) -> None:
         self._costs_path: Path | None = None
         self._companions: list[Runner] = []
+        self._target: Runner | None = None
         self.speculation = _speculation(speculation, speculative_config, speculative_model, num_speculative_tokens)
         for method in self.speculation.methods():
             check_method(method)
@@ -94,7 +95,7 @@ class LLM:
         if self.speculation.method == "auto":
             self.speculation = resolve_auto(self.speculation, self.directory, self.device.is_gpu)
         self._layout = (self._page_count(config), config.page_size)
-        runner = self._runner(decoder)
+        self._target = runner = self._runner(decoder)
         context = DraftContext(self.speculation, runner, self.directory, self._options, self._companion, self.tokenizer)
         drafter = build_drafter(context)
         measured = self._warm_up(runner, drafter.needs.taps, config) if self.device.is_gpu else Costs()
@@ -115,7 +116,7 @@ class LLM:
         if measured.knows_forward:  # a GPU's graphs, just now
             measured.accepted = kept.accepted
             kept = measured
-        return Adaptive(arms_of(own.nested()), kept)
+        return Adaptive(arms_of(own.nested(), self.device.is_gpu), kept)
 
     def _warm_up(self, runner: Runner, taps: tuple[int, ...], config: EngineConfig) -> Costs:
         """On a GPU: the graphs a run will need, and what each costs."""
@@ -326,7 +327,7 @@ class LLM:
     def _runner(self, decoder: Decoder) -> Runner:
         """A model and its KV where it runs."""
         if self.device.is_gpu:
-            return self.device.runner(decoder, *self._layout)
+            return self.device.runner(decoder, *self._layout, self._target)
         return Runner(decoder, _pool(decoder.config, *self._layout))
 
     def _page_count(self, config: EngineConfig) -> int:

@@ -84,10 +84,15 @@ class Scheduler:
         budget = self._config.max_batch_rows
         batch = Batch([], [])
         stopped: list[Sequence] = []
+        size = self.pages.page_size
         for seq in list(self._running):
-            if seq in stopped:
+            if stopped and seq in stopped:
                 break  # so are all its juniors
-            budget -= self._feed(seq, budget, batch, stopped)
+            if len(seq.tokens) == seq.cached + 1 <= len(seq.pages) * size:  # nearly everybody, nearly always
+                batch.sequences.append(seq)
+                batch.feeds.append(1)
+            else:
+                budget -= self._feed(seq, budget, batch, stopped)
         started = [] if stopped else self._admit()
         for seq in started:
             budget -= self._feed(seq, budget, batch, stopped)
@@ -95,6 +100,8 @@ class Scheduler:
 
     def reserve(self, batch: Batch, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Pages for draft nodes, as far as some are free, and how many nodes fit: never at a neighbour's cost."""
+        if not any(lengths):
+            return lengths
         granted = []
         for seq, fed, length in zip(batch.sequences, batch.feeds, lengths, strict=True):
             if length:
@@ -108,8 +115,10 @@ class Scheduler:
 
     def settle(self, seq: Sequence) -> None:
         """After a round: give back the draft's pages and make full ones findable."""
-        self.pages.truncate(seq.pages, len(seq.tokens))
-        if seq.named < (full := seq.cached // self.pages.page_size) and self._config.prefix_cache:
+        size = self.pages.page_size
+        if len(seq.pages) * size >= len(seq.tokens) + size:
+            self.pages.truncate(seq.pages, len(seq.tokens))
+        if seq.named < (full := seq.cached // size) and self._config.prefix_cache:
             self._extend_keys(seq, full)
             for i in range(seq.named, full):
                 self.pages.name(seq.pages[i], seq.keys[i])

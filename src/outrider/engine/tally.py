@@ -27,12 +27,8 @@ class Tally:
     _deepest: list[int] = field(default_factory=lambda: [0] * 257)
     _reached: list[int] = field(default_factory=lambda: [0] * 257)
 
-    def record(self, source: str, depths: Seq[int], accepted: int, emitted: int) -> None:
-        """Count one sequence's round."""
-        self.rounds += 1
-        self.emitted += emitted
-        if not depths:
-            return
+    def record(self, source: str, depths: Seq[int], accepted: int) -> None:
+        """Count one sequence's draft."""
         self.drafts += 1
         self.drafted += len(depths)
         self.accepted += accepted

@@ -3,11 +3,12 @@
 from outrider.model.config import ModelConfig, Rope
 from outrider.model.decoder import Attend, Decoder, Hidden
 from outrider.model.load import LoadOptions, load_decoder, locate, save_decoder, write_config
-from outrider.model.runner import Feed, Rows, Runner, lay_out
+from outrider.model.runner import Drawing, Feed, Rows, Runner, lay_out
 
 __all__ = [
     "Attend",
     "Decoder",
+    "Drawing",
     "Feed",
     "Hidden",
     "LoadOptions",

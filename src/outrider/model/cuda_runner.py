@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Scores
+from outrider.core import Batch, Drafts, Request, Scores
 from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_stack import BEYOND, CudaPool, CudaStack
 from outrider.model.cuda_wishes import Wishes
 from outrider.model.decoder import Decoder, Hidden
-from outrider.model.runner import Chances, Feed, Round, Runner, Tokens
+from outrider.model.runner import Chances, Drawing, Feed, Round, Runner, Tokens
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import Paged
 from outrider.sampling import Row, choose, rows_of
@@ -32,6 +32,7 @@ __all__ = ["CudaOptions", "CudaRunner"]
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+_MOST_DRAWN = GRAPH_ROWS[-1] * CHAIN_LENGTHS[-1]
 _DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
 _MOVED = 8  # sections of N words in front of the page table: see _Packed
 
@@ -67,7 +68,10 @@ class _Packed:
         self.table = flat[(2 + _MOVED) * rows : self._short].reshape(sequences, width)
         self.ancestors = flat[self._short :].reshape(rows, depth)
         self.paged = self._views()
-        self._placed: list[list[int] | None] = [None] * sequences
+        self.placed: list[list[int] | None] = [None] * sequences  # the page table's rows
+        self.asked: _Asked | None = None  # whose noise lies here, one row each
+        self.filled = 0  # sequences of one row each, or of a chain, where the last filling was that: padding lies as it should
+        self.order = np.arange(rows, dtype=np.int32)
 
     def _views(self) -> Paged:
         n, flat = self.rows, self._device
@@ -80,13 +84,38 @@ class _Packed:
 
     def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
         """A sequence's row of the page table; what it does not own is the padding's page."""
-        if self._placed[b] != pages:
-            self._placed[b] = list(pages)
+        if self.placed[b] != pages:
+            self.placed[b] = list(pages)
             self.table[b, : len(pages)] = pages
             self.table[b, len(pages) :] = scratch
 
+    def hear(self, asked: _Asked) -> None:
+        """Noise of one row for each request."""
+        self.asked, rows = asked, len(asked.requests)
+        self.temperatures[:rows] = [0.0 if own.params.greedy else own.params.temperature for own in asked.requests]
+        self.prefixes[:rows] = [prefix_of(own.seed, own.index) for own in asked.requests]
+
     def send(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
+
+
+class _Asked(NamedTuple):
+    """Requests, and what any of them asks of the choice."""
+
+    requests: list[Request]
+    shapes: bool  # more than a temperature
+    logprobs: bool
+    of_prompts: bool  # log probabilities
+
+    @classmethod
+    def by(cls, requests: list[Request]) -> _Asked:
+        params = [own.params for own in requests]
+        return cls(
+            requests,
+            any(own.adjusts or own.truncates for own in params),
+            any(own.logprobs is not None for own in params),
+            any(own.prompt_logprobs is not None for own in params),
+        )
 
 
 class _Graph(NamedTuple):
@@ -103,7 +132,7 @@ class _Chain(NamedTuple):
 
     packed: _Packed
     replay: Any
-    drawn: Tensor  # (K, B) int32
+    drawn: Tensor  # (K, B) int32, the beginning of `promised`: one draft is under way at a time
     odds: Tensor  # (K, B)
     host: tuple[Tensor, Tensor]
     after: Paged  # the rows of later steps: the graph writes there, so they must live as long as it does
@@ -121,17 +150,22 @@ class CudaRunner(Runner):
         page_size: int,
         device: str = "cuda",
         options: CudaOptions = CudaOptions(),  # noqa: B008 (frozen)
+        beside: CudaRunner | None = None,  # the target it drafts for
     ) -> None:
         self.decoder = decoder
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
-        self.cuda = CudaStack(decoder, page_size, self.device, options.exact)
+        self.draws_ahead = beside is not None
+        fresh = torch.zeros(_MOST_DRAWN, dtype=torch.int32, device=device)
+        self.promised: Tensor = fresh if beside is None else beside.promised
+        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.promised)
         c = decoder.config
         self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
         self.ops = serving_ops()  # of heads whose attention the kernels do not take: the processor runs those
         self.stack = self._output = None
         self.options = options
         self._wishes = Wishes(self.device)
+        self._asked = _Asked.by([])
         self.capture_seconds: dict[str, float] = {}
         self._width = -(-(c.context + BEYOND) // page_size)
         self._graphs: dict[tuple[int, tuple[int, ...]], _Graph] = {}
@@ -147,12 +181,20 @@ class CudaRunner(Runner):
     # --- the round -------------------------------------------------------------------------------------------------
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
-        """One forward for everyone, and the target's choices with it."""
+        """One forward for everyone, and the target's choices with it. Drafts still being drawn are heard while it runs."""
+        if drafts.ahead is None and not drafts.tokens.shape[1]:
+            scores = self._score_plain(batch, taps)
+            if scores is not None:
+                return scores
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
+        if decoding and rows <= self.options.most_rows:
+            return self._score_decoding(batch, laid, rows, taps, drafts.ahead)
+        if drafts.ahead is not None:
+            drafts.ahead()
         if decoding:
-            return self._score_by_graphs(batch, laid, rows, taps)
+            return self._score_by_graphs(batch, laid, taps)
         found = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(found.last, own) for b, own in laid.prompt_rows.items()}
         tapped = None if found.taps is None else found.taps[:rows].flatten(1)
@@ -162,10 +204,51 @@ class CudaRunner(Runner):
         logits, choices = self._choose(found.last, batch, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
 
-    def _score_by_graphs(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
-        """One replay, or several with some of the sequences each where there are more rows than a graph takes."""
-        if rows <= self.options.most_rows:
-            return self._score_decoding(batch, laid, rows, taps)
+    def _score_plain(self, batch: Batch, taps: tuple[int, ...]) -> Scores | None:
+        """A round of one row each, the most common one: what _score_decoding does, in fewer steps. None: it is not such a one."""
+        sequences, rows = batch.sequences, len(batch.sequences)
+        starts = [seq.cached for seq in sequences]
+        if rows > self.options.most_rows or [len(seq.tokens) - 1 for seq in sequences] != starts:
+            return None
+        requests = [seq.request for seq in sequences]
+        if requests != self._asked.requests:
+            self._asked = _Asked.by(requests)
+        asked = self._asked
+        if asked.shapes or asked.of_prompts:
+            return None
+        graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
+        if graph.packed.asked is not asked:
+            graph.packed.hear(asked)
+            self._wishes.begin()  # nobody has any
+        self._pack_plain(graph.packed, batch, starts)
+        graph.replay()
+        self._wait()
+        logits, taps_of_all = graph.found
+        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay writes there
+        roots = list(range(rows))
+        logits = logits[:rows].cpu() if asked.logprobs else logits[:rows]
+        return Scores(logits, roots, roots, tapped, {}, graph.host[:rows].tolist())
+
+    def _pack_plain(self, packed: _Packed, batch: Batch, starts: list[int]) -> None:
+        sequences, rows, size, scratch = batch.sequences, len(starts), self.pool.page_size, self.pool.pages - 1
+        tokens, numbers, positions, roots, _, slots = packed.fields
+        tokens[:rows] = [seq.tokens[-1] for seq in sequences]
+        numbers[:rows] = packed.order[:rows]
+        positions[:rows] = starts
+        roots[:rows] = positions[:rows]
+        slots[:rows] = [seq.pages[at // size] * size + at % size for seq, at in zip(sequences, starts, strict=True)]
+        placed = packed.placed
+        for b, seq in enumerate(sequences):
+            if placed[b] != seq.pages:
+                packed.place(b, seq.pages, scratch)
+        if packed.filled != rows:
+            packed.filled = rows
+            packed.fields[4] = 0
+            packed.shaped[:] = -1
+            self._pad(packed, rows)
+
+    def _score_by_graphs(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
+        """Several replays with some of the sequences each: there are more rows than a graph takes."""
         found: list[Scores] = []
         choices: list[int] = []
         for own in _groups(laid.feeds, self.options.most_rows):
@@ -182,12 +265,19 @@ class CudaRunner(Runner):
         tapped = torch.cat([scores.taps for scores in found if scores.taps is not None]) if taps else None
         return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
 
-    def _score_decoding(self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...]) -> Scores:
+    def _score_decoding(
+        self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...], ahead: Callable[[], object] | None = None
+    ) -> Scores:
         graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
         self._pack(graph.packed, laid.feeds)
         left = self._ask(graph.packed, batch, laid)
         graph.replay()
-        self._wait()
+        if self._done is not None:
+            self._done.record(self._stream)
+        if ahead is not None:
+            ahead()  # while the device goes on
+        if self._done is not None:
+            self._done.synchronize()
         logits, taps_of_all = graph.found
         tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay writes there
         choices = graph.host[:rows].tolist()
@@ -275,13 +365,19 @@ class CudaRunner(Runner):
                 roots += where
                 slots += [pages[p // size] * size + p % size for p in where]
         filled = len(tokens)
+        packed.asked, packed.filled = None, 0
         packed.shaped[:] = -1
         packed.fields[:, :filled] = (tokens, sequences, positions, roots, firsts, slots)
+        self._pad(packed, filled)
+
+    def _pad(self, packed: _Packed, filled: int) -> None:
+        """Rows beyond those filled: of a sequence of their own, in the last page."""
         if filled < packed.rows:
+            scratch = self.pool.pages - 1
             packed.fields[:, filled:] = 0
-            packed.fields[1, filled:] = len(packed.table) - 1  # a sequence of their own
-            packed.fields[5, filled:] = scratch * size
-            packed.place(len(packed.table) - 1, (), scratch)
+            packed.fields[1, filled:] = len(packed.table) - 1
+            packed.fields[5, filled:] = scratch * self.pool.page_size
+            packed.place(len(packed.table) - 1, [], scratch)
             packed.temperatures[filled:] = 0.0
 
     # --- forwards for drafters and prompts ---------------------------------------------------------------------------
@@ -346,6 +442,11 @@ class CudaRunner(Runner):
         sharpness: Sequence[float],  # noqa: ARG002
     ) -> tuple[Tokens, Chances, Tensor | None]:
         """By one replay; the law is not sharpened there."""
+        found = self.draw(feeds, rows, lengths).land()
+        return *found, None
+
+    def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
+        """The same, not waited for. The target may read the tokens where they are drawn: in `promised`."""
         length = max(lengths)
         longest = [feed for feed in feeds if len(feed.tokens) > 2]
         if longest:  # all but the newest two tokens of each
@@ -354,9 +455,16 @@ class CudaRunner(Runner):
         chain = self.chain_graph(batch, _bucket(length, CHAIN_LENGTHS))
         self.fill_chain(chain, feeds, rows)
         chain.replay()
-        self._wait()
-        tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
-        return tokens, odds, None
+        if self._done is not None:
+            self._done.record(self._stream)
+
+        def land() -> tuple[Tokens, Chances]:
+            if self._done is not None:
+                self._done.synchronize()
+            tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
+            return tokens, odds
+
+        return Drawing([list(range(-1 - b, -1 - b - own * batch, -batch)) for b, own in enumerate(lengths)], land)
 
     def _catch_up(self, feeds: Sequence[Feed]) -> None:
         """Text the model has missed, by graphs of rounds, whose logits nobody reads."""
@@ -369,25 +477,29 @@ class CudaRunner(Runner):
 
     def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
         """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
-        packed, batch = chain.packed, chain.drawn.shape[1]
+        packed, batch, count = chain.packed, chain.drawn.shape[1], len(feeds)
         size, scratch = self.pool.page_size, self.pool.pages - 1
-        packed.fields[:] = 0
-        packed.fields[1] = np.arange(2 * batch) % batch
-        packed.fields[5] = scratch * size
-        packed.temperatures[:] = 0.0
-        for b, row in enumerate(rows):
-            packed.temperatures[b] = 0.0 if row.params.greedy else row.params.temperature
-            packed.prefixes[b] = prefix_of(row.seed, row.sample)
+        if packed.filled != count:
+            packed.filled = count
+            packed.fields[:] = 0
+            packed.fields[1] = packed.order % batch
+            packed.fields[5] = scratch * size
+            packed.temperatures[:] = 0.0
+            for b in range(count, batch):
+                packed.place(b, [], scratch)
+        heats = [0.0 if row.params.greedy else row.params.temperature for row in rows] or [0.0] * count
+        packed.temperatures[:count] = heats
+        packed.prefixes[: len(rows)] = [prefix_of(row.seed, row.sample) for row in rows]
+        newest = [feed.start + len(feed.tokens) - 1 for feed in feeds]
+        before = [at - (len(feed.tokens) > 1) for feed, at in zip(feeds, newest, strict=True)]  # a lone token is fed twice
+        halves = packed.fields.reshape(6, 2, batch)[:, :, :count]
+        halves[0] = [feed.tokens[-1] for feed in feeds], [feed.tokens[-2:][0] for feed in feeds]
+        halves[2:4] = newest, before
+        halves[5] = [
+            [feed.pages[at // size] * size + at % size for feed, at in zip(feeds, own, strict=True)] for own in (newest, before)
+        ]
         for b, feed in enumerate(feeds):
-            newest = feed.start + len(feed.tokens) - 1
             packed.place(b, feed.pages, scratch)
-            for place, back in ((b, 1), (batch + b, 2)):
-                back = min(back, len(feed.tokens))  # a lone token is fed twice
-                position = newest + 1 - back
-                slot = feed.pages[position // size] * size + position % size
-                packed.fields[:, place] = (feed.tokens[-back], b, position, position, 0, slot)
-        for b in range(len(feeds), batch):
-            packed.place(b, (), scratch)
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
@@ -456,7 +568,7 @@ class CudaRunner(Runner):
         packed.fields[5] = (self.pool.pages - 1) * self.pool.page_size
         after = _Packed(batch, 1, 1, self.device, 1).paged
         after.table = packed.paged.table
-        drawn = torch.zeros(length, batch, dtype=torch.int32, device=self.device)
+        drawn = self.promised[: length * batch].view(length, batch)
         odds = torch.zeros(length, batch, device=self.device)
 
         host = tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=self.device.type == "cuda") for part in (drawn, odds))

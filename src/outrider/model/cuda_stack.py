@@ -67,13 +67,15 @@ class Forward:
 class CudaStack:
     """Layers over paged KV. `exact` products are our own at every row count; else cuBLAS makes them."""
 
-    def __init__(self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True) -> None:
+    def __init__(
+        self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, promised: Tensor | None = None
+    ) -> None:
         c = self.config = decoder.config
         _check(decoder)
         self.device = device
         self.dtype = torch.bfloat16 if c.dtype == "bfloat16" else torch.float32
         shape = Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, page_size, c.norm_eps)
-        self.kernels = Kernels(shape, self.dtype)
+        self.kernels = Kernels(shape, self.dtype, promised)
         self._exact = exact
         windows = c.windows or (None,) * c.layers
         self.layers = [self._layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from outrider.sampling import Row
 from outrider.sampling.choice import shape_of
 from outrider.sampling.noise import Key, keys_of, token_words_at
 
-__all__ = ["Feed", "Round", "Rows", "Runner", "lay_out"]
+__all__ = ["Drawing", "Feed", "Round", "Rows", "Runner", "lay_out"]
 
 Tokens = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float64]
@@ -42,6 +42,13 @@ class Feed(NamedTuple):
     parents: Sequence[int] = ()
     known: int = 0  # leading nodes fed before: listed in parents, not in nodes
     first_key: int = 0  # slots before it hold nothing
+
+
+class Drawing(NamedTuple):
+    """Chains that a device is at work on."""
+
+    promises: list[list[int]]  # of each chain, what stands for its tokens until then: see Drafts.ahead
+    land: Callable[[], tuple[Tokens, Chances]]  # waits for them
 
 
 class Rows(NamedTuple):
@@ -95,6 +102,7 @@ class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
     device_name = "cpu"
+    draws_ahead = False  # has `draw`, for a target on the same device
     drafts_roughly = False  # `draft` takes any parameters, and draws by temperature and noise alone
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
@@ -220,6 +228,10 @@ class Runner:
             return tokens, chances, logits
         back = np.argsort(order)
         return tokens[back], chances[back], logits[:, back.tolist()]
+
+    def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
+        """The same chains, not waited for."""
+        raise NotImplementedError("draws_ahead is False")
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:
         """Whether the layers a drafter has run can be skipped: nobody taps them, and its rows are these rows."""

@@ -91,10 +91,13 @@ def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]
     for tree, root in zip(trees, scores.roots, strict=True):
         if root < 0:
             verdicts.append(Verdict([], []))
-            continue
-        own = choices[root : root + 1 + len(tree.tokens)]
-        path = walk(tree.parents, tree.tokens, own) if tree.tokens else []
-        verdicts.append(Verdict(path, [own[0], *(own[1 + node] for node in path)], own))
+        elif not tree.tokens:
+            own = choices[root : root + 1]
+            verdicts.append(Verdict([], own, own))
+        else:
+            own = choices[root : root + 1 + len(tree.tokens)]
+            path = walk(tree.parents, tree.tokens, own)
+            verdicts.append(Verdict(path, [own[0], *[own[1 + node] for node in path]], own))
     return verdicts
 
 

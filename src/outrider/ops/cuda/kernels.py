@@ -25,12 +25,16 @@ BLOCK = 64  # keys of one block of the attention's reduction, by logical positio
 
 
 @triton.jit
-def embed_norm(tokens, embedding, weight, stream, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """The stream of each row's token, float32, and its first norm."""
+def embed_norm(
+    tokens, promised, embedding, weight, stream, normed, vocab, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """The stream of each row's token, float32, and its first norm. A token of -1 - i is promised[i]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     token = tl.load(tokens + row).to(tl.int64)
+    drawn = tl.load(promised + (-1 - token), mask=token < 0, other=0)
+    token = tl.where(token < 0, tl.minimum(tl.maximum(drawn, 0), vocab - 1), token)
     x = tl.load(embedding + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(stream + row * WIDTH + column, x, mask=inside)
     _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)

@@ -66,9 +66,10 @@ def pair_rows(weight: Tensor, groups: int) -> Tensor:
 class Kernels:
     """The kernels of one model."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, promised: Tensor | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
+        self._promised = promised  # tokens that rows may name before the host knows them
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self._zeros: dict[int, Tensor] = {}
         self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
@@ -78,9 +79,11 @@ class Kernels:
         rows, width = len(paged.tokens), self.shape.hidden
         stream = torch.empty(rows, width, device=embedding.device)
         normed = torch.empty(rows, width, device=embedding.device, dtype=self.dtype)
+        promised = paged.tokens if self._promised is None else self._promised
         kernels.embed_norm[(rows,)](
-            paged.tokens, embedding, weight, stream, normed, self.shape.eps, width, _power(width), num_warps=self._norm_warps
-        )
+            paged.tokens, promised, embedding, weight, stream, normed, len(embedding), self.shape.eps, width, _power(width),
+            num_warps=self._norm_warps,
+        )  # fmt: skip
         return stream, normed
 
     def norm(self, stream: Tensor, weight: Tensor) -> Tensor:
