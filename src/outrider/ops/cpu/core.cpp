@@ -221,8 +221,11 @@ class Forward {
         void attend(const LayerSpec& l, const Pages& kv) {
             const StackSpec& s = o.s_;
             const int heads = static_cast<int>(s.heads + 2 * s.kv_heads);
-            for (int head = thread; head < heads; head += threads)  // of all rows: two values share a word
+            for (int head = thread; head < heads; head += threads) {  // of all rows: the values of two share a word
+                for (int r = 0; r < rows; r++)  // another thread may have them
+                    for (int i = 0; i < kv.head_dim; i += kLanes) _mm_prefetch(head_of(r, head, kv.head_dim) + i, _MM_HINT_T0);
                 for (int r = 0; r < rows; r++) place_head<K>(l, kv, r, head);
+            }
             barrier();
             const Attention attention{kv, &o.layout_.row[first], static_cast<int>(s.heads / s.kv_heads),
                                       static_cast<int>(l.window), threads};
@@ -239,6 +242,7 @@ class Forward {
         }
 
         const Row& row(int r) const { return o.layout_.row[first + r]; }
+        float* head_of(int r, int head, int dim) const { return o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim; }
 
         // Norm and rotate one head of q or k, scale q where it lies, and bring k and v to their slot.
         template <class K>
@@ -246,7 +250,7 @@ class Forward {
             const StackSpec& s = o.s_;
             const int dim = kv.head_dim, half = dim / 2, heads = static_cast<int>(s.heads), kv_heads = kv.kv_heads;
             const int slot = row(r).slot, page = row(r).feed->pages[slot / kv.page_size], offset = slot % kv.page_size;
-            float *x = o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim, filled[kWidest];
+            float *x = head_of(r, head, dim), filled[kWidest];
             if (head >= heads) {
                 for (int i = 0; i < kv.width; i += kLanes) store(filled + i, i < dim ? load_upto(x + i, dim - i) : splat(0.0f));
                 x = filled;
@@ -380,11 +384,13 @@ Scratch& choosing() {
     return s;
 }
 
-// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias.
+// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias; of paired columns silu(gate) * up.
 void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm, double eps, float* out, int threads) {
     Workspace& w = workspace();
     w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l.inner + kStepBytes)));
     const Packed packed{w.words.data(), w.scale.data()};
+    const int columns = l.paired ? l.columns / 2 : l.columns;
+    const Output to{out, static_cast<size_t>(columns), columns, l.paired ? Then::kGate : Then::kStore};
     Team& own = team();
     own.run(threads, [&](int thread, int all) {
         for (int64_t first = 0; first < rows; first += kChunk) {
@@ -392,7 +398,7 @@ void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm
             pack_rows(packed, l, {x + first * l.inner, static_cast<size_t>(l.inner), count, l.inner, norm, static_cast<float>(eps)},
                       thread, all);
             own.barrier();
-            linear(l, packed, count, {out + first * l.columns, static_cast<size_t>(l.columns), l.columns, Then::kStore}, thread, all);
+            linear(l, packed, count, {out + first * columns, to.stride, columns, to.then}, thread, all);
             own.barrier();
         }
     });

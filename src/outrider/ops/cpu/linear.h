@@ -216,9 +216,9 @@ inline float inverse_rms(const float* x, int width, float eps) {
     return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
 }
 
-// Sixteen values as the words a product reads; `scale` is what one unit of int8 stands for.
+// Sixteen values as the words a product reads; one is so many units of int8.
 template <class K>
-inline void encode(f32x16 v, float scale, uint32_t* out) {
+inline void encode(f32x16 v, float units, uint32_t* out) {
     if constexpr (std::is_same<K, F32>::value) store_words(out, as_words(v));
     if constexpr (std::is_same<K, BF16>::value) {
 #if defined(__AVX512BF16__)
@@ -233,7 +233,7 @@ inline void encode(f32x16 v, float scale, uint32_t* out) {
 #endif
     }
     if constexpr (std::is_same<K, I8>::value) {
-        const Words q = nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f));
+        const Words q = nearest_integers(v * splat(units));
         store_low_bytes(out, add_words(q, splat_word(128)));
     }
 }
@@ -255,12 +255,14 @@ struct Packed {
     void fill(const Input& in, int steps, Share mine) const {
         for (int r = mine.begin; r < mine.end; r++) {
             const float inverse = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
-            if (std::is_same<K, I8>::value) scale[r] = quantum(in, r, inverse);
+            const float quantum = std::is_same<K, I8>::value ? largest_of(in, r, inverse) / 127.0f : 1.0f;  // the largest becomes 127
+            const float units = quantum > 0.0f ? 1.0f / quantum : 0.0f;
             const int first = r / kBlock * kBlock, apart = std::min(kBlock, in.rows - first) * kUnit;
             uint32_t* to = words + static_cast<size_t>(first) * steps + (r - first) * kUnit;
             for (int at = 0; at < steps * K::per_step; to += apart)
                 for (int part = 0; part < K::per_step; part++, at += kLanes)
-                    encode<K>(values(in, r, inverse, at), scale[r], to + part * (kLanes / K::per_step));
+                    encode<K>(values(in, r, inverse, at), units, to + part * (kLanes / K::per_step));
+            scale[r] = quantum;
         }
     }
 
@@ -272,11 +274,10 @@ struct Packed {
         return in.norm ? load_upto(x, left) * splat(inverse) * load_upto(in.norm + at, left) : load_upto(x, left);
     }
 
-    // The row's largest magnitude becomes 127.
-    static float quantum(const Input& in, int row, float inverse) {
+    static float largest_of(const Input& in, int row, float inverse) {
         f32x16 top = splat(0.0f);
         for (int at = 0; at < in.width; at += kLanes) top = maximum(magnitude(values(in, row, inverse, at)), top);
-        return largest(top) / 127.0f;
+        return largest(top);
     }
 };
 
@@ -299,7 +300,7 @@ struct Thin {
     }
 };
 
-// What becomes of a product's results. What is added to or gated has whole vectors of columns.
+// What becomes of a product's results. What is added to has whole vectors of columns.
 enum class Then {
     kStore,  // out = y
     kAdd,    // out += y
