@@ -101,7 +101,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     for row in found["rows"]:
         spread = "-" if row["spread"] is None else "{:.1f} to {:.1f}".format(*row["spread"])
         cells = [row["model"], row["peer"], row["kind"], row["mode"], _cell(row["tok_s"]), spread, _cell(row["tok_s_steady"])]
-        cells += [_cell(row["wall_tok_s"]), _cell(row["prefill_s"] and row["prefill_s"] * 1e3), str(row["looping"])]
+        cells += [_cell(row["wall_tok_s"]), _cell(row["prefill_s"] and row["prefill_s"] * 1e3), str(len(row["looping"]))]
         cells += ["-" if row["agrees"] is None else f"{row['agrees']:.0%}", _cell(row["parts_at"], 2)]
         table.add_row(*cells)
         if row["failure"]:
