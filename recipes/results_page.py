@@ -111,10 +111,14 @@ def _plan(data: dict[str, Any]) -> Iterator[str]:
 
 def _peers(data: dict[str, Any]) -> Iterator[str]:
     yield _conditions(data)
-    ratios = [{"model": model, "ratio": name, "value": own} for model, all_ in data["ratios"].items() for name, own in all_.items()]
+    ratios = [
+        {"model": model, "ratio": name, "value": own} for model, all_ in data["ratios"].items() for name, own in all_.items()
+    ]
     columns: dict[str, Cell] = {name: lambda row, name=name: row[name] for name in ("model", "ratio")}
     yield _table(ratios, columns | {"times": lambda row: _number(row["value"])})
-    columns = {title: lambda row, name=name: row[name] for title, name in {"model": "model", "peer": "peer", "weights": "kind"}.items()}
+    columns = {
+        title: lambda row, name=name: row[name] for title, name in {"model": "model", "peer": "peer", "weights": "kind"}.items()
+    }
     judged = any(row["steady"] is not None for row in data["rows"])
     steady: dict[str, Cell] = {
         "no loops": lambda row: _number(row["tok_s_steady"], 0),

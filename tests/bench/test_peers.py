@@ -107,7 +107,7 @@ def test_on_a_gpu_outrider_and_transformers_are_compared(tmp_path: Path) -> None
     """What the processes are told, and the ratios that only a GPU's modes have."""
     missing: dict[str, str] = {}
     setting = Setting(methods=["none", "auto"], device="cuda")
-    told = list(_loads(export_model(str(bundled_model() / "draft"), tmp_path / "m"), tmp_path, setting, False, missing))
+    told = list(_loads(export_model(str(bundled_model() / "draft"), tmp_path / "m"), setting, missing))
     assert [(own["peer"], own["kind"], own["device"]) for own in told] == [
         ("outrider", "bf16", "cuda"), ("transformers", "bf16", "cuda")
     ]  # fmt: skip

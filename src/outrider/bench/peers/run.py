@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Setting:
     threads: int = 2
     device: str = "cpu"
     pythons: Mapping[str, str] = field(default_factory=dict)  # where a peer lives, if elsewhere
+    kinds: Sequence[str] = ("bf16", "int8")  # of weights, all loaded at once
     plain_only: bool = False
 
 
@@ -128,18 +129,30 @@ def compare_peers(model: str, setting: Setting, say: Callable[[str], None]) -> d
     """Rows and ratios for one model. Peers that are not installed are named with how to get them."""
     if unknown := [peer for peer in setting.peers if peer not in PEERS]:
         raise InvalidParameter("--peers", f"unknown {unknown[0]!r}; known: {', '.join(PEERS)}")
+    bare = find_model(model) is None
+    # random models may be large: one kind of weights at a time, or memory would not hold all peers
+    turns = [[kind] for kind in setting.kinds] if bare else [setting.kinds]
+    with tempfile.TemporaryDirectory(prefix="outrider-peers-") as folder:
+        say(f"{model}: writing weights")
+        source = export_model(model, Path(folder) / "model")
+        settings = [replace(setting, kinds=kinds, plain_only=bare or setting.plain_only) for kinds in turns]
+        found = [_measure(model, source, own, say) for own in settings]
+    rows = [row for own in found for row in own["rows"]]
+    merged = {name: {key: own[name][key] for own in found for key in own[name]} for name in ("missing", "versions")}
+    return {"rows": rows, "ratios": {model: ratios(rows)}, **merged}
+
+
+def _measure(model: str, source: Path, setting: Setting, say: Callable[[str], None]) -> dict[str, Any]:
+    """Rows of all peers in these kinds of weights, who was missing, and versions."""
     missing: dict[str, str] = {}
     versions: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="outrider-peers-") as name, ExitStack() as stack:
-        folder = Path(name)
-        say(f"{model}: writing weights")
-        source = export_model(model, folder / "model")
-        prompts = _prompt_ids(model, setting, source)
-        rows: list[_Row] = []
-        bare = find_model(model) is None
-        for given in _loads(source, folder, setting, bare, missing):
+    rows: list[_Row] = []
+    prompts = _prompt_ids(model, setting, source)
+    with ExitStack() as stack:
+        for given in _loads(source, setting, missing):
             say(f"{model}: loading {given['peer']} {given['kind']}")
-            worker = stack.enter_context(Worker(given, setting.pythons.get(given["peer"], sys.executable), folder))
+            worker = Worker(given, setting.pythons.get(given["peer"], sys.executable), source.parent)
+            stack.enter_context(worker)
             if "versions" not in worker.answer:
                 missing[given["peer"]] = _absence(worker.answer)
                 continue
@@ -148,9 +161,10 @@ def compare_peers(model: str, setting: Setting, say: Callable[[str], None]) -> d
         _interleave(rows, prompts, setting, lambda i: say(f"{model}: repeat {i} of {setting.repeats}"))
         say(f"{model}: judging texts")
         judges = {row.measured.kind: row for row in reversed(rows) if row.measured.peer == "outrider" and row.measured.runs}
-        references = {kind: _reference(row, prompts, not bare) for kind, row in judges.items()}
+        judged = find_model(model) is not None
+        references = {kind: _reference(row, prompts, judged) for kind, row in judges.items()}
         records = [record(model, row.measured, references.get(row.measured.kind)) for row in rows]
-    return {"rows": records, "ratios": {model: ratios(records)}, "missing": missing, "versions": versions}
+    return {"rows": records, "missing": missing, "versions": versions}
 
 
 def _absence(answer: Mapping[str, Any]) -> str:
@@ -159,7 +173,7 @@ def _absence(answer: Mapping[str, Any]) -> str:
     return str(answer.get("error"))
 
 
-def _loads(source: Path, folder: Path, setting: Setting, bare: bool, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _loads(source: Path, setting: Setting, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
     """What each process is told to load; files are written when their peer's turn comes."""
     context = ModelConfig.read(source).context
     for peer in setting.peers:
@@ -167,26 +181,28 @@ def _loads(source: Path, folder: Path, setting: Setting, bare: bool, missing: di
             missing[peer] = f"is compared on the CPU alone, not on {setting.device}"
             continue
         for kind, own in _KINDS[peer][:1] if setting.device != "cpu" else _KINDS[peer]:  # a GPU serves bf16
+            if kind not in setting.kinds:
+                continue
             shared = {"peer": peer, "kind": kind, "dtype": own, "threads": setting.threads, "context": context}
             files = {"model": str(source), "draft": str(source / "draft") if (source / "draft").exists() else None}
             if peer in ("llama.cpp", "openvino"):
                 try:
-                    files = _gguf_files(source, folder, "F16" if peer == "openvino" else own)
+                    files = _gguf_files(source, "F16" if peer == "openvino" else own)
                 except OutriderError as error:
                     missing[peer] = str(error)
                     break
             modes = setting.methods if peer == "outrider" else _ON_GPU if setting.device != "cpu" else _MODES[peer]
-            if bare or setting.plain_only:
+            if setting.plain_only:
                 modes = modes[:1]
             modes = [mode for mode in modes if files["draft"] or not mode.startswith("draft")] if peer != "outrider" else modes
             yield shared | files | {"modes": list(modes), "device": setting.device}
 
 
-def _gguf_files(source: Path, folder: Path, kind: str) -> dict[str, str | None]:
+def _gguf_files(source: Path, kind: str) -> dict[str, str | None]:
     out: dict[str, str | None] = {"model": None, "draft": None}
     for name, directory in (("model", source), ("draft", source / "draft")):
         if directory.exists():
-            path = folder / f"{name}-{kind}.gguf"
+            path = source.parent / f"{name}-{kind}.gguf"
             if not path.exists():
                 write_gguf(directory, path, kind)
             out[name] = str(path)
