@@ -24,9 +24,7 @@ def peers(
     ] = "pyrite",
     prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts (turns, prompt or text). Default: bundled code.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 16; 3 with random models.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, help="New tokens of each prompt. Default: 128; 32 with random models.")
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="New tokens of each prompt. Default: 128; 32 with 1.1b.")] = None,
     prefill: Annotated[int, typer.Option(min=2, help="Length of the prompt whose reading is timed.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Times everything runs, interleaved, after one to warm up.")] = 2,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of every peer. Default: torch's choice.")] = None,
@@ -67,13 +65,13 @@ def peers(
     results: list[dict[str, Any]] = []
     for model in models.split(","):
         given = methods or (_METHODS if model == "pyrite" else "none,auto")
-        count, length = (16, 128) if find_model(model) else (3, 32)
-        count, length = (3, 32) if quick else (limit or count, tokens or length)
+        count = limit or (16 if find_model(model) else 3)
+        length = tokens or (32 if model == "1.1b" else 128)
         setting = Setting(
             peers=which.split(","),
             methods=given.split(","),
-            prompts=read_prompts(path, count),
-            tokens=length,
+            prompts=read_prompts(path, 3 if quick else count),
+            tokens=32 if quick else length,
             prefill=prefill,
             repeats=1 if quick else repeats,
             threads=threads or threads_used(),

@@ -125,6 +125,7 @@ class LlamaCpp:
         threads = given["threads"]
         own = {"n_ctx": given["context"], "n_threads": threads, "n_threads_batch": threads, "verbose": False}
         own["flash_attn"] = True  # llama.cpp's own default, and faster; the binding's is not to
+        own["use_mmap"] = False  # while others run, the system may drop pages of a mapped file
         self._models: dict[str, Any] = {}
         for mode in given["modes"]:
             name, _, number = mode.partition(":")
