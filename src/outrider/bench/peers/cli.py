@@ -86,7 +86,7 @@ def peers(
     for name in ("ratios", "missing", "versions"):
         merged[name] = {key: value for own in results for key, value in own[name].items()}
     about = _on_gpu() if device == "cuda" else conditions()
-    asked = {"tokens": setting.tokens, "prefill": prefill, "repeats": setting.repeats}
+    asked = {"prefill": prefill, "repeats": setting.repeats}
     print(json.dumps(merged | asked | about | {"versions": about["versions"] | merged["versions"]}))
     if any(row["failure"] for row in merged["rows"]):
         raise typer.Exit(1)
