@@ -50,7 +50,7 @@ def peers(
     threads; greedy, token ids in and out, interleaved. Small models loop when greedy, and loops are a gift to lookup: speeds
     and ratios are given over all prompts, and ("no loops") over those whose plain output by Outrider has no 8-gram more than
     three times. No ratio is given from fewer than three prompts. Ends in one JSON object with rows, ratios, versions and
-    conditions. With Pyrite and 16 prompts about eight minutes on two cores, with 12 about six.
+    conditions. With Pyrite about ten minutes on two cores, five with --limit 12 --repeats 1.
     """
     from outrider.bench.conditions import conditions
     from outrider.bench.peers.run import Setting, compare_peers
