@@ -14,6 +14,7 @@ CHAIN = [-1, 0, 1, 2]
 
 def tell(record: Record, key: Hashable, arm: int, accepted: int) -> None:
     """A chain of four, of which so many came true."""
+    record.now += 1
     record.expect(key, arm, 4, CHAIN, [0.7, 0.5, 0.35, 0.25])
     record.learn(key, range(accepted))
     record.think()
@@ -40,8 +41,8 @@ def test_an_arm_that_was_not_tried_shares_the_ease_of_those_that_were() -> None:
     for _ in range(12):
         tell(record, "hard", 0, 0)
         tell(record, "easy", 0, 4)
-    assert expected(record, "hard", 1) < 0.7 * usual  # or it would be asked next, and next to it everything untried
-    assert expected(record, "easy", 1) > 1.1 * usual
+    assert expected(record, "hard", 0) < expected(record, "hard", 1) < 0.85 * usual  # or whatever is untried would be asked next
+    assert usual < expected(record, "easy", 1) < expected(record, "easy", 0)
     assert abs(expected(record, "new", 1) - usual) < 0.3 * usual  # of one text, not of all
 
 
@@ -52,7 +53,7 @@ def test_an_arm_tried_long_ago_is_believed_as_little_as_one_never_tried() -> Non
     before = expected(record, "turned", 1)
     for _ in range(40):
         tell(record, "turned", 0, 0)
-    assert expected(record, "turned", 1) < 0.6 * before
+    assert expected(record, "turned", 1) < 0.7 * before
 
 
 def test_catching_up_never_raises_the_price_of_an_arm() -> None:
