@@ -47,7 +47,7 @@ def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
         Arm(f"{a.method}+{b.method}", (i, j), _MOST)
         for i, a in enumerate(members)
         for j, b in enumerate(members)
-        if a.method == "suffix" and b.method in _PARTNERS
+        if a.method == "suffix" and b.method in _PARTNERS and not on_gpu  # there a draft model alone draws ahead
     ]
     return alone + pairs
 
