@@ -44,8 +44,9 @@ class Curve:
             seconds = min(max(seconds, mean / _TOLERANCE), mean * _TOLERANCE)
             weight = self.weights[step] = min(self.weights[step] + 1.0, _MEMORY)
             self.means[step] = now = mean + (seconds - mean) / weight
+            moved = (now / mean) ** _KIN if mean > 0 else 1.0
             for other in self.means.keys() - {step}:  # what slows one size down slows the others too, more or less
-                self.means[other] *= (now / mean) ** _KIN
+                self.means[other] *= moved
             self._unfitted += 1
         if mean is None or self._unfitted >= _REFIT:
             self._fitted = None
