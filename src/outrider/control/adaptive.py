@@ -116,6 +116,7 @@ class Adaptive:
         return self._plan
 
     def _replan(self, load: Load) -> None:
+        """Think about everyone, and for how long that shall stand."""
         self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
         before = self._standing
         self._best(load)
@@ -225,16 +226,8 @@ class Adaptive:
         before, self._drafted = self._drafted, {(load.keys[b], arm) for arm, own in users.items() for b in own}
         began = not self._drafted <= before
         self._observe_proposals(stats.propose_s, users, load, began)
-        if self._tried:
-            tokens = load.emitting + sum(map(len, stats.paths))
-            self._credit -= max(seconds - tokens * self._round_times(load, 1)[0] / load.emitting, 0.0)
-        if not began:
-            seconds += self._thinking(many)
-            tokens = load.emitting + sum(map(len, stats.paths))
-            poor = load.rows == load.emitting and tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
-            self._poor = self._poor + 1 if poor else 0
-            if self._poor >= _ENOUGH and not self._tried:
-                self._every = 0  # think again at once
+        if load.rows == load.emitting:
+            self._judge_plan(seconds, stats.paths, load, began)
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0]:
@@ -242,6 +235,17 @@ class Adaptive:
                 if path:
                     self._every = 0  # worth thinking over
         self._probe = None
+
+    def _judge_plan(self, seconds: float, paths: Seq[Seq[int]], load: Load, began: bool) -> None:
+        """Charge a trial what it lost against plain rounds; call for another plan after poor rounds."""
+        plain = self._round_times(load, 1)[0] * (1.0 + sum(map(len, paths)) / load.emitting)
+        if self._tried:
+            self._credit -= max(seconds - plain, 0.0)
+        elif not began:
+            poor = plain < _POOR * (seconds + self._thinking(len(load.keys)))
+            self._poor = self._poor + 1 if poor else 0
+            if self._poor >= _ENOUGH:
+                self._every = 0  # think again at once
 
     def _observe_proposals(self, seconds: float, users: Mapping[int, Seq[int]], load: Load, began: bool) -> None:
         """What the arms that drafted took; several share the time as they were expected to.
