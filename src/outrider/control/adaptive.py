@@ -31,8 +31,8 @@ _WORTH = 1.04  # a draft must promise this much more than none: catching up and 
 _WORTH_TOGETHER = 0.04  # more for twice as many: they end one by one, and who is left shares its rounds with fewer
 _HEARD = 8  # sequences whose verdicts a round thinks over, in turn
 _THOUGHTS = 32  # rounds over which the time they take is averaged
-_TRIAL, _NEARLY = 4, 0.92  # rounds in which all try what does not quite seem to pay, and how near to that it must be
-_SAVED = 24.0  # plain rounds that may be saved up for probes
+_TRIAL, _NEARLY = 4, 0.95  # rounds in which all try what does not quite seem to pay, and how near to that it must be
+_SAVED = 8.0  # plain rounds that may be saved up for probes
 _PROBES = 0.003  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into trying what is not known at all
 _PROBE_LENGTHS = (8, 2)  # in turn
@@ -227,7 +227,7 @@ class Adaptive:
         began = not self._drafted <= before
         self._observe_proposals(stats.propose_s, users, load, began)
         if load.rows == load.emitting:
-            self._judge_plan(seconds, stats.paths, load, began)
+            self._judge_plan(seconds, stats, load, began)
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0]:
@@ -236,11 +236,11 @@ class Adaptive:
                     self._every = 0  # worth thinking over
         self._probe = None
 
-    def _judge_plan(self, seconds: float, paths: Seq[Seq[int]], load: Load, began: bool) -> None:
+    def _judge_plan(self, seconds: float, stats: RoundStats, load: Load, began: bool) -> None:
         """Charge a trial what it lost against plain rounds; call for another plan after poor rounds."""
-        plain = self._round_times(load, 1)[0] * (1.0 + sum(map(len, paths)) / load.emitting)
+        plain = self._round_times(load, 1)[0] * (1.0 + sum(map(len, stats.paths)) / load.emitting)
         if self._tried:
-            self._credit -= max(seconds - plain, 0.0)
+            self._credit -= max(seconds + stats.think_s - plain, 0.0)
         elif not began:
             poor = plain < _POOR * (seconds + self._thinking(len(load.keys)))
             self._poor = self._poor + 1 if poor else 0
