@@ -180,6 +180,7 @@ class Arm(NamedTuple):
     name: str
     members: tuple[int, ...]  # drafters it asks, by number
     most: int  # nodes it can use
+    ahead: bool = False  # the target's forward can start before the host has seen what it drafts
 
 
 class Plan(NamedTuple):

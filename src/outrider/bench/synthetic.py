@@ -123,7 +123,7 @@ class Synthetic:
     def auto(self, batch: int) -> Engine:
         """As `auto` resolves for a target that brings a draft model: suffix automaton, draft model, both."""
         members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
-        arms = arms_of(members)
+        arms = arms_of(members, on_gpu=True)
         drafters = [Member(SuffixDrafter(), 32), Member(DraftModel(self.draft), 12)]
         costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
         engine = self.engine(AutoDrafter(drafters, arms), policy=Adaptive(arms, costs))

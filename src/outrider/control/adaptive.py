@@ -28,14 +28,20 @@ _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED = 8  # every so many plain rounds are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.04  # a draft must promise this much more than none: catching up and changing course cost too
+_WORTH_TOGETHER = 1.12  # among several: they end one by one, and who is left shares its rounds with fewer
+_HEARD = 8  # sequences whose verdicts a round thinks over, in turn
+_THOUGHTS = 32  # rounds over which the time they take is averaged
+_TRIAL = 4  # rounds in which all try what does not quite seem to pay
+_SAVED = 24.0  # plain rounds that may be saved up for probes
 _PROBES = 0.003  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into trying what is not known at all
 _PROBE_LENGTHS = (8, 2)  # in turn
 _REPLAN = 12  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
-_FEW = 4  # sequences among which a newcomer is planned for at once
+_FEW = 4  # sequences among which one newcomer is planned for at once, or as many in proportion
 _POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
+_SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
 
 
@@ -57,11 +63,12 @@ class Adaptive:
         self._complete = False  # all of them are planned for
         self._age, self._every = 0, 0  # of the standing plan, in rounds, and how old it may get
         self._rate = 1.0  # tokens per second that the standing plan promises
+        self._tried = False  # it is a trial of all
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._hopeless: set[int] = set()  # arms that could not pay if every guess came true
         self._price_lists: dict[tuple[int, int, int, int], tuple[float, Floats]] = {}
         self._priced = 0  # rounds
-        self._times: dict[tuple[int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by rows and context
+        self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
         self._poor = 0  # rounds in a row that brought less than plain ones would have
         self._credit = 0.0  # seconds that may be lost on probes
@@ -71,7 +78,8 @@ class Adaptive:
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
-        self._timed: list[tuple[int, int, float]] = []  # forwards not entered in the costs yet
+        self._timed: list[tuple[int, int, float, int, float]] = []  # forwards and rests not entered in the costs yet
+        self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
         self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
         self._load: Load | None = None
         self._plan = Plan(())
@@ -94,10 +102,7 @@ class Adaptive:
         if self._rests(load):
             return self._plan
         if self._is_due(load):
-            self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
-            self._best(load)
-            drafting = any(length for _, length in self._standing.values())
-            self._every = max(_REPLAN, len(load.keys) // 2) if drafting else min(2 * max(self._every, _REPLAN), _LONGEST)
+            self._replan(load)
             self._plan = self._with_probe(load, self._stood(load))
         elif self._again is not None and self._again[0] in load.keys:
             self._plan = self._probed(load, self._stood(load), *self._again)
@@ -105,9 +110,28 @@ class Adaptive:
             self._plan = self._with_probe(load, self._stood(load))
         else:
             self._plan = self._stood(load)
+        self._plan = self._plan._replace(whole=self._is_whole(self._plan))
         settled = self._complete and self._again is None and not any(self._plan.lengths)
         self._resting = settled and not any(length for _, length in self._standing.values())
         return self._plan
+
+    def _replan(self, load: Load) -> None:
+        self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
+        self._best(load)
+        self._every = self._how_long(load)
+
+    def _is_whole(self, plan: Plan) -> bool:
+        """Whether the drafts may go on unseen: to be pruned they would have to be waited for."""
+        used = {arm for arm, length in zip(plan.arms, plan.lengths, strict=True) if length}
+        return len(used) == 1 and self.arms[used.pop()].ahead
+
+    def _how_long(self, load: Load) -> int:
+        """Rounds for which the plan just made stands."""
+        if self._tried:
+            return _TRIAL
+        if any(length for _, length in self._standing.values()):
+            return max(_REPLAN, len(load.keys) // 2)
+        return min(2 * max(self._every, _REPLAN), _LONGEST)
 
     def _rests(self, load: Load) -> bool:
         """Whether the last round's plan, that nobody drafts, stands: the same sequences, and nothing to think over or to try."""
@@ -123,9 +147,10 @@ class Adaptive:
         if self._complete and len(keys) == len(who) and all(map(is_, keys, who)):
             return False
         self._who, self._complete = tuple(keys), all(key in self._standing for key in keys)
-        if self._complete or (len(keys) > _FEW and self._age < _REPLAN):
+        if self._complete:
             return False
-        return any(room and key not in self._standing for key, room in zip(keys, load.room, strict=True))
+        new = sum(room > 0 and key not in self._standing for key, room in zip(keys, load.room, strict=True))
+        return new > 0 and (new * _FEW >= len(keys) or self._age >= _REPLAN)
 
     def _stood(self, load: Load) -> Plan:
         """The standing plan for those who run now, as far as they have room."""
@@ -141,10 +166,17 @@ class Adaptive:
             return drafts
         pool: list[tuple[float, int, int]] = []
         rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.survival.tolist(), strict=True)
+        turn, many = self._priced * _HEARD, len(load.keys)
         for b, (key, arm, length, tree, says) in enumerate(rows):
             if length and not self._woke(key, arm, len(tree.tokens)):
-                survival = self._record.expect(key, arm, length, tree.parents, says)
-                pool += [(-own, b, i) for i, own in enumerate(survival)]
+                heard = (b - turn) % many < _HEARD or (self._probe is not None and key is self._probe[0])
+                if heard or not self._plan.whole:
+                    survival = self._record.expect(key, arm, length, tree.parents, says, heard)
+                    pool += [(-own, b, i) for i, own in enumerate(survival)]
+        if self._plan.whole:
+            if self._age + 1 >= self._every:
+                self._replan(load)  # the next round's, while the forward runs
+            return drafts
         pool.sort()
         count = self._worthwhile([-node[0] for node in pool], load)
         if count == len(pool):
@@ -173,30 +205,34 @@ class Adaptive:
         if load is None:
             return
         self._priced += 1
+        seconds = stats.propose_s + stats.forward_s + stats.rest_s
+        self._credit = min(self._credit + _PROBES * seconds, _SAVED * seconds)
         if self._resting and self._priced % _SAMPLED:
-            self._credit += _PROBES * (stats.forward_s + stats.rest_s)
             return
-        if any(self._plan.lengths) or self._priced % _SAMPLED == 0:
-            self._timed.append((stats.rows, load.context, stats.forward_s + stats.rest_s))
+        drafting, many = any(self._plan.lengths), len(load.keys)
+        if drafting or self._priced % _SAMPLED == 0:
+            self._timed.append((stats.rows, load.context, stats.forward_s, many, stats.rest_s))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times, self._expected = {}, {}, {}
-        self._credit += _PROBES * (stats.forward_s + stats.rest_s + stats.propose_s)
         if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
-            took = stats.propose_s + stats.forward_s + stats.rest_s - self.costs.forward(load.rows, load.context)
-            self._pay(max(took - self._paid, 0.0), granted=True)
-        if not any(self._plan.lengths):
+            self._pay(max(seconds - self._round_times(load, 1)[0] - self._paid, 0.0), granted=True)
+        if not drafting:
             self._drafted = set()
             return
+        before = self._thought.get(
+            own := (many, self._age == 0), 0.0
+        )  # at first it is taken to cost nothing: else it is never tried
+        self._thought[own] = before + (stats.think_s - before) / _THOUGHTS
         users = self._users(self._plan)
         before, self._drafted = self._drafted, {(load.keys[b], arm) for arm, own in users.items() for b in own}
         began = not self._drafted <= before
         self._observe_proposals(stats.propose_s, users, load, began)
         if not began:
-            seconds = stats.propose_s + stats.forward_s + stats.rest_s
+            seconds += self._thinking(many)
             tokens = load.emitting + sum(map(len, stats.paths))
             poor = load.rows == load.emitting and tokens * self._round_times(load, 1)[0] < _POOR * load.emitting * seconds
             self._poor = self._poor + 1 if poor else 0
-            if self._poor >= _ENOUGH:
+            if self._poor >= _ENOUGH and not self._tried:
                 self._every = 0  # think again at once
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
@@ -237,38 +273,70 @@ class Adaptive:
         """
         self._gains, self._hopeless, self._poor = {}, set(), 0
         self._think()
+        self._record.now = self._priced
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
         lengths, arms = [0] * len(load.room), [0] * len(load.room)
-        able = [b for b, room in enumerate(load.room) if room > 0]
+        self._tried = False
+        able = self._able(load)
         if able and self.arms:
             every = range(len(self.arms))
             gains = self._record.curves([load.keys[b] for b in able])[:, :, _LENGTHS - 1]
-            if len(able) > _FEW:  # what is hardly known is tried by one, not by all
+            if len(able) > 1:  # what is hardly known is tried by one, not by all
                 gains[self._record.strange([load.keys[b] for b in able])] = 0.0
             base, price = self._prices(load, len(able))
             rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
-            self._rate = max(float(rates.max()), load.emitting / base)
+            self._rate = max(float(rates.max()), _worth(load) * load.emitting / base)
             hopes = (load.emitting + len(able) * _LENGTHS) / (base + price * len(able))  # if every guess came true
             self._hopeless = {arm for arm in every if hopes[arm].max() < self._rate}
-            worth = gains - self._rate * _WORTH * price
+            steps = rates.argmax(1)  # those who share an arm share its length: the longest draft makes all of them wait
+            worth = (gains - self._rate * price)[:, every, steps]
             for own, b in zip(worth, able, strict=True):
                 if (allowed := load.arms[b] if load.arms else None) is not None:
                     own[[arm for arm in every if arm not in allowed]] = -np.inf
-                arm, step = np.unravel_index(int(own.argmax()), own.shape)
-                best = max(float(own[arm, step]), 0.0)
+                arm = int(own.argmax())
+                best = max(float(own[arm]), 0.0)
                 self._gains[load.keys[b]] = best / self._rate
                 if best > 0:
-                    lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
+                    lengths[b], arms[b] = int(_LENGTHS[steps[arm]]), arm
             self._drop_the_lonely(load, dict(zip(able, gains, strict=True)), lengths, arms)
-        self._standing = {load.keys[b]: (arms[b], lengths[b]) for b in able}
-        self._complete = len(able) == len(load.keys)
+            if not any(lengths) and not any(load.arms):
+                self._try_together(load, able, rates, base, lengths, arms)
+        self._standing = {key: (arms[b], lengths[b]) for b, key in enumerate(load.keys) if load.room[b]}
+        self._complete = len(self._standing) == len(load.keys)
+
+    def _try_together(self, load: Load, able: Seq[int], rates: Floats, base: float, lengths: list[int], arms: list[int]) -> None:
+        """Where drafting nearly seems to pay, all do it for a few rounds if what may be lost on probes covers it.
+
+        What is believed of costs and texts may be wrong, and one sequence's probe shows little of what it is when all draft.
+        """
+        arm, step = np.unravel_index(int(rates.argmax()), rates.shape)
+        plain = load.emitting / base
+        lost = _TRIAL * base * max(plain / float(rates[arm, step]) - 1.0, 0.0)
+        if 0 < lost <= self._credit:
+            self._credit -= lost
+            self._tried = True
+            for b in able:
+                lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
+
+    def _able(self, load: Load) -> list[int]:
+        """Who may draft: near its end nobody begins, for a drafter would read the whole text to guess a few tokens."""
+        return [
+            b
+            for b, (key, room) in enumerate(zip(load.keys, load.room, strict=True))
+            if room >= _SHORT or (room > 0 and self._standing.get(key, _NEVER)[1])
+        ]
 
     def _think(self) -> None:
         """Enter what the last rounds showed: many at once, because the first of them fetches everything it touches."""
         self._record.think()
-        for timed in self._timed:
-            self.costs.observe_forward(*timed)
+        for rows, context, forward, many, rest in self._timed:
+            self.costs.observe_forward(rows, context, forward)
+            self.costs.observe_rest(many, rest)
         self._timed.clear()
+
+    def _thinking(self, many: int) -> float:
+        """Seconds that deciding about drafts takes in a round."""
+        return self._thought.get((many, False), 0.0) + self._thought.get((many, True), 0.0) / _REPLAN
 
     def _prices(self, load: Load, able: int) -> tuple[float, Floats]:
         """Seconds of a plain round, and (arms, lengths) what it costs one of the sequences when all draft so."""
@@ -279,16 +347,18 @@ class Adaptive:
 
     def _base(self, load: Load) -> float:
         """Seconds of a plain round of those who emit. Prompts read beside them make no draft worth more."""
-        return self.costs.forward(min(load.emitting or load.rows, load.rows), load.context)
+        rest = self.costs.rest(len(load.keys))
+        return self.costs.forward(min(load.emitting or load.rows, load.rows), load.context) + rest
 
     def _price(self, load: Load, able: int) -> tuple[float, Floats]:
         base, read = self._base(load), self.costs.forward(load.rows, load.context)
         price = np.full((len(self.arms), len(_LENGTHS)), np.inf)
+        thinking = self._thinking(len(load.keys))
         for s, length in enumerate(_LENGTHS.tolist()):
             extra = self.costs.forward(load.rows + length * able, load.context) - read
             for a, arm in enumerate(self.arms):
                 if length <= arm.most:
-                    price[a, s] = (self.costs.proposal(arm.name, able, length, load.context) + extra) / able
+                    price[a, s] = (self.costs.proposal(arm.name, able, length, load.context) + extra + thinking) / able
         return base, price
 
     def _drop_the_lonely(self, load: Load, gains: Mapping[int, Floats], lengths: list[int], arms: list[int]) -> None:
@@ -299,7 +369,7 @@ class Adaptive:
                 rows = sum(lengths[b] for b in own)
                 cost = self.costs.forward(load.rows + rows, load.context) - self.costs.forward(load.rows, load.context)
                 cost += self.costs.proposal(self.arms[arm].name, len(own), max(lengths[b] for b in own), load.context)
-                if gain < self._rate * _WORTH * cost:
+                if gain < self._rate * cost:
                     for b in own:
                         lengths[b] = 0
 
@@ -320,7 +390,7 @@ class Adaptive:
         """Seconds that the plan's proposals took, as expected."""
         key = (self._plan.arms, self._plan.lengths)
         if key not in self._expected:
-            self._expected[key] = sum(
+            self._expected[key] = self._thinking(len(load.keys)) + sum(
                 self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
                 for arm, own in self._users(self._plan).items()
             )
@@ -328,9 +398,10 @@ class Adaptive:
 
     def _round_times(self, load: Load, count: int) -> list[float]:
         """Seconds of a round with 0, 1, ... further rows."""
-        known = self._times.setdefault((load.rows, load.context.bit_length()), [])
+        known = self._times.setdefault((load.rows, len(load.keys), load.context.bit_length()), [])
         if len(known) < count:
-            known += (self.costs.forward(load.rows + n, load.context) for n in range(len(known), max(count, 17)))
+            rest = self.costs.rest(len(load.keys))
+            known += (self.costs.forward(load.rows + n, load.context) + rest for n in range(len(known), max(count, 17)))
         return known
 
     def _users(self, plan: Plan) -> dict[int, list[int]]:
@@ -348,7 +419,7 @@ class Adaptive:
         """
         if self._grant is None:
             self._grant = _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(1, load.context)
-        able = [b for b, room in enumerate(load.room) if room > 0]
+        able = self._able(load)
         if not able or not self.arms:
             return plan
         b, arm = able[self._turn % len(able)], self._turn // len(able) % (len(self.arms) + 1)
@@ -402,6 +473,10 @@ class Adaptive:
         rows = load.rows + sum(plan.lengths)
         extra = self.costs.forward(rows + length, load.context) - self.costs.forward(rows, load.context)
         return self._gains.get(load.keys[b], 0.0) + max(proposal, 0.0) + extra
+
+
+def _worth(load: Load) -> float:
+    return _WORTH if len(load.keys) == 1 else _WORTH_TOGETHER
 
 
 @lru_cache(maxsize=256)

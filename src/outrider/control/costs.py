@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONTEXTS", "Costs", "Curve"]
+__all__ = ["Costs", "Curve"]
 
 _STEPS = (*range(1, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
-CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
+_CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
+_SLOWLY = 1 / 32  # how readily a context's share is learnt
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
 _FLOOR = 0.25  # of the time at the smallest size seen
@@ -33,6 +34,8 @@ class Curve:
     def observe(self, size: int, seconds: float) -> None:
         """One measurement. Old ones fade."""
         step = _step(size)
+        if step not in self.means and len(self.means) > 1 and min(self.means) < step < max(self.means):
+            self.means[step], self.weights[step] = self.time(step) or seconds, 1.0
         mean = self.means.get(step)
         if mean is None:
             self.means[step], self.weights[step] = seconds, 1.0
@@ -84,19 +87,28 @@ class Curve:
 
 
 class Costs:
-    """Times of the target's forward by rows and context, and of every drafter's proposal by batch and length.
+    """Times of a round's parts: the target's forward by rows and context, every drafter's proposal by batch and length,
+    and the rest by batch.
 
     Filled by a measurement at start-up or by the rounds themselves, and refined by every round. Where
     nothing was measured the guesses are cautious: more rows cost more, a proposal costs a whole forward.
     """
 
     def __init__(self) -> None:
-        self._forward: dict[int, Curve] = {}  # by context bin
+        self._forward = Curve()
+        self._context: dict[int, float] = {}  # seconds that a longer context adds, by bin
+        self._rest = Curve()
         self._propose: dict[str, dict[int, Curve]] = {}  # by drafter, then by batch step; the curve is by length
         self.accepted: dict[str, Any] = {}  # a controller's record, kept beside them
 
     def observe_forward(self, rows: int, context: int, seconds: float) -> None:
-        self._forward.setdefault(_context(context), Curve()).observe(rows, seconds)
+        known, added = self._forward.time(rows), self._added(context)
+        if known is not None and (own := _context(context)):
+            self._context[own] = max(added + (seconds - known - added) * _SLOWLY, 0.0)
+        self._forward.observe(rows, max(seconds - added, _FLOOR * seconds))
+
+    def observe_rest(self, batch: int, seconds: float) -> None:
+        self._rest.observe(batch, seconds)
 
     def observe_proposal(self, drafter: str, batch: int, length: int, seconds: float) -> None:
         curves, step = self._propose.setdefault(drafter, {}), _step(batch)
@@ -107,12 +119,16 @@ class Costs:
 
     def forward(self, rows: float, context: int) -> float:
         """Seconds of a target forward."""
-        wanted = _context(context)
-        if wanted not in self._forward and self._forward:
-            wanted = min(self._forward, key=lambda own: (abs(own - wanted), own))
-        if wanted in self._forward and (time := self._forward[wanted].time(rows)) is not None:
-            return time
-        return 0.01 * max(rows / 16, 1.0)
+        time = self._forward.time(rows)
+        return 0.01 * max(rows / 16, 1.0) if time is None else time + self._added(context)
+
+    def _added(self, context: int) -> float:
+        """By a context of this length: what is known of it, or of shorter ones."""
+        return max((seconds for own, seconds in self._context.items() if own <= _context(context)), default=0.0)
+
+    def rest(self, batch: int) -> float:
+        """Seconds of a round beside the forward and the drafts."""
+        return self._rest.time(batch) or 0.0
 
     def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
         """Seconds of a proposal of `length` nodes for each of `batch` sequences."""
@@ -124,12 +140,14 @@ class Costs:
 
     @property
     def knows_forward(self) -> bool:
-        return bool(self._forward)
+        return bool(self._forward.means)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: {"forward": {context: {rows: seconds}}, "propose": {drafter: {batch: {length: s}}}, ...}."""
+        """Plain data, for JSON: seconds by rows, by context, by batch, and by drafter, batch and length."""
         return {
-            "forward": {str(CONTEXTS[bin_]): _plain(curve) for bin_, curve in sorted(self._forward.items())},
+            "forward": _plain(self._forward),
+            "context": {str(_CONTEXTS[own]): seconds for own, seconds in sorted(self._context.items())},
+            "rest": _plain(self._rest),
             "propose": {
                 name: {str(batch): _plain(curve) for batch, curve in sorted(curves.items())}
                 for name, curves in sorted(self._propose.items())
@@ -140,8 +158,8 @@ class Costs:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
         costs = cls()
-        for context, curve in data["forward"].items():
-            costs._forward[_context(int(context))] = _curve(curve)
+        costs._forward, costs._rest = _curve(data["forward"]), _curve(data["rest"])
+        costs._context = {_context(int(context)): float(seconds) for context, seconds in data["context"].items()}
         for name, curves in data["propose"].items():
             costs._propose[name] = {int(batch): _curve(curve) for batch, curve in curves.items()}
         costs.accepted = dict(data.get("accepted", {}))
@@ -167,14 +185,14 @@ class Costs:
 
 
 def _between(curves: Mapping[int, Curve], batch: int, length: int) -> float:
-    """Seconds at a batch size, from the nearest ones seen on both sides; beyond them all, as at the last."""
+    """Seconds at a batch size, from the nearest ones seen on both sides; beyond them all, between the last and in proportion."""
     below = max((own for own in curves if own <= batch), default=min(curves))
     above = min((own for own in curves if own >= batch), default=max(curves))
     first, last = curves[below].time(length), curves[above].time(length)
     assert first is not None
     assert last is not None
     if below >= above:
-        return first
+        return last * math.sqrt(max(batch / above, 1.0))
     return first + (last - first) * (batch - below) / (above - below)
 
 
@@ -184,7 +202,7 @@ def _step(size: int) -> int:
 
 
 def _context(tokens: int) -> int:
-    return min(bisect_left(CONTEXTS, tokens), len(CONTEXTS) - 1)
+    return min(bisect_left(_CONTEXTS, tokens), len(_CONTEXTS) - 1)
 
 
 def _plain(curve: Curve) -> dict[str, float]:

@@ -29,9 +29,10 @@ class RoundStats(NamedTuple):
     drafted: Seq[int]  # nodes judged
     paths: Seq[Seq[int]]  # those accepted, from the root down
     rows: int = 0  # of the forward, drafts included
-    propose_s: float = 0.0  # where somebody drafts: planning, proposing, choosing among nodes, learning from the last round
+    propose_s: float = 0.0
     forward_s: float = 0.0
     rest_s: float = 0.0  # of the round, after its forward: verifying, committing
+    think_s: float = 0.0  # of the policy's own: planning, choosing among nodes, learning from the round before
 
 
 class Policy(Protocol):

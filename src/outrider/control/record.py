@@ -31,9 +31,10 @@ _PRIOR = 0.6**_PLACES
 _OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
 _RECALLED, _FADED = 8.0, 0.5  # rounds that another process's record counts for, and what is left of its judgements
 _TRIED = 4.0  # rounds after which an arm is no stranger
-_TRUST = 2.0  # rounds after which a sequence's own experience says as much as others' about how easy its text is,
+_TRUST = 8.0  # rounds after which a sequence's own experience says as much as others' about how easy its text is,
 _APART = 8.0  # and about which arm suits it
-_STALE = 0.92  # what is left of a sequence's experience with an arm after a round of its with another
+_STALE = 0.95  # what is left of a sequence's experience with an arm after a round without it
+_ALIKE = 0.5  # how much of a text's being hard for one arm holds for others, in powers
 _NEAR = 6  # nodes by which texts are compared
 _HARDEST, _EASIEST = 0.1, 2.0  # what is accepted against other texts, at least and at most
 _JUDGED = 200.0  # nodes that a class of claims remembers
@@ -82,18 +83,15 @@ class _Arm:
 
 
 @dataclass(slots=True)
-class _Own:
-    """What one sequence adds to that."""
+class _Ease:
+    """By how much a sequence's nodes come true more often than an arm's record has it."""
 
-    gains: Floats
-    rounds: float = 0.0
-    at: int = 0  # of the sequence's drafts, the last one of this arm
     expected: float = 0.0  # of the nodes judged, those expected to come true and those that did; fading
     true: float = 0.0
     seen: float = 0.0
 
     @property
-    def ease(self) -> float:
+    def odds(self) -> float:
         """By how much every node's odds are larger."""
         if self.seen == 0.0:
             return 1.0
@@ -108,9 +106,21 @@ class _Own:
 
 
 @dataclass(slots=True)
+class _Own:
+    """What one sequence adds to that, for all arms."""
+
+    gains: Floats  # (arms, nodes)
+    rounds: Floats  # (arms,)
+    at: Floats  # (arms,) when each was used last
+    eases: list[_Ease]
+
+
+@dataclass(slots=True)
 class _Pending:
     """What was proposed for a sequence this round, until its verdict is known."""
 
+    shared: _Arm
+    own: _Own
     arm: int
     asked: int  # nodes
     gains: list[float]  # as expected, best first
@@ -135,7 +145,8 @@ class Record:
         self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, list[_Own]] = {}
         self._pending: dict[Hashable, _Pending] = {}
-        self._heard: list[tuple[Hashable, _Pending, Seq[int]]] = []  # verdicts not thought over yet
+        self._heard: list[tuple[_Pending, Seq[int], int]] = []  # verdicts not thought over yet
+        self.now = 0  # rounds so far
 
     def meet(self, keys: Iterable[Hashable], kinds: Iterable[int]) -> None:
         """Sequences and their kinds."""
@@ -152,50 +163,51 @@ class Record:
 
         A sequence's own record, and at first the others'.
         """
-        out = np.empty((len(keys), len(self._names), MOST))
-        for place, key in zip(out, keys, strict=True):
-            arms = self._arms_of(key)
-            for arm, shared in enumerate(arms):
-                place[arm] = shared.gains
-            for arm, parts in self._parts.items():  # before it was tried it is as good as its better half
-                if parts and (share := arms[arm].rounds / (arms[arm].rounds + _TRIED)) < 1:
-                    best = max(parts, key=lambda part: float(place[part, :_NEAR].sum()))
-                    place[arm] = place[best] + share * (place[arm] - place[best])
-            if key in self._own:
-                self._adapt(place, self._own[key])
+        kinds = [self._kinds.get(key, 0) for key in keys]
+        usual = {kind: self._usual(kind) for kind in set(kinds)}
+        out = np.stack([usual[kind] for kind in kinds])
+        if known := [i for i, key in enumerate(keys) if key in self._own]:
+            out[known] = self._adapted(out[known], [self._own[keys[i]] for i in known])
         return np.asarray(out.cumsum(2))
 
-    def _adapt(self, gains: Floats, owns: Seq[_Own]) -> None:
-        """From all sequences' gains to those of one.
+    def _usual(self, kind: int) -> Floats:
+        """(arms, nodes): what all sequences of a kind gain. A pair that was hardly tried is as good as its better half."""
+        arms = self._of_kind(kind)
+        gains = np.stack([arm.gains for arm in arms])
+        for arm, parts in self._parts.items():
+            if parts and (share := arms[arm].rounds / (arms[arm].rounds + _TRIED)) < 1:
+                best = max(parts, key=lambda part: float(gains[part, :_NEAR].sum()))
+                gains[arm] = gains[best] + share * (gains[arm] - gains[best])
+        return gains
 
-        A text that is easier or harder than others for one arm is taken to be so for those that did not try it lately:
-        otherwise whatever was not tried looks better as soon as the text gets hard.
+    def _adapted(self, usual: Floats, owns: Seq[_Own]) -> Floats:
+        """From all sequences' gains to those of some: (sequences, arms, nodes).
+
+        A text that is easier or harder than others for one arm is taken to be a little so for those that did not try it
+        lately: otherwise whatever was not tried looks better as soon as the text gets hard.
         """
-        now = max(own.at for own in owns)
-        rounds = [own.rounds * _STALE ** (now - own.at) if own.rounds else 0.0 for own in owns]
-        there = sum(n * float(place[:_NEAR].sum()) for n, place in zip(rounds, gains, strict=True) if n)
-        here = sum(n * float(own.gains[:_NEAR].sum()) for n, own in zip(rounds, owns, strict=True) if n)
-        if there > 0:
-            trust = sum(rounds) / (sum(rounds) + _TRUST)
-            gains *= 1 + trust * (min(max(here / there, _HARDEST), _EASIEST) - 1)
-            np.minimum(gains, 1.0, out=gains)
-        for place, own, n in zip(gains, owns, rounds, strict=True):
-            if n:
-                place += n / (n + _APART) * (own.gains - place)
+        gains = np.stack([own.gains for own in owns])
+        rounds = np.stack([own.rounds for own in owns]) * _STALE ** (self.now - np.stack([own.at for own in owns]))
+        there = (rounds * usual[:, :, :_NEAR].sum(2)).sum(1)
+        here = (rounds * gains[:, :, :_NEAR].sum(2)).sum(1)
+        trust = rounds.sum(1) / (rounds.sum(1) + _TRUST)
+        ease = np.clip(here / np.maximum(there, 1e-9), _HARDEST, _EASIEST) ** _ALIKE
+        out = np.minimum(usual * (1 + trust * (ease - 1))[:, None, None], 1.0)
+        out += (rounds / (rounds + _APART))[:, :, None] * (gains - out)
+        return np.asarray(out)
 
     def strange(self, keys: Seq[Hashable]) -> npt.NDArray[np.bool_]:
         """(keys, arms): which arms have hardly been tried on such sequences."""
-        own = [self._own.get(key, ()) for key in keys]
-        shared = [[arm.rounds for arm in self._arms_of(key)] for key in keys]
-        tried = [
-            [n + (mine[arm].rounds if mine else 0.0) for arm, n in enumerate(all_)]
-            for mine, all_ in zip(own, shared, strict=True)
-        ]
-        return np.array(tried) < _TRIED
+        tried = np.array([[arm.rounds for arm in self._arms_of(key)] for key in keys])
+        for place, key in zip(tried, keys, strict=True):
+            if key in self._own:
+                place += self._own[key].rounds
+        return np.asarray(tried < _TRIED)
 
-    def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float]) -> list[float]:
-        """The survival of every node of a proposal, given what the drafter says it is."""
-        judged, ease = self._arms_of(key)[arm].judged, self._of(key, arm).ease
+    def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float], heard: bool) -> list[float]:
+        """The survival of every node of a proposal, given what the drafter says it is; `heard`: its verdict will be."""
+        shared, own = self._arms_of(key)[arm], self._of(key)
+        judged, ease = shared.judged, own.eases[arm].odds
         claims: list[int] = []
         chances: list[float] = []
         survival: list[float] = []
@@ -207,8 +219,9 @@ class Record:
             chance = (true + _DOUBT * min(claim, 1.0)) / (seen + _DOUBT)
             chances.append(chance)
             survival.append(chance * ease / (1.0 - chance + chance * ease) * above)
-        gains = sorted(survival, reverse=True)[:MOST]
-        self._pending[key] = _Pending(arm, min(asked, MOST), gains, parents, claims, chances)
+        if heard:
+            gains = sorted(survival, reverse=True)[:MOST]
+            self._pending[key] = _Pending(shared, own, arm, min(asked, MOST), gains, parents, claims, chances)
         return survival
 
     def keep(self, key: Hashable, nodes: Seq[int]) -> None:
@@ -220,30 +233,15 @@ class Record:
         """The verdict: which of the verified nodes came true. It is thought over later, many at once: that is quicker."""
         pending = self._pending.pop(key, None)
         if pending is not None:
-            self._heard.append((key, pending, path))
+            self._heard.append((pending, path, self.now))
 
     def think(self) -> None:
         """Go through what was heard."""
         for heard in self._heard:
-            self._judge(*heard)
+            _judge(*heard)
         self._heard.clear()
 
-    def _judge(self, key: Hashable, pending: _Pending, path: Seq[int]) -> None:
-        own, shared = self._of(key, pending.arm), self._arms_of(key)[pending.arm]
-        nodes = range(len(pending.parents)) if pending.kept is None else pending.kept
-        alive = {ROOT, *(nodes[i] for i in path)}
-        for node in nodes:
-            if pending.parents[node] in alive:
-                shared.judge(pending.claims[node], node in alive)
-                own.judge(pending.chances[node], node in alive)
-        target, weights = _imagined(pending)
-        for record, memory in ((own, _OWN), (shared, _SHARED)):
-            record.rounds = min(record.rounds + 1.0, memory)
-            record.gains += (target - record.gains) * (weights / record.rounds)
-        own.at = max(each.at for each in self._own[key]) + 1
-
     def forget(self, key: Hashable) -> None:
-        self.think()
         for known in (self._own, self._pending, self._kinds):
             known.pop(key, None)
 
@@ -273,10 +271,29 @@ class Record:
             self._shared[kind] = arms
         return self._shared[kind]
 
-    def _of(self, key: Hashable, arm: int) -> _Own:
+    def _of(self, key: Hashable) -> _Own:
         if key not in self._own:
-            self._own[key] = [_Own(own.gains.copy()) for own in self._arms_of(key)]
-        return self._own[key][arm]
+            arms = self._arms_of(key)
+            none = np.zeros(len(arms))
+            self._own[key] = _Own(np.stack([arm.gains for arm in arms]), none, none.copy(), [_Ease() for _ in arms])
+        return self._own[key]
+
+
+def _judge(pending: _Pending, path: Seq[int], now: int) -> None:
+    """Enter a verdict in the arm's record and in the sequence's own."""
+    arm, own, shared = pending.arm, pending.own, pending.shared
+    nodes = range(len(pending.parents)) if pending.kept is None else pending.kept
+    alive = {ROOT, *(nodes[i] for i in path)}
+    for node in nodes:
+        if pending.parents[node] in alive:
+            shared.judge(pending.claims[node], node in alive)
+            own.eases[arm].judge(pending.chances[node], node in alive)
+    target, weights = _imagined(pending)
+    rounds = own.rounds[arm] = min(own.rounds[arm] * _STALE ** (now - own.at[arm]) + 1.0, _OWN)
+    own.gains[arm] += (target - own.gains[arm]) * (weights / rounds)
+    own.at[arm] = now
+    shared.rounds = min(shared.rounds + 1.0, _SHARED)
+    shared.gains += (target - shared.gains) * (weights / shared.rounds)
 
 
 def _imagined(pending: _Pending) -> tuple[Floats, Floats]:

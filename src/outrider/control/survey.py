@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -41,6 +42,7 @@ class Survey:
         self._left = [_Trial(0, None, counts=False)] * _WARM_UP
         self._left += [_Trial(*size, counts=time > 0) for size in sizes * _PASSES for time in range(_REPEATS)]
         self._took: dict[tuple[int | None, int], float] = {}  # (arm, size) -> the least seconds: noise only adds
+        self._rest = math.inf
         self._trial: _Trial | None = None
         self._load: Load | None = None
 
@@ -73,12 +75,15 @@ class Survey:
             return
         (nodes, arm, counts), load = self._trial, self._load
         if counts:
-            key, seconds = ((arm, stats.rows), stats.forward_s + stats.rest_s) if arm is None else ((arm, nodes), stats.propose_s)
+            key, seconds = ((arm, stats.rows), stats.forward_s) if arm is None else ((arm, nodes), stats.propose_s)
             self._took[key] = min(seconds, self._took.get(key, seconds))
+            self._rest = min(self._rest, stats.rest_s)
         if self.done:
             self._tell(load)
 
     def _tell(self, load: Load) -> None:
+        for _ in range(_WEIGHT):
+            self._costs.observe_rest(len(load.room), self._rest)
         for (arm, size), seconds in self._took.items():
             for _ in range(_WEIGHT):
                 if arm is None:

@@ -37,9 +37,12 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     return replace(config, options={**config.options, "members": members})
 
 
-def arms_of(members: Seq[SpeculationConfig]) -> list[Arm]:
+def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
     """Each member alone, and the suffix automaton beside each that drafts chains: long copies and good guesses."""
-    alone = [Arm(own.method, (i,), min(own.draft_tokens, _MOST)) for i, own in enumerate(members)]
+    alone = [
+        Arm(own.method, (i,), min(own.draft_tokens, _MOST), on_gpu and own.method == "draft_model")
+        for i, own in enumerate(members)
+    ]
     pairs = [
         Arm(f"{a.method}+{b.method}", (i, j), _MOST)
         for i, a in enumerate(members)

@@ -10,7 +10,6 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.control import Costs
-from outrider.control.costs import CONTEXTS
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelConfig, Runner
 
@@ -87,13 +86,10 @@ class Device:
         if (most := target.options.most_rows) in rounds:
             rounds |= {turns * most: turns * rounds[most] for turns in (2, 3, 4)}  # more rows take several replays
         for rows, seconds in rounds.items():
-            for context in CONTEXTS:
-                costs.observe_forward(rows, context, seconds)
+            costs.observe_forward(rows, 0, seconds)
         for own in drafts:
             assert isinstance(own, CudaRunner)
             own.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
-            for (count, tokens), seconds in own.chain_seconds().items():
-                costs.observe_proposal("draft_model", count, tokens, seconds)
         return costs
 
     def page_count(self, engine: EngineConfig, models: Sequence[ModelConfig], max_model_len: int) -> int:

@@ -86,14 +86,11 @@ class Engine:
         load = self._load(batch)
         asked = perf_counter()
         plan = self.policy.plan(load)
+        planned = perf_counter()
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths), whole=plan.whole and _known_law(batch))
         drafts = self.drafter.propose(batch, plan)
-        heard = None
-        if drafts.ahead is None:
-            drafts = self.policy.select(guided(drafts, batch, plan), load)
-        else:
-            heard = _Heard(lambda drawn=drafts: self.policy.select(self.drafter.land(drawn, batch, plan), load))  # type: ignore[misc]
-            drafts = Drafts.promised([tree.tokens for tree in drafts.on_host()], heard)
+        proposed = perf_counter()
+        drafts, heard = self._select(drafts, batch, plan, load)
         chosen = perf_counter()
         try:
             scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
@@ -108,12 +105,19 @@ class Engine:
         drafted = [own.drafted for own in settled]
         paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
         ended = perf_counter()
-        # thinking is part of what drafting costs
-        proposal = chosen - asked + hearing + self._learning if any(plan.lengths) else 0.0
-        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposal, scored - chosen - hearing, ended - scored)
+        thought = planned - asked + chosen - proposed + self._learning
+        proposal, forward = proposed - planned + hearing, scored - chosen - hearing
+        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, ended - scored, thought)
         self.policy.observe(stats)
         self._learning = perf_counter() - ended
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
+
+    def _select(self, drafts: Drafts, batch: Batch, plan: Plan, load: Load) -> tuple[Drafts, _Heard | None]:
+        """What goes on to be verified. Drafts still being drawn go on whole, and are looked at while the forward runs."""
+        if drafts.ahead is None:
+            return self.policy.select(guided(drafts, batch, plan), load), None
+        heard = _Heard(lambda: self.policy.select(self.drafter.land(drafts, batch, plan), load))
+        return Drafts.promised([tree.tokens for tree in drafts.on_host()], heard), heard
 
     def _load(self, batch: Batch) -> Load:
         sequences = batch.sequences

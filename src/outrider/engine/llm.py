@@ -116,7 +116,7 @@ class LLM:
         if measured.knows_forward:  # a GPU's graphs, just now
             measured.accepted = kept.accepted
             kept = measured
-        return Adaptive(arms_of(own.nested()), kept)
+        return Adaptive(arms_of(own.nested(), self.device.is_gpu), kept)
 
     def _warm_up(self, runner: Runner, taps: tuple[int, ...], config: EngineConfig) -> Costs:
         """On a GPU: the graphs a run will need, and what each costs."""
