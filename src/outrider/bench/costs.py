@@ -29,14 +29,22 @@ def measured_costs(model: str | None) -> Costs:
 
 
 def show_costs(costs: Costs, console: Console) -> None:
-    """Rounds by rows with bars, then proposals by drafter, batch and nodes."""
+    """Forwards by rows with bars, the rest of a round by sequences, then proposals by drafter, batch and nodes."""
     table = costs.as_dict()
-    for context, rounds in table["forward"].items():
-        shown = Table("rows", "ms", "", title=f"a round, up to {context} tokens attended to", title_justify="left")
-        longest = max(rounds.values())
-        for rows, seconds in rounds.items():
-            shown.add_row(rows, f"{1e3 * seconds:.2f}", "\u2588" * max(round(_BAR * seconds / longest), 1))
-        console.print(shown)
+    shown = Table("rows", "ms", "", title="the target's forward", title_justify="left")
+    longest = max(table["forward"].values(), default=0.0)
+    for rows, seconds in table["forward"].items():
+        shown.add_row(rows, f"{1e3 * seconds:.2f}", "\u2588" * max(round(_BAR * seconds / longest), 1))
+    console.print(shown)
+    for part, size, title in (
+        ("context", "tokens attended to, up to", "what a longer context adds"),
+        ("rest", "sequences", "the rest of a round"),
+    ):
+        if table[part]:
+            shown = Table(size, "ms", title=title, title_justify="left")
+            for number, seconds in table[part].items():
+                shown.add_row(number, f"{1e3 * seconds:.2f}")
+            console.print(shown)
     shown = Table("drafter", "sequences", "nodes", "ms", title="a proposal", title_justify="left")
     for name, batch, nodes, seconds in _proposals(table):
         shown.add_row(name, batch, nodes, f"{1e3 * seconds:.2f}")
@@ -46,9 +54,10 @@ def show_costs(costs: Costs, console: Console) -> None:
 def write_plot(costs: Costs, path: Path) -> None:
     """Both as curves, in one HTML file."""
     table = costs.as_dict()
-    contexts = [Series(f"up to {context} tokens", i, _points(own)) for i, (context, own) in enumerate(table["forward"].items())]
-    content = f"<h1>What things cost</h1><section><h2>A round</h2>{legend([own.name for own in contexts])}"
-    content += lines("A round by rows", contexts, ("rows", "ms")) + "</section>" if contexts else "</section>"
+    content = "<h1>What things cost</h1><section><h2>The target's forward</h2>"
+    if table["forward"]:
+        content += lines("A forward by rows", [Series("forward", 0, _points(table["forward"]))], ("rows", "ms"))
+    content += "</section>"
     for batch in sorted({int(batch) for own in table["propose"].values() for batch in own}):
         own = {name: curves[str(batch)] for name, curves in table["propose"].items() if str(batch) in curves}
         drawn = [Series(name, i, _points(curve)) for i, (name, curve) in enumerate(own.items())]

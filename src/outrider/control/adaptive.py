@@ -28,10 +28,10 @@ _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED = 8  # every so many plain rounds are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.04  # a draft must promise this much more than none: catching up and changing course cost too
-_WORTH_TOGETHER = 1.12  # among several: they end one by one, and who is left shares its rounds with fewer
+_WORTH_TOGETHER = 0.04  # more for twice as many: they end one by one, and who is left shares its rounds with fewer
 _HEARD = 8  # sequences whose verdicts a round thinks over, in turn
 _THOUGHTS = 32  # rounds over which the time they take is averaged
-_TRIAL = 4  # rounds in which all try what does not quite seem to pay
+_TRIAL, _NEARLY = 4, 0.92  # rounds in which all try what does not quite seem to pay, and how near to that it must be
 _SAVED = 24.0  # plain rounds that may be saved up for probes
 _PROBES = 0.003  # share of the time that may go into trying what does not seem to pay
 _FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into trying what is not known at all
@@ -117,21 +117,20 @@ class Adaptive:
 
     def _replan(self, load: Load) -> None:
         self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
+        before = self._standing
         self._best(load)
-        self._every = self._how_long(load)
+        drafting = [key for key, (_, length) in self._standing.items() if length]
+        if self._tried or any(key in before and not before[key][1] for key in drafting):
+            self._every = _TRIAL  # what was begun anew is soon looked at
+        elif drafting:
+            self._every = max(_REPLAN, len(load.keys) // 2)
+        else:
+            self._every = min(2 * max(self._every, _REPLAN), _LONGEST)
 
     def _is_whole(self, plan: Plan) -> bool:
         """Whether the drafts may go on unseen: to be pruned they would have to be waited for."""
         used = {arm for arm, length in zip(plan.arms, plan.lengths, strict=True) if length}
         return len(used) == 1 and self.arms[used.pop()].ahead
-
-    def _how_long(self, load: Load) -> int:
-        """Rounds for which the plan just made stands."""
-        if self._tried:
-            return _TRIAL
-        if any(length for _, length in self._standing.values()):
-            return max(_REPLAN, len(load.keys) // 2)
-        return min(2 * max(self._every, _REPLAN), _LONGEST)
 
     def _rests(self, load: Load) -> bool:
         """Whether the last round's plan, that nobody drafts, stands: the same sequences, and nothing to think over or to try."""
@@ -219,14 +218,16 @@ class Adaptive:
         if not drafting:
             self._drafted = set()
             return
-        before = self._thought.get(
-            own := (many, self._age == 0), 0.0
-        )  # at first it is taken to cost nothing: else it is never tried
-        self._thought[own] = before + (stats.think_s - before) / _THOUGHTS
+        when = many, self._age == 0
+        usual = self._thought.get(when, 0.0)  # at first it is taken to cost nothing: else it would never be tried
+        self._thought[when] = usual + (stats.think_s - usual) / _THOUGHTS
         users = self._users(self._plan)
         before, self._drafted = self._drafted, {(load.keys[b], arm) for arm, own in users.items() for b in own}
         began = not self._drafted <= before
         self._observe_proposals(stats.propose_s, users, load, began)
+        if self._tried:
+            tokens = load.emitting + sum(map(len, stats.paths))
+            self._credit -= max(seconds - tokens * self._round_times(load, 1)[0] / load.emitting, 0.0)
         if not began:
             seconds += self._thinking(many)
             tokens = load.emitting + sum(map(len, stats.paths))
@@ -311,9 +312,8 @@ class Adaptive:
         """
         arm, step = np.unravel_index(int(rates.argmax()), rates.shape)
         plain = load.emitting / base
-        lost = _TRIAL * base * max(plain / float(rates[arm, step]) - 1.0, 0.0)
-        if 0 < lost <= self._credit:
-            self._credit -= lost
+        rate = float(rates[arm, step])
+        if _NEARLY * plain < rate and _TRIAL * base * (plain / rate - 1.0) <= self._credit:
             self._tried = True
             for b in able:
                 lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
@@ -422,7 +422,7 @@ class Adaptive:
         able = self._able(load)
         if not able or not self.arms:
             return plan
-        b, arm = able[self._turn % len(able)], self._turn // len(able) % (len(self.arms) + 1)
+        b, arm = able[self._turn // (len(self.arms) + 1) % len(able)], self._turn % (len(self.arms) + 1)
         cost = self._probe_cost(load, plan, b, arm)
         granted = arm < len(self.arms) and bool(self._record.strange([load.keys[b]])[0, arm])
         self._next_probe = 0.0 if cost == math.inf else cost - granted * self._grant
@@ -476,7 +476,7 @@ class Adaptive:
 
 
 def _worth(load: Load) -> float:
-    return _WORTH if len(load.keys) == 1 else _WORTH_TOGETHER
+    return _WORTH + _WORTH_TOGETHER * math.log2(len(load.keys))
 
 
 @lru_cache(maxsize=256)

@@ -28,13 +28,14 @@ Floats = npt.NDArray[np.float64]
 MOST = 32  # nodes a curve covers
 _PLACES = np.arange(1, MOST + 1)
 _PRIOR = 0.6**_PLACES
-_OWN, _SHARED = 8.0, 64.0  # rounds a sequence's and an arm's curve remember
+_OWN, _SHARED = 16.0, 64.0  # rounds a sequence's and an arm's curve remember
 _RECALLED, _FADED = 8.0, 0.5  # rounds that another process's record counts for, and what is left of its judgements
 _TRIED = 4.0  # rounds after which an arm is no stranger
-_TRUST = 8.0  # rounds after which a sequence's own experience says as much as others' about how easy its text is,
-_APART = 8.0  # and about which arm suits it
-_STALE = 0.95  # what is left of a sequence's experience with an arm after a round without it
+_TRUST = 4.0  # rounds after which a sequence's own experience says as much as others' about how easy its text is,
+_APART = 4.0  # and about which arm suits it
+_STALE = 0.96  # what is left of a sequence's experience with an arm after a round without it
 _ALIKE = 0.5  # how much of a text's being hard for one arm holds for others, in powers
+_SEEN = 0.1  # share of what came true against what was expected to
 _NEAR = 6  # nodes by which texts are compared
 _HARDEST, _EASIEST = 0.1, 2.0  # what is accepted against other texts, at least and at most
 _JUDGED = 200.0  # nodes that a class of claims remembers
@@ -123,7 +124,8 @@ class _Pending:
     own: _Own
     arm: int
     asked: int  # nodes
-    gains: list[float]  # as expected, best first
+    best: list[int]  # nodes, the likeliest first
+    survival: list[float]  # as expected
     parents: list[int]
     claims: list[int]  # log odds of every node after its parent, as the drafter says, in whole numbers
     chances: list[float]  # the same as the arm's record has it
@@ -143,7 +145,7 @@ class Record:
         }
         self._shared: dict[int, list[_Arm]] = {}  # by kind
         self._kinds: dict[Hashable, int] = {}
-        self._own: dict[Hashable, list[_Own]] = {}
+        self._own: dict[Hashable, _Own] = {}
         self._pending: dict[Hashable, _Pending] = {}
         self._heard: list[tuple[_Pending, Seq[int], int]] = []  # verdicts not thought over yet
         self.now = 0  # rounds so far
@@ -220,8 +222,8 @@ class Record:
             chances.append(chance)
             survival.append(chance * ease / (1.0 - chance + chance * ease) * above)
         if heard:
-            gains = sorted(survival, reverse=True)[:MOST]
-            self._pending[key] = _Pending(shared, own, arm, min(asked, MOST), gains, parents, claims, chances)
+            best = sorted(range(len(survival)), key=survival.__getitem__, reverse=True)[:MOST]
+            self._pending[key] = _Pending(shared, own, arm, min(asked, MOST), best, survival, parents, claims, chances)
         return survival
 
     def keep(self, key: Hashable, nodes: Seq[int]) -> None:
@@ -288,7 +290,10 @@ def _judge(pending: _Pending, path: Seq[int], now: int) -> None:
         if pending.parents[node] in alive:
             shared.judge(pending.claims[node], node in alive)
             own.eases[arm].judge(pending.chances[node], node in alive)
-    target, weights = _imagined(pending)
+    gains = list(map(pending.survival.__getitem__, pending.best))
+    if pending.kept is None:  # what came true says as much as what was expected to: claims may have changed their meaning
+        gains = [chance + ((node in alive) - chance) * _SEEN for chance, node in zip(gains, pending.best, strict=True)]
+    target, weights = _imagined(gains, pending.asked)
     rounds = own.rounds[arm] = min(own.rounds[arm] * _STALE ** (now - own.at[arm]) + 1.0, _OWN)
     own.gains[arm] += (target - own.gains[arm]) * (weights / rounds)
     own.at[arm] = now
@@ -296,14 +301,13 @@ def _judge(pending: _Pending, path: Seq[int], now: int) -> None:
     shared.gains += (target - shared.gains) * (weights / shared.rounds)
 
 
-def _imagined(pending: _Pending) -> tuple[Floats, Floats]:
+def _imagined(gains: list[float], asked: int) -> tuple[Floats, Floats]:
     """The gains that a proposal shows, and how much each counts.
 
     What more nodes would have added is not known: it moves slowly towards going on as the last nodes did,
     so that longer drafts are tried again some time after shorter ones turned out well.
     """
-    asked = pending.asked
-    target = [*pending.gains[:asked], *(0.0,) * (asked - len(pending.gains))]
+    target = [*gains[:asked], *(0.0,) * (asked - len(gains))]
     last, before = target[-1], target[-2] if asked > 1 else 1.0
     ratio = min(last / before, _GOING_ON) if before > 0 else 0.0
     for _ in range(MOST - asked):

@@ -38,7 +38,7 @@ __all__ = ["LLM"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 _KV_SHARE_OF_MEMORY = 0.25
-_SURVEYED = 8  # sequences with which costs are measured, beside one
+_SURVEYED = (1, 8, 64)  # sequences with which costs are measured, the last on a GPU alone: elsewhere it would take long
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ class LLM:
     def measure_costs(self) -> None:
         """Time forwards and proposals of all sizes now, in a second or two, instead of learning them in service."""
         if isinstance(self.engine.policy, Adaptive):
-            survey_costs(self.engine, (1, min(_SURVEYED, self.engine.scheduler.most)))
+            most = self.engine.scheduler.most
+            survey_costs(self.engine, sorted({min(batch, most) for batch in _SURVEYED[: 3 if self.device.is_gpu else 2]}))
             self.save_costs()
 
     def save_costs(self) -> None:

@@ -151,15 +151,13 @@ def prices_of(subjects: Sequence[Subject]) -> dict[str, Any]:
     return {"methods": {own.profile.method: own.profile.prices.as_dict() for own in subjects}}
 
 
-def read_costs(path: Path, context: int = 512) -> dict[str, Prices]:
+def read_costs(path: Path) -> dict[str, Prices]:
     """Prices by method, from `--save-costs`, or from the file in which the controller keeps what it measured."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if "methods" in data:
             return {name: Prices.from_dict(own) for name, own in data["methods"].items()}
-        forward = data["forward"]
-        nearest = min(forward, key=lambda size: abs(int(size) - context))
-        shared = {"forward": {"1": forward[nearest]}}
+        shared = {"forward": {"1": data["forward"]}}
         return {"none": Prices.from_dict(shared)} | {
             name: Prices.from_dict(shared | {"propose": own}) for name, own in data["propose"].items()
         }

@@ -74,6 +74,8 @@ def controller(arms: Sequence[Arm], prices: Mapping[str, Prices]) -> Adaptive:
     costs = Costs()
     for rows, seconds in Prices.forwards(prices.values()).as_dict()["forward"].get("1", {}).items():
         costs.observe_forward(int(rows), 0, seconds)
+    for batch in (1, 8):
+        costs.observe_rest(batch, prices[PLAIN].time("host", batch, batch))
     for arm in arms:
         for batch, sizes in prices[arm.name].as_dict()["propose"].items():
             for length, seconds in sizes.items():
