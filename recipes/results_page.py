@@ -34,7 +34,9 @@ def _sections() -> Iterator[str]:
     yield from _section(
         "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _plan
     )
-    yield from _section("Beside other engines", "peers.json", "outrider peers > results/peers.json", _any)
+    yield from _section("Beside other engines", "peers.json", "outrider peers > results/peers.json", _peers)
+    sizes = "outrider peers --models 40m,150m,1.1b > results/peers_sizes.json"
+    yield from _section("Beside other engines, by size", "peers_sizes.json", sizes, _peers)
     yield from _section("Acceptance", "drafters.json", "", _drafters)
     yield from _section("Acceptance on all HumanEval stubs", "pyrite_acceptance.json", "", _pyrite)
     yield from _section("Never slower", "never_slower.json", "", _never_slower)
@@ -107,16 +109,33 @@ def _plan(data: dict[str, Any]) -> Iterator[str]:
     yield _table(data["rows"], columns | {"error of the speed-up": lambda row: f"{row['error']:+.1%}"})
 
 
-def _any(data: dict[str, Any]) -> Iterator[str]:
-    """Rows of whatever shape: every field that is a number or a word."""
+def _peers(data: dict[str, Any]) -> Iterator[str]:
     yield _conditions(data)
-    plain = [name for name, value in data["rows"][0].items() if isinstance(value, str | int | float | None)]
-    columns: dict[str, Cell] = {name: lambda row, name=name: _word(row.get(name)) for name in plain}
-    yield _table(data["rows"], columns)
-
-
-def _word(value: str | float | None) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
+    ratios = [
+        {"model": model, "ratio": name, "value": own} for model, all_ in data["ratios"].items() for name, own in all_.items()
+    ]
+    columns: dict[str, Cell] = {name: lambda row, name=name: row[name] for name in ("model", "ratio")}
+    yield _table(ratios, columns | {"times": lambda row: _number(row["value"])})
+    columns = {
+        title: lambda row, name=name: row[name] for title, name in {"model": "model", "peer": "peer", "weights": "kind"}.items()
+    }
+    judged = any(row["steady"] is not None for row in data["rows"])
+    steady: dict[str, Cell] = {
+        "no loops": lambda row: _number(row["tok_s_steady"], 0),
+        "of prompts": lambda row: f"{row['steady']} of {row['prompts']}",
+    }
+    yield _table(
+        data["rows"],
+        columns
+        | {"mode": lambda row: f"`{row['mode']}`", "tok/s": lambda row: _number(row["tok_s"], 0)}
+        | (steady if judged else {})
+        | {
+            "with prefill": lambda row: _number(row["wall_tok_s"], 0),
+            "prefill, ms": lambda row: _number(row["prefill_s"] and row["prefill_s"] * 1e3, 0),
+            "agrees": lambda row: _number(row["agrees"]),
+            "parts at": lambda row: _number(row["parts_at"]),
+        },
+    )
 
 
 def _drafters(data: dict[str, Any]) -> Iterator[str]:

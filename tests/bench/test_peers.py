@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.bench.peers.run import Setting, Worker, _loads, compare_peers, ratios
+from outrider.bench.conditions import conditions
+from outrider.bench.peers.cli import left_out
+from outrider.bench.peers.figures import Measured, Reference, Run, ratios, record
+from outrider.bench.peers.run import Setting, Worker, _loads, compare_peers
 from outrider.bench.peers.to_gguf import interleave, write_gguf
 from outrider.bench.peers.weights import export_model
 from outrider.errors import InvalidParameter
@@ -16,7 +19,11 @@ from outrider.model.bundled import bundled_model
 from outrider.model.load import read_tensors
 from tests.support import random_decoder, write_family
 
-PROMPT = "import os\n\n\ndef read(path):\n    "
+PROMPTS = ["import os\n\n\ndef read(path):\n    ", "class Stack:\n", "def add(a, b):\n"]
+
+
+FULL = {"prompts": 4, "steady": None, "tok_s_steady": None}
+PLAIN = [("outrider", "none"), ("llama.cpp", "plain")]
 
 
 def test_interleaved_rotation_of_interleaved_rows_is_the_rotation_of_halves() -> None:
@@ -80,13 +87,16 @@ def test_transformers_reads_the_same_model_and_the_absent_are_named(tmp_path: Pa
     (tmp_path / "llama_cpp.py").write_text("raise ImportError(\"No module named 'llama_cpp'\")\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     setting = Setting(
-        ["outrider", "transformers", "llama.cpp"], ["none"], [PROMPT], tokens=8, prefill=16, repeats=1, threads=1, plain_only=True
+        ["outrider", "transformers", "llama.cpp"], ["none"], PROMPTS, tokens=8, prefill=16, repeats=1, threads=1, plain_only=True
     )
     found = compare_peers("pyrite", setting, lambda _: None)
     rows = {(row["peer"], row["kind"]): row for row in found["rows"]}
     assert set(rows) == {("outrider", "bf16"), ("outrider", "int8"), ("transformers", "bf16")}
     assert all(row["failure"] is None and row["tok_s"] > 0 and row["prefill_s"] > 0 for row in rows.values())
     assert rows["transformers", "bf16"]["agrees"] >= 0.5
+    assert (rows["transformers", "bf16"]["parts_at"] or 0) < 0.5  # nats: rounding turns near ties alone
+    assert rows["outrider", "int8"]["parts_at"] is None
+    assert all(row["prompts"] == row["steady"] == len(row["decode_s"]) == 3 for row in rows.values())  # 8 tokens cannot loop
     assert "pip install 'outrider[peers]'" in found["missing"]["llama.cpp"]
     assert found["ratios"]["pyrite"]["best bf16 over Transformers' best mode"] > 0
     assert found["ratios"]["pyrite"]["plain bf16 over llama.cpp BF16"] is None
@@ -97,7 +107,7 @@ def test_on_a_gpu_outrider_and_transformers_are_compared(tmp_path: Path) -> None
     """What the processes are told, and the ratios that only a GPU's modes have."""
     missing: dict[str, str] = {}
     setting = Setting(methods=["none", "auto"], device="cuda")
-    told = list(_loads(export_model(str(bundled_model() / "draft"), tmp_path / "m"), tmp_path, setting, False, missing))
+    told = list(_loads(export_model(str(bundled_model() / "draft"), tmp_path / "m"), setting, missing))
     assert [(own["peer"], own["kind"], own["device"]) for own in told] == [
         ("outrider", "bf16", "cuda"), ("transformers", "bf16", "cuda")
     ]  # fmt: skip
@@ -106,9 +116,10 @@ def test_on_a_gpu_outrider_and_transformers_are_compared(tmp_path: Path) -> None
     assert set(missing) == {"llama.cpp", "openvino"}
     speeds = {"plain": 50.0, "compiled": 100.0, "draft": 80.0}
     rows = [
-        {"peer": "transformers", "kind": "bf16", "mode": mode, "tok_s": own, "prefill_s": 0.1} for mode, own in speeds.items()
+        {"peer": "transformers", "kind": "bf16", "mode": mode, "tok_s": own, "prefill_s": 0.1} | FULL
+        for mode, own in speeds.items()
     ]
-    rows.append({"peer": "outrider", "kind": "bf16", "mode": "none", "tok_s": 250.0, "prefill_s": 0.1})
+    rows.append({"peer": "outrider", "kind": "bf16", "mode": "none", "tok_s": 250.0, "prefill_s": 0.1} | FULL)
     found = ratios(rows)
     assert found["plain bf16 over Transformers eager"] == 5.0
     assert found["plain bf16 over Transformers compiled"] == 2.5
@@ -130,7 +141,7 @@ def test_a_fault_inside_a_peer_is_its_answer(tmp_path: Path) -> None:
 
 def test_the_ratios_are_of_what_they_say() -> None:
     def row(peer: str, kind: str, mode: str, tok_s: float | None, prefill_s: float | None = None) -> dict[str, object]:
-        return {"peer": peer, "kind": kind, "mode": mode, "tok_s": tok_s, "prefill_s": prefill_s}
+        return {"peer": peer, "kind": kind, "mode": mode, "tok_s": tok_s, "prefill_s": prefill_s} | FULL
 
     rows = [
         row("outrider", "bf16", "none", 300, 0.1),
@@ -143,16 +154,77 @@ def test_the_ratios_are_of_what_they_say() -> None:
         row("transformers", "bf16", "draft", 60),
         row("transformers", "bf16", "plain", None),
     ]
-    assert ratios(rows) == {
+    expected = {
         "plain bf16 over llama.cpp BF16": 1.5,
-        "prefill bf16 over llama.cpp BF16": 2.0,
         "best bf16 over the fastest peer's best mode in bf16": 3.0,
         "best bf16 over Transformers' best mode": 15.0,
         "plain int8 over llama.cpp Q8_0": round(400 / 350, 3),
-        "prefill int8 over llama.cpp Q8_0": 2.0,
         "best int8 over the fastest peer's best mode in int8": round(400 / 350, 3),
         "best int8 over Transformers' best mode": round(400 / 60, 3),
+        "prefill bf16 over llama.cpp BF16": 2.0,
+        "prefill int8 over llama.cpp Q8_0": 2.0,
     }
+    assert ratios(rows) == expected
+    judged = ratios([own | {"steady": 4, "tok_s_steady": own["tok_s"] and own["tok_s"] / len(own["peer"])} for own in rows])
+    assert {name: own for name, own in judged.items() if not name.endswith(", no loops")} == expected
+    assert judged["plain bf16 over llama.cpp BF16, no loops"] == round(1.5 * 9 / 8, 3)
+    assert judged["best bf16 over the fastest peer's best mode in bf16, no loops"] == round(900 / 8 / (300 / 8), 3)
+    assert len(judged) == 2 * len(expected) - 2  # a prompt is read the same whatever follows it
+    few = ratios([own | {"prompts": 2} for own in rows])
+    assert few["prefill bf16 over llama.cpp BF16"] == 2.0
+    assert [own for name, own in few.items() if not name.startswith("prefill")] == [None] * 6
+
+
+LOOP, CALM = [1, 2, 3, 4] * 8, list(range(32))
+
+
+def test_prompts_whose_plain_output_loops_are_counted_apart() -> None:
+    """For everyone the same prompts, whatever a peer itself wrote there."""
+    texts = [CALM, LOOP, CALM, CALM]
+    seconds = [[1.0, 0.1, 2.0, 3.0], [2.0, 0.1, 2.0, 5.0]]
+    runs = [[Run(s, s + 1, LOOP if i == 3 else CALM) for i, s in enumerate(own)] for own in seconds]
+    row = record("m", Measured("llama.cpp", "bf16", "plain", runs, [0.3, 0.1, 0.2]), Reference(texts))
+    assert row["tok_s"] == round((124 / 6.1 + 124 / 9.1) / 2, 2)
+    assert row["tok_s_steady"] == round((93 / 6 + 93 / 9) / 2, 2)
+    assert row["spread_steady"] == [round(93 / 9, 2), round(93 / 6, 2)]
+    assert row["wall_tok_s"] == round((128 / 10.1 + 128 / 13.1) / 2, 2)
+    assert (row["prompts"], row["steady"], row["looping"]) == (4, 3, [3])
+    assert row["decode_s"] == [1.5, 0.1, 2.0, 4.0]
+    assert row["prefill_s"] == 0.2
+    assert left_out([row]) == ["m, bf16: 4 prompts, 1 of which loop; no loops: the other 3"]
+
+
+def test_fewer_than_three_prompts_that_do_not_loop_give_no_ratio() -> None:
+    runs = [[Run(1.0, 2.0, CALM)] * 4]
+    reference = Reference([CALM, LOOP, CALM, LOOP])
+    rows = [record("m", Measured(peer, "bf16", mode, runs), reference) for peer, mode in PLAIN]
+    assert [row["tok_s_steady"] for row in rows] == [None, None]
+    found = ratios(rows)
+    assert found["plain bf16 over llama.cpp BF16"] == 1.0
+    assert found["plain bf16 over llama.cpp BF16, no loops"] is None
+    assert "no ratio from fewer than 3" in left_out(rows)[0]
+
+
+def test_random_weights_are_not_judged() -> None:
+    runs = [[Run(1.0, 2.0, LOOP)] * 3]
+    rows = [record("40m", Measured(peer, "bf16", mode, runs), Reference([LOOP] * 3, judged=False)) for peer, mode in PLAIN]
+    assert ratios(rows)["plain bf16 over llama.cpp BF16"] == 1.0
+    assert not [name for name in ratios(rows) if "no loops" in name]
+    assert left_out(rows) == ["40m, bf16: 3 prompts"]
+
+
+def test_where_texts_part_the_lead_of_our_choice_is_told() -> None:
+    """A near tie is rounding; a choice the model holds unlikely is a fault."""
+    ours = [[5, 6, 7], [5, 6, 7]]
+    top = [[{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.1, 1: -4.0}]] * 2
+
+    def parts(*texts: list[int]) -> tuple[float | None, float | None]:
+        row = record("m", Measured("openvino", "int8", "plain", [[Run(1.0, 2.0, ids) for ids in texts]]), Reference(ours, top))
+        return row["agrees"], row["parts_at"]
+
+    assert parts([5, 6, 7], [5, 6, 7]) == (1.0, None)
+    assert parts([5, 8, 7], [5, 6, 7]) == (round((1 / 3 + 1) / 2, 3), 0.02)
+    assert parts([5, 8, 7], [2, 6, 7]) == (round((1 / 3 + 0) / 2, 3), 2.9)  # not among the likeliest: as the last of them
 
 
 def test_unknown_names_are_refused() -> None:
@@ -160,3 +232,16 @@ def test_unknown_names_are_refused() -> None:
         compare_peers("nobody", Setting(), lambda _: None)
     with pytest.raises(InvalidParameter, match="llama.cpp, openvino"):
         compare_peers("40m", Setting(["vllm"]), lambda _: None)
+
+
+def test_results_name_files_without_their_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "/usr/bin/outrider",
+        "peers",
+        "--prompts",
+        "/data/some where/code.jsonl",
+        "--python",
+        "openvino=/opt/venv/bin/python",
+    ]
+    monkeypatch.setattr(sys, "argv", [*words, "--models", "1.1b"])
+    assert conditions()["command"] == "outrider peers --prompts code.jsonl --python openvino=python --models 1.1b"

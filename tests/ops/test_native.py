@@ -89,6 +89,14 @@ def test_linear_is_the_product(core: Core, kind: str, shape: tuple[int, int], wi
     assert bool(((got.double() - want).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("columns", [32, 74])
+def test_paired_columns_are_gated(core: Core, columns: int) -> None:
+    weight, bias, x = torch.randn(columns, 40), torch.randn(columns), torch.randn(19, 40)
+    gate, up = (x @ weight.T + bias).chunk(2, dim=1)
+    got = PackedLinear(core, "float32", weight, bias, paired=True)(x)
+    torch.testing.assert_close(got, gate / (1 + (-gate).exp()) * up, rtol=1e-5, atol=1e-5)
+
+
 def test_bf16_weights_are_taken_as_they_are(core: Core) -> None:
     weight, x = torch.randn(50, 40).to(torch.bfloat16), torch.randn(3, 40)
     same = PackedLinear(core, "bfloat16", weight.float())

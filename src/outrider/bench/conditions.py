@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform as python_platform
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -21,12 +22,12 @@ __all__ = ["close_report", "conditions"]
 
 
 def conditions() -> dict[str, Any]:
-    """The machine, the versions and the command."""
+    """The machine, the versions and the command, without the folders of the files it names."""
     return {
         "device": f"{cpu_name()}, {os.cpu_count()} cores, {threads_used()} threads used",
         "versions": {"outrider": __version__, "python": python_platform.python_version()}
         | {name: importlib.metadata.version(name) for name in ("torch", "numpy")},
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *(re.sub("(^|=)/.*/", r"\1", own) for own in sys.argv[1:])]),
     }
 
 

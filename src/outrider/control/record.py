@@ -206,7 +206,9 @@ class Record:
                 place += self._own[key].rounds
         return np.asarray(tried < _TRIED)
 
-    def expect(self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float], heard: bool) -> list[float]:
+    def expect(
+        self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float], heard: bool = True
+    ) -> list[float]:
         """The survival of every node of a proposal, given what the drafter says it is; `heard`: its verdict will be."""
         shared, own = self._arms_of(key)[arm], self._of(key)
         judged, ease = shared.judged, own.eases[arm].odds

@@ -280,7 +280,8 @@ class Threads:
 
 
 class PackedLinear:
-    """A weight matrix (columns, inner) in the core's layout, with its bias.
+    """A weight matrix (columns, inner) in the core's layout, with its bias. Of a paired one the first half of the columns is
+    a gate: a product is silu(gate) * the other half.
 
     bf16 weights are stored in 12 bits each where nearly all fit, unless `thin` is False. The bits of a product are the same.
     """
@@ -291,13 +292,14 @@ class PackedLinear:
         weight = weight.detach().contiguous()
         if weight.dtype not in (torch.float32, torch.bfloat16):
             weight = weight.float()
-        self.columns, self.inner = weight.shape
+        columns, self.inner = weight.shape
+        self.columns = columns // 2 if paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
         bias = None if bias is None else bias.detach().float().contiguous()
         self.handle = core.pack(
             _KINDS[kind],
-            self.columns,
+            columns,
             self.inner,
             paired,
             weight.data_ptr(),
@@ -306,7 +308,7 @@ class PackedLinear:
             thin,
         )
         if not self.handle:
-            raise MemoryError(f"no memory for a matrix of {self.columns} by {self.inner}")
+            raise MemoryError(f"no memory for a matrix of {columns} by {self.inner}")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

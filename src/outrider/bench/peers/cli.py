@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.errors import InvalidParameter
 
 __all__ = ["peers"]
 
-_METHODS = "none,auto,suffix:24,eagle:24:beam=3:branch=6:depth=9,mixture:24:members=suffix+(eagle:beam=3:branch=6:depth=9)"
+_METHODS = "none,auto,suffix:24,draft_model:4,cascade:6:levels=suffix+draft_model"
 
 
 def peers(
@@ -23,10 +23,10 @@ def peers(
         typer.Option(help="Comma-separated: pyrite, model directories, or random models 40m, 150m, 1.1b (plain decoding only)."),
     ] = "pyrite",
     prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts (turns, prompt or text). Default: bundled code.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Use this many prompts.")] = 8,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each prompt.")] = 128,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 16; 3 with random models.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="New tokens of each prompt. Default: 128; 32 with 1.1b.")] = None,
     prefill: Annotated[int, typer.Option(min=2, help="Length of the prompt whose reading is timed.")] = 512,
-    repeats: Annotated[int, typer.Option(min=1, help="Times everything runs, interleaved, after one to warm up.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Times everything runs, interleaved, after one to warm up.")] = 2,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of every peer. Default: torch's choice.")] = None,
     which: Annotated[
         str, typer.Option("--peers", help="Comma-separated: outrider, transformers, llama.cpp, openvino.")
@@ -42,15 +42,19 @@ def peers(
         typer.Option(help="Where a peer lives, as PEER=PYTHON; may be given several times. Default: the Python that runs this."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: Transformers eager, compiled and assisted beside Outrider.")] = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Two prompts, 32 tokens, one repeat.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Three prompts, 32 tokens, one repeat.")] = False,
 ) -> None:
     """The same weights and prompts through Transformers, llama.cpp, OpenVINO GenAI and Outrider, in one run.
 
     Each peer runs in a process of its own, as installed and as its documentation shows it, with the same number of
-    threads; greedy, token ids in and out, interleaved. Ends in one JSON object with rows, ratios, versions and conditions.
+    threads; greedy, token ids in and out, interleaved. Small models loop when greedy, and loops are a gift to lookup: speeds
+    and ratios are given over all prompts, and ("no loops") over those whose plain output by Outrider has no 8-gram more than
+    three times. No ratio is given from fewer than three prompts. Ends in one JSON object with rows, ratios, versions and
+    conditions. With Pyrite about ten minutes on two cores, five with --limit 12 --repeats 1.
     """
     from outrider.bench.conditions import conditions
     from outrider.bench.peers.run import Setting, compare_peers
+    from outrider.bench.peers.weights import find_model
     from outrider.bench.workloads import find_prompts
     from outrider.engine.acceptance import read_prompts
     from outrider.ops import threads_used
@@ -61,11 +65,13 @@ def peers(
     results: list[dict[str, Any]] = []
     for model in models.split(","):
         given = methods or (_METHODS if model == "pyrite" else "none,auto")
+        count = limit or (16 if find_model(model) else 3)
+        length = tokens or (32 if model == "1.1b" else 128)
         setting = Setting(
             peers=which.split(","),
             methods=given.split(","),
-            prompts=read_prompts(path, 2 if quick else limit),
-            tokens=min(tokens, 32) if quick else tokens,
+            prompts=read_prompts(path, 3 if quick else count),
+            tokens=32 if quick else length,
             prefill=prefill,
             repeats=1 if quick else repeats,
             threads=threads or threads_used(),
@@ -80,32 +86,50 @@ def peers(
     for name in ("ratios", "missing", "versions"):
         merged[name] = {key: value for own in results for key, value in own[name].items()}
     about = _on_gpu() if device == "cuda" else conditions()
-    asked = {"tokens": setting.tokens, "prefill": prefill, "repeats": setting.repeats, "prompts": len(setting.prompts)}
+    asked = {"prefill": prefill, "repeats": setting.repeats}
     print(json.dumps(merged | asked | about | {"versions": about["versions"] | merged["versions"]}))
     if any(row["failure"] for row in merged["rows"]):
         raise typer.Exit(1)
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """A table of speeds, then the ratios, then who was missing."""
-    table = Table("model", "peer", "weights", "mode", "tok/s", "min to max", "with prefill", "prefill ms", "agrees")
+    """A table of speeds, then the ratios, what was left out of them, and who was missing."""
+    titles = ("tok/s", "min to max", "no loops", "with prefill", "prefill ms", "loops", "agrees", "parts at")
+    table = Table("model", "peer", "weights", Column("mode", overflow="fold"), *titles)
     for row in found["rows"]:
         spread = "-" if row["spread"] is None else "{:.1f} to {:.1f}".format(*row["spread"])
-        cells = [row["model"], row["peer"], row["kind"], row["mode"], _cell(row["tok_s"]), spread, _cell(row["wall_tok_s"])]
-        cells.append(_cell(row["prefill_s"] and row["prefill_s"] * 1e3))
-        table.add_row(*cells, "-" if row["agrees"] is None else f"{row['agrees']:.0%}")
+        cells = [row["model"], row["peer"], row["kind"], row["mode"], _cell(row["tok_s"]), spread, _cell(row["tok_s_steady"])]
+        cells += [_cell(row["wall_tok_s"]), _cell(row["prefill_s"] and row["prefill_s"] * 1e3), str(len(row["looping"]))]
+        cells += ["-" if row["agrees"] is None else f"{row['agrees']:.0%}", _cell(row["parts_at"], 2)]
+        table.add_row(*cells)
         if row["failure"]:
             table.add_row("", "", "", f"[red]failed: {row['failure']}[/]")
     console.print(table)
     for model, ratios in found["ratios"].items():
         for name, ratio in ratios.items():
             console.print(f"{model}: {name}: {'not measured' if ratio is None else f'{ratio:.2f} x'}", highlight=False)
+    for line in left_out(found["rows"]):
+        console.print(line, highlight=False)
     for peer, why in found["missing"].items():
         console.print(f"[yellow]{peer} did not run:[/] {why}", highlight=False)
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def left_out(rows: list[dict[str, Any]]) -> list[str]:
+    """How many prompts "no loops" is over, for every kind of weights; and where there are too few for a ratio."""
+    from outrider.bench.peers.figures import LEAST
+
+    out = []
+    counts = {(row["model"], row["kind"]): (row["prompts"], row["steady"]) for row in rows if row["prompts"]}
+    for (model, kind), (prompts, steady) in counts.items():
+        few = prompts if steady is None else steady
+        line = f"{model}, {kind}: {prompts} prompts"
+        line += "" if steady is None else f", {prompts - steady} of which loop; no loops: the other {steady}"
+        out.append(line + (f"; no ratio from fewer than {LEAST}, raise --limit or lower --tokens" if few < LEAST else ""))
+    return out
+
+
+def _cell(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _on_gpu() -> dict[str, Any]:

@@ -1,30 +1,30 @@
-"""The comparison: every peer and mode on the same prompts, interleaved, with medians and the ratios they are read for."""
+"""The comparison: every peer and mode on the same prompts, interleaved, each peer in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.peers.figures import Measured, Reference, Run, ratios, record
 from outrider.bench.peers.to_gguf import write_gguf
 from outrider.bench.peers.weights import export_model, find_model
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.model import ModelConfig
 from outrider.text import Tokenizer
 
-__all__ = ["PEERS", "Setting", "compare_peers", "ratios"]
+__all__ = ["PEERS", "Setting", "compare_peers"]
 
 PEERS = ("outrider", "transformers", "llama.cpp", "openvino")
 _INSTALL = "pip install 'outrider[peers]'"
-_AGREE = 32  # leading tokens compared with Outrider's
+_TOP = 20  # likeliest tokens a peer's choice is looked for among
 _WORKER = Path(__file__).with_name("worker.py")
 _MODES = {  # as their documentation shows them; the shorter lookups are its advice for processors
     "transformers": ("plain", "lookup:10", "lookup:3", "draft", "draft:5"),
@@ -35,7 +35,7 @@ _KINDS = {  # weights of a peer: (kind it is compared under, what it calls it)
     "outrider": (("bf16", "bfloat16"), ("int8", "int8")),
     "transformers": (("bf16", "bfloat16"),),
     "llama.cpp": (("bf16", "BF16"), ("int8", "Q8_0")),
-    "openvino": (("bf16", "F16"), ("int8", "Q8_0")),
+    "openvino": (("bf16", "F16"), ("int8", "INT8")),
 }
 _ON_GPU = ("plain", "compiled", "draft", "draft:5", "lookup:10")
 
@@ -49,10 +49,11 @@ class Setting:
     prompts: Sequence[str] = ()
     tokens: int = 128
     prefill: int = 512
-    repeats: int = 3
+    repeats: int = 2
     threads: int = 2
     device: str = "cpu"
     pythons: Mapping[str, str] = field(default_factory=dict)  # where a peer lives, if elsewhere
+    kinds: Sequence[str] = ("bf16", "int8")  # of weights, all loaded at once
     plain_only: bool = False
 
 
@@ -110,22 +111,17 @@ class Worker:
 
 @dataclass(slots=True)
 class _Row:
-    """One peer, kind of weights and mode: its runs, repeat by repeat."""
+    """One peer, kind of weights and mode, and the process that serves it."""
 
     worker: Worker
-    mode: str
-    decode: list[float] = field(default_factory=list)  # tok/s after the first token
-    wall: list[float] = field(default_factory=list)  # tok/s from request to last token
-    prefill: list[float] = field(default_factory=list)  # seconds
-    texts: list[list[int]] = field(default_factory=list)
-    failure: str | None = None
+    measured: Measured
 
-    def ask(self, ids: Sequence[int], tokens: int) -> dict[str, Any] | None:
-        if self.failure is None:
-            answer = self.worker.ask({"mode": self.mode, "ids": ids, "tokens": tokens})
+    def ask(self, ids: Sequence[int], tokens: int, **more: int) -> dict[str, Any] | None:
+        if self.measured.failure is None:
+            answer = self.worker.ask({"mode": self.measured.mode, "ids": ids, "tokens": tokens, **more})
             if "total_s" in answer:
                 return answer
-            self.failure = answer.get("error") or answer.get("missing")
+            self.measured.failure = answer.get("error") or answer.get("missing")
         return None
 
 
@@ -133,63 +129,42 @@ def compare_peers(model: str, setting: Setting, say: Callable[[str], None]) -> d
     """Rows and ratios for one model. Peers that are not installed are named with how to get them."""
     if unknown := [peer for peer in setting.peers if peer not in PEERS]:
         raise InvalidParameter("--peers", f"unknown {unknown[0]!r}; known: {', '.join(PEERS)}")
+    bare = find_model(model) is None
+    # random models may be large: one kind of weights at a time, or memory would not hold all peers
+    turns = [[kind] for kind in setting.kinds] if bare else [setting.kinds]
+    with tempfile.TemporaryDirectory(prefix="outrider-peers-") as folder:
+        say(f"{model}: writing weights")
+        source = export_model(model, Path(folder) / "model")
+        settings = [replace(setting, kinds=kinds, plain_only=bare or setting.plain_only) for kinds in turns]
+        found = [_measure(model, source, own, say) for own in settings]
+    rows = [row for own in found for row in own["rows"]]
+    merged = {name: {key: own[name][key] for own in found for key in own[name]} for name in ("missing", "versions")}
+    return {"rows": rows, "ratios": {model: ratios(rows)}, **merged}
+
+
+def _measure(model: str, source: Path, setting: Setting, say: Callable[[str], None]) -> dict[str, Any]:
+    """Rows of all peers in these kinds of weights, who was missing, and versions."""
     missing: dict[str, str] = {}
     versions: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="outrider-peers-") as name, ExitStack() as stack:
-        folder = Path(name)
-        say(f"{model}: writing weights")
-        source = export_model(model, folder / "model")
-        prompts = _prompt_ids(model, setting, source)
-        rows: list[_Row] = []
-        for given in _loads(source, folder, setting, find_model(model) is None, missing):
+    rows: list[_Row] = []
+    prompts = _prompt_ids(model, setting, source)
+    with ExitStack() as stack:
+        for given in _loads(source, setting, missing):
             say(f"{model}: loading {given['peer']} {given['kind']}")
-            worker = stack.enter_context(Worker(given, setting.pythons.get(given["peer"], sys.executable), folder))
+            worker = Worker(given, setting.pythons.get(given["peer"], sys.executable), source.parent)
+            stack.enter_context(worker)
             if "versions" not in worker.answer:
                 missing[given["peer"]] = _absence(worker.answer)
                 continue
             versions |= worker.answer["versions"]
-            rows += [_Row(worker, mode) for mode in given["modes"]]
+            rows += [_Row(worker, Measured(worker.peer, worker.kind, mode)) for mode in given["modes"]]
         _interleave(rows, prompts, setting, lambda i: say(f"{model}: repeat {i} of {setting.repeats}"))
-        reference = {kind: own.texts for own in rows for kind in [own.worker.kind] if own.worker.peer == "outrider" and own.texts}
-        records = [_record(model, own, reference.get(own.worker.kind) or reference.get("bf16") or []) for own in rows]
-    return {"rows": records, "ratios": {model: ratios(records)}, "missing": missing, "versions": versions}
-
-
-def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Outrider over its peers, as the comparison is read; above 1 it is ahead. None: one of the two did not run."""
-
-    def best(peers: Sequence[str], kinds: Sequence[str], plain: bool | None = None) -> float | None:
-        found = [
-            row["tok_s"]
-            for row in rows
-            if row["peer"] in peers and row["kind"] in kinds and row["tok_s"] and plain in (None, _plain(row))
-        ]
-        return max(found, default=None)
-
-    def prefill(peer: str, kind: str) -> float | None:
-        return min((r["prefill_s"] for r in rows if r["peer"] == peer and r["kind"] == kind and r["prefill_s"]), default=None)
-
-    others = [peer for peer in PEERS if peer != "outrider"]
-    out: dict[str, float | None] = {}
-    if any(row["mode"] == "compiled" for row in rows):  # on a GPU
-        for mode, name in (("plain", "eager"), ("compiled", "compiled")):
-            theirs = [row["tok_s"] for row in rows if (row["peer"], row["mode"]) == ("transformers", mode) and row["tok_s"]]
-            out[f"plain bf16 over Transformers {name}"] = _over(best(["outrider"], ["bf16"], True), max(theirs, default=None))
-    for kind, file in (("bf16", "BF16"), ("int8", "Q8_0")):
-        own = best(["outrider"], [kind])
-        out[f"plain {kind} over llama.cpp {file}"] = _over(best(["outrider"], [kind], True), best(["llama.cpp"], [kind], True))
-        out[f"prefill {kind} over llama.cpp {file}"] = _over(prefill("llama.cpp", kind), prefill("outrider", kind))
-        out[f"best {kind} over the fastest peer's best mode in {kind}"] = _over(own, best(others, [kind]))
-        out[f"best {kind} over Transformers' best mode"] = _over(own, best(["transformers"], ["bf16"]))
-    return out
-
-
-def _plain(row: Mapping[str, Any]) -> bool:
-    return row["mode"] in ("plain", "none")
-
-
-def _over(ours: float | None, theirs: float | None) -> float | None:
-    return round(ours / theirs, 3) if ours and theirs else None
+        say(f"{model}: judging texts")
+        judges = {row.measured.kind: row for row in reversed(rows) if row.measured.peer == "outrider" and row.measured.runs}
+        judged = find_model(model) is not None
+        references = {kind: _reference(row, prompts, judged) for kind, row in judges.items()}
+        records = [record(model, row.measured, references.get(row.measured.kind)) for row in rows]
+    return {"rows": records, "missing": missing, "versions": versions}
 
 
 def _absence(answer: Mapping[str, Any]) -> str:
@@ -198,7 +173,7 @@ def _absence(answer: Mapping[str, Any]) -> str:
     return str(answer.get("error"))
 
 
-def _loads(source: Path, folder: Path, setting: Setting, bare: bool, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _loads(source: Path, setting: Setting, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
     """What each process is told to load; files are written when their peer's turn comes."""
     context = ModelConfig.read(source).context
     for peer in setting.peers:
@@ -206,26 +181,28 @@ def _loads(source: Path, folder: Path, setting: Setting, bare: bool, missing: di
             missing[peer] = f"is compared on the CPU alone, not on {setting.device}"
             continue
         for kind, own in _KINDS[peer][:1] if setting.device != "cpu" else _KINDS[peer]:  # a GPU serves bf16
+            if kind not in setting.kinds:
+                continue
             shared = {"peer": peer, "kind": kind, "dtype": own, "threads": setting.threads, "context": context}
             files = {"model": str(source), "draft": str(source / "draft") if (source / "draft").exists() else None}
             if peer in ("llama.cpp", "openvino"):
                 try:
-                    files = _gguf_files(source, folder, own)
+                    files = _gguf_files(source, "F16" if peer == "openvino" else own)
                 except OutriderError as error:
                     missing[peer] = str(error)
                     break
             modes = setting.methods if peer == "outrider" else _ON_GPU if setting.device != "cpu" else _MODES[peer]
-            if bare or setting.plain_only:
+            if setting.plain_only:
                 modes = modes[:1]
             modes = [mode for mode in modes if files["draft"] or not mode.startswith("draft")] if peer != "outrider" else modes
             yield shared | files | {"modes": list(modes), "device": setting.device}
 
 
-def _gguf_files(source: Path, folder: Path, kind: str) -> dict[str, str | None]:
+def _gguf_files(source: Path, kind: str) -> dict[str, str | None]:
     out: dict[str, str | None] = {"model": None, "draft": None}
     for name, directory in (("model", source), ("draft", source / "draft")):
         if directory.exists():
-            path = folder / f"{name}-{kind}.gguf"
+            path = source.parent / f"{name}-{kind}.gguf"
             if not path.exists():
                 write_gguf(directory, path, kind)
             out[name] = str(path)
@@ -247,53 +224,29 @@ def _prompt_ids(model: str, setting: Setting, source: Path) -> list[list[int]]:
 
 
 def _interleave(rows: Sequence[_Row], prompts: Sequence[Sequence[int]], setting: Setting, say: Callable[[int], None]) -> None:
-    """Every repeat runs all prompts through all rows; the zeroth warms up and is not counted."""
+    """Every repeat runs all prompts through all rows; the zeroth, a quarter as long, warms up and is not counted."""
     *texts, long = prompts
     for repeat in range(setting.repeats + 1):
         say(repeat)
-        spent = {id(row): [0, 0.0, 0.0] for row in rows}
+        tokens = setting.tokens if repeat else max(setting.tokens // 4, 2)
         order = rows if repeat % 2 else rows[::-1]
+        found: dict[int, list[Run]] = {id(row): [] for row in rows}
         for ids in texts:
             for row in order:
-                answer = row.ask(ids, setting.tokens)
-                if answer is None:
-                    continue
-                own = spent[id(row)]
-                own[0] += len(answer["ids"])
-                own[1] += answer["total_s"] - answer["first_s"]
-                own[2] += answer["total_s"]
-                if repeat == 0:
-                    row.texts.append(answer["ids"])
+                if answer := row.ask(ids, tokens):
+                    run = Run(answer["total_s"] - answer["first_s"], answer["total_s"], answer["ids"])
+                    found[id(row)].append(run)
         for row in order:
-            first = row.ask(long, 1) if row.mode in ("plain", "none") else None
-            tokens, decode, wall = spent[id(row)]
-            if repeat and row.failure is None:
-                row.decode.append((tokens - len(texts)) / decode if decode else 0.0)
-                row.wall.append(tokens / wall)
+            first = row.ask(long, 1) if row.measured.mode in ("plain", "none") else None
+            if repeat and row.measured.failure is None:
+                row.measured.runs.append(found[id(row)])
                 if first is not None:
-                    row.prefill.append(first["total_s"])
+                    row.measured.prefill.append(first["total_s"])
 
 
-def _record(model: str, row: _Row, reference: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """One row as plain data."""
-    agree = [
-        next((i for i, (a, b) in enumerate(zip(own[:_AGREE], ours[:_AGREE], strict=False)) if a != b), len(own[:_AGREE]))
-        / max(len(own[:_AGREE]), 1)
-        for own, ours in zip(row.texts, reference, strict=False)
-    ]
-    return {
-        "model": model,
-        "peer": row.worker.peer,
-        "kind": row.worker.kind,
-        "mode": row.mode,
-        "tok_s": _median(row.decode),
-        "spread": [round(min(row.decode), 2), round(max(row.decode), 2)] if row.decode else None,
-        "wall_tok_s": _median(row.wall),
-        "prefill_s": _median(row.prefill, 5),
-        "agrees": round(statistics.mean(agree), 3) if agree else None,
-        "failure": row.failure,
-    }
-
-
-def _median(values: Sequence[float], digits: int = 2) -> float | None:
-    return round(statistics.median(values), digits) if values else None
+def _reference(row: _Row, prompts: Sequence[Sequence[int]], judged: bool) -> Reference:
+    """What a row of Outrider's wrote, and how likely each of its tokens and their rivals were."""
+    texts = row.measured.texts
+    answers = [row.ask(ids, len(text), top=_TOP) for ids, text in zip(prompts, texts, strict=False)]
+    top = [[dict(own) for own in answer["top"]] for answer in answers if answer]
+    return Reference(texts, top, judged)

@@ -95,12 +95,13 @@ def _write_tokens(writer: Any, directory: Path, config: ModelConfig) -> None:
         for token, i in tokenizer.table().items():
             if i < config.vocab:
                 tokens[i], kinds[i] = token, _CONTROL if i in added else _NORMAL
+    end = config.eos_ids[0] if config.eos_ids else 0
+    kinds[end] = _CONTROL  # OpenVINO reads no vocabulary without one
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(_merges(directory))
-    end = config.eos_ids[0] if config.eos_ids else 0
     writer.add_eos_token_id(end)
     writer.add_bos_token_id(end)
 

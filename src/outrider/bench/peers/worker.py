@@ -2,7 +2,8 @@
 
 The first line says what to load: {"peer", "model", "draft", "modes", "dtype", "threads", "context", "device"}; the answer
 has "versions". Every further line is {"mode", "ids", "tokens"}, greedy and never stopped early; the answer has "ids",
-"first_s" and "total_s". A fault is answered by {"error"}, a package that is not there by {"missing"}.
+"first_s" and "total_s". Outrider may be asked for "top" log probabilities besides, as pairs for each of its tokens.
+A fault is answered by {"error"}, a package that is not there by {"missing"}.
 
 The file runs by itself: it imports nothing of Outrider unless Outrider is the peer.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import sys
 import time
 from typing import Any
@@ -45,16 +47,19 @@ class Outrider:
         torch.set_num_threads(given["threads"])
         load = {"dtype": given["dtype"], "prefix_cache": False, "max_num_seqs": 1, "device": given.get("device", "cpu")}
         self._llms = {mode: LLM(given["model"], speculation=mode, **load) for mode in given["modes"]}
+        for llm in self._llms.values():
+            llm.measure_costs()  # as a server does when it starts
         self.versions = {"outrider": __version__}
 
-    def generate(self, mode: str, ids: list[int], tokens: int) -> Reply:
+    def generate(self, mode: str, ids: list[int], tokens: int, top: int | None = None) -> Reply:
         from outrider import SamplingParams
 
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=top)
         reply = Reply()
-        output = (
-            self._llms[mode].generate([ids], SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))[0].outputs[0]
-        )
+        output = self._llms[mode].generate([ids], params)[0].outputs[0]
         reply["first_s"] = output.timings.first_token_s
+        if output.logprobs is not None:
+            reply["top"] = [[(token, own.logprob) for token, own in found.items()] for found in output.logprobs]
         return reply.done(output.token_ids)
 
 
@@ -119,6 +124,8 @@ class LlamaCpp:
 
         threads = given["threads"]
         own = {"n_ctx": given["context"], "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        own["flash_attn"] = True  # llama.cpp's own default, and faster; the binding's is not to
+        own["use_mmap"] = False  # while others run, the system may drop pages of a mapped file
         self._models: dict[str, Any] = {}
         for mode in given["modes"]:
             name, _, number = mode.partition(":")
@@ -129,7 +136,7 @@ class LlamaCpp:
                 drafter = LlamaPromptLookupDecoding(num_pred_tokens=int(number))
             elif name == "draft":
                 drafter = _drafting(Llama(given["draft"], **own), int(number))
-            self._models[mode] = Llama(given["model"], draft_model=drafter, **own)
+            self._models[mode] = Llama(given["model"], draft_model=drafter, logits_all=drafter is not None, **own)
 
     def generate(self, mode: str, ids: list[int], tokens: int) -> Reply:
         model, reply, out = self._models[mode], Reply(), []
@@ -166,6 +173,8 @@ class OpenVINO:
         import openvino_genai as genai
 
         own = {"INFERENCE_NUM_THREADS": given["threads"]}
+        int8 = given["dtype"] == "INT8"
+        model = _as_ir(given["model"], int8) if int8 else given["model"]
         self._pipes: dict[str, Any] = {}
         for mode in given["modes"]:
             name = mode.partition(":")[0]
@@ -173,8 +182,8 @@ class OpenVINO:
             if name == "lookup":
                 extra["prompt_lookup"] = True
             elif name == "draft":
-                extra["draft_model"] = genai.draft_model(_as_ir(given["draft"]), "CPU", **own)
-            self._pipes[mode] = genai.LLMPipeline(given["model"], "CPU", **own, **extra)
+                extra["draft_model"] = genai.draft_model(_as_ir(given["draft"], int8), "CPU", **own)
+            self._pipes[mode] = genai.LLMPipeline(model, "CPU", **own, **extra)
 
     def generate(self, mode: str, ids: list[int], tokens: int) -> Reply:
         import numpy as np
@@ -196,8 +205,8 @@ class OpenVINO:
         return reply
 
 
-def _as_ir(path: str) -> str:
-    """A folder with the model of a GGUF file in OpenVINO's own format: a draft model is read from nothing else."""
+def _as_ir(path: str, int8: bool) -> str:
+    """A folder with the model of a GGUF file in OpenVINO's own format: it reads int8 by channel, and draft models, only so."""
     import openvino_genai as genai
 
     folder = path.removesuffix(".gguf") + "-ir"
@@ -206,7 +215,30 @@ def _as_ir(path: str) -> str:
     if not os.path.exists(link):
         os.link(path, link)
         genai.LLMPipeline(link, "CPU", enable_save_ov_model=True)
-    return folder
+    return _in_int8(folder) if int8 else folder
+
+
+def _in_int8(folder: str) -> str:
+    """Its matrices as its own compression writes them: int8 with a scale of every output channel."""
+    import numpy as np
+    import openvino as ov
+    from openvino import opset13 as ops
+
+    model = ov.Core().read_model(os.path.join(folder, "openvino_model.xml"))
+    for wide in model.get_ops():
+        stored = wide.input_value(0).get_node() if wide.get_type_name() == "Convert" else None
+        if stored is None or stored.get_type_name() != "Constant" or len(stored.shape) != 2:
+            continue
+        matrix = np.array(stored.data, dtype=np.float32)
+        scale = np.maximum(np.abs(matrix).max(1, keepdims=True) / 127, 1e-7).astype(np.float16)
+        narrow = ops.convert(ops.constant(np.rint(matrix / scale.astype(np.float32)).astype(np.int8)), "f16")
+        scaled = ops.convert(ops.multiply(narrow, ops.constant(scale)), "f32")
+        for place in wide.output(0).get_target_inputs():
+            place.replace_source_output(scaled.output(0))
+    out = folder + "-int8"
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.gguf", "openvino_model.*"))
+    ov.save_model(model, os.path.join(out, "openvino_model.xml"), compress_to_fp16=False)
+    return out
 
 
 PEERS: dict[str, Any] = {"outrider": Outrider, "transformers": Transformers, "llama.cpp": LlamaCpp, "openvino": OpenVINO}
@@ -226,7 +258,7 @@ def main() -> None:
                 answer: dict[str, Any] = {"versions": {name: importlib.metadata.version(name) for name in kind.packages}}
                 answer["versions"] |= getattr(peer, "versions", {})
             else:
-                answer = peer.generate(given["mode"], given["ids"], given["tokens"])
+                answer = peer.generate(**given)
         except ImportError as error:
             answer = {"missing": str(error)}
         except Exception as error:

@@ -33,12 +33,12 @@ struct Pages {
     }
     template <class K>
     void put_value(int page, int head, int offset, const float* x) const {
-        uint32_t word[kLanes], *to = values_of(page, head) + static_cast<size_t>(offset / K::per_step) * width;
+        uint32_t half[kLanes / 2], *to = values_of(page, head) + static_cast<size_t>(offset / K::per_step) * width;
         if (K::per_step == 1) return void(std::memcpy(to, x, width * sizeof(float)));
-        auto* half = reinterpret_cast<uint16_t*>(to) + offset % 2;
         for (int i = 0; i < width; i += kLanes) {
-            encode<K>(load(x + i), 1.0f, word);
-            for (int d = 0; d < kLanes; d++) half[2 * (i + d)] = reinterpret_cast<const uint16_t*>(word)[d];
+            encode<K>(load(x + i), 1.0f, half);
+            const Words own = widened(half), old = load_words(to + i);
+            store_words(to + i, offset % 2 ? xor_words(shift_up16(own), and_words(old, splat_word(0xffff))) : xor_words(own, keep_high16(old)));
         }
     }
 };
@@ -158,7 +158,7 @@ struct Attention {
         for (int i = 0; i < w.queries; i++) {
             const f32x16 share = splat(1.0f / w.total[i]);
             for (int d = 0; d < kv.head_dim; d += kLanes)
-                put(out + place(u, i, out_stride) + d, load(w.mixed + i * kv.width + d) * share, kv.head_dim - d);
+                store_upto(out + place(u, i, out_stride) + d, load(w.mixed + i * kv.width + d) * share, kv.head_dim - d);
         }
     }
 

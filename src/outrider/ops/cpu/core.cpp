@@ -184,6 +184,7 @@ class Forward {
 
         // A product of rows that are ready; the result is ready for all threads when it returns.
         void linear_after(const Linear& l, const Input& in, const Output& out) {
+            bring_near(l, thread, threads);
             pack_rows(packed, l, in, thread, threads);
             barrier();
             linear(l, packed, rows, out, thread, threads);
@@ -220,8 +221,11 @@ class Forward {
         void attend(const LayerSpec& l, const Pages& kv) {
             const StackSpec& s = o.s_;
             const int heads = static_cast<int>(s.heads + 2 * s.kv_heads);
-            const Share mine = share(rows * heads);
-            for (int i = mine.begin; i < mine.end; i++) place_head<K>(l, kv, i / heads, i % heads);
+            for (int head = thread; head < heads; head += threads) {  // of all rows: the values of two share a word
+                for (int r = 0; r < rows; r++)  // another thread may have them
+                    for (int i = 0; i < kv.head_dim; i += kLanes) _mm_prefetch(head_of(r, head, kv.head_dim) + i, _MM_HINT_T0);
+                for (int r = 0; r < rows; r++) place_head<K>(l, kv, r, head);
+            }
             barrier();
             const Attention attention{kv, &o.layout_.row[first], static_cast<int>(s.heads / s.kv_heads),
                                       static_cast<int>(l.window), threads};
@@ -238,31 +242,34 @@ class Forward {
         }
 
         const Row& row(int r) const { return o.layout_.row[first + r]; }
+        float* head_of(int r, int head, int dim) const { return o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim; }
 
         // Norm and rotate one head of q or k, scale q where it lies, and bring k and v to their slot.
         template <class K>
         void place_head(const LayerSpec& l, const Pages& kv, int r, int head) {
             const StackSpec& s = o.s_;
             const int dim = kv.head_dim, half = dim / 2, heads = static_cast<int>(s.heads), kv_heads = kv.kv_heads;
-            float* given = o.qkv_ + r * o.qkv_stride_ + static_cast<size_t>(head) * dim;
             const int slot = row(r).slot, page = row(r).feed->pages[slot / kv.page_size], offset = slot % kv.page_size;
-            float x[kWidest], turned[kWidest];
-            std::memcpy(x, given, dim * sizeof(float));
-            for (int i = dim; i < kv.width; i++) x[i] = turned[i] = 0.0f;
+            float *x = head_of(r, head, dim), filled[kWidest];
+            if (head >= heads) {
+                for (int i = 0; i < kv.width; i += kLanes) store(filled + i, i < dim ? load_upto(x + i, dim - i) : splat(0.0f));
+                x = filled;
+            }
             if (head >= heads + kv_heads) return kv.put_value<K>(page, head - heads - kv_heads, offset, x);
             if (const float* norm = head < heads ? l.q_norm : l.k_norm) {
                 const float inverse = inverse_rms(x, dim, static_cast<float>(s.eps));
                 for (int i = 0; i < dim; i++) x[i] = x[i] * inverse * norm[i];
             }
             const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - o.f_.rotary_lag, 0)) * half;
-            const float *cos = s.cos + turn, *sin = s.sin + turn;
-            const float scale = head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f;
-            for (int i = 0; i < half; i++) turned[i] = (x[i] * cos[i] - x[i + half] * sin[i]) * scale;
-            for (int i = 0; i < half; i++) turned[i + half] = (x[i + half] * cos[i] + x[i] * sin[i]) * scale;
-            if (head < heads)
-                std::memcpy(given, turned, dim * sizeof(float));
-            else
-                kv.put_key<K>(page, head - heads, offset, turned);
+            const f32x16 scale = splat(head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f);
+            for (int i = 0; i < half; i += kLanes) {
+                const int left = half - i;
+                const f32x16 cos = load_upto(s.cos + turn + i, left), sin = load_upto(s.sin + turn + i, left);
+                const f32x16 a = load_upto(x + i, left), b = load_upto(x + half + i, left);
+                store_upto(x + i, (a * cos - b * sin) * scale, left);
+                store_upto(x + half + i, (b * cos + a * sin) * scale, left);
+            }
+            if (head >= heads) kv.put_key<K>(page, head - heads, offset, x);
         }
 
         // The chunk's rows as they enter the first layer.
@@ -349,7 +356,11 @@ bool tiles_agree_on(Kind kind) {
     multiply_group_tiles<K, 1>(words.data(), *l, 0, l->panels, one);
     pack_rows(packed, *l, {x.data(), kInner, kBlock, kInner}, 0, 1);
     multiply_group_tiles<K, kBlock>(words.data(), *l, 0, l->panels, all);
-    multiply_group<K, Whole, kBlock>(words.data(), *l, 0, l->panels, vectors);
+    for (int p = 0; p < l->panels; p++) {
+        typename K::Acc sums[kBlock];
+        multiply<K, Whole, kBlock>(words.data(), *l, p, sums);
+        std::memcpy(vectors.value[p], sums, sizeof sums);
+    }
     bool good = true;
     for (int p = 0; p < l->panels; p++) {
         good &= std::memcmp(one.value[p][0], all.value[p][0], kStepBytes) == 0;
@@ -373,11 +384,13 @@ Scratch& choosing() {
     return s;
 }
 
-// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias.
+// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias; of paired columns silu(gate) * up.
 void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm, double eps, float* out, int threads) {
     Workspace& w = workspace();
     w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l.inner + kStepBytes)));
     const Packed packed{w.words.data(), w.scale.data()};
+    const int columns = l.paired ? l.columns / 2 : l.columns;
+    const Output to{out, static_cast<size_t>(columns), columns, l.paired ? Then::kGate : Then::kStore};
     Team& own = team();
     own.run(threads, [&](int thread, int all) {
         for (int64_t first = 0; first < rows; first += kChunk) {
@@ -385,7 +398,7 @@ void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm
             pack_rows(packed, l, {x + first * l.inner, static_cast<size_t>(l.inner), count, l.inner, norm, static_cast<float>(eps)},
                       thread, all);
             own.barrier();
-            linear(l, packed, count, {out + first * l.columns, static_cast<size_t>(l.columns), l.columns, Then::kStore}, thread, all);
+            linear(l, packed, count, {out + first * columns, to.stride, columns, to.then}, thread, all);
             own.barrier();
         }
     });

@@ -34,7 +34,7 @@ constexpr int kChunk = 64;                         // rows that share one pass o
 constexpr int kPrefetch = 4096;                    // bytes ahead in the stream of weights
 #if defined(__AMX_TILE__)
 constexpr bool kThin = false;  // tiles are loaded as they lie
-constexpr int kGroup = 8;      // panels whose results wait for their epilogue together
+constexpr int kGroup = 8;      // panels that meet one block of rows after the other
 #else
 constexpr bool kThin = true;
 constexpr int kGroup = 2;
@@ -66,6 +66,15 @@ inline std::shared_ptr<char> allocate(size_t bytes) {
     return piece;
 }
 
+// A share [begin, end) of `count` things for one of several threads.
+struct Share {
+    int begin, end;
+    Share(int from, int to) : begin(from), end(to) {}
+    Share(int count, int thread, int threads)
+        : begin(static_cast<int>(int64_t{count} * thread / threads)),
+          end(static_cast<int>(int64_t{count} * (thread + 1) / threads)) {}
+};
+
 struct Linear {
     Kind kind;
     int columns, inner, panels, steps;
@@ -81,6 +90,12 @@ struct Linear {
 
     size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes / 4 * (thin ? 3 : 4); }
     size_t bytes() const { return panel_bytes() * panels + whole.size() * sizeof whole[0]; }
+
+    // The panels of one of several threads; pairs stay together.
+    Share share(int thread, int threads) const {
+        const Share pairs((panels + 1) / 2, thread, threads);
+        return {std::min(2 * pairs.begin, panels), std::min(2 * pairs.end, panels)};
+    }
 
     // Which row of the stored matrix a packed column comes from; -1 fills a panel up.
     int source(int packed) const {
@@ -180,14 +195,6 @@ inline std::unique_ptr<Linear> pack_linear(Kind kind, int columns, int inner, bo
     return l;
 }
 
-// A share [begin, end) of `count` things for one of several threads.
-struct Share {
-    int begin, end;
-    Share(int count, int thread, int threads)
-        : begin(static_cast<int>(int64_t{count} * thread / threads)),
-          end(static_cast<int>(int64_t{count} * (thread + 1) / threads)) {}
-};
-
 // Rows of float32 that a product reads, and what is done to them first.
 struct Input {
     const float* x;
@@ -197,20 +204,21 @@ struct Input {
     float eps = 0.0f;
 };
 
+inline f32x16 load_upto(const float* x, int left) { return left >= kLanes ? load(x) : load_first(x, left); }
+inline void store_upto(float* to, f32x16 v, int left) { left >= kLanes ? store(to, v) : store_first(to, v, left); }
+
 inline float inverse_rms(const float* x, int width, float eps) {
     f32x16 squares = splat(0.0f);
-    int i = 0;
-    for (; i + kLanes <= width; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
-    if (i < width) {
-        const f32x16 rest = load_first(x + i, width - i);
-        squares = fma(rest, rest, squares);
+    for (int i = 0; i < width; i += kLanes) {
+        const f32x16 own = load_upto(x + i, width - i);
+        squares = fma(own, own, squares);
     }
     return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
 }
 
-// Sixteen values as the words a product reads; `scale` is what one unit of int8 stands for.
+// Sixteen values as the words a product reads; one is so many units of int8.
 template <class K>
-inline void encode(f32x16 v, float scale, uint32_t* out) {
+inline void encode(f32x16 v, float units, uint32_t* out) {
     if constexpr (std::is_same<K, F32>::value) store_words(out, as_words(v));
     if constexpr (std::is_same<K, BF16>::value) {
 #if defined(__AVX512BF16__)
@@ -225,7 +233,7 @@ inline void encode(f32x16 v, float scale, uint32_t* out) {
 #endif
     }
     if constexpr (std::is_same<K, I8>::value) {
-        const Words q = nearest_integers(v * splat(scale > 0.0f ? 1.0f / scale : 0.0f));
+        const Words q = nearest_integers(v * splat(units));
         store_low_bytes(out, add_words(q, splat_word(128)));
     }
 }
@@ -233,7 +241,7 @@ inline void encode(f32x16 v, float scale, uint32_t* out) {
 template <class K>
 inline void encode_row(const float* x, int width, uint32_t* out) {
     for (int at = 0; at < width; at += kLanes, out += kLanes / K::per_step) {
-        encode<K>(width - at >= kLanes ? load(x + at) : load_first(x + at, width - at), 1.0f, out);
+        encode<K>(load_upto(x + at, width - at), 1.0f, out);
     }
 }
 
@@ -247,12 +255,14 @@ struct Packed {
     void fill(const Input& in, int steps, Share mine) const {
         for (int r = mine.begin; r < mine.end; r++) {
             const float inverse = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
-            if (std::is_same<K, I8>::value) scale[r] = quantum(in, r, inverse);
+            const float quantum = std::is_same<K, I8>::value ? largest_of(in, r, inverse) / 127.0f : 1.0f;  // the largest becomes 127
+            const float units = quantum > 0.0f ? 1.0f / quantum : 0.0f;
             const int first = r / kBlock * kBlock, apart = std::min(kBlock, in.rows - first) * kUnit;
             uint32_t* to = words + static_cast<size_t>(first) * steps + (r - first) * kUnit;
             for (int at = 0; at < steps * K::per_step; to += apart)
                 for (int part = 0; part < K::per_step; part++, at += kLanes)
-                    encode<K>(values(in, r, inverse, at), scale[r], to + part * (kLanes / K::per_step));
+                    encode<K>(values(in, r, inverse, at), units, to + part * (kLanes / K::per_step));
+            scale[r] = quantum;
         }
     }
 
@@ -261,22 +271,14 @@ struct Packed {
         const int left = in.width - at;
         if (left <= 0) return splat(0.0f);
         const float* x = in.x + row * in.stride + at;
-        if (!in.norm) return left >= kLanes ? load(x) : load_first(x, left);
-        if (left >= kLanes) return load(x) * splat(inverse) * load(in.norm + at);
-        return load_first(x, left) * splat(inverse) * load_first(in.norm + at, left);
+        return in.norm ? load_upto(x, left) * splat(inverse) * load_upto(in.norm + at, left) : load_upto(x, left);
     }
 
-    // The row's largest magnitude becomes 127.
-    static float quantum(const Input& in, int row, float inverse) {
+    static float largest_of(const Input& in, int row, float inverse) {
         f32x16 top = splat(0.0f);
         for (int at = 0; at < in.width; at += kLanes) top = maximum(magnitude(values(in, row, inverse, at)), top);
-        return largest(top) / 127.0f;
+        return largest(top);
     }
-};
-
-// Results of one group of panels: 16 floats per panel and row.
-struct Tile {
-    alignas(64) float value[kGroup][kBlock][kLanes];
 };
 
 // Two of the four steps of a block that lies at `w`.
@@ -298,15 +300,64 @@ struct Thin {
     }
 };
 
+// What becomes of a product's results. What is added to has whole vectors of columns.
+enum class Then {
+    kStore,  // out = y
+    kAdd,    // out += y
+    kGate,   // paired columns: out = silu(gate) * up
+};
+
+struct Output {
+    float* out;
+    size_t stride;
+    int width;  // columns that may be written
+    Then then;
+};
+
+// A sum as a result: int8 sums are freed of their offset and scaled; bias is added.
+template <class K>
+inline f32x16 finished(const Linear& l, typename K::Acc sum, int column, float scale) {
+    f32x16 y;
+    if constexpr (std::is_same<K, I8>::value)
+        y = to_float(sub_words(sum, load_words(&l.offset[column]))) * load(&l.scale[column]) * splat(scale);
+    else
+        y = sum;
+    return l.bias.empty() ? y : y + load(&l.bias[column]);
+}
+
+// Sums of R rows over one panel. Those of a gate wait in `pair` for its other half.
+template <class K, int R>
+inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Output& o, const float* scale, float (*pair)[R][kLanes]) {
+    const bool gated = o.then == Then::kGate;
+    const int at = (gated ? panel / 2 : panel) * kLanes, room = o.width - at;
+    float* to = o.out + at;
+    const auto rows = [&](const auto& put) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) put(r, finished<K>(l, sums[r], panel * kLanes, scale[r]));
+    };
+    if (gated)
+        rows([&](int r, f32x16 y) { store(pair[panel % 2][r], y); });
+    else if (o.then == Then::kAdd)
+        rows([&](int r, f32x16 y) { store(to + r * o.stride, load(to + r * o.stride) + y); });
+    else if (room >= kLanes)
+        rows([&](int r, f32x16 y) { store(to + r * o.stride, y); });
+    else
+        rows([&](int r, f32x16 y) { store_first(to + r * o.stride, y, room); });
+    if (gated && panel % 2)
+        for (int r = 0; r < R; r++) {
+            const f32x16 gate = load(pair[0][r]), up = load(pair[1][r]);
+            store_upto(to + r * o.stride, gate / (splat(1.0f) + exponential(splat(0.0f) - gate)) * up, room);
+        }
+}
+
 // R rows of words times one panel.
 template <class K, class Form, int R>
-inline void multiply(const uint32_t* x, const Linear& l, int panel, float (*out)[kLanes]) {
+inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* acc) {
     constexpr bool thin = std::is_same<Form, Thin>::value;
     const char* w = l.weights.get() + l.panel_bytes() * panel;
     const Words table = thin ? repeat_quarter(l.high[panel].data()) : zero_words();
     const int32_t* escaped = thin ? &l.escaped[l.first_escaped[panel]] : nullptr;
     const char* whole = thin ? reinterpret_cast<const char*>(l.whole.data() + l.first_escaped[panel] - panel) : nullptr;
-    typename K::Acc acc[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r] = K::zero();
     for (int block = 0, blocks = l.steps / kSteps; block < blocks; x += R * kUnit)
@@ -318,8 +369,10 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, float (*out)
                 for (int i = 0; i < 2 * R; i++)
                     acc[i % R] = K::join(acc[i % R], step[i / R], splat_word(words[i % R * kUnit + i / R]));
             };
+            // many rows take so long with a line that it need not come nearer than the second cache
 #pragma GCC unroll 4
-            for (int line = 0; line < Form::bytes; line += kStepBytes) _mm_prefetch(w + kPrefetch + line, _MM_HINT_T0);
+            for (int line = 0; line < Form::bytes; line += kStepBytes)
+                _mm_prefetch(w + kPrefetch + line, R < 8 ? _MM_HINT_T0 : _MM_HINT_T1);
             Form::template pair<0>(w, table, step);
             if (escapes) Whole::pair<0>(whole, table, step);
             join(at);
@@ -327,13 +380,6 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, float (*out)
             if (escapes) Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
             join(at + 2);
         }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) std::memcpy(out[r], &acc[r], kStepBytes);
-}
-
-template <class K, class Form, int R>
-inline void multiply_group(const uint32_t* x, const Linear& l, int panel, int panels, Tile& out) {
-    for (int p = 0; p < panels; p++) multiply<K, Form, R>(x, l, panel + p, out.value[p]);
 }
 
 #if defined(__AMX_TILE__)
@@ -351,6 +397,11 @@ struct TilesInUse {
         _tile_loadconfig(&shape);
     }
     ~TilesInUse() { _tile_release(); }
+};
+
+// Sums of a group of panels.
+struct Tile {
+    alignas(64) float value[kGroup][kBlock][kLanes];
 };
 
 template <class K, int C>
@@ -399,76 +450,47 @@ inline void multiply_group_tiles(const uint32_t* x, const Linear& l, int panel, 
 }
 #endif
 
-using GroupKernel = void (*)(const uint32_t*, const Linear&, int, int, Tile&);
+// Panels [panel, end) times R rows.
+using Kernel = void (*)(const uint32_t*, const Linear&, int, int, const Output&, const float*);
 template <class K, class Form, int R>
-void run_group(const uint32_t* x, const Linear& l, int panel, int panels, Tile& out) {
+void run_panels(const uint32_t* x, const Linear& l, int panel, int end, const Output& o, const float* scale) {
+    alignas(64) float pair[2][R][kLanes];
+    typename K::Acc sums[R];
 #if defined(__AMX_TILE__)
-    if constexpr (!std::is_same<K, F32>::value) return multiply_group_tiles<K, R>(x, l, panel, panels, out);
+    if constexpr (!std::is_same<K, F32>::value) {
+        Tile tile;
+        multiply_group_tiles<K, R>(x, l, panel, end - panel, tile);
+        for (int p = panel; p < end; p++) {
+            std::memcpy(sums, tile.value[p - panel], sizeof sums);
+            finish<K, R>(l, sums, p, o, scale, pair);
+        }
+        return;
+    }
 #endif
-    multiply_group<K, Form, R>(x, l, panel, panels, out);
+    for (; panel < end; panel++) {
+        multiply<K, Form, R>(x, l, panel, sums);
+        finish<K, R>(l, sums, panel, o, scale, pair);
+    }
 }
 template <class K, class Form, int... R>
-constexpr std::array<GroupKernel, kBlock> kernels_of(std::integer_sequence<int, R...>) {
-    return {run_group<K, Form, R + 1>...};
-}
-
-// What becomes of a product's results.
-enum class Then {
-    kStore,  // out = y
-    kAdd,    // out += y
-    kGate,   // paired columns: out = silu(gate) * up
-};
-
-struct Output {
-    float* out;
-    size_t stride;
-    int width;  // columns that may be written
-    Then then;
-};
-
-inline void put(float* at, f32x16 v, int room) {
-    if (room >= kLanes)
-        store(at, v);
-    else
-        store_first(at, v, room);
-}
-
-// A result as a float: int8 sums are freed of their offset and scaled; bias is added.
-template <class K>
-inline f32x16 finished(const Linear& l, const float* sums, int column, float scale) {
-    f32x16 y = load(sums);
-    if (std::is_same<K, I8>::value)
-        y = to_float(sub_words(as_words(y), load_words(&l.offset[column]))) * load(&l.scale[column]) * splat(scale);
-    return l.bias.empty() ? y : y + load(&l.bias[column]);
+constexpr std::array<Kernel, kBlock> kernels_of(std::integer_sequence<int, R...>) {
+    return {run_panels<K, Form, R + 1>...};
 }
 
 // Panels of this thread times all rows.
 template <class K, class Form>
 void linear_of(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
     static constexpr auto kernels = kernels_of<K, Form>(std::make_integer_sequence<int, kBlock>{});
-    const Share pairs((l.panels + 1) / 2, thread, threads);
-    const int end = std::min(2 * pairs.end, l.panels), stride = o.then == Then::kGate ? 2 : 1;
-    Tile tile;
+    const Share mine = l.share(thread, threads);
 #if defined(__AMX_TILE__)
     const TilesInUse tiles;
 #endif
-    for (int panel = 2 * pairs.begin; panel < end; panel += kGroup)
-        for (int first = 0; first < rows; first += kBlock) {
-            const int own = std::min(kBlock, rows - first), count = std::min(kGroup, end - panel);
-            kernels[own - 1](x.words + static_cast<size_t>(first) * l.steps, l, panel, count, tile);
-            for (int p = 0; p < count; p += stride) {
-                const int column = (panel + p) * kLanes, room = o.width - column / stride;
-                for (int r = 0; r < own; r++) {
-                    float* at = o.out + (first + r) * o.stride + column / stride;
-                    f32x16 y = finished<K>(l, tile.value[p][r], column, x.scale[first + r]);
-                    if (o.then == Then::kGate)
-                        y = y / (splat(1.0f) + exponential(splat(0.0f) - y)) *
-                            finished<K>(l, tile.value[p + 1][r], column + kLanes, x.scale[first + r]);
-                    if (o.then == Then::kAdd) y += room >= kLanes ? load(at) : load_first(at, room);
-                    put(at, y, room);
-                }
-            }
-        }
+    const int group = rows > kBlock || !kThin ? kGroup : l.panels;
+    for (int panel = mine.begin; panel < mine.end; panel += group)
+        for (int first = 0; first < rows; first += kBlock)
+            kernels[std::min(kBlock, rows - first) - 1](x.words + static_cast<size_t>(first) * l.steps, l, panel,
+                                                        std::min(panel + group, mine.end),
+                                                        {o.out + first * o.stride, o.stride, o.width, o.then}, x.scale + first);
 }
 
 inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
@@ -476,6 +498,12 @@ inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, 
     if (l.kind == kBF16 && !l.thin) linear_of<BF16, Whole>(l, x, rows, o, thread, threads);
     if (l.kind == kBF16 && l.thin && kThin) linear_of<BF16, Thin>(l, x, rows, o, thread, threads);
     if (l.kind == kI8) linear_of<I8, Whole>(l, x, rows, o, thread, threads);
+}
+
+// The first weights of a thread's share, while the rows are being packed.
+inline void bring_near(const Linear& l, int thread, int threads) {
+    const char* w = l.weights.get() + l.panel_bytes() * l.share(thread, threads).begin;
+    for (int line = 0; line < kPrefetch; line += kStepBytes) _mm_prefetch(w + line, _MM_HINT_T0);
 }
 
 inline void pack_rows(const Packed& x, const Linear& l, const Input& in, int thread, int threads) {

@@ -57,6 +57,7 @@ inline void store_low_bytes(void* p, Words a) { _mm_storeu_si128(static_cast<__m
 inline Words as_words(f32x16 a) { return _mm512_castps_si512(a.v); }
 inline f32x16 as_float(Words a) { return {_mm512_castsi512_ps(a)}; }
 inline Words shift_up16(Words a) { return _mm512_slli_epi32(a, 16); }
+inline Words widened(const void* halves) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(halves))); }
 inline Words keep_high16(Words a) { return _mm512_and_si512(a, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
 inline Words even_unsigned(Words a) { return _mm512_and_si512(a, _mm512_set1_epi16(0x00ff)); }
 inline Words odd_unsigned(Words a) { return _mm512_srli_epi32(_mm512_andnot_si512(_mm512_set1_epi16(0x00ff), a), 8); }
@@ -147,6 +148,10 @@ inline void store_low_bytes(void* p, Words a) {
 inline Words as_words(f32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 inline f32x16 as_float(Words a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 inline Words shift_up16(Words a) { return {_mm256_slli_epi32(a.lo, 16), _mm256_slli_epi32(a.hi, 16)}; }
+inline Words widened(const void* halves) {
+    const auto* eight = static_cast<const __m128i*>(halves);
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(eight)), _mm256_cvtepu16_epi32(_mm_loadu_si128(eight + 1))};
+}
 inline __m256i mask8(__m256i a, __m256i m) { return _mm256_and_si256(a, m); }
 inline Words keep_high16(Words a) {
     const __m256i m = _mm256_set1_epi32(static_cast<int>(0xffff0000u));

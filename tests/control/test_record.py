@@ -1,0 +1,82 @@
+"""What the controller believes of a text, and of the price of an arm, from rounds made up one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from outrider.control import Adaptive, Costs, Load, RoundStats
+from outrider.control.record import Record
+from outrider.core import Arm, Drafts
+
+ARMS = [Arm("a", (0,), 32), Arm("b", (1,), 32)]
+CHAIN = [-1, 0, 1, 2]
+
+
+def tell(record: Record, key: Hashable, arm: int, accepted: int) -> None:
+    """A chain of four, of which so many came true."""
+    record.now += 1
+    record.expect(key, arm, 4, CHAIN, [0.7, 0.5, 0.35, 0.25])
+    record.learn(key, range(accepted))
+    record.think()
+
+
+def experienced() -> Record:
+    """Both arms were seen on many texts, and did alike."""
+    record = Record(ARMS)
+    for text in range(24):
+        for _ in range(2):
+            tell(record, text, 0, text % 5)
+            tell(record, text, 1, text % 5)
+    return record
+
+
+def expected(record: Record, key: Hashable, arm: int) -> float:
+    """Tokens from a chain of four."""
+    return float(record.curves([key])[0, arm, 3])
+
+
+def test_an_arm_that_was_not_tried_shares_the_ease_of_those_that_were() -> None:
+    record = experienced()
+    usual = expected(record, "new", 1)
+    for _ in range(12):
+        tell(record, "hard", 0, 0)
+        tell(record, "easy", 0, 4)
+    assert expected(record, "hard", 0) < expected(record, "hard", 1) < 0.85 * usual  # or whatever is untried would be asked next
+    assert usual < expected(record, "easy", 1) < expected(record, "easy", 0)
+    assert abs(expected(record, "new", 1) - usual) < 0.3 * usual  # of one text, not of all
+
+
+def test_an_arm_tried_long_ago_is_believed_as_little_as_one_never_tried() -> None:
+    record = experienced()
+    for _ in range(8):
+        tell(record, "turned", 1, 4)
+    before = expected(record, "turned", 1)
+    for _ in range(40):
+        tell(record, "turned", 0, 0)
+    assert expected(record, "turned", 1) < 0.7 * before
+
+
+def test_catching_up_never_raises_the_price_of_an_arm() -> None:
+    """A sequence's first proposal by an arm reads all that came before: that costs once, the next one does not."""
+    costs = Costs()
+    for rows in range(1, 34):
+        costs.observe_forward(rows, 100, 0.005)
+    for length in range(1, 33):
+        costs.observe_proposal("a", 1, length, 0.0001 * length)
+    policy = Adaptive(ARMS[:1], costs)
+
+    def draft(key: int, factor: float) -> tuple[float, float]:
+        """The price before and after a proposal that took so many times as long as it should."""
+        load = Load([40], [key], 1, 100, 1)
+        plan = policy.plan(load)
+        (length,) = plan.lengths
+        assert length, "the arm is worth using here"
+        price = policy.costs.proposal("a", 1, length)
+        drafts = policy.select(Drafts.chains([[1] * length], survival=[[0.9**i for i in range(1, length + 1)]]), load)
+        (count,) = drafts.counts.tolist()
+        policy.observe(RoundStats([count], [range(count)], 1 + count, price * factor, 0.005))
+        return price, policy.costs.proposal("a", 1, length)
+
+    for key in range(30):
+        before, after = draft(key, 20.0)
+        assert after <= before
