@@ -92,13 +92,15 @@ class SpeculationStats:
             return
         self.drafted += len(depths)
         self.accepted += accepted
-        reach = max(depths, default=-1) + 1
-        for counts in (self.accepted_by_position, self.drafted_by_position):
-            counts.extend([0] * (reach - len(counts)))
-        for depth in set(depths):
-            self.drafted_by_position[depth] += 1
+        reach = max(depths) + 1
+        drafted, right = self.drafted_by_position, self.accepted_by_position
+        if reach > len(drafted):
+            drafted.extend([0] * (reach - len(drafted)))
+            right.extend([0] * (reach - len(right)))
+        for depth in range(reach):  # a node has others above it, at every depth
+            drafted[depth] += 1
         for depth in range(accepted):
-            self.accepted_by_position[depth] += 1
+            right[depth] += 1
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain data, for JSON."""

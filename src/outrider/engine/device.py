@@ -90,6 +90,7 @@ class Device:
         for own in drafts:
             assert isinstance(own, CudaRunner)
             own.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
+            own.read_nothing()
         return costs
 
     def page_count(self, engine: EngineConfig, models: Sequence[ModelConfig], max_model_len: int) -> int:

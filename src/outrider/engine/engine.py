@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from time import perf_counter
 
 from outrider.cache import PageTable
@@ -242,9 +243,17 @@ def _known_law(batch: Batch) -> bool:
     return not any(seq.request.params.adjusts for seq in batch.sequences)
 
 
-def _depths(parents: Seq[int]) -> list[int]:
+def _depths(parents: Seq[int]) -> Seq[int]:
     """Depth of every node, the root's children at 0."""
+    if parents == _chain(len(parents)):
+        return range(len(parents))
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     return depths
+
+
+@lru_cache(maxsize=256)
+def _chain(nodes: int) -> list[int]:
+    """Parents of a chain."""
+    return list(range(-1, nodes - 1))

@@ -32,6 +32,7 @@ __all__ = ["CudaOptions", "CudaRunner"]
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+_READ_AT_ONCE = 2048  # rows of text that a draft model has missed
 _MOST_DRAWN = GRAPH_ROWS[-1] * CHAIN_LENGTHS[-1]
 _DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
 _MOVED = 8  # sections of N words in front of the page table: see _Packed
@@ -467,13 +468,15 @@ class CudaRunner(Runner):
         return Drawing([list(range(-1 - b, -1 - b - own * batch, -batch)) for b, own in enumerate(lengths)], land)
 
     def _catch_up(self, feeds: Sequence[Feed]) -> None:
-        """Text the model has missed, by graphs of rounds, whose logits nobody reads."""
-        for turn, piece in enumerate(_pieces(feeds, self.options.most_rows)):
-            if turn:
-                self._wait()  # for the integers, which the same graph may need again
-            graph = self.round_graph(_bucket(sum(len(feed.tokens) for feed in piece), GRAPH_ROWS))
-            self.fill_round(graph, piece)
-            graph.replay()
+        """Text the model has missed: a little by the graph of a round, whose logits nobody reads, much as prompts are read."""
+        for piece in _pieces(feeds, _READ_AT_ONCE):
+            rows = sum(len(feed.tokens) for feed in piece)
+            if rows > self.options.most_rows:
+                self._forward(piece, ())
+            else:
+                graph = self.round_graph(_bucket(rows, GRAPH_ROWS))
+                self.fill_round(graph, piece)
+                graph.replay()
 
     def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
         """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
@@ -517,10 +520,12 @@ class CudaRunner(Runner):
                     self.chain_graph(count, tokens)
 
     def read_nothing(self) -> None:
-        """A prompt longer than any graph, into the padding's page: compiles what prompts need beside the graphs."""
+        """Prompts longer than any graph, into the padding's page: compiles what prompts need beside the graphs."""
         tokens = [0] * min(self.options.most_rows, self.decoder.config.context)
         pages = [self.pool.pages - 1] * -(-len(tokens) // self.pool.page_size)
-        self._forward([Feed(pages, 0, tokens)] * (self.options.most_rows // len(tokens) + 1), ())
+        feeds = [Feed(pages, 0, tokens)] * (self.options.most_rows // len(tokens) + 1)
+        self._forward(feeds, ())
+        self._forward([*feeds, Feed(pages, 0, [0])], ())  # row counts that are no multiple of 16 have code of their own
 
     def round_seconds(self) -> dict[int, float]:
         """What each captured round takes on the device, by rows."""

@@ -110,7 +110,7 @@ def shaped_winner(
             source = logits + row * vocab
             if (flags & ADJUSTS) != 0:
                 source = adjusted + row * vocab
-            peak = tl.max(tl.load(peaks + row * tiles + tile, mask=inside, other=float("-inf")), 0)
+            peak = tl.load(peaks + row * tiles + tile, mask=inside, other=float("-inf"))
             temperature = tl.load(temperatures + row)
             prefix = tl.load(prefixes + row).to(tl.uint64)
             position = (tl.load(positions + row) + 1).to(tl.uint64)
@@ -124,7 +124,7 @@ def shaped_winner(
 
 @triton.jit
 def _kept_winner(
-    source, top, token, winner, peak, temperature, prefix, position, top_k, top_p, min_p, vocab, tile,
+    source, top, token, winner, peaks, temperature, prefix, position, top_k, top_p, min_p, vocab, tile,
     BN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The largest score among the tokens kept. Those before (value, last) may be: larger, or equal with a lower id.
@@ -134,8 +134,9 @@ def _kept_winner(
     """
     value = tl.full((), float("-inf"), tl.float32)
     last = tl.zeros((), tl.int32) + vocab
+    peak = tl.max(peaks, 0)
     if (top_k > 0) & (top_k < vocab):
-        value, last = _first_k(source, top_k, peak, vocab, WIDE)
+        value, last = _first_k(source, top_k, peaks, vocab, WIDE)
     target = tl.full((), 0.0, tl.float64)
     if top_p < 1.0:
         target = top_p * _mass(source, value, last, peak, temperature, min_p, vocab, WIDE).to(tl.float64)
@@ -187,10 +188,20 @@ def _mass(source, value, last, peak, temperature, min_p, vocab, WIDE: tl.constex
 
 
 @triton.jit
-def _first_k(source, top_k, peak, vocab, WIDE: tl.constexpr):
-    """(value, last) before which lie the first k tokens: by halving, first the floats in order, then the ids of equals."""
+def _first_k(source, top_k, peaks, vocab, WIDE: tl.constexpr):
+    """(value, last) before which lie the first k tokens: by halving, first the floats in order, then the ids of equals.
+
+    The k-th largest of the tiles' peaks is a beginning: k tiles reach it, so k tokens do.
+    """
     low = tl.full((), -2139095041, tl.int64)  # -inf: all tokens are at least that
-    high = _key(peak).to(tl.int64) + 1
+    high = _key(tl.max(peaks, 0)).to(tl.int64) + 1
+    above = high
+    while above - low > 1:
+        middle = low + (above - low) // 2
+        if tl.sum((peaks >= _float(middle)).to(tl.int32), 0) >= top_k:
+            low = middle
+        else:
+            above = middle
     found = tl.zeros((), tl.int32) + vocab
     while (high - low > 1) & (found != top_k):
         middle = low + (high - low) // 2
