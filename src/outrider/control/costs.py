@@ -18,7 +18,6 @@ _CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forw
 _SLOWLY = 1 / 32  # how readily a context's share is learnt
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
-_KIN = 0.5  # how much of a size's change holds for the others, in powers
 _FLOOR = 0.25  # of the time at the smallest size seen
 _TOLERANCE = 3.0  # an observation this many times off the mean counts as this many: a stall is not a cost
 
@@ -43,10 +42,7 @@ class Curve:
         else:
             seconds = min(max(seconds, mean / _TOLERANCE), mean * _TOLERANCE)
             weight = self.weights[step] = min(self.weights[step] + 1.0, _MEMORY)
-            self.means[step] = now = mean + (seconds - mean) / weight
-            moved = (now / mean) ** _KIN if mean > 0 else 1.0
-            for other in self.means.keys() - {step}:  # what slows one size down slows the others too, more or less
-                self.means[other] *= moved
+            self.means[step] = mean + (seconds - mean) / weight
             self._unfitted += 1
         if mean is None or self._unfitted >= _REFIT:
             self._fitted = None
