@@ -155,16 +155,6 @@ class Sequence:
     def output_len(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
 
-    @property
-    def decoding(self) -> bool:
-        """Whether only the newest token is left to feed, so that a draft may follow it."""
-        return self.cached == len(self.tokens) - 1
-
-    @property
-    def remaining(self) -> int:
-        """Tokens it may still emit."""
-        return self.request.max_tokens - self.output_len
-
 
 @dataclass(frozen=True, slots=True)
 class Needs:
