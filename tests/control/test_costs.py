@@ -74,3 +74,17 @@ def test_the_table_survives_and_a_broken_file_is_no_table(tmp_path: Path) -> Non
         assert Costs.load(path).as_dict() == Costs().as_dict()
     assert Costs.load(tmp_path / "none").as_dict() == Costs().as_dict()
     costs.save(Path("/proc/nowhere/costs.json"))  # a machine that cannot keep it goes on
+
+
+def test_reading_prompts_says_nothing_of_what_a_longer_context_adds() -> None:
+    costs = Costs()
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        costs.observe_forward(rows, 100, 0.001 * rows)
+    for _ in range(50):
+        costs.observe_forward(700, 1500, 5.0)  # many rows, and dearer than the few say
+        costs.observe_forward(3000, 1500, 20.0)
+    assert costs.forward(32, 1500) == pytest.approx(0.032)
+    for _ in range(400):
+        costs.observe_forward(32, 1500, 0.040)
+    assert costs.forward(32, 1500) == pytest.approx(0.040, rel=0.02)
+    assert costs.forward(16, 1500) > costs.forward(16, 100)

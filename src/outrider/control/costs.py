@@ -15,6 +15,7 @@ __all__ = ["Costs", "Curve"]
 
 _STEPS = (*range(1, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
+_FEW = 64  # rows of a round that reads no prompt, mostly
 _SLOWLY = 1 / 32  # how readily a context's share is learnt
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
@@ -34,6 +35,7 @@ class Curve:
     def observe(self, size: int, seconds: float) -> None:
         """One measurement. Old ones fade."""
         step = _step(size)
+        seconds *= min(step / size, 1.0)  # beyond the largest step
         if step not in self.means and len(self.means) > 1 and min(self.means) < step < max(self.means):
             self.means[step], self.weights[step] = self.time(step) or seconds, 1.0
         mean = self.means.get(step)
@@ -103,8 +105,8 @@ class Costs:
 
     def observe_forward(self, rows: int, context: int, seconds: float) -> None:
         known, added = self._forward.time(rows), self._added(context)
-        if known is not None and (own := _context(context)):
-            self._context[own] = max(added + (seconds - known - added) * _SLOWLY, 0.0)
+        if known is not None and rows <= _FEW and (own := _context(context)):  # a prompt's own time says nothing of its context
+            self._context[own] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
         self._forward.observe(rows, max(seconds - added, _FLOOR * seconds))
 
     def observe_rest(self, batch: int, seconds: float) -> None:
