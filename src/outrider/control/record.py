@@ -45,8 +45,6 @@ _CAUTION = 6.0  # judged nodes that a sequence's being like all others counts fo
 _GOING_ON, _SLOWLY = 0.9, 0.15  # how nodes beyond those asked for are imagined, and how readily
 _BOUND = 6  # log odds beyond which claims are alike
 _EDGES = [1 / (1 + math.exp(0.5 - odds)) for odds in range(1 - _BOUND, _BOUND + 1)]  # chances between whole log odds
-
-
 _UNSEEN = (0.0, 0.0)
 
 

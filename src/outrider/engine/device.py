@@ -75,7 +75,7 @@ class Device:
         return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact), target)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
-        """Capture the graphs of so many sequences and drafted tokens, and time each."""
+        """Capture the graphs of so many sequences and drafted tokens, and time the target's: drafts are timed by a survey."""
         from outrider.model.cuda_runner import CudaRunner
 
         assert isinstance(target, CudaRunner)

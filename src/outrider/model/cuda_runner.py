@@ -531,10 +531,6 @@ class CudaRunner(Runner):
         """What each captured round takes on the device, by rows."""
         return {rows: _replay_seconds(graph.replay) for (rows, _), graph in self._graphs.items()}
 
-    def chain_seconds(self) -> dict[tuple[int, int], float]:
-        """What each captured draft takes, by sequences and tokens."""
-        return {key: _replay_seconds(chain.replay) for key, chain in self._chains.items()}
-
     def round_graph(self, rows: int, taps: tuple[int, ...] = ()) -> _Graph:
         """The graph of a forward of so many rows, one of GRAPH_ROWS, with its choices."""
         key = (rows, taps)
