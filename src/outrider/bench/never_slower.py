@@ -13,12 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.control import FixedLength
-from outrider.draft.none import NoDrafter
 from outrider.engine.acceptance import read_prompts
-from outrider.engine.guard import GuardedDrafter
 from outrider.engine.llm import LLM
-from outrider.engine.outputs import RequestOutput
 from outrider.sampling import SamplingParams
 
 __all__ = [
@@ -38,6 +34,7 @@ __all__ = [
 _WORKLOADS = Path(__file__).with_name("workloads")
 _FLOOR = 0.98
 _SWEEP_PAIRS = 4
+_TURN = 0.1  # seconds, about
 _IDS = 4096  # of tokens nobody can guess
 _CASCADE = "cascade:{}:levels=suffix+draft_model"
 SWEEP = (
@@ -47,7 +44,6 @@ SWEEP = (
     "mixture:16:members=suffix+eagle",
 )
 Prompts = Sequence[str | Sequence[int]]
-Generate = Callable[[Prompts, Sequence[SamplingParams]], list[RequestOutput]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +88,10 @@ def engine(model: str | None, most: int) -> LLM:
 
 
 def never_slower(auto: LLM, wanted: Sequence[Case], tokens: int, pairs: int, seed: int = 0) -> Iterator[Ratio]:
-    """A ratio for each case, as it is measured.
-
-    Plain decoding is the same engine with nobody drafting and nothing to decide: two engines of one kind differ by
-    several per cent, depending on where in memory their weights happen to lie.
-    """
+    """A ratio for each case, as it is measured."""
+    plain = auto.beside("none")
     for case in wanted:
-        yield measure(_plainly(auto), auto.generate, case, tokens, pairs, seed)
-
-
-def _plainly(llm: LLM) -> Generate:
-    """Its requests decoded with speculation `none`."""
-    engine, nobody = llm.engine, (FixedLength(0), GuardedDrafter(NoDrafter(), llm.config.vocab))
-
-    def generate(prompts: Prompts, params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        drafting = engine.policy, engine.drafter
-        engine.policy, engine.drafter = nobody
-        try:
-            return llm.generate(prompts, params)
-        finally:
-            engine.policy, engine.drafter = drafting
-
-    return generate
+        yield measure(plain, auto, case, tokens, pairs, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,46 +102,75 @@ class Best:
     ratio: float  # auto over it
     low: float
     high: float
-    swept: dict[str, float]  # tokens per second of every setting
+    swept: dict[str, float]  # every setting over plain decoding
 
 
 def against_best(auto: LLM, tokens: int, pairs: int, settings: Sequence[str] = SWEEP, seed: int = 0) -> Best:
     """On code at batch 1: which fixed setting is quickest, and how `auto` compares with it."""
-    case, swept, found = Case("code", 0.0, 1), {}, {}
-    for setting in settings:
-        own = found[setting] = LLM(auto.directory, speculation=setting, prefix_cache=False).generate
-        swept[setting] = measure(own, own, case, tokens, _SWEEP_PAIRS, seed).plain_tok_s
+    case, plain = Case("code", 0.0, 1), auto.beside("none")
+    fixed = {setting: auto.beside(setting) for setting in settings}
+    swept = {setting: measure(plain, own, case, tokens, _SWEEP_PAIRS, seed).ratio for setting, own in fixed.items()}
     best = max(swept, key=lambda setting: swept[setting])
-    row = measure(found[best], auto.generate, case, tokens, pairs, seed)
+    row = measure(fixed[best], auto, case, tokens, pairs, seed)
     return Best(best, row.ratio, row.low, row.high, swept)
 
 
-def measure(plain: Generate, fast: Generate, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:
-    """Paired runs of the same requests, each twice and in mirrored order so that a drift cancels, after a pair to warm up."""
+def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:
+    """Paired runs of the same requests, after a pair to warm up."""
+    ratios: list[float] = []
+    speeds: list[float] = []
     rounds: list[float] = []
-    speeds: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(pairs + 1):
-        prompts = _prompts(case, pair)
         params = [
             SamplingParams(temperature=case.temperature, seed=seed + pair * case.batch + i, max_tokens=tokens, ignore_eos=True)
             for i in range(case.batch)
         ]
-        spent = {False: 0.0, True: 0.0}
-        for drafting in (False, True, True, False) if pair % 2 else (True, False, False, True):
-            begun = time.perf_counter()
-            results = (fast if drafting else plain)(prompts, params)
-            spent[drafting] += time.perf_counter() - begun
-            if pair and drafting:
-                rounds += [result.outputs[0].speculation["tokens_per_round"] for result in results]
+        slow, quick = _in_turns((plain, fast), _prompts(case, pair), params)
         if pair:
-            emitted = 2 * sum(len(result.outputs[0].token_ids) for result in results)
-            for drafting, seconds in spent.items():
-                speeds[drafting].append(emitted / seconds)
-    ratios = [a / b for a, b in zip(speeds[True], speeds[False], strict=True)]
+            ratios.append(slow.seconds / quick.seconds)
+            speeds.append(slow.emitted / slow.seconds)
+            rounds.append(quick.emitted / quick.rounds)
     low, high = _interval(ratios)
-    middle = statistics.median(ratios)
-    return Ratio(**asdict(case), ratio=middle, low=low, high=high, plain_tok_s=statistics.median(speeds[False]),
+    return Ratio(**asdict(case), ratio=statistics.median(ratios), low=low, high=high, plain_tok_s=statistics.median(speeds),
                  tokens_per_round=statistics.mean(rounds))  # fmt: skip
+
+
+class _Runner:
+    """One of those that run the same requests: how far it is, and what that took."""
+
+    def __init__(self, llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
+        self.engine = llm.engine
+        self.engine.reset_counts()
+        self.seconds = 0.0
+        for prompt, own in zip(prompts, params, strict=True):
+            (request,), method = llm.requests(prompt, own)
+            self.engine.submit(request, method)
+
+    @property
+    def emitted(self) -> int:
+        return self.engine.tally.emitted
+
+    @property
+    def rounds(self) -> int:
+        return self.engine.tally.rounds
+
+    def turn(self) -> None:
+        begun = time.perf_counter()
+        while self.engine.has_work and time.perf_counter() - begun < _TURN:
+            self.engine.round()
+        self.seconds += time.perf_counter() - begun
+
+
+def _in_turns(llms: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[_Runner]:
+    """All run the same requests in turns of a few rounds, whoever is behind first.
+
+    So what else the machine does meanwhile, for seconds or minutes, falls on each of them alike; and as they share
+    weights and KV memory, so does where those happen to lie, which makes two engines of one kind differ by several per cent.
+    """
+    runners = [_Runner(llm, prompts, params) for llm in llms]
+    while behind := [own for own in runners if own.engine.has_work]:
+        min(behind, key=lambda own: (own.emitted, own.seconds)).turn()
+    return runners
 
 
 def show_ratios(rows: Sequence[Ratio], console: Console) -> None:

@@ -17,6 +17,7 @@ _STEPS = (*range(1, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
 _FEW = 64  # rows of a round that reads no prompt, mostly
 _SLOWLY = 1 / 32  # how readily a context's share is learnt
+_READILY = 1 / 16  # how readily the pace is
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
 _FLOOR = 0.25  # of the time at the smallest size seen
@@ -94,9 +95,12 @@ class Costs:
 
     Filled by a measurement at start-up or by the rounds themselves, and refined by every round. Where
     nothing was measured the guesses are cautious: more rows cost more, a proposal costs a whole forward.
+    A machine is slower in one minute than in the next: its pace is learnt from every forward and holds for all times, so
+    that those seen now compare with those seen long ago.
     """
 
     def __init__(self) -> None:
+        self._pace = 1.0
         self._forward = Curve()
         self._context: dict[int, float] = {}  # seconds that a longer context adds, by bin
         self._rest = Curve()
@@ -105,24 +109,28 @@ class Costs:
 
     def observe_forward(self, rows: int, context: int, seconds: float) -> None:
         known, added = self._forward.time(rows), self._added(context)
-        if known is not None and rows <= _FEW and (own := _context(context)):  # a prompt's own time says nothing of its context
-            self._context[own] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
+        seconds /= self._pace
+        if known is not None and rows <= _FEW:  # a prompt's own time says nothing of its context
+            off = min(max(seconds / (known + added), 1 / _TOLERANCE), _TOLERANCE)
+            self._pace *= off**_READILY
+            if own := _context(context):
+                self._context[own] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
         self._forward.observe(rows, max(seconds - added, _FLOOR * seconds))
 
     def observe_rest(self, batch: int, seconds: float) -> None:
-        self._rest.observe(batch, seconds)
+        self._rest.observe(batch, seconds / self._pace)
 
     def observe_proposal(self, drafter: str, batch: int, length: int, seconds: float) -> None:
         curves, step = self._propose.setdefault(drafter, {}), _step(batch)
         if step not in curves:  # it begins as its neighbours say: one observation may be a stall
             known = sorted({size for curve in curves.values() for size in curve.means})
             curves[step] = _curve({str(size): _between(curves, step, size) for size in known} if curves else {})
-        curves[step].observe(length, seconds)
+        curves[step].observe(length, seconds / self._pace)
 
     def forward(self, rows: float, context: int) -> float:
         """Seconds of a target forward."""
         time = self._forward.time(rows)
-        return 0.01 * max(rows / 16, 1.0) if time is None else time + self._added(context)
+        return 0.01 * max(rows / 16, 1.0) if time is None else self._pace * (time + self._added(context))
 
     def _added(self, context: int) -> float:
         """By a context of this length: what is known of it, or of shorter ones."""
@@ -130,12 +138,12 @@ class Costs:
 
     def rest(self, batch: int) -> float:
         """Seconds of a round beside the forward and the drafts."""
-        return self._rest.time(batch) or 0.0
+        return self._pace * (self._rest.time(batch) or 0.0)
 
     def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
         """Seconds of a proposal of `length` nodes for each of `batch` sequences."""
         curves = self._propose.get(drafter, {})
-        return _between(curves, _step(batch), length) if curves else self.forward(1, context)
+        return self._pace * _between(curves, _step(batch), length) if curves else self.forward(1, context)
 
     def knows_proposal(self, drafter: str) -> bool:
         return drafter in self._propose

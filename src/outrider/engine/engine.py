@@ -32,14 +32,20 @@ class Engine:
     """Runs requests to their end, one round at a time."""
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer | None, drafter: Drafter, policy: Policy, config: EngineConfig
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        drafter: Drafter,
+        policy: Policy,
+        config: EngineConfig,
+        pages: PageTable | None = None,  # of another engine on the same runner
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
         self.drafter = GuardedDrafter(drafter, runner.decoder.config.vocab)
         self.policy = policy
         self.context = config.max_model_len or runner.decoder.config.context
-        self.pages = PageTable(runner.pool.pages - 1, config.page_size)
+        self.pages = PageTable(runner.pool.pages - 1, config.page_size) if pages is None else pages
         self.scheduler = Scheduler(self.pages, config)
         self.tally = Tally()
         vocab = runner.decoder.config.vocab

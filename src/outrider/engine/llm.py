@@ -7,6 +7,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -100,10 +101,24 @@ class LLM:
         drafter = build_drafter(context)
         measured = self._warm_up(runner, drafter.needs.taps, config) if self.device.is_gpu else Costs()
         policy = self._policy(runner, measured)
-        self.engine = Engine(runner, self.tokenizer, drafter, policy, replace(config, max_model_len=self.max_model_len))
+        self._sizes = replace(config, max_model_len=self.max_model_len)
+        self.engine = Engine(runner, self.tokenizer, drafter, policy, self._sizes)
         self._ids = count()
         if self.device.is_gpu:
             self.measure_costs()  # a moment on a GPU; graphs alone say nothing of the work between them
+
+    def beside(self, speculation: str) -> LLM:
+        """The same weights and KV memory, drafted for by another method: to compare the two and nothing else."""
+        other = copy(self)
+        other._costs_path, other._companions = None, []
+        other.speculation = _speculation(speculation, None, None, None)
+        runner = self.engine.runner
+        drafter = build_drafter(
+            DraftContext(other.speculation, runner, self.directory, self._options, other._companion, self.tokenizer)
+        )
+        policy = other._policy(runner, Costs())
+        other.engine = Engine(runner, self.tokenizer, drafter, policy, self._sizes, self.engine.pages)
+        return other
 
     def _policy(self, runner: Runner, measured: Costs) -> Policy:
         """Fixed lengths for a method that was named, the controller where all may be chosen from."""
