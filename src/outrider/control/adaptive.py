@@ -40,7 +40,7 @@ _REPLAN = 12  # rounds a plan stands
 _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
 _FEW = 4  # sequences among which one newcomer is planned for at once, or as many in proportion
-_POOR, _ENOUGH = 0.95, 2  # of plain decoding's rate, and how many rounds below it in a row call for another plan
+_POOR, _ENOUGH = 0.8, 4  # of the rate promised, and the rounds over which less than that calls for another plan
 _SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
 
@@ -70,7 +70,7 @@ class Adaptive:
         self._priced = 0  # rounds
         self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
-        self._poor = 0  # rounds in a row that brought less than plain ones would have
+        self._brought = [0, 0.0, 0.0]  # by the standing plan: rounds, tokens, seconds
         self._credit = 0.0  # seconds that may be lost on probes
         self._grant: float | None = None  # the same, on arms not known yet
         self._next_probe = 0.0  # what the next one would cost
@@ -242,9 +242,11 @@ class Adaptive:
         if self._tried:
             self._credit -= max(seconds + stats.think_s - plain, 0.0)
         elif not began:
-            poor = plain < _POOR * (seconds + self._thinking(len(load.keys)))
-            self._poor = self._poor + 1 if poor else 0
-            if self._poor >= _ENOUGH:
+            brought = self._brought
+            brought[0] += 1
+            brought[1] += load.emitting + sum(map(len, stats.paths))
+            brought[2] += seconds + self._thinking(len(load.keys))
+            if brought[0] >= _ENOUGH and brought[1] < _POOR * self._rate * brought[2]:
                 self._every = 0  # think again at once
 
     def _observe_proposals(self, seconds: float, users: Mapping[int, Seq[int]], load: Load, began: bool) -> None:
@@ -276,7 +278,7 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._gains, self._hopeless, self._poor = {}, set(), 0
+        self._gains, self._hopeless, self._brought = {}, set(), [0, 0.0, 0.0]
         self._think()
         self._record.now = self._priced
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
