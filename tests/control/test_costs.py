@@ -87,3 +87,20 @@ def test_reading_prompts_says_nothing_of_what_a_longer_context_adds() -> None:
         costs.observe_forward(32, 1500, 0.040)
     assert costs.forward(32, 1500) == pytest.approx(0.040, rel=0.02)
     assert costs.forward(16, 1500) > costs.forward(16, 100)
+
+
+def test_a_slower_machine_is_slower_at_every_size() -> None:
+    costs = Costs()
+    for rows in (1, 2, 4, 8, 16):
+        for _ in range(40):
+            costs.observe_forward(rows, 100, 0.001 * rows)
+    costs.observe_proposal("suffix", 1, 4, 0.002)
+    for _ in range(100):
+        costs.observe_forward(1, 100, 0.0015)  # the same work, in a slower minute
+    assert costs.forward(1, 100) == pytest.approx(0.0015, rel=0.02)
+    assert 0.0105 < costs.forward(8, 100) < 0.013
+    assert 0.0026 < costs.proposal("suffix", 1, 4) < 0.0031
+    for _ in range(100):
+        costs.observe_forward(8, 100, 0.008)  # and in a quick one, in which only the others are seen
+    assert costs.forward(8, 100) == pytest.approx(0.008, rel=0.02)
+    assert 0.0009 < costs.forward(1, 100) < 0.0012

@@ -11,8 +11,9 @@ import math
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from operator import is_
+from operator import ge, is_
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,16 @@ _FEW = 4  # sequences among which one newcomer is planned for at once, or as man
 _POOR, _ENOUGH = 0.8, 4  # of the rate promised, and the rounds over which less than that calls for another plan
 _SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
+
+
+class _Timed(NamedTuple):
+    """A round and what it took."""
+
+    stats: RoundStats
+    context: int
+    many: int  # sequences
+    asked: list[tuple[str, int, int]]  # arms that drafted, for how many, how far
+    began: bool  # somebody had not used its arm in the round before
 
 
 class Adaptive:
@@ -78,12 +89,14 @@ class Adaptive:
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
-        self._timed: list[tuple[int, int, float, int, float]] = []  # forwards and rests not entered in the costs yet
+        self._timed: list[_Timed] = []  # rounds not entered in the costs yet
         self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
         self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
         self._load: Load | None = None
         self._plan = Plan(())
-        self._resting = False  # nobody drafts, and nothing is tried
+        self._users: dict[int, list[int]] = {}  # sequences that draft by it, by arm
+        self._settled = False  # it is the standing one, made for everyone, and nothing is tried
+        self._resting = False  # and nobody drafts
 
     def keep(self, path: Path) -> None:
         """Write what was measured and what was accepted, for the next start on this machine."""
@@ -99,20 +112,20 @@ class Adaptive:
         """Who drafts, with what, how far."""
         self._load, self._probe = load, None
         self._age += 1
-        if self._rests(load):
+        if self._stands(load):
             return self._plan
-        if self._is_due(load):
+        due = self._is_due(load)
+        if due:
             self._replan(load)
-            self._plan = self._with_probe(load, self._stood(load))
-        elif self._again is not None and self._again[0] in load.keys:
-            self._plan = self._probed(load, self._stood(load), *self._again)
-        elif self._credit >= self._next_probe:
-            self._plan = self._with_probe(load, self._stood(load))
-        else:
-            self._plan = self._stood(load)
-        self._plan = self._plan._replace(whole=self._is_whole(self._plan))
-        settled = self._complete and self._again is None and not any(self._plan.lengths)
-        self._resting = settled and not any(length for _, length in self._standing.values())
+        plan = stood = self._stood(load)
+        if not due and self._again is not None and self._again[0] in load.keys:
+            plan = self._probed(load, stood, *self._again)
+        elif due or self._credit >= self._next_probe:
+            plan = self._with_probe(load, stood)
+        self._plan = plan._replace(whole=self._is_whole(plan))
+        self._settled = plan is stood and self._complete and self._again is None
+        self._resting = self._settled and not any(plan.lengths)
+        self._users = self._drafting(plan)
         return self._plan
 
     def _replan(self, load: Load) -> None:
@@ -133,11 +146,13 @@ class Adaptive:
         used = {arm for arm, length in zip(plan.arms, plan.lengths, strict=True) if length}
         return len(used) == 1 and self.arms[used.pop()].ahead
 
-    def _rests(self, load: Load) -> bool:
-        """Whether the last round's plan, that nobody drafts, stands: the same sequences, and nothing to think over or to try."""
-        if not self._resting or self._age >= self._every or self._credit >= self._next_probe:
+    def _stands(self, load: Load) -> bool:
+        """Whether the last round's plan is this one's too: the same sequences, and nothing to think over or to try."""
+        if not self._settled or self._age >= self._every or self._credit >= self._next_probe:
             return False
-        return len(load.keys) == len(self._who) and all(map(is_, load.keys, self._who))
+        if len(load.keys) != len(self._who) or not all(map(is_, load.keys, self._who)):
+            return False
+        return self._resting or all(map(ge, load.room, self._plan.lengths))
 
     def _is_due(self, load: Load) -> bool:
         """Whether to think again: the plan is old, was made for more sequences, or somebody could draft who is not in it."""
@@ -209,23 +224,21 @@ class Adaptive:
         self._credit = min(self._credit + _PROBES * seconds, _SAVED * seconds)
         if self._resting and self._priced % _SAMPLED:
             return
-        drafting, many = any(self._plan.lengths), len(load.keys)
-        if drafting or self._priced % _SAMPLED == 0:
-            self._timed.append((stats.rows, load.context, stats.forward_s, many, stats.rest_s))
+        many = len(load.keys)
+        drafted = [(key, arm) for arm, own in self._users.items() for key in map(load.keys.__getitem__, own)]
+        began, self._drafted = not self._drafted.issuperset(drafted), set(drafted)
+        if drafted or self._priced % _SAMPLED == 0:
+            asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
+            self._timed.append(_Timed(stats, load.context, many, asked, began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times, self._expected = {}, {}, {}
         if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
             self._pay(max(seconds - self._round_times(load, 1)[0] - self._paid, 0.0), granted=True)
-        if not drafting:
-            self._drafted = set()
+        if not drafted:
             return
         when = many, self._age == 0
         usual = self._thought.get(when, 0.0)  # at first it is taken to cost nothing: else it would never be tried
         self._thought[when] = usual + (stats.think_s - usual) / _THOUGHTS
-        users = self._users(self._plan)
-        before, self._drafted = self._drafted, {(load.keys[b], arm) for arm, own in users.items() for b in own}
-        began = not self._drafted <= before
-        self._observe_proposals(stats.propose_s, users, load, began)
         if load.rows == load.emitting:
             self._judge_plan(seconds, stats, load, began)
         for key, path in zip(load.keys, stats.paths, strict=True):
@@ -249,26 +262,28 @@ class Adaptive:
             if brought[0] >= _ENOUGH and brought[1] < _POOR * self._rate * brought[2]:
                 self._every = 0  # think again at once
 
-    def _observe_proposals(self, seconds: float, users: Mapping[int, Seq[int]], load: Load, began: bool) -> None:
-        """What the arms that drafted took; several share the time as they were expected to.
+    def _enter(self, timed: _Timed) -> None:
+        """What a round's parts took; arms that drafted side by side share the time as they were expected to.
 
         Where somebody has just begun to use its arm, it took less at most: reading what came before costs once.
         """
-        asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in users.items()]
+        stats, context, many, asked, began = timed
+        self.costs.observe_forward(stats.rows, context, stats.forward_s)
+        self.costs.observe_rest(many, stats.rest_s)
+        if not asked:
+            return
+        expected = [self.costs.proposal(*one, context) for one in asked]
         known = began and all(self.costs.knows_proposal(name) for name, _, _ in asked)
-        if known and seconds > sum(self.costs.proposal(*one, load.context) for one in asked):
-            return None
-        if len(asked) == 1:
-            return self.costs.observe_proposal(*asked[0], seconds)
-        expected = [self.costs.proposal(*one, load.context) for one in asked]
+        if known and stats.propose_s > sum(expected):
+            return
         for one, share in zip(asked, expected, strict=True):
-            self.costs.observe_proposal(*one, seconds * share / sum(expected) if sum(expected) > 0 else seconds / len(asked))
-        return None
+            part = share / sum(expected) if sum(expected) > 0 else 1 / len(asked)
+            self.costs.observe_proposal(*one, stats.propose_s * part)
 
     def forget(self, key: Hashable) -> None:
         """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
-        self._who, self._again, self._drafted, self._resting = (), None, set(), False
+        self._who, self._again, self._drafted, self._settled = (), None, set(), False
         self._standing.pop(key, None)
         self._gains.pop(key, None)
 
@@ -335,9 +350,8 @@ class Adaptive:
     def _think(self) -> None:
         """Enter what the last rounds showed: many at once, because the first of them fetches everything it touches."""
         self._record.think()
-        for rows, context, forward, many, rest in self._timed:
-            self.costs.observe_forward(rows, context, forward)
-            self.costs.observe_rest(many, rest)
+        for timed in self._timed:
+            self._enter(timed)
         self._timed.clear()
 
     def _thinking(self, many: int) -> float:
@@ -369,7 +383,7 @@ class Adaptive:
 
     def _drop_the_lonely(self, load: Load, gains: Mapping[int, Floats], lengths: list[int], arms: list[int]) -> None:
         """An arm that few chose costs each of them more than its share among all."""
-        for arm, own in self._users(Plan(tuple(lengths), arms=tuple(arms))).items():
+        for arm, own in self._drafting(Plan(tuple(lengths), arms=tuple(arms))).items():
             if len(own) < len(gains):
                 gain = sum(float(gains[b][arm, _STEP[lengths[b]]]) for b in own)
                 rows = sum(lengths[b] for b in own)
@@ -398,7 +412,7 @@ class Adaptive:
         if key not in self._expected:
             self._expected[key] = self._thinking(len(load.keys)) + sum(
                 self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
-                for arm, own in self._users(self._plan).items()
+                for arm, own in self._users.items()
             )
         return self._expected[key]
 
@@ -410,7 +424,7 @@ class Adaptive:
             known += (self.costs.forward(load.rows + n, load.context) + rest for n in range(len(known), max(count, 17)))
         return known
 
-    def _users(self, plan: Plan) -> dict[int, list[int]]:
+    def _drafting(self, plan: Plan) -> dict[int, list[int]]:
         """Sequences that draft, by arm."""
         users: dict[int, list[int]] = {}
         for b, (arm, length) in enumerate(zip(plan.arms, plan.lengths, strict=True)):
@@ -472,7 +486,7 @@ class Adaptive:
         if arm in self._hopeless or (plan.lengths[b] and plan.arms[b] == arm) or (allowed is not None and arm not in allowed):
             return math.inf
         name, length = self.arms[arm].name, self._probe_length(arm)
-        users = self._users(plan).get(arm, [])
+        users = self._drafting(plan).get(arm, [])
         proposal = self.costs.proposal(name, len(users) + 1, length, load.context)
         if users:
             proposal -= self.costs.proposal(name, len(users), length, load.context)

@@ -111,8 +111,9 @@ class Costs:
         known, added = self._forward.time(rows), self._added(context)
         seconds /= self._pace
         if known is not None and rows <= _FEW:  # a prompt's own time says nothing of its context
-            off = min(max(seconds / (known + added), 1 / _TOLERANCE), _TOLERANCE)
-            self._pace *= off**_READILY
+            if _step(rows) in self._forward.means:
+                off = min(max(seconds / (known + added), 1 / _TOLERANCE), _TOLERANCE)
+                self._pace *= off**_READILY
             if own := _context(context):
                 self._context[own] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
         self._forward.observe(rows, max(seconds - added, _FLOOR * seconds))
