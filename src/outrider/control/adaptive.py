@@ -26,7 +26,8 @@ __all__ = ["Adaptive"]
 
 _LENGTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
 _STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
-_SAMPLED = 8  # every so many plain rounds are timed
+_SAMPLED, _SAMPLED_DRAFTS = 8, 4  # every so many plain rounds are timed, and rounds that draft
+_LEARNT = 64  # rounds until then: at first all are
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.04  # a draft must promise this much more than none: catching up and changing course cost too
 _WORTH_TOGETHER = 0.04  # more for twice as many: they end one by one, and who is left shares its rounds with fewer
@@ -227,7 +228,8 @@ class Adaptive:
         many = len(load.keys)
         drafted = [(key, arm) for arm, own in self._users.items() for key in map(load.keys.__getitem__, own)]
         began, self._drafted = not self._drafted.issuperset(drafted), set(drafted)
-        if drafted or self._priced % _SAMPLED == 0:
+        often = 1 if self._priced < _LEARNT or self._probe is not None else _SAMPLED_DRAFTS if drafted else _SAMPLED
+        if self._priced % often == 0:
             asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
             self._timed.append(_Timed(stats, load.context, many, asked, began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):

@@ -135,12 +135,6 @@ class Record:
 
     def __init__(self, arms: Seq[Arm]) -> None:
         self._names = [arm.name for arm in arms]
-        alone = {arm.members: i for i, arm in enumerate(arms) if len(arm.members) == 1}
-        self._parts = {  # of the arms of several members, the arms of each
-            i: [alone[(member,)] for member in arm.members if (member,) in alone]
-            for i, arm in enumerate(arms)
-            if len(arm.members) > 1
-        }
         self._shared: dict[int, list[_Arm]] = {}  # by kind
         self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, _Own] = {}
@@ -164,21 +158,11 @@ class Record:
         A sequence's own record, and at first the others'.
         """
         kinds = [self._kinds.get(key, 0) for key in keys]
-        usual = {kind: self._usual(kind) for kind in set(kinds)}
+        usual = {kind: np.stack([arm.gains for arm in self._of_kind(kind)]) for kind in set(kinds)}
         out = np.stack([usual[kind] for kind in kinds])
         if known := [i for i, key in enumerate(keys) if key in self._own]:
             out[known] = self._adapted(out[known], [self._own[keys[i]] for i in known])
         return np.asarray(out.cumsum(2))
-
-    def _usual(self, kind: int) -> Floats:
-        """(arms, nodes): what all sequences of a kind gain. A pair that was hardly tried is as good as its better half."""
-        arms = self._of_kind(kind)
-        gains = np.stack([arm.gains for arm in arms])
-        for arm, parts in self._parts.items():
-            if parts and (share := arms[arm].rounds / (arms[arm].rounds + _TRIED)) < 1:
-                best = max(parts, key=lambda part: float(gains[part, :_NEAR].sum()))
-                gains[arm] = gains[best] + share * (gains[arm] - gains[best])
-        return gains
 
     def _adapted(self, usual: Floats, owns: Seq[_Own]) -> Floats:
         """From all sequences' gains to those of some: (sequences, arms, nodes).
@@ -266,9 +250,11 @@ class Record:
         return self._of_kind(self._kinds.get(key, 0))
 
     def _of_kind(self, kind: int) -> list[_Arm]:
-        """What all sequences of a kind showed; a new kind begins as the nearest known one."""
+        """What all sequences of a kind showed. A new kind begins as the nearest one sampled less freely, where more is guessed:
+        who expects too much soon knows better, who expects too little does not try.
+        """
         if kind not in self._shared:
-            like = min(self._shared, key=lambda own: (abs(own - kind), own), default=None)
+            like = max((own for own in self._shared if own < kind), default=None)
             arms = [_Arm() for _ in self._names] if like is None else [own.recalled(0.0) for own in self._shared[like]]
             self._shared[kind] = arms
         return self._shared[kind]
