@@ -123,6 +123,19 @@ def test_it_notices_when_the_text_turns() -> None:
     assert made.run(400) >= 0.9 * made.best()
 
 
+@pytest.mark.parametrize(("chance", "often"), [(0.9, False), (0.0, True)])
+def test_a_plan_that_brings_little_is_soon_thought_over(chance: float, often: bool) -> None:
+    """Even where its rounds take no longer than plain ones: another arm would have brought more."""
+    arms = {"free": 0.9, "dear": 0.7}
+    made = World(flat, arms, dict(arms), {"free": per_token(0.0), "dear": per_token(0.0003)})
+    made.run(300)
+    made.policy.plan(Load([40], [1], 1, 100, 1))  # somebody new: a plan is made
+    made.chance["free"], thought, best = chance, [], made.policy._best
+    made.policy._best = lambda load: (thought.append(1), best(load))[1]  # type: ignore[method-assign,func-returns-value]
+    made.run(16)
+    assert (len(thought) > 3) == often
+
+
 def test_a_sequence_with_unpredictable_text_is_told_apart() -> None:
     made = World(*WORLDS["good"], batch=2)
     accept = made._accepted

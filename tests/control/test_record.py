@@ -56,6 +56,24 @@ def test_an_arm_tried_long_ago_is_believed_as_little_as_one_never_tried() -> Non
     assert expected(record, "turned", 1) < 0.7 * before
 
 
+def test_a_new_kind_of_request_expects_what_less_free_ones_got() -> None:
+    """Who expects too little never tries: a kind must not begin as a freer one did, however near that is."""
+    record = Record(ARMS)
+    record.meet(["cold", "hot", "warm", "warmer"], [0, 15, 8, 20])
+    for _ in range(40):
+        tell(record, "cold", 0, 4)
+        tell(record, "hot", 0, 0)
+    record.forget("cold")
+    assert expected(record, "warm", 0) > 3.0
+    assert expected(record, "warmer", 0) < 1.0
+    record = Record(ARMS)
+    record.meet(["hot", "cold"], [15, 0])
+    untold = expected(record, "unmet", 0)
+    for _ in range(40):
+        tell(record, "hot", 0, 0)
+    assert expected(record, "cold", 0) == untold
+
+
 def test_catching_up_never_raises_the_price_of_an_arm() -> None:
     """A sequence's first proposal by an arm reads all that came before: that costs once, the next one does not."""
     costs = Costs()
@@ -75,6 +93,7 @@ def test_catching_up_never_raises_the_price_of_an_arm() -> None:
         drafts = policy.select(Drafts.chains([[1] * length], survival=[[0.9**i for i in range(1, length + 1)]]), load)
         (count,) = drafts.counts.tolist()
         policy.observe(RoundStats([count], [range(count)], 1 + count, price * factor, 0.005))
+        policy._think()  # costs are entered when a plan is made
         return price, policy.costs.proposal("a", 1, length)
 
     for key in range(30):
