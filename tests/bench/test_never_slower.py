@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from outrider import LLM
-from outrider.bench.never_slower import Case, Ratio, as_rows, cases, never_slower
+from outrider.bench.never_slower import Case, Ratio, _in_turns, as_rows, cases, never_slower
+from outrider.sampling import SamplingParams
 
 ROW = Ratio("code", 0.0, 1, ratio=0.9, low=0.85, high=0.97, plain_tok_s=100.0, tokens_per_round=1.0)
 
@@ -28,3 +29,20 @@ def test_paired_runs_of_the_same_requests(tmp_path: object, monkeypatch: pytest.
     assert 0 < row.low <= row.ratio <= row.high
     assert row.tokens_per_round >= 1.0
     assert {"workload", "temperature", "batch", "ratio", "low", "high"} <= set(as_rows([row])[0])
+
+
+def test_whoever_is_behind_goes_on_and_all_share_weights_and_pages() -> None:
+    plain = LLM(speculation="none", max_num_seqs=4, prefix_cache=False)
+    fast = plain.beside("suffix:8")
+    assert fast.engine.runner is plain.engine.runner
+    prompts, params = (
+        ["x = [1, 2, 3]\nx = [1, 2, 3]\nx = [", "def f("],
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    )
+    turns = _in_turns((plain, fast), prompts, [params] * 2)
+    assert [own.emitted for own in turns] == [80, 80]
+    assert turns[1].rounds < turns[0].rounds == 80
+    assert plain.engine.pages is fast.engine.pages
+    assert plain.engine.pages.used == 0
+    outputs = [[own.outputs[0].token_ids for own in llm.generate(prompts, params)] for llm in (plain, fast)]
+    assert outputs[0] == outputs[1]
