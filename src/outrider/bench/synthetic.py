@@ -167,7 +167,7 @@ class Synthetic:
         feeds = [Feed(pages[b], context, [5], [7] * (own - 1), list(range(-1, own - 2))) for b in range(batch)]
         graph = self.target.round_graph(rows)
         self.target.fill_round(graph, feeds)
-        return _timed(graph.replay, 20)
+        return _timed(graph.launch, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""

@@ -89,6 +89,7 @@ class Engine:
         plan = self.policy.plan(load)
         planned = perf_counter()
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths), whole=plan.whole and _known_law(batch))
+        batch.again = plan.again and self._may_go_on(batch)
         drafts = self.drafter.propose(batch, plan)
         proposed = perf_counter()
         drafts, heard = self._select(drafts, batch, plan, load)
@@ -119,6 +120,13 @@ class Engine:
             return self.policy.select(guided(drafts, batch, plan), load), None
         heard = _Heard(lambda: self.policy.select(self.drafter.land(drafts, batch, plan), load))
         return Drafts.promised([tree.tokens for tree in drafts.on_host()], heard), heard
+
+    def _may_go_on(self, batch: Batch) -> bool:
+        """Whether the next round can start before this one's tokens are known here: nobody is to join, and nothing needs them."""
+        needs = self.drafter.needs
+        if self.scheduler.waiting or needs.taps or needs.scores or not _known_law(batch):
+            return False
+        return all(self.scheduler.reserve(batch, (1,) * len(batch.sequences)))
 
     def _load(self, batch: Batch) -> Load:
         sequences = batch.sequences
