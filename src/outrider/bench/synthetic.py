@@ -171,8 +171,8 @@ class Synthetic:
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
-        chain = self.draft.chain_graph(1, length)
-        self.draft.fill_chain(chain, [Feed(list(range(8)), context - 1, [5, 6])])
+        chain = self.draft.chains.graph(1, length)
+        self.draft.chains.fill(chain, [Feed(list(range(8)), context - 1, [5, 6])])
         return _timed(chain.replay, 20)
 
     @torch.inference_mode()

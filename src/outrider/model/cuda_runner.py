@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.core import Batch, Drafts, Scores
 from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
+from outrider.model.cuda_chains import CHAIN_LENGTHS, MOST_DRAWN, Chains
 from outrider.model.cuda_plain import MOST_AHEAD, PlainRounds
 from outrider.model.cuda_rows import DEPTH, GRAPH_ROWS, Graph, Packed, bucket
 from outrider.model.cuda_stack import BEYOND, CudaPool, CudaStack
@@ -31,9 +32,7 @@ from outrider.sampling.noise import prefix_of
 
 __all__ = ["CudaOptions", "CudaRunner"]
 
-CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _READ_AT_ONCE = 2048  # rows of text that a draft model has missed
-_MOST_DRAWN = GRAPH_ROWS[-1] * CHAIN_LENGTHS[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +44,10 @@ class CudaOptions:
     most_rows: int = 256  # of a graph
 
 
-class _Chain(NamedTuple):
-    """A captured draft of K tokens for a fixed number of sequences."""
-
-    packed: Packed
-    replay: Any
-    drawn: Tensor  # (K, B) int32, the beginning of `promised`: one draft is under way at a time
-    odds: Tensor  # (K, B)
-    host: tuple[Tensor, Tensor]
-    after: Paged  # the rows of later steps: the graph writes there, so they must live as long as it does
-
-
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
+    runs_ahead = True
     drafts_roughly = True  # heeding the rest would cost a forward's launches for each token
 
     def __init__(
@@ -74,9 +63,9 @@ class CudaRunner(Runner):
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
         self.draws_ahead = beside is not None
-        fresh = torch.zeros(_MOST_DRAWN + GRAPH_ROWS[-1], dtype=torch.int32, device=device)
+        fresh = torch.zeros(MOST_DRAWN + GRAPH_ROWS[-1], dtype=torch.int32, device=device)
         self.promised: Tensor = fresh if beside is None else beside.promised  # tokens of a draft, then choices of a round
-        self._chosen = fresh[_MOST_DRAWN:]
+        self._chosen = fresh[MOST_DRAWN:]
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.promised)
         c = decoder.config
         self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
@@ -84,11 +73,12 @@ class CudaRunner(Runner):
         self.stack = self._output = None
         self.options = options
         self._wishes = Wishes(self.device)
-        self._plain = PlainRounds(self, self._wishes, -1 - _MOST_DRAWN)
+        self.judging: list[int] | None = None  # while a round runs whose choices will lie in `promised`: its roots there
+        self.chains = Chains(self, beside)
+        self._plain = PlainRounds(self, self._wishes, -1 - MOST_DRAWN)
         self.capture_seconds: dict[str, float] = {}
-        self._width = -(-(c.context + BEYOND) // page_size)
+        self.width = -(-(c.context + BEYOND) // page_size)  # of a page table
         self._graphs: dict[tuple[int, tuple[int, ...], int], Graph] = {}
-        self._chains: dict[tuple[int, int], _Chain] = {}
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -150,7 +140,11 @@ class CudaRunner(Runner):
         left = self._ask(graph.packed, batch, laid)
         graph.start()
         if ahead is not None:
-            ahead()  # while the device goes on
+            self.judging = laid.roots
+            try:
+                ahead()  # while the device goes on
+            finally:
+                self.judging = None
         graph.wait()
         logits, taps_of_all = graph.found
         tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay writes there
@@ -258,7 +252,7 @@ class CudaRunner(Runner):
         order = [*runs, *singles]
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
-        packed = Packed(rows, len(feeds), self._width, self.device, DEPTH if branched else 1)
+        packed = Packed(rows, len(feeds), self.width, self.device, DEPTH if branched else 1)
         self._pack(packed, [feeds[i] for i in order])
         packed.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
@@ -311,26 +305,12 @@ class CudaRunner(Runner):
 
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
         """The same, not waited for. The target may read the tokens where they are drawn: in `promised`."""
-        length = max(lengths)
-        longest = [feed for feed in feeds if len(feed.tokens) > 2]
-        if longest:  # all but the newest two tokens of each
-            self._catch_up([feed._replace(tokens=feed.tokens[:-2]) for feed in longest])
-        batch = bucket(len(feeds), GRAPH_ROWS)
-        chain = self.chain_graph(batch, bucket(length, CHAIN_LENGTHS))
-        self.fill_chain(chain, feeds, rows)
-        chain.replay()
-        if self._done is not None:
-            self._done.record(self._stream)
+        return self.chains.draw(feeds, rows, lengths)
 
-        def land() -> tuple[Tokens, Chances]:
-            if self._done is not None:
-                self._done.synchronize()
-            tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
-            return tokens, odds
+    def draw_behind(self, numbers: Sequence[int]) -> None:
+        self.chains.draw_behind(numbers)
 
-        return Drawing([list(range(-1 - b, -1 - b - own * batch, -batch)) for b, own in enumerate(lengths)], land)
-
-    def _catch_up(self, feeds: Sequence[Feed]) -> None:
+    def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Text the model has missed: a little by the graph of a round, whose logits nobody reads, much as prompts are read."""
         for piece in _pieces(feeds, _READ_AT_ONCE):
             rows = sum(len(feed.tokens) for feed in piece)
@@ -340,32 +320,6 @@ class CudaRunner(Runner):
                 graph = self.round_graph(bucket(rows, GRAPH_ROWS))
                 self.fill_round(graph, piece)
                 graph.launch()
-
-    def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
-        """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
-        packed, batch, count = chain.packed, chain.drawn.shape[1], len(feeds)
-        size, scratch = self.pool.page_size, self.pool.pages - 1
-        if packed.filled != count:
-            packed.filled = count
-            packed.fields[:] = 0
-            packed.fields[1] = packed.order % batch
-            packed.fields[5] = scratch * size
-            packed.temperatures[:] = 0.0
-            for b in range(count, batch):
-                packed.place(b, [], scratch)
-        heats = [0.0 if row.params.greedy else row.params.temperature for row in rows] or [0.0] * count
-        packed.temperatures[:count] = heats
-        packed.prefixes[: len(rows)] = [prefix_of(row.seed, row.sample) for row in rows]
-        newest = [feed.start + len(feed.tokens) - 1 for feed in feeds]
-        before = [at - (len(feed.tokens) > 1) for feed, at in zip(feeds, newest, strict=True)]  # a lone token is fed twice
-        halves = packed.fields.reshape(6, 2, batch)[:, :, :count]
-        halves[0] = [feed.tokens[-1] for feed in feeds], [feed.tokens[-2:][0] for feed in feeds]
-        halves[2:4] = newest, before
-        halves[5] = [
-            [feed.pages[at // size] * size + at % size for feed, at in zip(feeds, own, strict=True)] for own in (newest, before)
-        ]
-        for b, feed in enumerate(feeds):
-            packed.place(b, feed.pages, scratch)
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
@@ -380,7 +334,7 @@ class CudaRunner(Runner):
                 self.round_graph(count, taps, 1)
             for tokens in CHAIN_LENGTHS:
                 if batch and count <= bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= bucket(length, CHAIN_LENGTHS):
-                    self.chain_graph(count, tokens)
+                    self.chains.graph(count, tokens)
 
     def read_nothing(self) -> None:
         """Prompts longer than any graph, into the padding's page: compiles what prompts need beside the graphs."""
@@ -405,7 +359,7 @@ class CudaRunner(Runner):
         return (rows, (), twin) in self._graphs
 
     def _capture_round(self, rows: int, taps: tuple[int, ...]) -> Graph:
-        packed = Packed(rows, rows, self._width, self.device)
+        packed = Packed(rows, rows, self.width, self.device)
         self._pack(packed, [])
         kept: list[Any] = []
         host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -418,43 +372,10 @@ class CudaRunner(Runner):
             host.copy_(chosen, non_blocking=True)
             kept[:] = [logits, found.taps]
 
-        launch = self._capture(f"round of {rows} rows", work)
+        launch = self.capture(f"round of {rows} rows", work)
         return Graph(packed, launch, kept, host, torch.cuda.Event() if self.device.type == "cuda" else None)  # type: ignore[no-untyped-call]
 
-    def chain_graph(self, batch: int, length: int) -> _Chain:
-        """The graph of a draft: one of GRAPH_ROWS sequences, one of CHAIN_LENGTHS tokens."""
-        key = (batch, length)
-        if key not in self._chains:
-            self._chains[key] = self._capture_chain(batch, length)
-        return self._chains[key]
-
-    def _capture_chain(self, batch: int, length: int) -> _Chain:
-        packed = Packed(2 * batch, batch, self._width, self.device, 1)
-        for b in range(batch):
-            packed.place(b, (), self.pool.pages - 1)
-        packed.fields[5] = (self.pool.pages - 1) * self.pool.page_size
-        after = Packed(batch, 1, 1, self.device, 1).paged
-        after.table = packed.paged.table
-        drawn = self.promised[: length * batch].view(length, batch)
-        odds = torch.zeros(length, batch, device=self.device)
-
-        host = tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=self.device.type == "cuda") for part in (drawn, odds))
-
-        def work() -> None:
-            packed.send()
-            before = packed.paged
-            for step in range(length):
-                last = self.cuda.forward(before, self.pool).last
-                found = self.cuda.kernels.choose(self.cuda.logits(last[:batch]), before.rows(slice(0, batch)))
-                self.cuda.kernels.next_rows(found, before, after, (drawn, odds), step)
-                before = after
-            for kept, own in zip(host, (drawn, odds), strict=True):
-                kept.copy_(own, non_blocking=True)
-
-        replay = self._capture(f"draft of {length} tokens for {batch}", work)
-        return _Chain(packed, replay, drawn, odds, host, after)  # type: ignore[arg-type]
-
-    def _capture(self, name: str, work: Any) -> Any:
+    def capture(self, name: str, work: Any) -> Any:
         """A callable that does the work again: a graph's replay, or the work itself where there are no graphs."""
         if self.device.type != "cuda" or not self.options.graphs:
             return work
@@ -474,14 +395,14 @@ class CudaRunner(Runner):
         self, name: str, rows: int, work: Callable[[Paged], None]
     ) -> Callable[[Sequence[Feed], Sequence[Row]], None]:
         """For networks beside this model: work on so many rows of its pages as one graph, given up to as many by feeds."""
-        packed = Packed(rows, rows, self._width, self.device)
+        packed = Packed(rows, rows, self.width, self.device)
         self._pack(packed, [])
 
         def whole() -> None:
             packed.send()
             work(packed.paged)
 
-        replay = self._capture(name, whole)
+        replay = self.capture(name, whole)
 
         def run(feeds: Sequence[Feed], noisy: Sequence[Row]) -> None:
             self._wait()  # the integers of an earlier call may still be on their way
