@@ -72,6 +72,7 @@ class Adaptive:
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
         self._poor = 0  # rounds in a row that brought less than plain ones would have
         self._credit = 0.0  # seconds that may be lost on probes
+        self._earned = 0.0  # of them, by the last round
         self._grant: float | None = None  # the same, on arms not known yet
         self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
@@ -100,7 +101,7 @@ class Adaptive:
         self._load, self._probe = load, None
         self._age += 1
         if self._rests(load):
-            return self._plan
+            return self._plan._replace(again=self._stands())
         if self._is_due(load):
             self._replan(load)
             self._plan = self._with_probe(load, self._stood(load))
@@ -112,8 +113,15 @@ class Adaptive:
             self._plan = self._stood(load)
         self._plan = self._plan._replace(whole=self._is_whole(self._plan))
         settled = self._complete and self._again is None and not any(self._plan.lengths)
-        self._resting = settled and not any(length for _, length in self._standing.values())
-        return self._plan
+        drafting = any(length for _, length in self._standing.values())
+        self._resting = settled and not drafting
+        return self._plan._replace(again=drafting == any(self._plan.lengths) and self._stands())
+
+    def _stands(self) -> bool:
+        """Whether the next round's plan will be this one, as far as can be told."""
+        if self._probe is not None or self._again is not None or self._age + 1 >= self._every:
+            return False
+        return self._credit + self._earned < self._next_probe
 
     def _replan(self, load: Load) -> None:
         """Think about everyone, and for how long that shall stand."""
@@ -206,7 +214,8 @@ class Adaptive:
             return
         self._priced += 1
         seconds = stats.propose_s + stats.forward_s + stats.rest_s
-        self._credit = min(self._credit + _PROBES * seconds, _SAVED * seconds)
+        self._earned = _PROBES * seconds
+        self._credit = min(self._credit + self._earned, _SAVED * seconds)
         if self._resting and self._priced % _SAMPLED:
             return
         drafting, many = any(self._plan.lengths), len(load.keys)
