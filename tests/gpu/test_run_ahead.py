@@ -59,8 +59,14 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Decoder]:
+    """A target, and a draft that is right now and then."""
     folder = write_family(tmp_path_factory.mktemp("family"), "llama2", hidden_size=64, num_key_value_heads=2)
-    return random_decoder(folder, 0), random_decoder(folder, 1)
+    target, draft = random_decoder(folder, 0), random_decoder(folder, 0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for own in draft.parameters():
+            own += 0.3 * own.std(correction=0) * torch.randn_like(own)
+    return target, draft
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +116,14 @@ def counted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["ahead"] += found is not None
         return found
 
-    def dropped() -> None:
+    def dropped(batch: Any) -> None:
         counts["dropped"] += plain._ahead is not None
-        drop()
+        drop(batch)
 
     monkeypatch.setattr(plain, "_launch_next", launched)
     monkeypatch.setattr(plain, "drop", dropped)
     monkeypatch.setattr("outrider.model.cuda_plain._PAUSE", 2)
+    monkeypatch.setattr("outrider.model.cuda_chains._PAUSE", 0)
     plain._pause = 0
     return counts
 
@@ -126,7 +133,7 @@ CASES = [
     Case(BATCHES[-1], stops=True, prefix_cache=True),
     Case(4, aborts=True),
     Case(4, newcomers=True, prefix_cache=True),
-    Case(4, stops=True, pages=5),
+    Case(4, pages=5, prefix_cache=True),
 ]
 
 
@@ -153,7 +160,7 @@ def test_a_drafter_cuts_in(runners: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     got, engine = texts(runners, Moody(), case, stops)
     assert got == want
     assert min(counts.values()) > 1
-    assert engine.tally.emitted
+    assert 0 < engine.tally.accepted < engine.tally.drafted
 
 
 def test_what_the_choice_needs_is_waited_for(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:

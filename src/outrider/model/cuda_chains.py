@@ -70,7 +70,8 @@ class Chains:
         else:
             if behind is not None:
                 self._wait()  # its integers on the host are about to change
-                self._pause = _PAUSE
+                if any(feed.pages is own.pages for feed in feeds for own in behind.feeds):  # not all have ended
+                    self._pause = _PAUSE
             columns = list(range(len(feeds)))
             chain = self._launch(feeds, rows, max(lengths))
         drawn = self._last = _Drawn(chain, feeds, rows, lengths, columns, [])

@@ -55,7 +55,7 @@ class PlainRounds:
             return None
         flight, places = self._ahead, [] if taps else self._places(sequences)
         if flight is None or not places:
-            self.drop()
+            self.drop(batch)
             flight, places = self._launch(sequences, starts, [seq.tokens[-1] for seq in sequences], 0, taps), list(range(rows))
         self._ahead = None
         behind = self._launch_next(flight, places) if batch.again and not asked.logprobs else None
@@ -69,11 +69,13 @@ class PlainRounds:
         logits = logits[:filled].cpu() if asked.logprobs else logits[:filled]
         return Scores(logits, places, places, tapped, {}, choices)
 
-    def drop(self) -> None:
-        """What was launched ahead is of no use; its graph may be filled again."""
-        if self._ahead is not None:
-            self._ahead.graph.wait()
-            self._ahead, self._pause = None, _PAUSE
+    def drop(self, batch: Batch) -> None:
+        """What was launched ahead is not what this batch asks for; its graph may be filled again."""
+        if (flight := self._ahead) is not None:
+            flight.graph.wait()
+            self._ahead = None
+            if not set(batch.sequences).isdisjoint(flight.sequences):  # not all have ended
+                self._pause = _PAUSE
 
     def _places(self, sequences: list[Generation]) -> list[int]:
         """Of each sequence, its row in what was launched ahead; none where that is not what they ask for now."""

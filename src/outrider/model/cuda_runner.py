@@ -95,7 +95,7 @@ class CudaRunner(Runner):
             scores = self._plain.score(batch, taps)
             if scores is not None:
                 return scores
-        self._plain.drop()
+        self._plain.drop(batch)
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
