@@ -35,15 +35,16 @@ class Heard(FixedLength):
 
 
 class Moody(FixedLength):
-    """Drafts in some rounds, and is sure in all others that the next one will be plain."""
+    """Drafts in some rounds and not in others, and is sure in all of them that the next one will be the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, sure: bool) -> None:
         super().__init__(3)
+        self._sure = sure
         self._mood = random.Random(5)
 
     def plan(self, load: Load) -> Plan:
-        plan = super().plan(load)
-        return plan if self._mood.random() < 0.3 else plan._replace(lengths=(0,) * len(plan.lengths), again=True)
+        plan = super().plan(load)._replace(again=self._sure)
+        return plan if self._mood.random() < 0.5 else plan._replace(lengths=(0,) * len(plan.lengths))
 
 
 class Case(NamedTuple):
@@ -155,12 +156,13 @@ def test_the_next_round_starts_before_this_one_is_heard(runners: Any, case: Case
 def test_a_drafter_cuts_in(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(BATCHES[-1])
     stops: list[frozenset[int]] = [frozenset()] * case.batch
-    want, _ = texts(runners, Heard(0), case, stops)
+    want, heard = texts(runners, Moody(sure=False), case, stops)
     counts = counted(runners[0], monkeypatch)
-    got, engine = texts(runners, Moody(), case, stops)
+    got, engine = texts(runners, Moody(sure=True), case, stops)
     assert got == want
     assert min(counts.values()) > 1
     assert 0 < engine.tally.accepted < engine.tally.drafted
+    assert engine.tally.by_source == heard.tally.by_source  # the drafts were the same too
 
 
 def test_what_the_choice_needs_is_waited_for(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
