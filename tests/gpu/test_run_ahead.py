@@ -82,9 +82,9 @@ def runners(decoders: tuple[Decoder, Decoder]) -> Any:
 def requests(batch: int, stops: list[frozenset[int]]) -> list[Request]:
     asked = []
     for i in range(batch):
-        params = SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=TOKENS - i % 3)
+        params = SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=TOKENS - 2 + i % 3)
         prompt = tuple((7 * i + 3 * j) % 199 for j in range(5 + 3 * (i % 7)))
-        asked.append(Request(f"r{i}", prompt, params, i, stops[i], TOKENS - i % 3))
+        asked.append(Request(f"r{i}", prompt, params, i, stops[i], TOKENS - 2 + i % 3))
     return asked
 
 
@@ -138,7 +138,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def name(case: Case) -> str:
+    events = [event for event in ("stops", "aborts", "newcomers") if getattr(case, event)]
+    return "-".join([f"batch_{case.batch}", *events, *(["few_pages"] if case.pages < 100 else [])])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
 def test_the_next_round_starts_before_this_one_is_heard(runners: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     stops: list[frozenset[int]] = [frozenset()] * case.batch
     if case.stops:
