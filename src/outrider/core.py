@@ -183,6 +183,7 @@ class Plan(NamedTuple):
     keep_q: bool = False  # the rule needs the law each draft token was drawn from
     arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
     whole: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
+    again: bool = False  # the next round's plan is likely to be the same: it may start before the host has seen this one's tokens
 
 
 class Tree(NamedTuple):
@@ -308,6 +309,7 @@ class Batch:
 
     sequences: list[Sequence]
     feeds: list[int]
+    again: bool = False  # the next round is likely to be theirs too, planned as this one, and has its slots: it may start unasked
 
     def samples(self, b: int) -> bool:
         """Whether sequence b has read all of its tokens after this round and so emits."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.control import Adaptive, Costs, Load, RoundStats
-from outrider.core import Arm, Drafts
+from outrider.core import Arm, Drafts, Plan
 
 
 @dataclass
@@ -134,6 +134,27 @@ def test_a_plan_that_brings_little_is_soon_thought_over(chance: float, often: bo
     made.policy._best = lambda load: (thought.append(1), best(load))[1]  # type: ignore[method-assign,func-returns-value]
     made.run(16)
     assert (len(thought) > 3) == often
+
+
+def test_a_plan_made_while_the_forward_runs_is_the_next_rounds() -> None:
+    made = World(*WORLDS["good"])
+    made.policy = policy = Adaptive([Arm("a", (0,), 32, ahead=True)], Costs())
+    plan, lengths = policy.plan, []
+
+    def planned(load: Load) -> Plan:
+        stands = policy._standing.get(0, (0, 0))[1] if policy._age + 1 < policy._every else None
+        found = plan(load)
+        if policy._probe is None and policy._again is None and stands is not None:
+            lengths.append((stands, *found.lengths))
+        return found
+
+    policy.plan = planned  # type: ignore[method-assign]
+    made.run(100)
+    made.chance["a"] = 0.0
+    made.run(100)
+    assert len({stood for stood, _ in lengths}) > 2, "it changed its mind"
+    assert all(stood == length or length == 0 for stood, length in lengths)  # nobody drafting is tried too
+    assert sum(stood != length for stood, length in lengths) < 10
 
 
 def test_a_sequence_with_unpredictable_text_is_told_apart() -> None:

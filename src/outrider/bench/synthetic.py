@@ -167,12 +167,12 @@ class Synthetic:
         feeds = [Feed(pages[b], context, [5], [7] * (own - 1), list(range(-1, own - 2))) for b in range(batch)]
         graph = self.target.round_graph(rows)
         self.target.fill_round(graph, feeds)
-        return _timed(graph.replay, 20)
+        return _timed(graph.launch, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
-        chain = self.draft.chain_graph(1, length)
-        self.draft.fill_chain(chain, [Feed(list(range(8)), context - 1, [5, 6])])
+        chain = self.draft.chains.graph(1, length)
+        self.draft.chains.fill(chain, [Feed(list(range(8)), context - 1, [5, 6])])
         return _timed(chain.replay, 20)
 
     @torch.inference_mode()

@@ -84,6 +84,7 @@ class Adaptive:
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
         self._brought = [0, 0.0, 0.0]  # by the standing plan: rounds, tokens, seconds
         self._credit = 0.0  # seconds that may be lost on probes
+        self._earned = 0.0  # of them, by the last round
         self._grant: float | None = None  # the same, on arms not known yet
         self._next_probe = 0.0  # what the next one would cost
         self._turn = 0  # of probes, over sequences and arms
@@ -113,8 +114,12 @@ class Adaptive:
         """Who drafts, with what, how far."""
         self._load, self._probe = load, None
         self._age += 1
-        if self._stands(load):
-            return self._plan
+        if not self._stands(load):
+            self._plan = self._anew(load)
+        return self._plan if self._goes_on() else self._plan._replace(again=False)
+
+    def _anew(self, load: Load) -> Plan:
+        """The standing plan for this round, thought over where that is due, or with something tried in it."""
         due = self._is_due(load)
         if due:
             self._replan(load)
@@ -123,15 +128,18 @@ class Adaptive:
             plan = self._probed(load, stood, *self._again)
         elif due or self._credit >= self._next_probe:
             plan = self._with_probe(load, stood)
-        self._plan = plan._replace(whole=self._is_whole(plan))
         self._settled = plan is stood and self._complete and self._again is None
         self._resting = self._settled and not any(plan.lengths)
         self._users = self._drafting(plan)
-        return self._plan
+        return plan._replace(whole=self._is_whole(plan), again=True)
+
+    def _goes_on(self) -> bool:
+        """Whether the next round's plan will be this one's too, as far as can be told."""
+        return self._settled and self._age + 1 < self._every and self._credit + self._earned < self._next_probe
 
     def _replan(self, load: Load) -> None:
         """Think about everyone, and for how long that shall stand."""
-        self._age, self._who, self._many = 0, tuple(load.keys), len(load.keys)
+        self._age, self._who, self._many, self._settled = 0, tuple(load.keys), len(load.keys), False
         before = self._standing
         self._best(load)
         drafting = [key for key, (_, length) in self._standing.items() if length]
@@ -222,7 +230,8 @@ class Adaptive:
             return
         self._priced += 1
         seconds = stats.propose_s + stats.forward_s + stats.rest_s
-        self._credit = min(self._credit + _PROBES * seconds, _SAVED * seconds)
+        self._earned = _PROBES * seconds
+        self._credit = min(self._credit + self._earned, _SAVED * seconds)
         if self._resting and self._priced % _SAMPLED:
             return
         many = len(load.keys)

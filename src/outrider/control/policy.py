@@ -73,7 +73,7 @@ class FixedLength:
 
     def plan(self, load: Load) -> Plan:
         lengths = tuple(min(self._length, room) for room in load.room)
-        return Plan(lengths, self._rule, self._keep_q, whole=self._rule == "match")
+        return Plan(lengths, self._rule, self._keep_q, whole=self._rule == "match", again=True)
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
         return drafts

@@ -48,8 +48,9 @@ class Survey:
 
     @property
     def rounds(self) -> int:
-        """Tokens a request must have room for, one a round, and the last draft."""
-        return len(self._left) + max(_NODES) + 2
+        """Tokens a request must have room for: one a round, those that may be accepted, and the last draft."""
+        accepted = sum(trial.nodes for trial in self._left if self._is_whole(trial.arm))
+        return len(self._left) + accepted + max(_NODES) + 2
 
     @property
     def done(self) -> bool:
@@ -63,9 +64,16 @@ class Survey:
         if all(load.room) and self._left:  # everyone has read its prompt
             self._trial = self._left.pop(0)
         nodes, arm = (0, None) if self._trial is None else self._trial[:2]
-        return Plan(tuple(min(nodes, room) for room in load.room), arms=(arm or 0,) * len(load.room))
+        lengths = tuple(min(nodes, room) for room in load.room)
+        again = bool(self._left) and self._left[0][:2] == (nodes, arm) and (arm is not None or not nodes)  # as in service
+        return Plan(lengths, arms=(arm or 0,) * len(load.room), whole=self._is_whole(arm), again=again)
 
-    def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
+    def _is_whole(self, arm: int | None) -> bool:
+        return arm is not None and self.arms[arm].ahead
+
+    def select(self, drafts: Drafts, load: Load) -> Drafts:
+        if self._trial is not None and self._is_whole(self._trial.arm):
+            return drafts  # under way already
         if self._trial is None or self._trial.arm is not None:
             return Drafts.empty(len(load.room))
         return Drafts.chains([[0] * min(self._trial.nodes, room) for room in load.room])

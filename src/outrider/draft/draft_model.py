@@ -104,7 +104,14 @@ class DraftModel:
             return Drafts.empty(len(batch.sequences))
         if plan.whole and self._reader.runner.draws_ahead:
             promises, land = self._reader.draw(told, lengths)
-            return Drafts.promised(_of_all(batch, told, promises), lambda: _spread(batch, told, *_sound(land())))
+
+            def landed() -> Drafts:
+                drafts = _spread(batch, told, *_sound(land()))
+                if batch.again:
+                    self._reader.runner.draw_behind([batch.sequences.index(text.seq) for text in told])
+                return drafts
+
+            return Drafts.promised(_of_all(batch, told, promises), landed)
         sharpness = [self._sharpener.temperature(text.seq.request.params) for text in told]
         tokens, chances, logits = self._reader.draft(told, lengths, sharpness)
         for s, (text, own) in enumerate(zip(told, tokens, strict=True)):

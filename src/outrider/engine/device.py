@@ -80,7 +80,7 @@ class Device:
 
         assert isinstance(target, CudaRunner)
         costs = Costs()
-        target.warm_up(batch * (1 + length), taps)
+        target.warm_up(batch * (1 + length), taps, plain=batch)
         target.read_nothing()
         rounds = target.round_seconds()
         if (most := target.options.most_rows) in rounds:

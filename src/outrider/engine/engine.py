@@ -96,6 +96,7 @@ class Engine:
         planned = perf_counter()
         plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths), whole=plan.whole and _known_law(batch))
         drafts = self.drafter.propose(batch, plan)
+        batch.again = plan.again and self._may_go_on(batch, plan, drafts)
         proposed = perf_counter()
         drafts, heard = self._select(drafts, batch, plan, load)
         chosen = perf_counter()
@@ -125,6 +126,14 @@ class Engine:
             return self.policy.select(guided(drafts, batch, plan), load), None
         heard = _Heard(lambda: self.policy.select(self.drafter.land(drafts, batch, plan), load))
         return Drafts.promised([tree.tokens for tree in drafts.on_host()], heard), heard
+
+    def _may_go_on(self, batch: Batch, plan: Plan, drafts: Drafts) -> bool:
+        """Whether the next round can start before this one's tokens are known here: nobody is to join, and nothing needs them."""
+        needs, planned = self.drafter.needs, any(plan.lengths)
+        if not self.runner.runs_ahead or self.scheduler.waiting or needs.taps or needs.scores or not _known_law(batch):
+            return False
+        slots = tuple(2 * length + 1 for length in plan.lengths)
+        return (drafts.ahead is not None or not planned) and self.scheduler.reserve(batch, slots) == slots
 
     def _load(self, batch: Batch) -> Load:
         sequences = batch.sequences

@@ -17,7 +17,9 @@ from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.heads.runners import Drawn
 from outrider.model import Feed
-from outrider.model.cuda_runner import CHAIN_LENGTHS, GRAPH_ROWS, CudaRunner
+from outrider.model.cuda_chains import CHAIN_LENGTHS
+from outrider.model.cuda_rows import GRAPH_ROWS
+from outrider.model.cuda_runner import CudaRunner
 from outrider.model.cuda_stack import BEYOND, CudaPool
 from outrider.model.decoder import RopeTable
 from outrider.ops import Plain

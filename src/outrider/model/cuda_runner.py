@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Request, Scores
+from outrider.core import Batch, Drafts, Scores
 from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
+from outrider.model.cuda_chains import CHAIN_LENGTHS, MOST_DRAWN, Chains
+from outrider.model.cuda_plain import MOST_AHEAD, PlainRounds
+from outrider.model.cuda_rows import DEPTH, GRAPH_ROWS, Graph, Packed, bucket
 from outrider.model.cuda_stack import BEYOND, CudaPool, CudaStack
 from outrider.model.cuda_wishes import Wishes
 from outrider.model.decoder import Decoder, Hidden
@@ -30,12 +32,7 @@ from outrider.sampling.noise import prefix_of
 
 __all__ = ["CudaOptions", "CudaRunner"]
 
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _READ_AT_ONCE = 2048  # rows of text that a draft model has missed
-_MOST_DRAWN = GRAPH_ROWS[-1] * CHAIN_LENGTHS[-1]
-_DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
-_MOVED = 8  # sections of N words in front of the page table: see _Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,101 +44,10 @@ class CudaOptions:
     most_rows: int = 256  # of a graph
 
 
-class _Packed:
-    """The integers of a forward on the host and on the device, moved by one copy.
-
-    Words: prefixes (two each), temperatures, tokens, sequences, positions, roots, firsts, slots, heads of Wishes; the page
-    table; ancestors.
-    """
-
-    def __init__(self, rows: int, sequences: int, width: int, device: torch.device, depth: int = _DEPTH) -> None:
-        self.rows, self._table_shape, self._depth = rows, (sequences, width), depth
-        self._short = (2 + _MOVED) * rows + sequences * width
-        words = self._short + rows * depth
-        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(words, dtype=torch.int32, device=device)
-        flat = self._host.numpy()
-        self.prefixes = flat[: 2 * rows].view(np.uint64)
-        sections = flat[2 * rows : (2 + _MOVED) * rows].reshape(_MOVED, rows)
-        self.temperatures = sections[0].view(np.float32)
-        self.shaped = sections[7]
-        self.fields = sections[1:7]  # tokens, sequences, positions, roots, firsts, slots
-        self.table = flat[(2 + _MOVED) * rows : self._short].reshape(sequences, width)
-        self.ancestors = flat[self._short :].reshape(rows, depth)
-        self.paged = self._views()
-        self.placed: list[list[int] | None] = [None] * sequences  # the page table's rows
-        self.asked: _Asked | None = None  # whose noise lies here, one row each
-        self.filled = 0  # sequences of one row each, or of a chain, where the last filling was that: padding lies as it should
-        self.order = np.arange(rows, dtype=np.int32)
-
-    def _views(self) -> Paged:
-        n, flat = self.rows, self._device
-        sections = flat[2 * n : (2 + _MOVED) * n].view(_MOVED, n)
-        tokens, sequences, positions, roots, firsts, slots, shaped = sections[1:].unbind()
-        table = flat[(2 + _MOVED) * n : self._short].view(self._table_shape)
-        ancestors, prefixes = flat[self._short :].view(n, self._depth), flat[: 2 * n].view(torch.int64)
-        temperatures = sections[0].view(torch.float32)
-        return Paged(tokens, sequences, positions, roots, firsts, slots, table, ancestors, temperatures, prefixes, shaped)
-
-    def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
-        """A sequence's row of the page table; what it does not own is the padding's page."""
-        if self.placed[b] != pages:
-            self.placed[b] = list(pages)
-            self.table[b, : len(pages)] = pages
-            self.table[b, len(pages) :] = scratch
-
-    def hear(self, asked: _Asked) -> None:
-        """Noise of one row for each request."""
-        self.asked, rows = asked, len(asked.requests)
-        self.temperatures[:rows] = [0.0 if own.params.greedy else own.params.temperature for own in asked.requests]
-        self.prefixes[:rows] = [prefix_of(own.seed, own.index) for own in asked.requests]
-
-    def send(self) -> None:
-        self._device.copy_(self._host, non_blocking=True)
-
-
-class _Asked(NamedTuple):
-    """Requests, and what any of them asks of the choice."""
-
-    requests: list[Request]
-    shapes: bool  # more than a temperature
-    logprobs: bool
-    of_prompts: bool  # log probabilities
-
-    @classmethod
-    def by(cls, requests: list[Request]) -> _Asked:
-        params = [own.params for own in requests]
-        return cls(
-            requests,
-            any(own.adjusts or own.truncates for own in params),
-            any(own.logprobs is not None for own in params),
-            any(own.prompt_logprobs is not None for own in params),
-        )
-
-
-class _Graph(NamedTuple):
-    """A captured forward for a fixed number of rows."""
-
-    packed: _Packed
-    replay: Any
-    found: list[Any]  # after a replay: logits, taps or None
-    host: Tensor  # pinned: the choices
-
-
-class _Chain(NamedTuple):
-    """A captured draft of K tokens for a fixed number of sequences."""
-
-    packed: _Packed
-    replay: Any
-    drawn: Tensor  # (K, B) int32, the beginning of `promised`: one draft is under way at a time
-    odds: Tensor  # (K, B)
-    host: tuple[Tensor, Tensor]
-    after: Paged  # the rows of later steps: the graph writes there, so they must live as long as it does
-
-
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
+    runs_ahead = True
     drafts_roughly = True  # heeding the rest would cost a forward's launches for each token
 
     def __init__(
@@ -157,8 +63,9 @@ class CudaRunner(Runner):
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
         self.draws_ahead = beside is not None
-        fresh = torch.zeros(_MOST_DRAWN, dtype=torch.int32, device=device)
-        self.promised: Tensor = fresh if beside is None else beside.promised
+        fresh = torch.zeros(MOST_DRAWN + GRAPH_ROWS[-1], dtype=torch.int32, device=device)
+        self.promised: Tensor = fresh if beside is None else beside.promised  # tokens of a draft, then choices of a round
+        self._chosen = fresh[MOST_DRAWN:]
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.promised)
         c = decoder.config
         self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
@@ -166,11 +73,12 @@ class CudaRunner(Runner):
         self.stack = self._output = None
         self.options = options
         self._wishes = Wishes(self.device)
-        self._asked = _Asked.by([])
+        self.judging: list[int] | None = None  # while a round runs whose choices will lie in `promised`: its roots there
+        self.chains = Chains(self, beside)
+        self._plain = PlainRounds(self, self._wishes, -1 - MOST_DRAWN)
         self.capture_seconds: dict[str, float] = {}
-        self._width = -(-(c.context + BEYOND) // page_size)
-        self._graphs: dict[tuple[int, tuple[int, ...]], _Graph] = {}
-        self._chains: dict[tuple[int, int], _Chain] = {}
+        self.width = -(-(c.context + BEYOND) // page_size)  # of a page table
+        self._graphs: dict[tuple[int, tuple[int, ...], int], Graph] = {}
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -184,9 +92,10 @@ class CudaRunner(Runner):
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone, and the target's choices with it. Drafts still being drawn are heard while it runs."""
         if drafts.ahead is None and not drafts.tokens.shape[1]:
-            scores = self._score_plain(batch, taps)
+            scores = self._plain.score(batch, taps)
             if scores is not None:
                 return scores
+        self._plain.drop(batch)
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
@@ -204,49 +113,6 @@ class CudaRunner(Runner):
             return Scores(torch.empty(0, self.decoder.config.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
         logits, choices = self._choose(found.last, batch, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
-
-    def _score_plain(self, batch: Batch, taps: tuple[int, ...]) -> Scores | None:
-        """A round of one row each, the most common one: what _score_decoding does, in fewer steps. None: it is not such a one."""
-        sequences, rows = batch.sequences, len(batch.sequences)
-        starts = [seq.cached for seq in sequences]
-        if rows > self.options.most_rows or [len(seq.tokens) - 1 for seq in sequences] != starts:
-            return None
-        requests = [seq.request for seq in sequences]
-        if requests != self._asked.requests:
-            self._asked = _Asked.by(requests)
-        asked = self._asked
-        if asked.shapes or asked.of_prompts:
-            return None
-        graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
-        if graph.packed.asked is not asked:
-            graph.packed.hear(asked)
-            self._wishes.begin()  # nobody has any
-        self._pack_plain(graph.packed, batch, starts)
-        graph.replay()
-        self._wait()
-        logits, taps_of_all = graph.found
-        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay writes there
-        roots = list(range(rows))
-        logits = logits[:rows].cpu() if asked.logprobs else logits[:rows]
-        return Scores(logits, roots, roots, tapped, {}, graph.host[:rows].tolist())
-
-    def _pack_plain(self, packed: _Packed, batch: Batch, starts: list[int]) -> None:
-        sequences, rows, size, scratch = batch.sequences, len(starts), self.pool.page_size, self.pool.pages - 1
-        tokens, numbers, positions, roots, _, slots = packed.fields
-        tokens[:rows] = [seq.tokens[-1] for seq in sequences]
-        numbers[:rows] = packed.order[:rows]
-        positions[:rows] = starts
-        roots[:rows] = positions[:rows]
-        slots[:rows] = [seq.pages[at // size] * size + at % size for seq, at in zip(sequences, starts, strict=True)]
-        placed = packed.placed
-        for b, seq in enumerate(sequences):
-            if placed[b] != seq.pages:
-                packed.place(b, seq.pages, scratch)
-        if packed.filled != rows:
-            packed.filled = rows
-            packed.fields[4] = 0
-            packed.shaped[:] = -1
-            self._pad(packed, rows)
 
     def _score_by_graphs(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
         """Several replays with some of the sequences each: there are more rows than a graph takes."""
@@ -269,23 +135,24 @@ class CudaRunner(Runner):
     def _score_decoding(
         self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...], ahead: Callable[[], object] | None = None
     ) -> Scores:
-        graph = self.round_graph(_bucket(rows, GRAPH_ROWS), taps)
+        graph = self.round_graph(bucket(rows, GRAPH_ROWS), taps)
         self._pack(graph.packed, laid.feeds)
         left = self._ask(graph.packed, batch, laid)
-        graph.replay()
-        if self._done is not None:
-            self._done.record(self._stream)
+        graph.start()
         if ahead is not None:
-            ahead()  # while the device goes on
-        if self._done is not None:
-            self._done.synchronize()
+            self.judging = laid.roots
+            try:
+                ahead()  # while the device goes on
+            finally:
+                self.judging = None
+        graph.wait()
         logits, taps_of_all = graph.found
         tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay writes there
         choices = graph.host[:rows].tolist()
         logits = self._choose_rest(logits[:rows], choices, left, batch, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices)
 
-    def _ask(self, packed: _Packed, batch: Batch, laid: Round) -> list[int]:
+    def _ask(self, packed: Packed, batch: Batch, laid: Round) -> list[int]:
         """Tell the device what every wanted row asks of the choice; the sequences that are left to the host."""
         self._wishes.begin()
         left = []
@@ -306,7 +173,7 @@ class CudaRunner(Runner):
     def _choose(self, last: Tensor, batch: Batch, laid: Round) -> tuple[Tensor, list[int]]:
         """Logits and choices of a round that no graph runs."""
         logits = self.cuda.logits(last[laid.wanted])
-        packed = _Packed(len(laid.wanted), 1, 1, self.device, 1)
+        packed = Packed(len(laid.wanted), 1, 1, self.device, 1)
         packed.shaped[:] = -1
         for seq, feed, root in zip(batch.sequences, laid.feeds, laid.roots, strict=True):
             if root >= 0:
@@ -328,18 +195,18 @@ class CudaRunner(Runner):
             choices[first : first + len(rows)] = choose(logits[first : first + len(rows)], rows)
         return logits
 
-    def fill_round(self, graph: _Graph, feeds: Sequence[Feed]) -> None:
+    def fill_round(self, graph: Graph, feeds: Sequence[Feed]) -> None:
         """Give a graph its rows, greedy ones."""
         graph.packed.temperatures[:] = 0.0
         self._pack(graph.packed, feeds)
 
     @staticmethod
-    def _noise(packed: _Packed, rows: slice, seq: Generation) -> None:
+    def _noise(packed: Packed, rows: slice, seq: Generation) -> None:
         params = seq.request.params
         packed.temperatures[rows] = 0.0 if params.greedy else params.temperature
         packed.prefixes[rows] = prefix_of(seq.request.seed, seq.request.index)
 
-    def _pack(self, packed: _Packed, feeds: Sequence[Feed]) -> None:
+    def _pack(self, packed: Packed, feeds: Sequence[Feed]) -> None:
         """Fill a forward's integers; rows beyond the feeds' are padding."""
         size, scratch = self.pool.page_size, self.pool.pages - 1
         tokens: list[int] = []
@@ -369,17 +236,7 @@ class CudaRunner(Runner):
         packed.asked, packed.filled = None, 0
         packed.shaped[:] = -1
         packed.fields[:, :filled] = (tokens, sequences, positions, roots, firsts, slots)
-        self._pad(packed, filled)
-
-    def _pad(self, packed: _Packed, filled: int) -> None:
-        """Rows beyond those filled: of a sequence of their own, in the last page."""
-        if filled < packed.rows:
-            scratch = self.pool.pages - 1
-            packed.fields[:, filled:] = 0
-            packed.fields[1, filled:] = len(packed.table) - 1
-            packed.fields[5, filled:] = scratch * self.pool.page_size
-            packed.place(len(packed.table) - 1, [], scratch)
-            packed.temperatures[filled:] = 0.0
+        packed.pad(filled, scratch, size)
 
     # --- forwards for drafters and prompts ---------------------------------------------------------------------------
 
@@ -395,7 +252,7 @@ class CudaRunner(Runner):
         order = [*runs, *singles]
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
-        packed = _Packed(rows, len(feeds), self._width, self.device, _DEPTH if branched else 1)
+        packed = Packed(rows, len(feeds), self.width, self.device, DEPTH if branched else 1)
         self._pack(packed, [feeds[i] for i in order])
         packed.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
@@ -448,76 +305,36 @@ class CudaRunner(Runner):
 
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
         """The same, not waited for. The target may read the tokens where they are drawn: in `promised`."""
-        length = max(lengths)
-        longest = [feed for feed in feeds if len(feed.tokens) > 2]
-        if longest:  # all but the newest two tokens of each
-            self._catch_up([feed._replace(tokens=feed.tokens[:-2]) for feed in longest])
-        batch = _bucket(len(feeds), GRAPH_ROWS)
-        chain = self.chain_graph(batch, _bucket(length, CHAIN_LENGTHS))
-        self.fill_chain(chain, feeds, rows)
-        chain.replay()
-        if self._done is not None:
-            self._done.record(self._stream)
+        return self.chains.draw(feeds, rows, lengths)
 
-        def land() -> tuple[Tokens, Chances]:
-            if self._done is not None:
-                self._done.synchronize()
-            tokens, odds = (host.numpy()[:length, : len(feeds)].T for host in chain.host)
-            return tokens, odds
+    def draw_behind(self, numbers: Sequence[int]) -> None:
+        self.chains.draw_behind(numbers)
 
-        return Drawing([list(range(-1 - b, -1 - b - own * batch, -batch)) for b, own in enumerate(lengths)], land)
-
-    def _catch_up(self, feeds: Sequence[Feed]) -> None:
+    def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Text the model has missed: a little by the graph of a round, whose logits nobody reads, much as prompts are read."""
         for piece in _pieces(feeds, _READ_AT_ONCE):
             rows = sum(len(feed.tokens) for feed in piece)
             if rows > self.options.most_rows:
                 self._forward(piece, ())
             else:
-                graph = self.round_graph(_bucket(rows, GRAPH_ROWS))
+                graph = self.round_graph(bucket(rows, GRAPH_ROWS))
                 self.fill_round(graph, piece)
-                graph.replay()
-
-    def fill_chain(self, chain: _Chain, feeds: Sequence[Feed], rows: Sequence[Row] = ()) -> None:
-        """Rows 0..B-1 are the newest tokens, rows B..2B-1 the ones before them. Without `rows`, greedy."""
-        packed, batch, count = chain.packed, chain.drawn.shape[1], len(feeds)
-        size, scratch = self.pool.page_size, self.pool.pages - 1
-        if packed.filled != count:
-            packed.filled = count
-            packed.fields[:] = 0
-            packed.fields[1] = packed.order % batch
-            packed.fields[5] = scratch * size
-            packed.temperatures[:] = 0.0
-            for b in range(count, batch):
-                packed.place(b, [], scratch)
-        heats = [0.0 if row.params.greedy else row.params.temperature for row in rows] or [0.0] * count
-        packed.temperatures[:count] = heats
-        packed.prefixes[: len(rows)] = [prefix_of(row.seed, row.sample) for row in rows]
-        newest = [feed.start + len(feed.tokens) - 1 for feed in feeds]
-        before = [at - (len(feed.tokens) > 1) for feed, at in zip(feeds, newest, strict=True)]  # a lone token is fed twice
-        halves = packed.fields.reshape(6, 2, batch)[:, :, :count]
-        halves[0] = [feed.tokens[-1] for feed in feeds], [feed.tokens[-2:][0] for feed in feeds]
-        halves[2:4] = newest, before
-        halves[5] = [
-            [feed.pages[at // size] * size + at % size for feed, at in zip(feeds, own, strict=True)] for own in (newest, before)
-        ]
-        for b, feed in enumerate(feeds):
-            packed.place(b, feed.pages, scratch)
+                graph.launch()
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
-    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> None:
-        """Capture the graphs of rounds up to so many rows, and of drafts up to so many sequences and tokens."""
+    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), plain: int = 0, batch: int = 0, length: int = 0) -> None:
+        """Capture the graphs of rounds up to so many rows, of plain ones that run ahead, and of drafts up to so many
+        sequences and tokens.
+        """
         for count in GRAPH_ROWS:
-            if rows and count <= _bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
+            if rows and count <= bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
                 self.round_graph(count, taps)
+            if plain and not taps and count <= bucket(min(plain, MOST_AHEAD), GRAPH_ROWS):
+                self.round_graph(count, taps, 1)
             for tokens in CHAIN_LENGTHS:
-                if (
-                    batch
-                    and count <= _bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS)
-                    and tokens <= _bucket(length, CHAIN_LENGTHS)
-                ):
-                    self.chain_graph(count, tokens)
+                if batch and count <= bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= bucket(length, CHAIN_LENGTHS):
+                    self.chains.graph(count, tokens)
 
     def read_nothing(self) -> None:
         """Prompts longer than any graph, into the padding's page: compiles what prompts need beside the graphs."""
@@ -529,17 +346,20 @@ class CudaRunner(Runner):
 
     def round_seconds(self) -> dict[int, float]:
         """What each captured round takes on the device, by rows."""
-        return {rows: _replay_seconds(graph.replay) for (rows, _), graph in self._graphs.items()}
+        return {rows: _replay_seconds(graph.launch) for (rows, _, twin), graph in self._graphs.items() if not twin}
 
-    def round_graph(self, rows: int, taps: tuple[int, ...] = ()) -> _Graph:
-        """The graph of a forward of so many rows, one of GRAPH_ROWS, with its choices."""
-        key = (rows, taps)
+    def round_graph(self, rows: int, taps: tuple[int, ...] = (), twin: int = 0) -> Graph:
+        """The graph of a forward of so many rows, one of GRAPH_ROWS, with its choices. Its twin can run behind it."""
+        key = (rows, taps, twin)
         if key not in self._graphs:
             self._graphs[key] = self._capture_round(rows, taps)
         return self._graphs[key]
 
-    def _capture_round(self, rows: int, taps: tuple[int, ...]) -> _Graph:
-        packed = _Packed(rows, rows, self._width, self.device)
+    def has_graph(self, rows: int, twin: int) -> bool:
+        return (rows, (), twin) in self._graphs
+
+    def _capture_round(self, rows: int, taps: tuple[int, ...]) -> Graph:
+        packed = Packed(rows, rows, self.width, self.device)
         self._pack(packed, [])
         kept: list[Any] = []
         host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -548,47 +368,14 @@ class CudaRunner(Runner):
             packed.send()
             found = self.cuda.forward(packed.paged, self.pool, taps)
             logits = self.cuda.logits(found.last)
-            chosen = self._wishes.shaping.choose(logits, packed.paged)
+            chosen = self._wishes.shaping.choose(logits, packed.paged, self._chosen[:rows])
             host.copy_(chosen, non_blocking=True)
             kept[:] = [logits, found.taps]
 
-        replay = self._capture(f"round of {rows} rows", work)
-        return _Graph(packed, replay, kept, host)
+        launch = self.capture(f"round of {rows} rows", work)
+        return Graph(packed, launch, kept, host, torch.cuda.Event() if self.device.type == "cuda" else None)  # type: ignore[no-untyped-call]
 
-    def chain_graph(self, batch: int, length: int) -> _Chain:
-        """The graph of a draft: one of GRAPH_ROWS sequences, one of CHAIN_LENGTHS tokens."""
-        key = (batch, length)
-        if key not in self._chains:
-            self._chains[key] = self._capture_chain(batch, length)
-        return self._chains[key]
-
-    def _capture_chain(self, batch: int, length: int) -> _Chain:
-        packed = _Packed(2 * batch, batch, self._width, self.device, 1)
-        for b in range(batch):
-            packed.place(b, (), self.pool.pages - 1)
-        packed.fields[5] = (self.pool.pages - 1) * self.pool.page_size
-        after = _Packed(batch, 1, 1, self.device, 1).paged
-        after.table = packed.paged.table
-        drawn = self.promised[: length * batch].view(length, batch)
-        odds = torch.zeros(length, batch, device=self.device)
-
-        host = tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=self.device.type == "cuda") for part in (drawn, odds))
-
-        def work() -> None:
-            packed.send()
-            before = packed.paged
-            for step in range(length):
-                last = self.cuda.forward(before, self.pool).last
-                found = self.cuda.kernels.choose(self.cuda.logits(last[:batch]), before.rows(slice(0, batch)))
-                self.cuda.kernels.next_rows(found, before, after, (drawn, odds), step)
-                before = after
-            for kept, own in zip(host, (drawn, odds), strict=True):
-                kept.copy_(own, non_blocking=True)
-
-        replay = self._capture(f"draft of {length} tokens for {batch}", work)
-        return _Chain(packed, replay, drawn, odds, host, after)  # type: ignore[arg-type]
-
-    def _capture(self, name: str, work: Any) -> Any:
+    def capture(self, name: str, work: Any) -> Any:
         """A callable that does the work again: a graph's replay, or the work itself where there are no graphs."""
         if self.device.type != "cuda" or not self.options.graphs:
             return work
@@ -608,14 +395,14 @@ class CudaRunner(Runner):
         self, name: str, rows: int, work: Callable[[Paged], None]
     ) -> Callable[[Sequence[Feed], Sequence[Row]], None]:
         """For networks beside this model: work on so many rows of its pages as one graph, given up to as many by feeds."""
-        packed = _Packed(rows, rows, self._width, self.device)
+        packed = Packed(rows, rows, self.width, self.device)
         self._pack(packed, [])
 
         def whole() -> None:
             packed.send()
             work(packed.paged)
 
-        replay = self._capture(name, whole)
+        replay = self.capture(name, whole)
 
         def run(feeds: Sequence[Feed], noisy: Sequence[Row]) -> None:
             self._wait()  # the integers of an earlier call may still be on their way
@@ -633,14 +420,6 @@ class CudaRunner(Runner):
         if self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
-
-
-def _bucket(count: int, sizes: Sequence[int]) -> int:
-    """The smallest size that holds so many."""
-    for size in sizes:
-        if count <= size:
-            return size
-    raise AssertionError(f"{count} is more than the largest graph")
 
 
 def _groups(feeds: Sequence[Feed], most: int) -> list[slice]:

@@ -102,7 +102,8 @@ class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
     device_name = "cpu"
-    draws_ahead = False  # has `draw`, for a target on the same device
+    runs_ahead = False  # heeds Batch.again
+    draws_ahead = False  # has `draw` and `draw_behind`, for a target on the same device
     drafts_roughly = False  # `draft` takes any parameters, and draws by temperature and noise alone
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
@@ -231,6 +232,10 @@ class Runner:
 
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
         """The same chains, not waited for."""
+        raise NotImplementedError("draws_ahead is False")
+
+    def draw_behind(self, numbers: Sequence[int]) -> None:
+        """While the target judges what was drawn last: begin to draw what follows. `numbers`: who was drawn for, in its batch."""
         raise NotImplementedError("draws_ahead is False")
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:

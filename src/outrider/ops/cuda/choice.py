@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["VOCAB_TILE", "best_of", "choose_tiles", "choose_winner", "move_slots", "next_rows", "score_of"]
+__all__ = ["VOCAB_TILE", "after_verdict", "best_of", "choose_tiles", "choose_winner", "move_slots", "next_rows", "score_of"]
 
 VOCAB_TILE = 1024
 
@@ -124,6 +124,47 @@ def next_rows(
     tl.store(slots + b, page * PAGE + position % PAGE, mask=inside)
     tl.store(temperatures + b, temperature, mask=inside)
     tl.store(prefixes + b, prefix, mask=inside)
+
+
+@triton.jit
+def after_verdict(
+    tokens, positions, roots, slots, marks, promised, table, table_width, batch,
+    PAGE: tl.constexpr, PADDED: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Where the verdict leaves sequences that were still being judged when their next draft was launched.
+
+    Such a row b has a token below zero, the promise of the choice at its root; the choices at its nodes follow it there.
+    marks[b] nodes are judged, the first of them promised[marks[batch + b]], the others slots[b] apart; tokens[batch + b]
+    is the root and positions[b] its position. Rows b and batch + b become the newest token and the one before it.
+    """
+    b = tl.arange(0, PADDED)
+    judged = (b < batch) & (tl.load(tokens + b, mask=b < batch, other=0) < 0)
+    chosen = -1 - tl.load(tokens + b, mask=judged, other=-1)
+    nodes = tl.load(marks + b, mask=judged, other=0)
+    first = tl.load(marks + batch + b, mask=judged, other=0)
+    apart = tl.load(slots + b, mask=judged, other=0)
+    root = tl.load(tokens + batch + b, mask=judged, other=0)
+    start = tl.load(positions + b, mask=judged, other=0)
+    node = tl.arange(0, NODES)[None, :]
+    inside = judged[:, None] & (node < nodes[:, None])
+    guess = tl.load(promised + first[:, None] + node * apart[:, None], mask=inside, other=-2)
+    choice = tl.load(promised + chosen[:, None] + node, mask=inside, other=-1)
+    right = tl.min(tl.where(guess == choice, NODES, node), 1)
+    newest = tl.load(promised + chosen + right, mask=judged, other=0)
+    guessed = tl.load(promised + first + (right - 1) * apart, mask=judged & (right > 0), other=0)
+    position = start + right + 1
+    row = table + b.to(tl.int64) * table_width
+    page = tl.load(row + position // PAGE, mask=judged, other=0)
+    page_before = tl.load(row + (position - 1) // PAGE, mask=judged, other=0)
+    tl.debug_barrier()
+    tl.store(tokens + b, tl.maximum(newest, 0), mask=judged)
+    tl.store(tokens + batch + b, tl.maximum(tl.where(right > 0, guessed, root), 0), mask=judged)
+    tl.store(positions + b, position, mask=judged)
+    tl.store(positions + batch + b, position - 1, mask=judged)
+    tl.store(roots + b, position, mask=judged)
+    tl.store(roots + batch + b, position - 1, mask=judged)
+    tl.store(slots + b, page * PAGE + position % PAGE, mask=judged)
+    tl.store(slots + batch + b, page_before * PAGE + (position - 1) % PAGE, mask=judged)
 
 
 @triton.jit

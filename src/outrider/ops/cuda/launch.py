@@ -16,6 +16,7 @@ __all__ = ["BLOCK", "Kernels", "Paged", "Shape", "pair_rows"]
 
 BLOCK = kernels.BLOCK
 _PARTS = 4  # of every inner dimension, summed in order
+_NODES = 16  # of the longest chain
 LANES = 16  # programs that share the blocks of one row and head
 
 
@@ -233,6 +234,14 @@ class Kernels:
             *found, self._order[batch], after.tokens, after.sequences, after.positions, after.roots,
             after.slots, after.table, *drawn, before.sequences, before.positions, before.temperatures, before.prefixes,
             after.temperatures, after.prefixes, after.table.shape[1], step, batch, self.shape.page, max(_power(batch), 2),
+        )  # fmt: skip
+
+    def after_verdict(self, paged: Paged, batch: int) -> None:
+        """Rows of a draft that was launched before the last one's verdict become those that follow it."""
+        promised = paged.tokens if self._promised is None else self._promised
+        choice.after_verdict[(1,)](
+            paged.tokens, paged.positions, paged.roots, paged.slots, paged.shaped, promised, paged.table,
+            paged.table.shape[1], batch, self.shape.page, max(_power(batch), 2), _NODES,
         )  # fmt: skip
 
     def move(self, pool: Tensor, moves: Tensor) -> None:

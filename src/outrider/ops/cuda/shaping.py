@@ -64,7 +64,7 @@ class Shaping:
             if used:
                 device[:used].copy_(host[:used], non_blocking=True)
 
-    def choose(self, logits: Tensor, paged: Paged) -> Tensor:
+    def choose(self, logits: Tensor, paged: Paged, out: Tensor | None = None) -> Tensor:
         """The choice (N,) int32 of every row, -1 where there is none."""
         rows, vocab = logits.shape
         tiles = triton.cdiv(vocab, VOCAB_TILE)
@@ -73,7 +73,7 @@ class Shaping:
         tops = torch.empty(rows * tiles, device=device, dtype=torch.float64)
         ids = torch.empty(rows * tiles, device=device, dtype=torch.int32)
         peaks = torch.empty(rows * tiles, device=device)
-        chosen = torch.empty(rows, device=device, dtype=torch.int32)
+        chosen = torch.empty(rows, device=device, dtype=torch.int32) if out is None else out
         heads, entries = self._device
         asked = (paged.temperatures, paged.prefixes, paged.positions, paged.shaped, heads)
         kernels.shaped_tiles[(rows, tiles)](logits, adjusted, *asked, entries, tops, ids, peaks, vocab, tiles, VOCAB_TILE)

@@ -1,0 +1,183 @@
+"""Plain rounds launched before the host has heard the one before: the same tokens, whatever happens meanwhile.
+
+These run in Triton's interpreter too (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from outrider.config import EngineConfig
+from outrider.control import FixedLength, Load
+from outrider.core import Plan, Request
+from outrider.draft.draft_model import DraftModel
+from outrider.engine.engine import Engine
+from outrider.model import Decoder
+from outrider.sampling import SamplingParams
+from tests.support import NoDrafter, random_decoder, write_family
+
+INTERPRETED = True
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE = 16
+TOKENS = 48 if DEVICE == "cuda" else 18
+BATCHES = (1, 4, 32) if DEVICE == "cuda" else (1, 3)  # the interpreter is slow
+
+
+class Heard(FixedLength):
+    """Every round is heard before the next one starts."""
+
+    def plan(self, load: Load) -> Plan:
+        return super().plan(load)._replace(again=False)
+
+
+class Moody(FixedLength):
+    """Drafts in some rounds and not in others, and is sure in all of them that the next one will be the same."""
+
+    def __init__(self, sure: bool) -> None:
+        super().__init__(3)
+        self._sure = sure
+        self._mood = random.Random(5)
+
+    def plan(self, load: Load) -> Plan:
+        plan = super().plan(load)._replace(again=self._sure)
+        return plan if self._mood.random() < 0.5 else plan._replace(lengths=(0,) * len(plan.lengths))
+
+
+class Case(NamedTuple):
+    """What happens while texts are written."""
+
+    batch: int
+    stops: bool = False
+    aborts: bool = False  # in the fifth round
+    newcomers: bool = False  # in the sixth
+    pages: int = 400
+    prefix_cache: bool = False
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Decoder]:
+    """A target, and a draft that is right now and then."""
+    folder = write_family(tmp_path_factory.mktemp("family"), "llama2", hidden_size=64, num_key_value_heads=2)
+    target, draft = random_decoder(folder, 0), random_decoder(folder, 0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for own in draft.parameters():
+            own += 0.3 * own.std(correction=0) * torch.randn_like(own)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def runners(decoders: tuple[Decoder, Decoder]) -> Any:
+    """One pair for all tests: what a round writes in vain stays in the pages of the next."""
+    from outrider.model.cuda_runner import CudaRunner
+
+    target = CudaRunner(decoders[0], 401, PAGE, DEVICE)
+    return target, CudaRunner(decoders[1], 401, PAGE, DEVICE, beside=target)
+
+
+def requests(batch: int, stops: list[frozenset[int]]) -> list[Request]:
+    asked = []
+    for i in range(batch):
+        params = SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=TOKENS - 2 + i % 3)
+        prompt = tuple((7 * i + 3 * j) % 199 for j in range(5 + 3 * (i % 7)))
+        asked.append(Request(f"r{i}", prompt, params, i, stops[i], TOKENS - 2 + i % 3))
+    return asked
+
+
+def texts(runners: Any, policy: Any, case: Case, stops: list[frozenset[int]]) -> tuple[list[list[int]], Engine]:
+    target, draft = runners
+    config = EngineConfig(page_size=PAGE, max_num_seqs=32, max_batch_rows=64, prefix_cache=case.prefix_cache)
+    engine = Engine(target, None, DraftModel(draft) if isinstance(policy, Moody) else NoDrafter(), policy, config)
+    engine.pages.allocate(engine.pages.count - case.pages)  # these are somebody else's
+    asked = requests(case.batch, stops)
+    late = len(asked) // 2 if case.newcomers else len(asked)
+    writers = [engine.submit(request, "test") for request in asked[:late]]
+    rounds = 0
+    while engine.has_work:
+        engine.round()
+        rounds += 1
+        if rounds == 5 and case.aborts:
+            engine.abort(writers[0])
+        if rounds == 6:
+            writers += [engine.submit(request, "test") for request in asked[late:]]
+    return [writer.seq.tokens for writer in writers], engine
+
+
+def counted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Rounds that were launched ahead, and those that came to nothing."""
+    plain, counts = runner._plain, {"ahead": 0, "dropped": 0}
+    launch, drop = plain._launch_next, plain.drop
+
+    def launched(*given: Any) -> Any:
+        found = launch(*given)
+        counts["ahead"] += found is not None
+        return found
+
+    def dropped(batch: Any) -> None:
+        counts["dropped"] += plain._ahead is not None
+        drop(batch)
+
+    monkeypatch.setattr(plain, "_launch_next", launched)
+    monkeypatch.setattr(plain, "drop", dropped)
+    monkeypatch.setattr("outrider.model.cuda_plain._PAUSE", 2)
+    monkeypatch.setattr("outrider.model.cuda_chains._PAUSE", 0)
+    plain._pause = 0
+    return counts
+
+
+CASES = [
+    *[Case(batch) for batch in BATCHES],
+    Case(BATCHES[-1], stops=True, prefix_cache=True),
+    Case(4, aborts=True),
+    Case(4, newcomers=True, prefix_cache=True),
+    Case(4, pages=5, prefix_cache=True),
+]
+
+
+def name(case: Case) -> str:
+    events = [event for event in ("stops", "aborts", "newcomers") if getattr(case, event)]
+    return "-".join([f"batch_{case.batch}", *events, *(["few_pages"] if case.pages < 100 else [])])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_the_next_round_starts_before_this_one_is_heard(runners: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[frozenset[int]] = [frozenset()] * case.batch
+    if case.stops:
+        whole, _ = texts(runners, Heard(0), Case(case.batch), stops)
+        stops = [frozenset((own[-TOKENS // 3 - 5 * (i % 3)],)) if i % 3 else frozenset() for i, own in enumerate(whole)]
+    want, _ = texts(runners, Heard(0), case, stops)
+    counts = counted(runners[0], monkeypatch)
+    got, engine = texts(runners, FixedLength(0), case, stops)
+    assert got == want
+    assert counts["ahead"] > TOKENS // 2 if case.pages > 100 else counts["ahead"]
+    assert (engine.scheduler.preemptions > 0) == (case.pages < 100)
+    assert (counts["dropped"] > 0) == case.newcomers
+
+
+def test_a_drafter_cuts_in(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(BATCHES[1])
+    stops: list[frozenset[int]] = [frozenset()] * case.batch
+    want, heard = texts(runners, Moody(sure=False), case, stops)
+    counts = counted(runners[0], monkeypatch)
+    got, engine = texts(runners, Moody(sure=True), case, stops)
+    assert got == want
+    assert min(counts.values()) > 1
+    assert 0 < engine.tally.accepted < engine.tally.drafted
+    assert engine.tally.by_source == heard.tally.by_source  # the drafts were the same too
+
+
+def test_what_the_choice_needs_is_waited_for(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A penalty depends on the token before; log probabilities are read from logits that the next round leaves alone."""
+    counts = counted(runners[0], monkeypatch)
+    for changes in ({"repetition_penalty": 1.3}, {"logprobs": 1}):
+        params = SamplingParams(temperature=0.9, max_tokens=8, **changes)
+        config = EngineConfig(page_size=PAGE, max_num_seqs=2, max_batch_rows=64, prefix_cache=False)
+        engine = Engine(runners[0], None, NoDrafter(), FixedLength(0), config)
+        engine.submit(Request("r", (3, 4, 5), params, 1, frozenset(), 8), "test")
+        while engine.has_work:
+            engine.round()
+    assert counts["ahead"] == 0
