@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 PIECES = {  # of long files, by pytest's -k
     "test_kernels.py": ("same_bits", "not same_bits"),
     "test_chains.py": ("not fit", "fit"),
-    "test_same_tokens.py": ("auto", "draft_model", "not auto and not draft_model"),
+    "test_run_ahead.py": ("next_round", "not next_round"),
+    "test_same_tokens.py": ("auto", "draft_model", "trees", "not auto and not draft_model and not trees"),
 }
 ALONE = [("test_chains.py", "fit")]
 
