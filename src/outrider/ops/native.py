@@ -81,7 +81,7 @@ class _StackSpec(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in _SIZES),
         ("eps", _float),
-        *((name, _pointer) for name in ("layer", "joined", "norm", "norm_hidden", "embedding", "cos", "sin")),
+        *((name, _pointer) for name in ("layer", "joined", "output", "norm", "norm_hidden", "embedding", "cos", "sin")),
     )
 
 
@@ -91,14 +91,15 @@ class _ForwardSpec(ctypes.Structure):
         *((name, _int) for name in ("pages", "page_size", "per_word", "first_layer", "last_layer", "rotary_lag")),
         *((name, _pointer) for name in ("features", "tapped")),
         ("taps", _int),
-        *((name, _pointer) for name in ("tap_rows", "stream", "last")),
+        *((name, _pointer) for name in ("tap_rows", "stream", "last", "wanted")),
+        ("wants", _int),
+        ("logits", _pointer),
         ("threads", _int),
     )
 
 
 class _ChainSpec(ctypes.Structure):
     _fields_ = (
-        ("output", _pointer),
         ("steps", _int),
         *((name, _pointer) for name in ("wanted", "shapes", "sharpness", "keys", "words", "tokens", "chances", "logits")),
     )
@@ -371,6 +372,7 @@ class StackWeights:
     norm: Tensor | None  # the last one
     form: int = TOKENS
     joined: PackedLinear | None = None  # of JOINED
+    output: PackedLinear | None = None  # to logits
     norm_hidden: Tensor | None = None  # of BESIDE: the feature's
     residual_normed: bool = False
 
@@ -391,9 +393,10 @@ _WHOLE = Span()
 class StackRows:
     """What a forward gives for every row, float32."""
 
-    stream: Tensor  # (N, hidden) leaving the last layer of the span
+    stream: Tensor | None  # (N, hidden) leaving the last layer of the span
     last: Tensor | None  # after the last norm
     taps: Tensor | None  # (N, taps, hidden)
+    logits: Tensor | None = None  # (wanted rows, V)
 
 
 class Stack:
@@ -412,6 +415,7 @@ class Stack:
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
         self._spec = self._stack(weights)
+        self._place = ctypes.addressof(self._spec)
         self._pages = _ForwardSpec(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
@@ -421,60 +425,80 @@ class Stack:
         )
 
     def forward(
-        self, layout: array[int], taps: Tensor | None = None, span: Span | None = None, features: Tensor | None = None
+        self,
+        layout: array[int],
+        taps: Tensor | None = None,
+        span: Span = _WHOLE,
+        features: Tensor | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> StackRows:
         """Run rows through a span of layers; their KV is written. `layout` is that of `lay_out_rows`.
 
         `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
-        `taps` are layer numbers, int32.
+        `taps` are layer numbers, int32. Of the `wanted` rows the logits are given, and then the stream is not.
         """
         f = _ForwardSpec.from_buffer_copy(self._pages)  # of this call alone: a late drafter may be calling too
-        rows, hidden, span = layout[1], self._weights.hidden, span or _WHOLE
-        last_layer = len(self._layers) if span.last_layer is None else span.last_layer
-        stream = torch.empty(rows, hidden)
-        last = torch.empty(rows, hidden) if self._weights.norm is not None else None
-        tapped = None if taps is None else torch.empty(rows, len(taps), hidden)
-        features = None if features is None else features.contiguous()
-        f.layout = layout.buffer_info()[0]
-        f.first_layer, f.last_layer = span.first_layer, last_layer
-        f.rotary_lag = span.rotary_lag
-        f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
-        f.taps = 0 if taps is None else len(taps)
-        f.tapped, f.tap_rows = _address(taps), _address(tapped)
+        rows, w = layout[1], self._weights
+        stream = logits = tapped = None
+        last = None if w.norm is None else torch.empty(rows, w.hidden)
+        if wanted is None:
+            stream = torch.empty(rows, w.hidden)
+            f.stream = stream.data_ptr()
+        else:
+            assert w.output is not None
+            assert last is not None
+            chosen, logits = array("i", wanted), torch.empty(len(wanted), w.output.columns)
+            f.wanted, f.wants, f.logits = chosen.buffer_info()[0], len(wanted), logits.data_ptr()
+        if taps is not None:
+            tapped = torch.empty(rows, len(taps), w.hidden)
+            f.taps, f.tapped, f.tap_rows = len(taps), taps.data_ptr(), tapped.data_ptr()
+        if features is not None:
+            features = features.contiguous()
+            f.features = features.data_ptr()
+        f.layout, f.last = layout.buffer_info()[0], _address(last)
+        f.first_layer, f.rotary_lag = span.first_layer, span.rotary_lag
+        f.last_layer = len(self._layers) if span.last_layer is None else span.last_layer
 
         def call(threads: int) -> None:
             f.threads = threads
-            if self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f)):
+            if self._core.forward(self._place, ctypes.addressof(f)):
                 raise IndexError("a row's token, position, page or parent is out of range")
 
         self._threads.run(rows, call)
-        return StackRows(stream, last, tapped)
+        return StackRows(stream, last, tapped, logits)
 
-    def draft(self, layout: array[int], output: PackedLinear, chains: Chains) -> tuple[Tokens, Chances, Tensor]:
+    def draft(self, layout: array[int], chains: Chains) -> tuple[Tokens, Chances, Tensor]:
         """Guesses (sequences, steps) that follow the layout's feeds, each from those before it, their chances, and the
         logits (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
         """
+        assert self._weights.output is not None
         sequences, steps = chains.keys.shape[:2]
         tokens, chances = np.empty((sequences, steps), np.int64), np.empty((sequences, steps))
-        logits = torch.empty(steps, sequences, output.columns)
+        logits = torch.empty(steps, sequences, self._weights.output.columns)
         f = _ForwardSpec.from_buffer_copy(self._pages)
         f.layout, f.last_layer = layout.buffer_info()[0], len(self._layers)
-        c = _ChainSpec(output.handle, steps, chains.wanted.ctypes.data, chains.shapes.ctypes.data,
-            chains.sharpness.ctypes.data, chains.keys.ctypes.data,
-                       chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())  # fmt: skip
+        places = [own.ctypes.data for own in (chains.wanted, chains.shapes, chains.sharpness, chains.keys)]
+        c = _ChainSpec(steps, *places, chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())
 
         def call(threads: int) -> None:
             f.threads = threads
-            if self._core.draft(ctypes.addressof(self._spec), ctypes.addressof(f), ctypes.addressof(c)):
+            if self._core.draft(self._place, ctypes.addressof(f), ctypes.addressof(c)):
                 raise IndexError("a row's token, position, page or parent is out of range")
 
         self._chain_threads.run(sequences, call, steps)
         return tokens, chances, logits
 
+    def logits(self, x: Tensor) -> Tensor:
+        """(rows, V) of rows as they are after the last norm."""
+        assert self._weights.output is not None
+        return self._weights.output(x)
+
     @property
     def bytes(self) -> int:
-        """What one forward reads of the layers' weights."""
-        return sum(part.bytes for w in self._weights.layers for part in (w.qkv, w.out, w.gate_up, w.down))
+        """What one forward reads of the weights, with logits where the stack has an output matrix."""
+        output = self._weights.output
+        parts = (part.bytes for w in self._weights.layers for part in (w.qkv, w.out, w.gate_up, w.down))
+        return sum(parts) + (0 if output is None else output.bytes)
 
     def _layer(self, layer: LayerWeights) -> _LayerSpec:
         norms = {name: self._keep(getattr(layer, name)) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")}
@@ -484,9 +508,9 @@ class Stack:
     def _stack(self, w: StackWeights) -> _StackSpec:
         sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
         tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
-        joined = None if w.joined is None else w.joined.handle
+        joined, output = (None if own is None else own.handle for own in (w.joined, w.output))
         sizes |= {"layers": len(w.layers), "vocab": len(w.embedding), "positions": len(w.cos)}
-        return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers))
+        return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, output=output, layer=ctypes.addressof(self._layers))
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

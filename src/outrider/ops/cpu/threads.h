@@ -28,6 +28,7 @@ class Team {
         hire(threads);
         threads_ = threads;
         body_ = &body;
+        caller_ = sched_getcpu();
         rest_.store(threads == 1, std::memory_order_relaxed);
         if (threads > 1) {
             running_.store(threads - 1, std::memory_order_relaxed);
@@ -101,10 +102,21 @@ class Team {
             // the word itself says who takes part: by now a later job may have changed threads_
             seen = job_.load(std::memory_order_acquire);
             if (index < static_cast<int>(seen & 0xff)) {
+                if (sched_getcpu() == caller_) step_aside();
                 act(index);
                 running_.fetch_sub(1, std::memory_order_release);
             }
         }
+    }
+
+    // Threads that wait by yielding may share a core for seconds while another is idle: not every scheduler parts them.
+    void step_aside() const {
+        cpu_set_t mine, others;
+        if (sched_getaffinity(0, sizeof mine, &mine) || CPU_COUNT(&mine) < threads_) return;
+        others = mine;
+        CPU_CLR(caller_, &others);
+        sched_setaffinity(0, sizeof others, &others);  // moves it; then it may go anywhere again
+        sched_setaffinity(0, sizeof mine, &mine);
     }
 
     // Denormals are flushed in every thread alike: the bits must not depend on who computes.
@@ -119,7 +131,7 @@ class Team {
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
     const Body* body_ = nullptr;
-    int threads_ = 1;
+    int threads_ = 1, caller_ = -1;
     alignas(64) std::atomic<uint32_t> job_{0};  // count << 8 | threads
     std::atomic<bool> rest_{false};  // the caller works alone: whoever idles should sleep, not share its core
     std::atomic<int> asleep_{0};
