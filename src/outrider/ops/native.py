@@ -85,26 +85,6 @@ class _StackSpec(ctypes.Structure):
     )
 
 
-class _ForwardSpec(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("layout", "keys", "values")),
-        *((name, _int) for name in ("pages", "page_size", "per_word", "first_layer", "last_layer", "rotary_lag")),
-        *((name, _pointer) for name in ("features", "tapped")),
-        ("taps", _int),
-        *((name, _pointer) for name in ("tap_rows", "stream", "last", "wanted")),
-        ("wants", _int),
-        ("logits", _pointer),
-        ("threads", _int),
-    )
-
-
-class _ChainSpec(ctypes.Structure):
-    _fields_ = (
-        ("steps", _int),
-        *((name, _pointer) for name in ("wanted", "shapes", "sharpness", "keys", "words", "tokens", "chances", "logits")),
-    )
-
-
 class Core:
     """A loaded library. Unless it is `steady`, calls take as many threads as were quickest lately."""
 
@@ -377,8 +357,7 @@ class StackWeights:
     residual_normed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Which part of a stack runs, and how its rows are placed."""
 
     first_layer: int = 0
@@ -389,8 +368,7 @@ class Span:
 _WHOLE = Span()
 
 
-@dataclass(frozen=True, slots=True)
-class StackRows:
+class StackRows(NamedTuple):
     """What a forward gives for every row, float32."""
 
     stream: Tensor | None  # (N, hidden) leaving the last layer of the span
@@ -416,13 +394,7 @@ class Stack:
         self._layers = (_LayerSpec * len(specs))(*specs)
         self._spec = self._stack(weights)
         self._place = ctypes.addressof(self._spec)
-        self._pages = _ForwardSpec(
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            pages=keys.shape[1],
-            page_size=page_size,
-            per_word=4 // keys.element_size(),
-        )
+        self._memory = (keys.data_ptr(), values.data_ptr(), keys.shape[1], page_size, 4 // keys.element_size())
 
     def forward(
         self,
@@ -437,34 +409,20 @@ class Stack:
         `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
         `taps` are layer numbers, int32. Of the `wanted` rows the logits are given, and then the stream is not.
         """
-        f = _ForwardSpec.from_buffer_copy(self._pages)  # of this call alone: a late drafter may be calling too
         rows, w = layout[1], self._weights
-        stream = logits = tapped = None
+        stream = torch.empty(rows, w.hidden) if wanted is None else None
         last = None if w.norm is None else torch.empty(rows, w.hidden)
-        if wanted is None:
-            stream = torch.empty(rows, w.hidden)
-            f.stream = stream.data_ptr()
-        else:
+        tapped = None if taps is None else torch.empty(rows, len(taps), w.hidden)
+        features = None if features is None else features.contiguous()
+        logits, chosen = None, array("i", wanted or ())
+        if wanted is not None:
             assert w.output is not None
-            assert last is not None
-            chosen, logits = array("i", wanted), torch.empty(len(wanted), w.output.columns)
-            f.wanted, f.wants, f.logits = chosen.buffer_info()[0], len(wanted), logits.data_ptr()
-        if taps is not None:
-            tapped = torch.empty(rows, len(taps), w.hidden)
-            f.taps, f.tapped, f.tap_rows = len(taps), taps.data_ptr(), tapped.data_ptr()
-        if features is not None:
-            features = features.contiguous()
-            f.features = features.data_ptr()
-        f.layout, f.last = layout.buffer_info()[0], _address(last)
-        f.first_layer, f.rotary_lag = span.first_layer, span.rotary_lag
-        f.last_layer = len(self._layers) if span.last_layer is None else span.last_layer
-
-        def call(threads: int) -> None:
-            f.threads = threads
-            if self._core.forward(self._place, ctypes.addressof(f)):
-                raise IndexError("a row's token, position, page or parent is out of range")
-
-        self._threads.run(rows, call)
+            logits = torch.empty(len(wanted), w.output.columns)
+        first, end, lag = span
+        spec = array("q", (layout.buffer_info()[0], *self._memory, first, len(self._layers) if end is None else end, lag,
+            _address(features), _address(taps), 0 if taps is None else len(taps), _address(tapped),
+            _address(stream), _address(last), chosen.buffer_info()[0], len(chosen), _address(logits), 0))  # fmt: skip
+        self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
         return StackRows(stream, last, tapped, logits)
 
     def draft(self, layout: array[int], chains: Chains) -> tuple[Tokens, Chances, Tensor]:
@@ -475,18 +433,17 @@ class Stack:
         sequences, steps = chains.keys.shape[:2]
         tokens, chances = np.empty((sequences, steps), np.int64), np.empty((sequences, steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
-        f = _ForwardSpec.from_buffer_copy(self._pages)
-        f.layout, f.last_layer = layout.buffer_info()[0], len(self._layers)
-        places = [own.ctypes.data for own in (chains.wanted, chains.shapes, chains.sharpness, chains.keys)]
-        c = _ChainSpec(steps, *places, chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())
-
-        def call(threads: int) -> None:
-            f.threads = threads
-            if self._core.draft(self._place, ctypes.addressof(f), ctypes.addressof(c)):
-                raise IndexError("a row's token, position, page or parent is out of range")
-
-        self._chain_threads.run(sequences, call, steps)
+        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
+        given = [own.ctypes.data for own in (chains.wanted, chains.shapes, chains.sharpness, chains.keys)]
+        chain_spec = array("q", (steps, *given, chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr()))
+        self._chain_threads.run(sequences, lambda threads: self._call(self._core.draft, threads, spec, chain_spec), steps)
         return tokens, chances, logits
+
+    def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> None:
+        """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits."""
+        spec[-1] = threads
+        if call(self._place, spec.buffer_info()[0], *(own.buffer_info()[0] for own in more)):
+            raise IndexError("a row's token, position, page or parent is out of range")
 
     def logits(self, x: Tensor) -> Tensor:
         """(rows, V) of rows as they are after the last norm."""
@@ -519,5 +476,5 @@ class Stack:
         return self._kept[-1].data_ptr()
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -357,6 +357,14 @@ inline void finish(const Linear& l, const typename K::Acc* sums, int panel, cons
         }
 }
 
+// What a panel's results need from beside the stream of weights, while the sums are being made.
+inline void bring_near(const Linear& l, int panel) {
+    const auto near = [&](const auto& values) {
+        if (!values.empty()) _mm_prefetch(reinterpret_cast<const char*>(&values[(panel + 1) * kLanes - 1]), _MM_HINT_T0);
+    };
+    near(l.offset), near(l.scale), near(l.bias);
+}
+
 // R rows of words times one panel.
 template <class K, class Form, int R>
 inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* acc) {
@@ -384,7 +392,10 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
             if (escapes) Whole::pair<0>(whole, table, step);
             join(at);
             Form::template pair<1>(w, table, step);
-            if (escapes) Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
+            if (escapes) {
+                Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
+                for (int line = 0; line < Whole::bytes; line += kStepBytes) _mm_prefetch(whole + line, _MM_HINT_T0);  // of the next
+            }
             join(at + 2);
         }
 }
@@ -475,6 +486,7 @@ void run_panels(const uint32_t* x, const Linear& l, int panel, int end, const Ou
     }
 #endif
     for (; panel < end; panel++) {
+        bring_near(l, panel);
         multiply<K, Form, R>(x, l, panel, sums);
         finish<K, R>(l, sums, panel, o, scale, pair);
     }
