@@ -145,7 +145,7 @@ constexpr int kWidest = 512;  // values of a head; Stack (ops/native.py) refuses
 class Forward {
    public:
     Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w, int threads) : s_(s), f_(f), layout_(w.layout), w_(w) {
-        hidden_ = static_cast<int>(s.hidden);
+        hidden_ = static_cast<int>(s.hidden), eps_ = static_cast<float>(s.eps);
         x_stride_ = round_up(hidden_, kLanes);
         wide_stride_ = round_up(2 * hidden_, kLanes);
         qkv_stride_ = round_up(static_cast<int>((s.heads + 2 * s.kv_heads) * s.head_dim), kLanes);
@@ -165,9 +165,9 @@ class Forward {
         Member m{*this, team, thread, threads};
         for (int first = 0; first < layout_.rows; first += kChunk) m.chunk(first, std::min(kChunk, layout_.rows - first));
         if (!f_.wants) return;
-        const int vocab = s_.output->columns;
         const Input ends{f_.last, static_cast<size_t>(hidden_), static_cast<int>(f_.wants), hidden_, nullptr, 0.0f, f_.wanted};
-        multiply_rows(*s_.output, ends, {f_.logits, static_cast<size_t>(vocab), vocab, Then::kStore}, packed_, team, thread, threads);
+        const Output to{f_.logits, static_cast<size_t>(s_.output->columns), s_.output->columns, Then::kStore};
+        multiply_rows(*s_.output, ends, to, packed_, team, thread, threads);
     }
 
    private:
@@ -198,13 +198,12 @@ class Forward {
 
         void layer(const LayerSpec& l, int index) {
             const StackSpec& s = o.s_;
-            const auto eps = static_cast<float>(s.eps);
-            const Input rows_in = s.form == kBeside ? beside(l) : Input{o.x_, o.x_stride_, rows, o.hidden_, l.norm_in, eps};
+            const Input rows_in = s.form == kBeside ? beside(l) : Input{o.x_, o.x_stride_, rows, o.hidden_, l.norm_in, o.eps_};
             multiply(*l.qkv, rows_in, o.qkv_, o.qkv_stride_, Then::kStore);
             attention(l, index);
             const Input mixed{o.mixed_, o.mixed_stride_, rows, static_cast<int>(s.heads * s.head_dim)};
             multiply(*l.out, mixed, o.x_, o.x_stride_, Then::kAdd);
-            multiply(*l.gate_up, {o.x_, o.x_stride_, rows, o.hidden_, l.norm_mlp, eps}, o.gated_, o.gated_stride_, Then::kGate);
+            multiply(*l.gate_up, {o.x_, o.x_stride_, rows, o.hidden_, l.norm_mlp, o.eps_}, o.gated_, o.gated_stride_, Then::kGate);
             multiply(*l.down, {o.gated_, o.gated_stride_, rows, static_cast<int>(s.ffn)}, o.x_, o.x_stride_, Then::kAdd);
         }
 
@@ -259,10 +258,7 @@ class Forward {
                 x = filled;
             }
             if (head >= heads + kv_heads) return kv.put_value<K>(page, head - heads - kv_heads, offset, x);
-            if (const float* norm = head < heads ? l.q_norm : l.k_norm) {
-                const float inverse = inverse_rms(x, dim, static_cast<float>(s.eps));
-                for (int i = 0; i < dim; i++) x[i] = x[i] * inverse * norm[i];
-            }
+            if (const float* norm = head < heads ? l.q_norm : l.k_norm) normed(x, x, norm, dim, o.eps_);
             const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - o.f_.rotary_lag, 0)) * half;
             const f32x16 scale = splat(head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f);
             for (int i = 0; i < half; i += kLanes) {
@@ -297,17 +293,12 @@ class Forward {
             const Share mine = share(rows);
             for (int r = mine.begin; r < mine.end; r++) {
                 float* pair = o.wide_ + r * o.wide_stride_;
-                normed(pair, pair, l.norm_in);
-                normed(pair + o.hidden_, pair + o.hidden_, o.s_.norm_hidden);
+                normed(pair, pair, l.norm_in, o.hidden_, o.eps_);
+                normed(pair + o.hidden_, pair + o.hidden_, o.s_.norm_hidden, o.hidden_, o.eps_);
                 if (o.s_.residual_normed) std::memcpy(o.x_ + r * o.x_stride_, pair + o.hidden_, o.hidden_ * sizeof(float));
             }
             barrier();
             return {o.wide_, o.wide_stride_, rows, 2 * o.hidden_};
-        }
-
-        void normed(float* to, const float* from, const float* norm) const {
-            const float inverse = inverse_rms(from, o.hidden_, static_cast<float>(o.s_.eps));
-            for (int i = 0; i < o.hidden_; i++) to[i] = from[i] * inverse * norm[i];
         }
 
         void tap(int index) const {
@@ -325,7 +316,7 @@ class Forward {
                 const float* x = o.x_ + r * o.x_stride_;
                 const size_t at = static_cast<size_t>(first + r) * o.hidden_;
                 if (o.f_.stream) std::memcpy(o.f_.stream + at, x, o.hidden_ * sizeof(float));
-                if (o.f_.last) normed(o.f_.last + at, x, o.s_.norm);
+                if (o.f_.last) normed(o.f_.last + at, x, o.s_.norm, o.hidden_, o.eps_);
             }
             barrier();
         }
@@ -336,6 +327,7 @@ class Forward {
     const Layout& layout_;
     Workspace& w_;
     int hidden_;
+    float eps_;
     size_t x_stride_, wide_stride_, qkv_stride_, mixed_stride_, gated_stride_;
     float *x_, *wide_, *qkv_, *mixed_, *gated_;
     Packed packed_;
@@ -422,7 +414,8 @@ struct ChainSpec {
 };
 
 // The layout of the next step: one token of each sequence that still wants more, where text would lie.
-void lay_out_step(const std::vector<Feed>& read, const int64_t* newest, int64_t stride, int step, int active, std::vector<int32_t>& out) {
+void lay_out_step(const std::vector<Feed>& read, const int64_t* newest, int64_t stride, int step, int active,
+                  std::vector<int32_t>& out) {
     out = {active, active};
     for (int s = 0; s < active; s++)
         out.insert(out.end(), {read[s].root() + step, 1, 0, 0, read[s].first_key, read[s].page_count});
@@ -457,8 +450,8 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
         Team::run_alone([&](int, int) {
             for (int s = 0; s < active; s++) {
                 const int64_t at = s * chain.steps + step;
-                rank_row(forward.logits + static_cast<size_t>(s) * vocab, vocab, chain.shapes[s], chain.sharpness[s], chain.keys[at],
-                         chain.words, 1, choosing(), chain.tokens + at, chain.chances + at);
+                rank_row(forward.logits + static_cast<size_t>(s) * vocab, vocab, chain.shapes[s], chain.sharpness[s],
+                         chain.keys[at], chain.words, 1, choosing(), chain.tokens + at, chain.chances + at);
                 chosen &= chain.tokens[at] >= 0;
             }
         });

@@ -207,7 +207,7 @@ struct Input {
 
     const float* row(int r) const { return x + (chosen ? chosen[r] : r) * stride; }
     Input part(int first, int count) const {
-        return chosen ? Input{x, stride, count, width, norm, eps, chosen + first} : Input{row(first), stride, count, width, norm, eps};
+        return {chosen ? x : row(first), stride, count, width, norm, eps, chosen ? chosen + first : nullptr};
     }
 };
 
@@ -221,6 +221,11 @@ inline float inverse_rms(const float* x, int width, float eps) {
         squares = fma(own, own, squares);
     }
     return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
+}
+
+inline void normed(float* to, const float* x, const float* norm, int width, float eps) {
+    const float inverse = inverse_rms(x, width, eps);
+    for (int i = 0; i < width; i++) to[i] = x[i] * inverse * norm[i];
 }
 
 // Sixteen values as the words a product reads; one is so many units of int8.
@@ -394,7 +399,7 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
             Form::template pair<1>(w, table, step);
             if (escapes) {
                 Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
-                for (int line = 0; line < Whole::bytes; line += kStepBytes) _mm_prefetch(whole + line, _MM_HINT_T0);  // of the next
+                for (int line = 0; line < Whole::bytes; line += kStepBytes) _mm_prefetch(whole + line, _MM_HINT_T0);  // the next
             }
             join(at + 2);
         }
@@ -527,7 +532,8 @@ inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, 
 }
 
 // All rows times all panels, by every thread of a team; the result is ready for all of them when it returns.
-inline void multiply_rows(const Linear& l, const Input& in, const Output& o, const Packed& packed, Team& team, int thread, int threads) {
+inline void multiply_rows(const Linear& l, const Input& in, const Output& o, const Packed& packed, Team& team, int thread,
+                          int threads) {
     const char* mine = l.weights.get() + l.panel_bytes() * l.share(thread, threads).begin;
     for (int line = 0; line < kPrefetch; line += kStepBytes) _mm_prefetch(mine + line, _MM_HINT_T0);  // while rows are packed
     for (int first = 0; first < in.rows; first += kChunk) {
