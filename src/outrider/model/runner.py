@@ -160,18 +160,21 @@ class Runner:
             return paged_attention(q, self.pool.keys[layer], self.pool.values[layer], rows.plan, self._windows[layer])
 
         hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x)
-        hidden.logits = self.logits(hidden.last, wanted)
+        hidden.logits = self._logits_by_torch(hidden.last, wanted)
         return hidden
 
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V)."""
         if self.stack is not None:
             return self.stack.logits(last if len(rows) == len(last) else last[list(rows)])
+        return self._logits_by_torch(last, rows)
+
+    @torch.inference_mode()
+    def _logits_by_torch(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         if not rows:
             return torch.empty(0, self.decoder.config.vocab)
-        with torch.inference_mode():
-            padded = [*rows, *[rows[0]] * (-len(rows) % BLOCK)]
-            return self.decoder.logits(last[padded], self.ops)[: len(rows)]
+        padded = [*rows, *[rows[0]] * (-len(rows) % BLOCK)]
+        return self.decoder.logits(last[padded], self.ops)[: len(rows)]
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone: prompt chunks, roots and draft nodes."""
