@@ -65,6 +65,7 @@ class Team {
    private:
     static constexpr unsigned kFlush = 0x9fc0;
     static constexpr int kSpins = 400;  // pauses before the core is offered to others: some 5 microseconds
+    static constexpr int kTogether = 8;
     static constexpr int kIdle = 2000;  // waits before an idle worker sleeps: about a millisecond, some rounds of Python
 
     static void wait(int waits) {
@@ -88,6 +89,7 @@ class Team {
     }
 
     void work(int index, uint32_t seen) {
+        int together = 0;  // jobs in a row that began on the caller's core
         for (;;) {
             for (int waits = 0; job_.load(std::memory_order_acquire) == seen; waits++) {
                 if (waits < kIdle && !rest_.load(std::memory_order_relaxed)) {
@@ -102,7 +104,8 @@ class Team {
             // the word itself says who takes part: by now a later job may have changed threads_
             seen = job_.load(std::memory_order_acquire);
             if (index < static_cast<int>(seen & 0xff)) {
-                if (sched_getcpu() == caller_) step_aside();
+                together = sched_getcpu() == caller_ ? together + 1 : 0;
+                if (together == kTogether) step_aside(), together = 0;
                 act(index);
                 running_.fetch_sub(1, std::memory_order_release);
             }
