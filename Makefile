@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(wildcard src/outrider/ops/cpu/*.cpp src/outrider/ops/cpu/*.h)
 SANITIZED := build/_core_sanitized.so
+EMULATED := build/emulated/_core_amx.so
+COMPILE = $(CXX) -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthread -DOUTRIDER_SOURCES="\"$$(cat \
+  $(sort $(wildcard src/outrider/ops/cpu/*.h) $(wildcard src/outrider/ops/cpu/*.cpp)) | sha256sum | cut -d' ' -f1)\"" src/outrider/ops/cpu/core.cpp
 
-.PHONY: test check demo doctor sanitize clean
+.PHONY: test check demo doctor sanitize emulate clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
@@ -29,15 +32,20 @@ demo: $(STAMP)
 
 # The native core's tests with AddressSanitizer and UndefinedBehaviorSanitizer, for this processor.
 $(SANITIZED): setup.py $(CORE)
-	mkdir -p build
-	$(CXX) -O1 -g -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthread \
-	  -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer \
-	  -DOUTRIDER_SOURCES="\"$$(cat $(sort $(wildcard src/outrider/ops/cpu/*.h) $(wildcard src/outrider/ops/cpu/*.cpp)) | sha256sum | cut -d' ' -f1)\"" \
-	  src/outrider/ops/cpu/core.cpp -o $@
+	mkdir -p $(@D)
+	$(COMPILE) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -o $@
 
 sanitize: $(STAMP) $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/sampling/test_choice.py tests/draft/test_draft_model.py
+
+# The amx build with tiles in plain C++, for a processor with AVX-512 and none.
+$(EMULATED): setup.py tests/ops/emulated_tiles.h $(CORE)
+	mkdir -p $(@D)
+	$(COMPILE) -O2 -include tests/ops/emulated_tiles.h -o $@
+
+emulate: $(STAMP) $(EMULATED)
+	OUTRIDER_CORE=$(CURDIR)/$(EMULATED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py
 
 doctor: $(STAMP)
 	$(BIN)/outrider doctor

@@ -95,10 +95,10 @@ def test_verification_leaves_the_first_layers_out(both_paths: str, small: Decode
     ran: list[tuple[int, int, int]] = []  # (first layer, last layer, rows that are not padding)
     forward = type(engine.runner).run
 
-    def watching(self, rows, taps=(), layers=None, x=None):  # type: ignore[no-untyped-def]
+    def watching(self, rows, taps=(), layers=None, x=None, wanted=()):  # type: ignore[no-untyped-def]
         span = range(LAYERS) if layers is None else layers
         ran.append((span.start, span.stop, _count(rows)))
-        return forward(self, rows, taps, layers, x)
+        return forward(self, rows, taps, layers, x, wanted)
 
     monkeypatch.setattr(type(engine.runner), "run", watching)
     engine.submit(make_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=30)), "t")

@@ -323,6 +323,18 @@ def test_prefill_decode_chunks_and_trees_agree(core: Core, kind: str, variant: s
         assert torch.equal(tree[node + 1], alone), f"node {node} decoded alone"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_wanted_rows_are_those_of_all(core: Core, kind: str) -> None:
+    """In any order and more than once, over more than one chunk of rows."""
+    decoder = make_decoder(kind, tied=True)
+    runner, feed = make_runner(core, decoder), Feed(PAGES, 0, [i * 37 % 97 for i in range(LONG)])
+    every = runner.logits(runner.forward([feed]).last, range(LONG))
+    for wanted in ([LONG - 1], [3, 66, 3, 0, 65], [*range(LONG), *range(LONG)]):
+        found = runner.forward([feed], wanted=wanted).logits
+        assert found is not None
+        assert torch.equal(found, every[wanted])
+
+
 def test_a_span_of_layers_and_the_rest_are_the_whole(core: Core) -> None:
     from outrider.model.stack import lay_out_rows
     from outrider.ops import Span

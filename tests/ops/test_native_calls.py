@@ -58,3 +58,10 @@ def test_rows_over_memory_that_is_not_there_are_refused(feed: Feed) -> None:
     with pytest.raises(IndexError, match="out of range"):
         runner.forward([Feed([1], 0, [5]), feed])
     assert torch.equal(runner.pool.keys, before)
+
+
+@pytest.mark.parametrize("wanted", [[3], [-1]])
+def test_logits_of_rows_that_are_not_there_are_refused(wanted: list[int]) -> None:
+    assert CORE is not None
+    with pytest.raises(IndexError, match="out of range"):
+        make_runner(CORE, make_decoder("float32")).forward([Feed([0], 0, [1, 2, 3])], wanted=wanted)

@@ -132,7 +132,7 @@ def _watches(core: Core | None, runner: Runner, setting: Setting) -> tuple[dict[
         shuffle.shuffle(order)
         for count in order:
             feed = [Feed(pages, setting.context, tokens[:count])]
-            watches[count].time(lambda feed=feed: runner.logits(runner.forward(feed).last, range(len(feed[0].tokens))))  # type: ignore[misc]
+            watches[count].time(partial(runner.forward, feed, (), range(count)))
         if core is not None:
             read = partial(core.read, memory.data_ptr(), memory.numel() * 4, core.threads)
             read()  # brings the buffer where the weights were

@@ -69,9 +69,14 @@ class _TimedRunner(Runner):
         return self.layout.around(super().prepare, feeds)  # type: ignore[no-any-return]
 
     def run(
-        self, rows: Rows | array[int], taps: tuple[int, ...] = (), layers: range | None = None, x: Tensor | None = None
+        self,
+        rows: Rows | array[int],
+        taps: tuple[int, ...] = (),
+        layers: range | None = None,
+        x: Tensor | None = None,
+        wanted: Sequence[int] = (),
     ) -> Hidden:
-        return self.watch.around(super().run, rows, taps, layers, x)  # type: ignore[no-any-return]
+        return self.watch.around(super().run, rows, taps, layers, x, wanted)  # type: ignore[no-any-return]
 
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         return self.watch.around(super().logits, last, rows)  # type: ignore[no-any-return]

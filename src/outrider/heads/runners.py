@@ -81,14 +81,16 @@ class EagleRunner:
         """Hidden rows of (feature, next token) pairs, with their KV written."""
         if self._stack is not None:
             found = self._stack.forward(lay_out_rows(feeds), span=_PLACED, features=features)
-            return found.last if self.head.config.norm_output and found.last is not None else found.stream
-        rows = lay_out(feeds, self._pool, _NO_WINDOW)
+            rows = found.last if self.head.config.norm_output else found.stream
+            assert rows is not None
+            return rows
+        flat = lay_out(feeds, self._pool, _NO_WINDOW)
 
         def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._pool.write(0, rows.slots, k, v)
-            return paged_attention(q, self._pool.keys[0], self._pool.values[0], rows.plan)
+            self._pool.write(0, flat.slots, k, v)
+            return paged_attention(q, self._pool.keys[0], self._pool.values[0], flat.plan)
 
-        return self.head(rows.tokens, _filled(features), (rows.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
+        return self.head(flat.tokens, _filled(features), (flat.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> Drawn:
         raise NotImplementedError("drafts_chains is 0")

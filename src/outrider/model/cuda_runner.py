@@ -240,10 +240,10 @@ class CudaRunner(Runner):
 
     # --- forwards for drafters and prompts ---------------------------------------------------------------------------
 
-    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
+    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = (), wanted: Sequence[int] = ()) -> Hidden:
         found = self._forward(feeds, taps)
         tapped = [] if found.taps is None else list(found.taps.cpu().unbind(1))
-        return Hidden(found.last, tapped)
+        return Hidden(found.last, tapped, logits=self.logits(found.last, wanted) if wanted else None)
 
     @torch.inference_mode()
     def _forward(self, feeds: Sequence[Feed], taps: tuple[int, ...]) -> Any:

@@ -28,6 +28,7 @@ class Hidden:
     last: Tensor  # (N, hidden) after the final norm
     taps: list[Tensor]  # residual stream entering each tapped layer, (N, hidden)
     joined: Tensor | None = None  # the same side by side, (N, taps * hidden), where they lie so already
+    logits: Tensor | None = None  # of the rows they were wanted of, where the same call gives them
 
 
 class RopeTable(nn.Module):

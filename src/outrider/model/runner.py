@@ -17,7 +17,7 @@ from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
-from outrider.model.stack import decoder_stack, lay_out_rows, output_product
+from outrider.model.stack import decoder_stack, lay_out_rows
 from outrider.ops import BLOCK, AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
 from outrider.sampling import Row
 from outrider.sampling.choice import shape_of
@@ -30,6 +30,7 @@ Chances = npt.NDArray[np.float64]
 
 
 _LONGEST_CHAIN = 256
+_WHOLE = Span()
 
 
 class Feed(NamedTuple):
@@ -114,18 +115,17 @@ class Runner:
         if config.dtype == INT8 and core is None:
             raise InvalidParameter("dtype", f"int8 needs the native core, which is not in use: {find_core()[1]}")
         self.stack = None if core is None else decoder_stack(decoder, pool, core)
-        self._output = None if core is None else output_product(decoder, core)
         self._windows = config.windows or (None,) * config.layers
         self._distinct_windows = frozenset(self._windows)
 
     @property
     def weight_bytes(self) -> int:
         """What the native core reads of the weights in a forward with logits; 0 where torch serves."""
-        return 0 if self.stack is None or self._output is None else self.stack.bytes + self._output.bytes
+        return 0 if self.stack is None else self.stack.bytes
 
-    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = ()) -> Hidden:
-        """Hidden rows of all feeds in order (then padding), with their KV written to the pages."""
-        return self.run(self.prepare(feeds), taps)
+    def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = (), wanted: Sequence[int] = ()) -> Hidden:
+        """Hidden rows of all feeds in order (then padding), with their KV written to the pages. See `run`."""
+        return self.run(self.prepare(feeds), taps, wanted=wanted)
 
     def prepare(self, feeds: Sequence[Feed]) -> Rows | array[int]:
         """Lay feeds out as flat rows: padded to whole blocks, or as the native core reads them."""
@@ -133,36 +133,47 @@ class Runner:
             return lay_out_rows(feeds)
         return lay_out(feeds, self.pool, self._distinct_windows)
 
-    @torch.inference_mode()
     def run(
-        self, rows: Rows | array[int], taps: tuple[int, ...] = (), layers: range | None = None, x: Tensor | None = None
+        self,
+        rows: Rows | array[int],
+        taps: tuple[int, ...] = (),
+        layers: range | None = None,
+        x: Tensor | None = None,
+        wanted: Sequence[int] = (),
     ) -> Hidden:
-        """The decoder, or some of its layers on rows `x`, over prepared rows."""
-        if isinstance(rows, array):
-            return self._run_native(rows, taps, layers, x)
+        """The decoder, or some of its layers on rows `x`, over prepared rows; with logits of the wanted ones."""
+        if not isinstance(rows, array):
+            return self._run_torch(rows, taps, layers, x, wanted)
+        assert self.stack is not None
+        span = _WHOLE if layers is None else Span(layers.start, layers.stop)
+        found = self.stack.forward(rows, _layer_numbers(taps) if taps else None, span, x, wanted)
+        assert found.last is not None
+        if found.taps is None:
+            return Hidden(found.last, [], None, found.logits)
+        return Hidden(found.last, list(found.taps.unbind(1)), found.taps.flatten(1), found.logits)
 
+    @torch.inference_mode()
+    def _run_torch(
+        self, rows: Rows, taps: tuple[int, ...], layers: range | None, x: Tensor | None, wanted: Sequence[int]
+    ) -> Hidden:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, rows.slots, k, v)
             return paged_attention(q, self.pool.keys[layer], self.pool.values[layer], rows.plan, self._windows[layer])
 
-        return self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x)  # type: ignore[no-any-return]
+        hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x)
+        hidden.logits = self._logits_by_torch(hidden.last, wanted)
+        return hidden
 
-    def _run_native(self, rows: array[int], taps: tuple[int, ...], layers: range | None, x: Tensor | None) -> Hidden:
-        assert self.stack is not None
-        span = None if layers is None else Span(layers.start, layers.stop)
-        found = self.stack.forward(rows, _layer_numbers(taps) if taps else None, span, x)
-        assert found.last is not None
-        return (
-            Hidden(found.last, [])
-            if found.taps is None
-            else Hidden(found.last, list(found.taps.unbind(1)), found.taps.flatten(1))
-        )
-
-    @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V)."""
-        if self._output is not None:
-            return self._output(last if len(rows) == len(last) else last[list(rows)])
+        if self.stack is not None:
+            return self.stack.logits(last if len(rows) == len(last) else last[list(rows)])
+        return self._logits_by_torch(last, rows)
+
+    @torch.inference_mode()
+    def _logits_by_torch(self, last: Tensor, rows: Sequence[int]) -> Tensor:
+        if not rows:
+            return torch.empty(0, self.decoder.config.vocab)
         padded = [*rows, *[rows[0]] * (-len(rows) % BLOCK)]
         return self.decoder.logits(last[padded], self.ops)[: len(rows)]
 
@@ -170,11 +181,11 @@ class Runner:
         """One forward for everyone: prompt chunks, roots and draft nodes."""
         feeds, wanted, roots, first_rows, prompt_rows = self._lay_out_round(batch, drafts)
         resume = drafts.resume if self._can_resume(drafts.resume, feeds, taps) else None
-        hidden = self.forward(feeds, taps) if resume is None else self._resumed(feeds, resume, taps)
+        hidden = self.forward(feeds, taps, wanted) if resume is None else self._resumed(feeds, resume, taps, wanted)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
-        logits = self.logits(hidden.last, wanted) if wanted else torch.empty(0, self.decoder.config.vocab)
         tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
-        return Scores(logits, roots, first_rows, tapped, prompt_logits)
+        assert hidden.logits is not None
+        return Scores(hidden.logits, roots, first_rows, tapped, prompt_logits)
 
     def _lay_out_round(self, batch: Batch, drafts: Drafts) -> Round:
         """Who feeds what, and which rows' logits are wanted."""
@@ -210,7 +221,6 @@ class Runner:
         the noise of the target's `rows`, and the logits (longest, feeds, V) behind them, where they are on the host.
         """
         assert self.stack is not None
-        assert self._output is not None
         order = sorted(range(len(feeds)), key=lambda i: -lengths[i])  # the core wants the longest first
         keys = np.zeros((len(feeds), lengths[order[0]], 2), np.uint32)
         for place, i in enumerate(order):
@@ -224,7 +234,7 @@ class Runner:
             keys=keys,
             words=token_words_at(self.decoder.config.vocab),
         )
-        tokens, chances, logits = self.stack.draft(lay_out_rows([feeds[i] for i in order]), self._output, chains)
+        tokens, chances, logits = self.stack.draft(lay_out_rows([feeds[i] for i in order]), chains)
         if order == sorted(order):
             return tokens, chances, logits
         back = np.argsort(order)
@@ -248,7 +258,7 @@ class Runner:
         return fits and tuple(resume.hidden.shape) == (sum(resume.counts), config.hidden)
 
     @torch.inference_mode()
-    def _resumed(self, feeds: Sequence[Feed], resume: Resume, taps: tuple[int, ...]) -> Hidden:
+    def _resumed(self, feeds: Sequence[Feed], resume: Resume, taps: tuple[int, ...], wanted: Sequence[int]) -> Hidden:
         """The same rows, bit for bit: the first layers only where they are missing, then the others for all."""
         rows, row = self.prepare(feeds), 0
         rest: list[Feed] = []
@@ -269,4 +279,4 @@ class Runner:
             x[missing] = early[: len(missing)]
         known = sorted(set(range(row)) - set(missing))
         x[known] = resume.hidden
-        return self.run(rows, taps, range(resume.layer, self.decoder.config.layers), x)
+        return self.run(rows, taps, range(resume.layer, self.decoder.config.layers), x, wanted)

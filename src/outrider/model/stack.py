@@ -14,7 +14,7 @@ from outrider.ops import Core, LayerWeights, PackedLinear, Stack, StackWeights
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
 
-__all__ = ["decoder_stack", "lay_out_rows", "layer_weights", "output_product", "stack_over"]
+__all__ = ["decoder_stack", "lay_out_rows", "layer_weights", "stack_over"]
 
 
 def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
@@ -37,7 +37,8 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     c = decoder.config
     windows = c.windows or (None,) * c.layers
     layers = [layer_weights(layer, core, c.dtype, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
-    return stack_over(pool, core, decoder, c, layers, c.dtype)
+    output = PackedLinear(core, c.dtype, decoder.embedding if decoder.output is None else decoder.output)
+    return stack_over(pool, core, decoder, c, layers, c.dtype, output=output)
 
 
 def stack_over(
@@ -60,11 +61,6 @@ def stack_over(
         **form,
     )
     return Stack(core, weights, pool.keys, pool.values, pool.page_size)
-
-
-def output_product(decoder: Decoder, core: Core) -> PackedLinear:
-    """The output matrix."""
-    return PackedLinear(core, decoder.config.dtype, decoder.embedding if decoder.output is None else decoder.output)
 
 
 def layer_weights(layer: Layer, core: Core, kind: str, window: int | None = None) -> LayerWeights:

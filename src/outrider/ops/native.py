@@ -81,26 +81,7 @@ class _StackSpec(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in _SIZES),
         ("eps", _float),
-        *((name, _pointer) for name in ("layer", "joined", "norm", "norm_hidden", "embedding", "cos", "sin")),
-    )
-
-
-class _ForwardSpec(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("layout", "keys", "values")),
-        *((name, _int) for name in ("pages", "page_size", "per_word", "first_layer", "last_layer", "rotary_lag")),
-        *((name, _pointer) for name in ("features", "tapped")),
-        ("taps", _int),
-        *((name, _pointer) for name in ("tap_rows", "stream", "last")),
-        ("threads", _int),
-    )
-
-
-class _ChainSpec(ctypes.Structure):
-    _fields_ = (
-        ("output", _pointer),
-        ("steps", _int),
-        *((name, _pointer) for name in ("wanted", "shapes", "sharpness", "keys", "words", "tokens", "chances", "logits")),
+        *((name, _pointer) for name in ("layer", "joined", "output", "norm", "norm_hidden", "embedding", "cos", "sin")),
     )
 
 
@@ -371,12 +352,12 @@ class StackWeights:
     norm: Tensor | None  # the last one
     form: int = TOKENS
     joined: PackedLinear | None = None  # of JOINED
+    output: PackedLinear | None = None  # to logits
     norm_hidden: Tensor | None = None  # of BESIDE: the feature's
     residual_normed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Which part of a stack runs, and how its rows are placed."""
 
     first_layer: int = 0
@@ -387,13 +368,13 @@ class Span:
 _WHOLE = Span()
 
 
-@dataclass(frozen=True, slots=True)
-class StackRows:
+class StackRows(NamedTuple):
     """What a forward gives for every row, float32."""
 
-    stream: Tensor  # (N, hidden) leaving the last layer of the span
+    stream: Tensor | None  # (N, hidden) leaving the last layer of the span
     last: Tensor | None  # after the last norm
     taps: Tensor | None  # (N, taps, hidden)
+    logits: Tensor | None = None  # (wanted rows, V)
 
 
 class Stack:
@@ -412,69 +393,69 @@ class Stack:
         specs = [self._layer(layer) for layer in weights.layers]
         self._layers = (_LayerSpec * len(specs))(*specs)
         self._spec = self._stack(weights)
-        self._pages = _ForwardSpec(
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            pages=keys.shape[1],
-            page_size=page_size,
-            per_word=4 // keys.element_size(),
-        )
+        self._place = ctypes.addressof(self._spec)
+        self._memory = (keys.data_ptr(), values.data_ptr(), keys.shape[1], page_size, 4 // keys.element_size())
 
     def forward(
-        self, layout: array[int], taps: Tensor | None = None, span: Span | None = None, features: Tensor | None = None
+        self,
+        layout: array[int],
+        taps: Tensor | None = None,
+        span: Span = _WHOLE,
+        features: Tensor | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> StackRows:
         """Run rows through a span of layers; their KV is written. `layout` is that of `lay_out_rows`.
 
         `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
-        `taps` are layer numbers, int32.
+        `taps` are layer numbers, int32. Of the `wanted` rows the logits are given, and then the stream is not.
         """
-        f = _ForwardSpec.from_buffer_copy(self._pages)  # of this call alone: a late drafter may be calling too
-        rows, hidden, span = layout[1], self._weights.hidden, span or _WHOLE
-        last_layer = len(self._layers) if span.last_layer is None else span.last_layer
-        stream = torch.empty(rows, hidden)
-        last = torch.empty(rows, hidden) if self._weights.norm is not None else None
-        tapped = None if taps is None else torch.empty(rows, len(taps), hidden)
+        rows, w = layout[1], self._weights
+        stream = torch.empty(rows, w.hidden) if wanted is None else None
+        last = None if w.norm is None else torch.empty(rows, w.hidden)
+        tapped = None if taps is None else torch.empty(rows, len(taps), w.hidden)
         features = None if features is None else features.contiguous()
-        f.layout = layout.buffer_info()[0]
-        f.first_layer, f.last_layer = span.first_layer, last_layer
-        f.rotary_lag = span.rotary_lag
-        f.features, f.stream, f.last = _address(features), stream.data_ptr(), _address(last)
-        f.taps = 0 if taps is None else len(taps)
-        f.tapped, f.tap_rows = _address(taps), _address(tapped)
+        logits, chosen = None, array("i", wanted or ())
+        if wanted is not None:
+            assert w.output is not None
+            logits = torch.empty(len(wanted), w.output.columns)
+        first, end, lag = span
+        spec = array("q", (layout.buffer_info()[0], *self._memory, first, len(self._layers) if end is None else end, lag,
+            _address(features), _address(taps), 0 if taps is None else len(taps), _address(tapped),
+            _address(stream), _address(last), chosen.buffer_info()[0], len(chosen), _address(logits), 0))  # fmt: skip
+        self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
+        return StackRows(stream, last, tapped, logits)
 
-        def call(threads: int) -> None:
-            f.threads = threads
-            if self._core.forward(ctypes.addressof(self._spec), ctypes.addressof(f)):
-                raise IndexError("a row's token, position, page or parent is out of range")
-
-        self._threads.run(rows, call)
-        return StackRows(stream, last, tapped)
-
-    def draft(self, layout: array[int], output: PackedLinear, chains: Chains) -> tuple[Tokens, Chances, Tensor]:
+    def draft(self, layout: array[int], chains: Chains) -> tuple[Tokens, Chances, Tensor]:
         """Guesses (sequences, steps) that follow the layout's feeds, each from those before it, their chances, and the
         logits (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
         """
+        assert self._weights.output is not None
         sequences, steps = chains.keys.shape[:2]
         tokens, chances = np.empty((sequences, steps), np.int64), np.empty((sequences, steps))
-        logits = torch.empty(steps, sequences, output.columns)
-        f = _ForwardSpec.from_buffer_copy(self._pages)
-        f.layout, f.last_layer = layout.buffer_info()[0], len(self._layers)
-        c = _ChainSpec(output.handle, steps, chains.wanted.ctypes.data, chains.shapes.ctypes.data,
-            chains.sharpness.ctypes.data, chains.keys.ctypes.data,
-                       chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr())  # fmt: skip
-
-        def call(threads: int) -> None:
-            f.threads = threads
-            if self._core.draft(ctypes.addressof(self._spec), ctypes.addressof(f), ctypes.addressof(c)):
-                raise IndexError("a row's token, position, page or parent is out of range")
-
-        self._chain_threads.run(sequences, call, steps)
+        logits = torch.empty(steps, sequences, self._weights.output.columns)
+        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
+        given = [own.ctypes.data for own in (chains.wanted, chains.shapes, chains.sharpness, chains.keys)]
+        chain_spec = array("q", (steps, *given, chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr()))
+        self._chain_threads.run(sequences, lambda threads: self._call(self._core.draft, threads, spec, chain_spec), steps)
         return tokens, chances, logits
+
+    def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> None:
+        """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits."""
+        spec[-1] = threads
+        if call(self._place, spec.buffer_info()[0], *(own.buffer_info()[0] for own in more)):
+            raise IndexError("a row's token, position, page or parent is out of range")
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(rows, V) of rows as they are after the last norm."""
+        assert self._weights.output is not None
+        return self._weights.output(x)
 
     @property
     def bytes(self) -> int:
-        """What one forward reads of the layers' weights."""
-        return sum(part.bytes for w in self._weights.layers for part in (w.qkv, w.out, w.gate_up, w.down))
+        """What one forward reads of the weights, with logits where the stack has an output matrix."""
+        output = self._weights.output
+        parts = (part.bytes for w in self._weights.layers for part in (w.qkv, w.out, w.gate_up, w.down))
+        return sum(parts) + (0 if output is None else output.bytes)
 
     def _layer(self, layer: LayerWeights) -> _LayerSpec:
         norms = {name: self._keep(getattr(layer, name)) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")}
@@ -484,9 +465,9 @@ class Stack:
     def _stack(self, w: StackWeights) -> _StackSpec:
         sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
         tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
-        joined = None if w.joined is None else w.joined.handle
+        joined, output = (None if own is None else own.handle for own in (w.joined, w.output))
         sizes |= {"layers": len(w.layers), "vocab": len(w.embedding), "positions": len(w.cos)}
-        return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, layer=ctypes.addressof(self._layers))
+        return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, output=output, layer=ctypes.addressof(self._layers))
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -495,5 +476,5 @@ class Stack:
         return self._kept[-1].data_ptr()
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -10,7 +10,6 @@
 
 #include "attention.h"
 #include "choice.h"
-#include "threads.h"
 
 namespace outrider {
 
@@ -33,6 +32,7 @@ struct StackSpec {
     double eps;
     const LayerSpec* layer;
     const Linear* joined;    // of kJoined
+    const Linear* output;    // the matrix of logits, or null
     const float* norm;         // the last norm, or null
     const float* norm_hidden;  // of kBeside: the feature's
     const float* embedding;  // (vocab, hidden)
@@ -51,6 +51,9 @@ struct ForwardSpec {
     float* tap_rows;          // (rows, taps, hidden)
     float* stream;            // (rows, hidden) leaving last_layer, or null
     float* last;              // the same after the last norm, or null
+    const int32_t* wanted;    // rows whose logits are wanted
+    int64_t wants;
+    float* logits;            // (wants, vocab)
     int64_t threads;
 };
 
@@ -115,6 +118,8 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
     }
     for (int r = 0; r < l.rows; r++)
         if (l.tokens[r] < 0 || l.tokens[r] >= s.vocab || l.row[r].position - f.rotary_lag >= s.positions) return false;
+    for (int64_t i = 0; i < f.wants; i++)
+        if (f.wanted[i] < 0 || f.wanted[i] >= l.rows) return false;
     return true;
 }
 
@@ -126,10 +131,13 @@ struct Workspace {
     std::vector<std::vector<float>> scratch;  // per thread
     Layout layout;
 
-    static float* grow(std::vector<float>& v, int width) {
-        v.resize(std::max(v.size(), static_cast<size_t>(kChunk) * width));
+    // Room for a chunk of rows of that width.
+    template <class T>
+    static T* grow(std::vector<T>& v, size_t width) {
+        v.resize(std::max(v.size(), kChunk * width));
         return v.data();
     }
+    Packed packed(size_t width) { return {grow(words, width + kStepBytes), scale.data()}; }
 };
 
 constexpr int kWidest = 512;  // values of a head; Stack (ops/native.py) refuses wider ones
@@ -137,7 +145,7 @@ constexpr int kWidest = 512;  // values of a head; Stack (ops/native.py) refuses
 class Forward {
    public:
     Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w, int threads) : s_(s), f_(f), layout_(w.layout), w_(w) {
-        hidden_ = static_cast<int>(s.hidden);
+        hidden_ = static_cast<int>(s.hidden), eps_ = static_cast<float>(s.eps);
         x_stride_ = round_up(hidden_, kLanes);
         wide_stride_ = round_up(2 * hidden_, kLanes);
         qkv_stride_ = round_up(static_cast<int>((s.heads + 2 * s.kv_heads) * s.head_dim), kLanes);
@@ -148,15 +156,18 @@ class Forward {
         qkv_ = Workspace::grow(w.qkv, qkv_stride_);
         mixed_ = Workspace::grow(w.mixed, mixed_stride_);
         gated_ = Workspace::grow(w.gated, gated_stride_);
-        const int widest = std::max({wide_stride_, mixed_stride_, gated_stride_}) + kStepBytes;
-        w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * widest));
+        packed_ = w.packed(std::max({wide_stride_, mixed_stride_, gated_stride_}));
         w.scratch.resize(std::max(w.scratch.size(), static_cast<size_t>(threads)));
     }
 
     // What every thread runs.
     void run(Team& team, int thread, int threads) {
-        Member m{*this, team, thread, threads, {w_.words.data(), w_.scale.data()}};
+        Member m{*this, team, thread, threads};
         for (int first = 0; first < layout_.rows; first += kChunk) m.chunk(first, std::min(kChunk, layout_.rows - first));
+        if (!f_.wants) return;
+        const Input ends{f_.last, static_cast<size_t>(hidden_), static_cast<int>(f_.wants), hidden_, nullptr, 0.0f, f_.wanted};
+        const Output to{f_.logits, static_cast<size_t>(s_.output->columns), s_.output->columns, Then::kStore};
+        multiply_rows(*s_.output, ends, to, packed_, team, thread, threads);
     }
 
    private:
@@ -165,7 +176,6 @@ class Forward {
         Forward& o;
         Team& team;
         int thread, threads;
-        Packed packed;
         int first = 0, rows = 0;
 
         void chunk(int at, int count) {
@@ -182,27 +192,19 @@ class Forward {
         void barrier() const { team.barrier(); }
         Share share(int count) const { return Share(count, thread, threads); }
 
-        // A product of rows that are ready; the result is ready for all threads when it returns.
-        void linear_after(const Linear& l, const Input& in, const Output& out) {
-            bring_near(l, thread, threads);
-            pack_rows(packed, l, in, thread, threads);
-            barrier();
-            linear(l, packed, rows, out, thread, threads);
-            barrier();
+        void multiply(const Linear& l, const Input& in, float* out, size_t stride, Then then) {
+            multiply_rows(l, in, {out, stride, static_cast<int>(stride), then}, o.packed_, team, thread, threads);
         }
 
         void layer(const LayerSpec& l, int index) {
             const StackSpec& s = o.s_;
-            const auto eps = static_cast<float>(s.eps);
-            const Input rows_in = s.form == kBeside ? beside(l) : Input{o.x_, o.x_stride_, rows, o.hidden_, l.norm_in, eps};
-            linear_after(*l.qkv, rows_in, {o.qkv_, o.qkv_stride_, static_cast<int>(o.qkv_stride_), Then::kStore});
+            const Input rows_in = s.form == kBeside ? beside(l) : Input{o.x_, o.x_stride_, rows, o.hidden_, l.norm_in, o.eps_};
+            multiply(*l.qkv, rows_in, o.qkv_, o.qkv_stride_, Then::kStore);
             attention(l, index);
-            linear_after(*l.out, {o.mixed_, o.mixed_stride_, rows, static_cast<int>(s.heads * s.head_dim)},
-                         {o.x_, o.x_stride_, static_cast<int>(o.x_stride_), Then::kAdd});
-            linear_after(*l.gate_up, {o.x_, o.x_stride_, rows, o.hidden_, l.norm_mlp, eps},
-                         {o.gated_, o.gated_stride_, static_cast<int>(o.gated_stride_), Then::kGate});
-            linear_after(*l.down, {o.gated_, o.gated_stride_, rows, static_cast<int>(s.ffn)},
-                         {o.x_, o.x_stride_, static_cast<int>(o.x_stride_), Then::kAdd});
+            const Input mixed{o.mixed_, o.mixed_stride_, rows, static_cast<int>(s.heads * s.head_dim)};
+            multiply(*l.out, mixed, o.x_, o.x_stride_, Then::kAdd);
+            multiply(*l.gate_up, {o.x_, o.x_stride_, rows, o.hidden_, l.norm_mlp, o.eps_}, o.gated_, o.gated_stride_, Then::kGate);
+            multiply(*l.down, {o.gated_, o.gated_stride_, rows, static_cast<int>(s.ffn)}, o.x_, o.x_stride_, Then::kAdd);
         }
 
         void attention(const LayerSpec& l, int index) {
@@ -256,10 +258,7 @@ class Forward {
                 x = filled;
             }
             if (head >= heads + kv_heads) return kv.put_value<K>(page, head - heads - kv_heads, offset, x);
-            if (const float* norm = head < heads ? l.q_norm : l.k_norm) {
-                const float inverse = inverse_rms(x, dim, static_cast<float>(s.eps));
-                for (int i = 0; i < dim; i++) x[i] = x[i] * inverse * norm[i];
-            }
+            if (const float* norm = head < heads ? l.q_norm : l.k_norm) normed(x, x, norm, dim, o.eps_);
             const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - o.f_.rotary_lag, 0)) * half;
             const f32x16 scale = splat(head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f);
             for (int i = 0; i < half; i += kLanes) {
@@ -286,8 +285,7 @@ class Forward {
             }
             barrier();
             if (s.form == kJoined)
-                linear_after(*s.joined, {o.wide_, o.wide_stride_, rows, 2 * o.hidden_},
-                             {o.x_, o.x_stride_, static_cast<int>(o.x_stride_), Then::kStore});
+                multiply(*s.joined, {o.wide_, o.wide_stride_, rows, 2 * o.hidden_}, o.x_, o.x_stride_, Then::kStore);
         }
 
         // Normed embedding and normed feature side by side; the residual is the feature, normed or not.
@@ -295,17 +293,12 @@ class Forward {
             const Share mine = share(rows);
             for (int r = mine.begin; r < mine.end; r++) {
                 float* pair = o.wide_ + r * o.wide_stride_;
-                normed(pair, pair, l.norm_in);
-                normed(pair + o.hidden_, pair + o.hidden_, o.s_.norm_hidden);
+                normed(pair, pair, l.norm_in, o.hidden_, o.eps_);
+                normed(pair + o.hidden_, pair + o.hidden_, o.s_.norm_hidden, o.hidden_, o.eps_);
                 if (o.s_.residual_normed) std::memcpy(o.x_ + r * o.x_stride_, pair + o.hidden_, o.hidden_ * sizeof(float));
             }
             barrier();
             return {o.wide_, o.wide_stride_, rows, 2 * o.hidden_};
-        }
-
-        void normed(float* to, const float* from, const float* norm) const {
-            const float inverse = inverse_rms(from, o.hidden_, static_cast<float>(o.s_.eps));
-            for (int i = 0; i < o.hidden_; i++) to[i] = from[i] * inverse * norm[i];
         }
 
         void tap(int index) const {
@@ -323,7 +316,7 @@ class Forward {
                 const float* x = o.x_ + r * o.x_stride_;
                 const size_t at = static_cast<size_t>(first + r) * o.hidden_;
                 if (o.f_.stream) std::memcpy(o.f_.stream + at, x, o.hidden_ * sizeof(float));
-                if (o.f_.last) normed(o.f_.last + at, x, o.s_.norm);
+                if (o.f_.last) normed(o.f_.last + at, x, o.s_.norm, o.hidden_, o.eps_);
             }
             barrier();
         }
@@ -334,8 +327,10 @@ class Forward {
     const Layout& layout_;
     Workspace& w_;
     int hidden_;
+    float eps_;
     size_t x_stride_, wide_stride_, qkv_stride_, mixed_stride_, gated_stride_;
     float *x_, *wide_, *qkv_, *mixed_, *gated_;
+    Packed packed_;
 };
 
 #if defined(__AMX_TILE__)
@@ -386,22 +381,12 @@ Scratch& choosing() {
 
 // out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias; of paired columns silu(gate) * up.
 void run_linear(const Linear& l, const float* x, int64_t rows, const float* norm, double eps, float* out, int threads) {
-    Workspace& w = workspace();
-    w.words.resize(std::max(w.words.size(), static_cast<size_t>(kChunk) * (l.inner + kStepBytes)));
-    const Packed packed{w.words.data(), w.scale.data()};
+    const Packed packed = workspace().packed(l.inner);
     const int columns = l.paired ? l.columns / 2 : l.columns;
+    const Input in{x, static_cast<size_t>(l.inner), static_cast<int>(rows), l.inner, norm, static_cast<float>(eps)};
     const Output to{out, static_cast<size_t>(columns), columns, l.paired ? Then::kGate : Then::kStore};
     Team& own = team();
-    own.run(threads, [&](int thread, int all) {
-        for (int64_t first = 0; first < rows; first += kChunk) {
-            const int count = static_cast<int>(std::min<int64_t>(kChunk, rows - first));
-            pack_rows(packed, l, {x + first * l.inner, static_cast<size_t>(l.inner), count, l.inner, norm, static_cast<float>(eps)},
-                      thread, all);
-            own.barrier();
-            linear(l, packed, count, {out + first * columns, to.stride, columns, to.then}, thread, all);
-            own.barrier();
-        }
-    });
+    own.run(threads, [&](int thread, int all) { multiply_rows(l, in, to, packed, own, thread, all); });
 }
 
 // False where rows are laid out over memory that is not there; nothing has been done then.
@@ -417,7 +402,6 @@ bool run_forward(const StackSpec& stack, const ForwardSpec& forward) {
 
 // Chains drafted by a model: the layout's feeds are read, then every sequence goes on from its own guesses.
 struct ChainSpec {
-    const Linear* output;
     int64_t steps;           // of the longest chain
     const int32_t* wanted;   // tokens of each sequence's chain, the longest first
     const Shape* shapes;     // of each sequence
@@ -430,55 +414,48 @@ struct ChainSpec {
 };
 
 // The layout of the next step: one token of each sequence that still wants more, where text would lie.
-void lay_out_step(const std::vector<std::array<int32_t, 4>>& ends, const std::vector<std::vector<int32_t>>& pages,
-                  const int64_t* newest, int64_t stride, int step, int active, std::vector<int32_t>& out) {
+void lay_out_step(const std::vector<Feed>& read, const int64_t* newest, int64_t stride, int step, int active,
+                  std::vector<int32_t>& out) {
     out = {active, active};
-    for (int s = 0; s < active; s++) {
-        const auto& [end, first_key, count, unused] = ends[s];
-        out.insert(out.end(), {end + step - 1, 1, 0, 0, first_key, count});
-    }
+    for (int s = 0; s < active; s++)
+        out.insert(out.end(), {read[s].root() + step, 1, 0, 0, read[s].first_key, read[s].page_count});
     for (int s = 0; s < active; s++) out.push_back(static_cast<int32_t>(newest[s * stride]));
-    for (int s = 0; s < active; s++) out.insert(out.end(), pages[s].begin(), pages[s].end());
+    for (int s = 0; s < active; s++) out.insert(out.end(), read[s].pages, read[s].pages + read[s].page_count);
 }
 
 bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& chain) {
-    Workspace& w = workspace();
-    const int sequences = forward.layout[0], vocab = chain.output->columns, hidden = static_cast<int>(stack.hidden);
-    std::vector<float> last(static_cast<size_t>(std::max(forward.layout[1], sequences)) * hidden), ends(static_cast<size_t>(sequences) * hidden);
-    std::vector<std::array<int32_t, 4>> places;
-    std::vector<std::vector<int32_t>> pages;
-    std::vector<int32_t> layout;
-    forward.last = last.data(), forward.stream = nullptr;
+    Layout& given = workspace().layout;
+    if (!read_layout(forward.layout, given)) return false;
+    const std::vector<Feed> read = given.feeds;  // their pages lie in the caller's layout
+    const int sequences = static_cast<int>(read.size()), vocab = stack.output->columns;
+    std::vector<float> last(static_cast<size_t>(given.rows) * stack.hidden);
+    std::vector<int32_t> ends, layout;
+    for (const Feed& feed : read) {
+        if (feed.fed < 1 || feed.nodes) return false;
+        ends.push_back((ends.empty() ? -1 : ends.back()) + feed.fed);
+    }
+    forward.last = last.data(), forward.stream = nullptr, forward.wanted = ends.data();
     int active = sequences;
     for (int step = 0; step < chain.steps; step++) {
         while (active && chain.wanted[active - 1] <= step) active--;
         if (step) {
-            lay_out_step(places, pages, chain.tokens + step - 1, chain.steps, step, active, layout);
+            lay_out_step(read, chain.tokens + step - 1, chain.steps, step, active, layout);
             forward.layout = layout.data();
+            std::iota(ends.begin(), ends.end(), 0);
         }
+        forward.wants = active;
+        forward.logits = chain.logits + static_cast<size_t>(step) * sequences * vocab;
         if (!run_forward(stack, forward)) return false;
-        if (!step) {
-            int row = -1;
-            for (int s = 0; s < sequences; s++) {
-                const Feed& feed = w.layout.feeds[s];
-                if (feed.fed < 1 || feed.nodes) return false;
-                row += feed.fed;
-                std::memcpy(ends.data() + static_cast<size_t>(s) * hidden, last.data() + static_cast<size_t>(row) * hidden, hidden * sizeof(float));
-                places.push_back({feed.start + feed.fed, feed.first_key, feed.page_count, 0});
-                pages.emplace_back(feed.pages, feed.pages + feed.page_count);
-            }
-        }
-        float* logits = chain.logits + static_cast<size_t>(step) * sequences * vocab;
-        run_linear(*chain.output, step ? last.data() : ends.data(), active, nullptr, 0.0, logits, static_cast<int>(forward.threads));
+        bool chosen = true;
         Team::run_alone([&](int, int) {
             for (int s = 0; s < active; s++) {
                 const int64_t at = s * chain.steps + step;
-                rank_row(logits + static_cast<size_t>(s) * vocab, vocab, chain.shapes[s], chain.sharpness[s], chain.keys[at], chain.words,
-                         1, choosing(), chain.tokens + at, chain.chances + at);
+                rank_row(forward.logits + static_cast<size_t>(s) * vocab, vocab, chain.shapes[s], chain.sharpness[s],
+                         chain.keys[at], chain.words, 1, choosing(), chain.tokens + at, chain.chances + at);
+                chosen &= chain.tokens[at] >= 0;
             }
         });
-        for (int s = 0; s < active; s++)
-            if (chain.tokens[s * chain.steps + step] < 0) return true;  // the caller sees it
+        if (!chosen) return true;  // the caller sees it
     }
     return true;
 }

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace outrider {
 
@@ -202,6 +203,12 @@ struct Input {
     int rows, width;
     const float* norm = nullptr;  // weights of a root-mean-square norm over the row, or null
     float eps = 0.0f;
+    const int32_t* chosen = nullptr;  // which rows of x; null: as they lie
+
+    const float* row(int r) const { return x + (chosen ? chosen[r] : r) * stride; }
+    Input part(int first, int count) const {
+        return {chosen ? x : row(first), stride, count, width, norm, eps, chosen ? chosen + first : nullptr};
+    }
 };
 
 inline f32x16 load_upto(const float* x, int left) { return left >= kLanes ? load(x) : load_first(x, left); }
@@ -214,6 +221,11 @@ inline float inverse_rms(const float* x, int width, float eps) {
         squares = fma(own, own, squares);
     }
     return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
+}
+
+inline void normed(float* to, const float* x, const float* norm, int width, float eps) {
+    const float inverse = inverse_rms(x, width, eps);
+    for (int i = 0; i < width; i++) to[i] = x[i] * inverse * norm[i];
 }
 
 // Sixteen values as the words a product reads; one is so many units of int8.
@@ -254,7 +266,7 @@ struct Packed {
     template <class K>
     void fill(const Input& in, int steps, Share mine) const {
         for (int r = mine.begin; r < mine.end; r++) {
-            const float inverse = in.norm ? inverse_rms(in.x + r * in.stride, in.width, in.eps) : 1.0f;
+            const float inverse = in.norm ? inverse_rms(in.row(r), in.width, in.eps) : 1.0f;
             const float quantum = std::is_same<K, I8>::value ? largest_of(in, r, inverse) / 127.0f : 1.0f;  // the largest becomes 127
             const float units = quantum > 0.0f ? 1.0f / quantum : 0.0f;
             const int first = r / kBlock * kBlock, apart = std::min(kBlock, in.rows - first) * kUnit;
@@ -270,7 +282,7 @@ struct Packed {
     static f32x16 values(const Input& in, int row, float inverse, int at) {
         const int left = in.width - at;
         if (left <= 0) return splat(0.0f);
-        const float* x = in.x + row * in.stride + at;
+        const float* x = in.row(row) + at;
         return in.norm ? load_upto(x, left) * splat(inverse) * load_upto(in.norm + at, left) : load_upto(x, left);
     }
 
@@ -350,6 +362,14 @@ inline void finish(const Linear& l, const typename K::Acc* sums, int panel, cons
         }
 }
 
+// What a panel's results need from beside the stream of weights, while the sums are being made.
+inline void bring_near(const Linear& l, int panel) {
+    const auto near = [&](const auto& values) {
+        if (!values.empty()) _mm_prefetch(reinterpret_cast<const char*>(&values[(panel + 1) * kLanes - 1]), _MM_HINT_T0);
+    };
+    near(l.offset), near(l.scale), near(l.bias);
+}
+
 // R rows of words times one panel.
 template <class K, class Form, int R>
 inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* acc) {
@@ -377,7 +397,10 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
             if (escapes) Whole::pair<0>(whole, table, step);
             join(at);
             Form::template pair<1>(w, table, step);
-            if (escapes) Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
+            if (escapes) {
+                Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
+                for (int line = 0; line < Whole::bytes; line += kStepBytes) _mm_prefetch(whole + line, _MM_HINT_T0);  // the next
+            }
             join(at + 2);
         }
 }
@@ -468,6 +491,7 @@ void run_panels(const uint32_t* x, const Linear& l, int panel, int end, const Ou
     }
 #endif
     for (; panel < end; panel++) {
+        bring_near(l, panel);
         multiply<K, Form, R>(x, l, panel, sums);
         finish<K, R>(l, sums, panel, o, scale, pair);
     }
@@ -493,6 +517,13 @@ void linear_of(const Linear& l, const Packed& x, int rows, const Output& o, int 
                                                         {o.out + first * o.stride, o.stride, o.width, o.then}, x.scale + first);
 }
 
+inline void pack_rows(const Packed& x, const Linear& l, const Input& in, int thread, int threads) {
+    const Share mine(in.rows, thread, threads);
+    if (l.kind == kF32) x.fill<F32>(in, l.steps, mine);
+    if (l.kind == kBF16) x.fill<BF16>(in, l.steps, mine);
+    if (l.kind == kI8) x.fill<I8>(in, l.steps, mine);
+}
+
 inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, int thread, int threads) {
     if (l.kind == kF32) linear_of<F32, Whole>(l, x, rows, o, thread, threads);
     if (l.kind == kBF16 && !l.thin) linear_of<BF16, Whole>(l, x, rows, o, thread, threads);
@@ -500,17 +531,18 @@ inline void linear(const Linear& l, const Packed& x, int rows, const Output& o, 
     if (l.kind == kI8) linear_of<I8, Whole>(l, x, rows, o, thread, threads);
 }
 
-// The first weights of a thread's share, while the rows are being packed.
-inline void bring_near(const Linear& l, int thread, int threads) {
-    const char* w = l.weights.get() + l.panel_bytes() * l.share(thread, threads).begin;
-    for (int line = 0; line < kPrefetch; line += kStepBytes) _mm_prefetch(w + line, _MM_HINT_T0);
-}
-
-inline void pack_rows(const Packed& x, const Linear& l, const Input& in, int thread, int threads) {
-    const Share mine(in.rows, thread, threads);
-    if (l.kind == kF32) x.fill<F32>(in, l.steps, mine);
-    if (l.kind == kBF16) x.fill<BF16>(in, l.steps, mine);
-    if (l.kind == kI8) x.fill<I8>(in, l.steps, mine);
+// All rows times all panels, by every thread of a team; the result is ready for all of them when it returns.
+inline void multiply_rows(const Linear& l, const Input& in, const Output& o, const Packed& packed, Team& team, int thread,
+                          int threads) {
+    const char* mine = l.weights.get() + l.panel_bytes() * l.share(thread, threads).begin;
+    for (int line = 0; line < kPrefetch; line += kStepBytes) _mm_prefetch(mine + line, _MM_HINT_T0);  // while rows are packed
+    for (int first = 0; first < in.rows; first += kChunk) {
+        const Input part = in.part(first, std::min(kChunk, in.rows - first));
+        pack_rows(packed, l, part, thread, threads);
+        team.barrier();
+        linear(l, packed, part.rows, {o.out + first * o.stride, o.stride, o.width, o.then}, thread, threads);
+        team.barrier();
+    }
 }
 
 }  // namespace outrider

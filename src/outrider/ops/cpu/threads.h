@@ -28,6 +28,7 @@ class Team {
         hire(threads);
         threads_ = threads;
         body_ = &body;
+        caller_ = sched_getcpu();
         rest_.store(threads == 1, std::memory_order_relaxed);
         if (threads > 1) {
             running_.store(threads - 1, std::memory_order_relaxed);
@@ -64,6 +65,7 @@ class Team {
    private:
     static constexpr unsigned kFlush = 0x9fc0;
     static constexpr int kSpins = 400;  // pauses before the core is offered to others: some 5 microseconds
+    static constexpr int kTogether = 8;
     static constexpr int kIdle = 2000;  // waits before an idle worker sleeps: about a millisecond, some rounds of Python
 
     static void wait(int waits) {
@@ -87,6 +89,7 @@ class Team {
     }
 
     void work(int index, uint32_t seen) {
+        int together = 0;  // jobs in a row that began on the caller's core
         for (;;) {
             for (int waits = 0; job_.load(std::memory_order_acquire) == seen; waits++) {
                 if (waits < kIdle && !rest_.load(std::memory_order_relaxed)) {
@@ -101,10 +104,22 @@ class Team {
             // the word itself says who takes part: by now a later job may have changed threads_
             seen = job_.load(std::memory_order_acquire);
             if (index < static_cast<int>(seen & 0xff)) {
+                together = sched_getcpu() == caller_ ? together + 1 : 0;
+                if (together == kTogether) step_aside(), together = 0;
                 act(index);
                 running_.fetch_sub(1, std::memory_order_release);
             }
         }
+    }
+
+    // Threads that wait by yielding may share a core for seconds while another is idle: not every scheduler parts them.
+    void step_aside() const {
+        cpu_set_t mine, others;
+        if (sched_getaffinity(0, sizeof mine, &mine) || CPU_COUNT(&mine) < threads_) return;
+        others = mine;
+        CPU_CLR(caller_, &others);
+        sched_setaffinity(0, sizeof others, &others);  // moves it; then it may go anywhere again
+        sched_setaffinity(0, sizeof mine, &mine);
     }
 
     // Denormals are flushed in every thread alike: the bits must not depend on who computes.
@@ -119,7 +134,7 @@ class Team {
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
     const Body* body_ = nullptr;
-    int threads_ = 1;
+    int threads_ = 1, caller_ = -1;
     alignas(64) std::atomic<uint32_t> job_{0};  // count << 8 | threads
     std::atomic<bool> rest_{false};  // the caller works alone: whoever idles should sleep, not share its core
     std::atomic<int> asleep_{0};
