@@ -27,6 +27,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.chance, self.claimed = dict(self.chance), dict(self.claimed)  # tests change them
         self.names = list(self.chance)
         self.policy = Adaptive([Arm(name, (i,), 32) for i, name in enumerate(self.names)], Costs())
         self.drafted: list[tuple[str, int]] = []

@@ -165,7 +165,7 @@ def test_a_drafter_cuts_in(runners: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     counts = counted(runners[0], monkeypatch)
     got, engine = texts(runners, Moody(sure=True), case, stops)
     assert got == want
-    assert min(counts.values()) > 1
+    assert min(counts.values()) > 0
     assert 0 < engine.tally.accepted < engine.tally.drafted
     assert engine.tally.by_source == heard.tally.by_source  # the drafts were the same too
 

@@ -91,6 +91,8 @@ class Adaptive:
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
+        self._once_more = False  # what is tried is that nobody drafts: the first such round is not like others
+        self._was_plain = True  # the last round
         self._timed: list[_Timed] = []  # rounds not entered in the costs yet
         self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
         self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
@@ -124,7 +126,9 @@ class Adaptive:
         if due:
             self._replan(load)
         plan = stood = self._stood(load)
-        if not due and self._again is not None and self._again[0] in load.keys:
+        if self._once_more:
+            plan, self._once_more = _nothing(len(load.keys)), False
+        elif not due and self._again is not None and self._again[0] in load.keys:
             plan = self._probed(load, stood, *self._again)
         elif due or self._credit >= self._next_probe:
             plan = self._with_probe(load, stood)
@@ -238,7 +242,8 @@ class Adaptive:
         drafted = [(key, arm) for arm, own in self._users.items() for key in map(load.keys.__getitem__, own)]
         began, self._drafted = not self._drafted.issuperset(drafted), set(drafted)
         often = 1 if self._priced < _LEARNT or self._probe is not None else _SAMPLED_DRAFTS if drafted else _SAMPLED
-        if self._priced % often == 0:
+        before, self._was_plain = self._was_plain, not drafted
+        if self._priced % often == 0 and (drafted or before):
             asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
             self._timed.append(_Timed(stats, load.context, many, asked, began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
@@ -466,6 +471,7 @@ class Adaptive:
         self._paid = cost
         self._pay(cost, granted)
         if arm == len(self.arms):
+            self._once_more = True
             return _nothing(len(plan.lengths))
         return self._probed(load, plan, load.keys[b], arm)
 
@@ -492,7 +498,7 @@ class Adaptive:
     def _probe_cost(self, load: Load, plan: Plan, b: int, arm: int) -> float:
         """Seconds lost if sequence b tries an arm for nothing; infinite where it may not, does so anyway or has no hope."""
         if arm == len(self.arms):
-            return sum(self._gains.values()) if any(plan.lengths) else math.inf
+            return 2 * sum(self._gains.values()) if any(plan.lengths) else math.inf
         allowed = load.arms[b] if load.arms else None
         if arm in self._hopeless or (plan.lengths[b] and plan.arms[b] == arm) or (allowed is not None and arm not in allowed):
             return math.inf

@@ -79,6 +79,7 @@ class CudaRunner(Runner):
         self.capture_seconds: dict[str, float] = {}
         self.width = -(-(c.context + BEYOND) // page_size)  # of a page table
         self._graphs: dict[tuple[int, tuple[int, ...], int], Graph] = {}
+        self._logits: list[Tensor] = []  # of rounds that run ahead, and of their twins; those of others lie in the graphs' memory
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -352,14 +353,17 @@ class CudaRunner(Runner):
         """The graph of a forward of so many rows, one of GRAPH_ROWS, with its choices. Its twin can run behind it."""
         key = (rows, taps, twin)
         if key not in self._graphs:
-            self._graphs[key] = self._capture_round(rows, taps)
+            self._graphs[key] = self._capture_round(rows, taps, twin)
         return self._graphs[key]
 
     def has_graph(self, rows: int, twin: int) -> bool:
         return (rows, (), twin) in self._graphs
 
-    def _capture_round(self, rows: int, taps: tuple[int, ...]) -> Graph:
+    def _capture_round(self, rows: int, taps: tuple[int, ...], twin: int) -> Graph:
         packed = Packed(rows, rows, self.width, self.device)
+        if rows <= MOST_AHEAD and not self._logits:  # graphs share memory: the next launch may write to what another left there
+            self._logits = [torch.empty(MOST_AHEAD, len(self.cuda.output), device=self.device) for _ in range(2)]
+        out = self._logits[twin][:rows] if rows <= MOST_AHEAD else None
         self._pack(packed, [])
         kept: list[Any] = []
         host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -367,7 +371,7 @@ class CudaRunner(Runner):
         def work() -> None:
             packed.send()
             found = self.cuda.forward(packed.paged, self.pool, taps)
-            logits = self.cuda.logits(found.last)
+            logits = self.cuda.logits(found.last, out)
             chosen = self._wishes.shaping.choose(logits, packed.paged, self._chosen[:rows])
             host.copy_(chosen, non_blocking=True)
             kept[:] = [logits, found.taps]

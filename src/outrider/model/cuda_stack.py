@@ -164,9 +164,9 @@ class CudaStack:
         out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(rows, -1)
 
-    def logits(self, last: Tensor) -> Tensor:
+    def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
         """Float32 logits (N, V) of rows after the last norm."""
-        out = torch.empty(len(last), len(self.output), device=self.device)
+        out = torch.empty(len(last), len(self.output), device=self.device) if out is None else out
         if self._exact:
             self.kernels.linear(last, self.output, None, out, "store")
         else:
