@@ -279,7 +279,7 @@ def bench_never_slower(
     model: Model = None,
     batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,2,4,8,16,32",
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each request.")] = 128,
-    pairs: Annotated[int, typer.Option(min=3, help="Paired runs of each case.")] = 9,
+    pairs: Annotated[int, typer.Option(min=3, help="Paired runs of each case.")] = 15,
     quick: Annotated[bool, typer.Option("--quick", help="Batch 1 and 8, two workloads, about a minute.")] = False,
     sweep: Annotated[
         bool, typer.Option(help="Also sweep fixed settings on code at batch 1 and compare `auto` with the best.")
@@ -295,7 +295,7 @@ def bench_never_slower(
     wanted = cases([1, 8] if quick else numbers("--batches", batches, int), quick)
     rows = []
     auto = engine(model, max(case.batch for case in wanted))
-    for row in never_slower(auto, wanted, min(tokens, 96) if quick else tokens, min(pairs, 5) if quick else pairs, seed):
+    for row in never_slower(auto, wanted, min(tokens, 96) if quick else tokens, min(pairs, 9) if quick else pairs, seed):
         rows.append(row)
         _errors.print(f"{row.workload} at {row.temperature:g}, batch {row.batch}: {row.ratio:.2f}", highlight=False)
     show_ratios(rows, _errors)
