@@ -172,12 +172,15 @@ def test_a_drafter_cuts_in(runners: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_the_choice_needs_is_waited_for(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A penalty depends on the token before; log probabilities are read from logits that the next round leaves alone."""
-    counts = counted(runners[0], monkeypatch)
+    counts, behind = counted(runners[0], monkeypatch), []
+    monkeypatch.setattr(runners[1].chains, "draw_behind", behind.append)
     for changes in ({"repetition_penalty": 1.3}, {"logprobs": 1}):
-        params = SamplingParams(temperature=0.9, max_tokens=8, **changes)
-        config = EngineConfig(page_size=PAGE, max_num_seqs=2, max_batch_rows=64, prefix_cache=False)
-        engine = Engine(runners[0], None, NoDrafter(), FixedLength(0), config)
-        engine.submit(Request("r", (3, 4, 5), params, 1, frozenset(), 8), "test")
-        while engine.has_work:
-            engine.round()
+        for drafter, length in ((NoDrafter(), 0), (DraftModel(runners[1]), 3)):
+            params = SamplingParams(temperature=0.9, max_tokens=8, **changes)
+            config = EngineConfig(page_size=PAGE, max_num_seqs=2, max_batch_rows=64, prefix_cache=False)
+            engine = Engine(runners[0], None, drafter, FixedLength(length), config)
+            engine.submit(Request("r", (3, 4, 5), params, 1, frozenset(), 8), "test")
+            while engine.has_work:
+                engine.round()
     assert counts["ahead"] == 0
+    assert not behind

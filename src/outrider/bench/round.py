@@ -48,9 +48,9 @@ class _Stopwatch:
     def __init__(self) -> None:
         self.spent = 0.0
 
-    def around(self, call: Callable[..., Any], *args: Any) -> Any:
+    def around(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         start = time.perf_counter()
-        result = call(*args)
+        result = call(*args, **named)
         self.spent += time.perf_counter() - start
         return result
 
@@ -68,15 +68,8 @@ class _TimedRunner(Runner):
     def prepare(self, feeds: Sequence[Feed]) -> Rows | array[int]:
         return self.layout.around(super().prepare, feeds)  # type: ignore[no-any-return]
 
-    def run(
-        self,
-        rows: Rows | array[int],
-        taps: tuple[int, ...] = (),
-        layers: range | None = None,
-        x: Tensor | None = None,
-        wanted: Sequence[int] = (),
-    ) -> Hidden:
-        return self.watch.around(super().run, rows, taps, layers, x, wanted)  # type: ignore[no-any-return]
+    def run(self, *given: Any, **named: Any) -> Hidden:
+        return self.watch.around(super().run, *given, **named)  # type: ignore[no-any-return]
 
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         return self.watch.around(super().logits, last, rows)  # type: ignore[no-any-return]

@@ -128,12 +128,16 @@ class Engine:
         return Drafts.promised([tree.tokens for tree in drafts.on_host()], heard), heard
 
     def _may_go_on(self, batch: Batch, plan: Plan, drafts: Drafts) -> bool:
-        """Whether the next round can start before this one's tokens are known here: nobody is to join, and nothing needs them."""
-        needs, planned = self.drafter.needs, any(plan.lengths)
-        if not self.runner.runs_ahead or self.scheduler.waiting or needs.taps or needs.scores or not _known_law(batch):
+        """Whether the next round can start before this one's tokens are known here: nobody is to join, and nothing needs them
+        or the logits behind them, which it may write over.
+        """
+        if not self.runner.runs_ahead or self.scheduler.waiting or (drafts.ahead is None and any(plan.lengths)):
+            return False
+        needs = self.drafter.needs
+        if needs.taps or needs.scores or not _known_law(batch) or _tells_chances(batch):
             return False
         slots = tuple(2 * length + 1 for length in plan.lengths)
-        return (drafts.ahead is not None or not planned) and self.scheduler.reserve(batch, slots) == slots
+        return self.scheduler.reserve(batch, slots) == slots
 
     def _load(self, batch: Batch) -> Load:
         sequences = batch.sequences
@@ -256,6 +260,10 @@ class _Heard:
 def _known_law(batch: Batch) -> bool:
     """Whether the choice at a node can be told the device before the tokens above it are known here."""
     return not any(seq.request.params.adjusts for seq in batch.sequences)
+
+
+def _tells_chances(batch: Batch) -> bool:
+    return any(seq.request.params.logprobs is not None for seq in batch.sequences)
 
 
 def _depths(parents: Seq[int]) -> Seq[int]:

@@ -58,7 +58,7 @@ class PlainRounds:
             self.drop(batch)
             flight, places = self._launch(sequences, starts, [seq.tokens[-1] for seq in sequences], 0, taps), list(range(rows))
         self._ahead = None
-        behind = self._launch_next(flight, places) if batch.again and not asked.logprobs else None
+        behind = self._launch_next(flight, places) if batch.again else None
         flight.graph.wait()
         filled = len(flight.sequences)
         choices = flight.graph.host[:filled].tolist()
