@@ -32,7 +32,7 @@ def experienced() -> Record:
 
 def expected(record: Record, key: Hashable, arm: int) -> float:
     """Tokens from a chain of four."""
-    return float(record.curves([key])[0, arm, 3])
+    return float(record.curves(key)[arm][3])
 
 
 def test_an_arm_that_was_not_tried_shares_the_ease_of_those_that_were() -> None:

@@ -15,17 +15,13 @@ from operator import ge, is_
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from outrider.control.costs import Costs
 from outrider.control.policy import Load, RoundStats
-from outrider.control.record import Floats, Record
+from outrider.control.record import LENGTHS, Record
 from outrider.core import Arm, Drafts, Plan
 
 __all__ = ["Adaptive"]
 
-_LENGTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
-_STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED, _SAMPLED_DRAFTS = 8, 4  # every so many plain rounds are timed, and rounds that draft
 _LEARNT = 64  # rounds; before that all are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
@@ -57,6 +53,14 @@ class _Timed(NamedTuple):
     began: bool  # somebody had not used its arm in the round before
 
 
+class _Prices(NamedTuple):
+    """What rounds cost when so many sequences draft, in seconds."""
+
+    base: float  # a plain one
+    each: list[list[float]]  # by arm and length: what it costs one of the sequences when all draft so
+    hopes: list[float]  # by arm: tokens a second if every guess came true
+
+
 class Adaptive:
     """Chooses arm and length for every sequence, prunes what they propose, and learns from every round.
 
@@ -77,8 +81,8 @@ class Adaptive:
         self._rate = 1.0  # tokens per second that the standing plan promises
         self._tried = False  # it is a trial of all
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
-        self._hopeless: set[int] = set()  # arms that could not pay if every guess came true
-        self._price_lists: dict[tuple[int, int, int, int], tuple[float, Floats]] = {}
+        self._hopes = [math.inf] * len(arms)  # by arm, the rate if every guess came true
+        self._price_lists: dict[tuple[int, int, int, int], _Prices] = {}
         self._priced = 0  # rounds
         self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
         self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
@@ -309,51 +313,71 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._gains, self._hopeless, self._brought = {}, set(), [0, 0.0, 0.0]
+        self._gains, self._brought = {}, [0, 0.0, 0.0]
         self._think()
         self._record.now = self._priced
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
-        lengths, arms = [0] * len(load.room), [0] * len(load.room)
         self._tried = False
         able = self._able(load)
+        chosen: dict[int, tuple[int, int]] = {}  # arm and step, by sequence
         if able and self.arms:
-            every = range(len(self.arms))
-            gains = self._record.curves([load.keys[b] for b in able])[:, :, _LENGTHS - 1]
-            if len(able) > 1:  # what is hardly known is tried by one, not by all
-                gains[self._record.strange([load.keys[b] for b in able])] = 0.0
-            base, price = self._prices(load, len(able))
-            rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
-            self._rate = max(float(rates.max()), _worth(load) * load.emitting / base)
-            hopes = (load.emitting + len(able) * _LENGTHS) / (base + price * len(able))  # if every guess came true
-            self._hopeless = {arm for arm in every if hopes[arm].max() < self._rate}
-            steps = rates.argmax(1)  # those who share an arm share its length: the longest draft makes all of them wait
-            worth = (gains - self._rate * price)[:, every, steps]
-            for own, b in zip(worth, able, strict=True):
-                if (allowed := load.arms[b] if load.arms else None) is not None:
-                    own[[arm for arm in every if arm not in allowed]] = -np.inf
-                arm = int(own.argmax())
-                best = max(float(own[arm]), 0.0)
-                self._gains[load.keys[b]] = best / self._rate
-                if best > 0:
-                    lengths[b], arms[b] = int(_LENGTHS[steps[arm]]), arm
-            self._drop_the_lonely(load, dict(zip(able, gains, strict=True)), lengths, arms)
-            if not any(lengths) and not any(load.arms):
-                self._try_together(load, able, rates, base, lengths, arms)
-        self._standing = {key: (arms[b], lengths[b]) for b, key in enumerate(load.keys) if load.room[b]}
+            curves = {b: self._record.curves(load.keys[b]) for b in able}
+            if len(able) > 1:
+                self._leave_out_strangers(load, curves)
+            prices = self._prices(load, len(able))
+            rates = self._rates(load, list(curves.values()), prices)
+            steps = [max(range(len(own)), key=own.__getitem__) for own in rates]  # who shares an arm shares its length
+            plain = load.emitting / prices.base
+            self._rate = max(*map(max, rates), _worth(load) * plain)
+            self._hopes = prices.hopes
+            for b, own in curves.items():
+                arm, worth = self._worth_most(load, b, own, prices, steps)
+                self._gains[load.keys[b]] = worth / self._rate
+                if worth > 0:
+                    chosen[b] = arm, steps[arm]
+            self._drop_the_lonely(load, curves, chosen)
+            if not chosen and not any(load.arms):
+                arm = max(range(len(rates)), key=lambda a: max(rates[a]))
+                if self._nearly_pays(plain, rates[arm][steps[arm]], prices.base):
+                    self._tried = True
+                    chosen = dict.fromkeys(able, (arm, steps[arm]))
+        settings = {b: (arm, LENGTHS[step]) for b, (arm, step) in chosen.items()}
+        self._standing = {key: settings.get(b, _NEVER) for b, key in enumerate(load.keys) if load.room[b]}
         self._complete = len(self._standing) == len(load.keys)
 
-    def _try_together(self, load: Load, able: Seq[int], rates: Floats, base: float, lengths: list[int], arms: list[int]) -> None:
-        """Where drafting nearly seems to pay, all do it for a few rounds if what may be lost on probes covers it.
+    def _leave_out_strangers(self, load: Load, curves: Mapping[int, list[list[float]]]) -> None:
+        """What is hardly known is tried by one, not by all."""
+        for b, own in curves.items():
+            for arm in range(len(own)):
+                if self._record.is_strange(load.keys[b], arm):
+                    own[arm] = [0.0] * len(LENGTHS)
+
+    def _rates(self, load: Load, curves: Seq[list[list[float]]], prices: _Prices) -> list[list[float]]:
+        """By arm and length: tokens a second when all draft so."""
+        rates: list[list[float]] = []
+        for arm, each in enumerate(prices.each):
+            gains = curves[0][arm] if len(curves) == 1 else map(sum, zip(*(own[arm] for own in curves), strict=True))
+            rates.append([
+                (load.emitting + gain) / (prices.base + price * len(curves)) for gain, price in zip(gains, each, strict=False)
+            ])  # fmt: skip
+        return rates
+
+    def _worth_most(self, load: Load, b: int, curves: list[list[float]], prices: _Prices, steps: list[int]) -> tuple[int, float]:
+        """The arm that brings a sequence most beyond the price of its time, in tokens."""
+        allowed = load.arms[b] if load.arms else None
+        best, most = 0, 0.0
+        for arm, step in enumerate(steps):
+            worth = curves[arm][step] - self._rate * prices.each[arm][step]
+            if worth > most and (allowed is None or arm in allowed):
+                best, most = arm, worth
+        return best, most
+
+    def _nearly_pays(self, plain: float, rate: float, base: float) -> bool:
+        """Whether all shall do for a few rounds what does not quite seem to pay, if what may be lost on probes covers it.
 
         What is believed of costs and texts may be wrong, and one sequence's probe shows little of what it is when all draft.
         """
-        arm, step = np.unravel_index(int(rates.argmax()), rates.shape)
-        plain = load.emitting / base
-        rate = float(rates[arm, step])
-        if _NEARLY * plain < rate and _TRIAL * base * (plain / rate - 1.0) <= self._credit:
-            self._tried = True
-            for b in able:
-                lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
+        return _NEARLY * plain < rate and _TRIAL * base * (plain / rate - 1.0) <= self._credit
 
     def _able(self, load: Load) -> list[int]:
         """Who may draft: near its end nobody begins, for a drafter would read the whole text to guess a few tokens."""
@@ -374,8 +398,7 @@ class Adaptive:
         """Seconds that deciding about drafts takes in a round."""
         return self._thought.get((many, False), 0.0) + self._thought.get((many, True), 0.0) / _REPLAN
 
-    def _prices(self, load: Load, able: int) -> tuple[float, Floats]:
-        """Seconds of a plain round, and (arms, lengths) what it costs one of the sequences when all draft so."""
+    def _prices(self, load: Load, able: int) -> _Prices:
         found = self._price_lists.get(key := (load.rows, load.emitting, able, load.context.bit_length()))
         if found is None:
             found = self._price_lists[key] = self._price(load, able)
@@ -386,28 +409,37 @@ class Adaptive:
         rest = self.costs.rest(len(load.keys))
         return self.costs.forward(min(load.emitting or load.rows, load.rows), load.context) + rest
 
-    def _price(self, load: Load, able: int) -> tuple[float, Floats]:
+    def _price(self, load: Load, able: int) -> _Prices:
         base, read = self._base(load), self.costs.forward(load.rows, load.context)
-        price = np.full((len(self.arms), len(_LENGTHS)), np.inf)
         thinking = self._thinking(len(load.keys))
-        for s, length in enumerate(_LENGTHS.tolist()):
-            extra = self.costs.forward(load.rows + length * able, load.context) - read
-            for a, arm in enumerate(self.arms):
-                if length <= arm.most:
-                    price[a, s] = (self.costs.proposal(arm.name, able, length, load.context) + extra + thinking) / able
-        return base, price
+        rows = [self.costs.forward(load.rows + length * able, load.context) - read + thinking for length in LENGTHS]
+        each = [
+            [
+                (self.costs.proposal(arm.name, able, length, load.context) + extra) / able
+                for length, extra in zip(LENGTHS, rows, strict=True)
+                if length <= arm.most
+            ]
+            for arm in self.arms
+        ]
+        hopes = [
+            max((load.emitting + able * length) / (base + price * able) for length, price in zip(LENGTHS, own, strict=False))
+            for own in each
+        ]
+        return _Prices(base, each, hopes)
 
-    def _drop_the_lonely(self, load: Load, gains: Mapping[int, Floats], lengths: list[int], arms: list[int]) -> None:
+    def _drop_the_lonely(self, load: Load, curves: Mapping[int, list[list[float]]], chosen: dict[int, tuple[int, int]]) -> None:
         """An arm that few chose costs each of them more than its share among all."""
-        for arm, own in self._drafting(Plan(tuple(lengths), arms=tuple(arms))).items():
-            if len(own) < len(gains):
-                gain = sum(float(gains[b][arm, _STEP[lengths[b]]]) for b in own)
-                rows = sum(lengths[b] for b in own)
-                cost = self.costs.forward(load.rows + rows, load.context) - self.costs.forward(load.rows, load.context)
-                cost += self.costs.proposal(self.arms[arm].name, len(own), max(lengths[b] for b in own), load.context)
+        for arm in {arm for arm, _ in chosen.values()}:
+            own = [b for b in chosen if chosen[b][0] == arm]
+            if len(own) < len(curves):
+                step = chosen[own[0]][1]
+                gain = sum(curves[b][arm][step] for b in own)
+                cost = self.costs.forward(load.rows + LENGTHS[step] * len(own), load.context)
+                cost -= self.costs.forward(load.rows, load.context)
+                cost += self.costs.proposal(self.arms[arm].name, len(own), LENGTHS[step], load.context)
                 if gain < self._rate * cost:
                     for b in own:
-                        lengths[b] = 0
+                        del chosen[b]
 
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
@@ -460,7 +492,7 @@ class Adaptive:
             return plan
         b, arm = able[self._turn // (len(self.arms) + 1) % len(able)], self._turn % (len(self.arms) + 1)
         cost = self._probe_cost(load, plan, b, arm)
-        granted = arm < len(self.arms) and bool(self._record.strange([load.keys[b]])[0, arm])
+        granted = arm < len(self.arms) and self._record.is_strange(load.keys[b], arm)
         self._next_probe = 0.0 if cost == math.inf else cost - granted * self._grant
         if self._credit < self._next_probe:
             return plan  # until there is enough
@@ -500,7 +532,11 @@ class Adaptive:
         if arm == len(self.arms):
             return 2 * sum(self._gains.values()) if any(plan.lengths) else math.inf
         allowed = load.arms[b] if load.arms else None
-        if arm in self._hopeless or (plan.lengths[b] and plan.arms[b] == arm) or (allowed is not None and arm not in allowed):
+        if (
+            self._hopes[arm] < self._rate
+            or (plan.lengths[b] and plan.arms[b] == arm)
+            or (allowed is not None and arm not in allowed)
+        ):
             return math.inf
         name, length = self.arms[arm].name, self._probe_length(arm)
         users = self._drafting(plan).get(arm, [])
