@@ -8,6 +8,7 @@ of the target's forward (`select`). Gains come from what was accepted, times fro
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -85,7 +86,7 @@ class Adaptive:
         self._price_lists: dict[tuple[int, int, int, int], _Prices] = {}
         self._priced = 0  # rounds
         self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
-        self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
+        self._spent = 0.0  # seconds that the plan's proposals take, as expected
         self._brought = [0, 0.0, 0.0]  # by the standing plan: rounds, tokens, seconds
         self._credit = 0.0  # seconds that may be lost on probes
         self._earned = 0.0  # of them, by the last round
@@ -99,7 +100,8 @@ class Adaptive:
         self._was_plain = True  # the last round
         self._timed: list[_Timed] = []  # rounds not entered in the costs yet
         self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
-        self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
+        self._drafted: set[tuple[Hashable, int]] = set()  # who uses which arm
+        self._began = False  # somebody did not in the round before
         self._load: Load | None = None
         self._plan = Plan(())
         self._users: dict[int, list[int]] = {}  # sequences that draft by it, by arm
@@ -120,8 +122,11 @@ class Adaptive:
         """Who drafts, with what, how far."""
         self._load, self._probe = load, None
         self._age += 1
-        if not self._stands(load):
+        if self._stands(load):
+            self._began = False
+        else:
             self._plan = self._anew(load)
+            self._note_users(load)
         return self._plan if self._goes_on() else self._plan._replace(again=False)
 
     def _anew(self, load: Load) -> Plan:
@@ -138,8 +143,20 @@ class Adaptive:
             plan = self._with_probe(load, stood)
         self._settled = plan is stood and self._complete and self._again is None
         self._resting = self._settled and not any(plan.lengths)
-        self._users = self._drafting(plan)
         return plan._replace(whole=self._is_whole(plan), again=True)
+
+    def _note_users(self, load: Load) -> None:
+        """Who drafts by which arm in this round's plan, who of them begins, and what their proposals should take."""
+        self._users = self._drafting(self._plan)
+        drafted = {(load.keys[b], arm) for arm, own in self._users.items() for b in own}
+        self._began, self._drafted = not drafted <= self._drafted, drafted
+        if self._users:
+            asked = self._asked()
+            self._spent = self._thinking(len(load.keys)) + sum(self.costs.proposal(*one, load.context) for one in asked)
+
+    def _asked(self) -> list[tuple[str, int, int]]:
+        """Arms that draft, for how many, how far."""
+        return [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
 
     def _goes_on(self) -> bool:
         """Whether the next round's plan will be this one's too, as far as can be told."""
@@ -243,15 +260,13 @@ class Adaptive:
         if self._resting and self._priced % _SAMPLED:
             return
         many = len(load.keys)
-        drafted = [(key, arm) for arm, own in self._users.items() for key in map(load.keys.__getitem__, own)]
-        began, self._drafted = not self._drafted.issuperset(drafted), set(drafted)
+        drafted = bool(self._users)
         often = 1 if self._priced < _LEARNT or self._probe is not None else _SAMPLED_DRAFTS if drafted else _SAMPLED
         before, self._was_plain = self._was_plain, not drafted
         if self._priced % often == 0 and (drafted or before):
-            asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
-            self._timed.append(_Timed(stats, load.context, many, asked, began))
+            self._timed.append(_Timed(stats, load.context, many, self._asked(), self._began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
-            self._price_lists, self._times, self._expected = {}, {}, {}
+            self._price_lists, self._times = {}, {}
         if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
             self._pay(max(seconds - self._round_times(load, 1)[0] - self._paid, 0.0), granted=True)
         if not drafted:
@@ -260,7 +275,7 @@ class Adaptive:
         usual = self._thought.get(when, 0.0)  # at first it is taken to cost nothing: else it would never be tried
         self._thought[when] = usual + (stats.think_s - usual) / _THOUGHTS
         if load.rows == load.emitting:
-            self._judge_plan(seconds, stats, load, began)
+            self._judge_plan(seconds, stats, load)
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0]:
@@ -269,15 +284,16 @@ class Adaptive:
                     self._every = 0  # worth thinking over
         self._probe = None
 
-    def _judge_plan(self, seconds: float, stats: RoundStats, load: Load, began: bool) -> None:
+    def _judge_plan(self, seconds: float, stats: RoundStats, load: Load) -> None:
         """Charge a trial what it lost against plain rounds; call for another plan after poor rounds."""
-        plain = self._round_times(load, 1)[0] * (1.0 + sum(map(len, stats.paths)) / load.emitting)
+        tokens = load.emitting + sum(map(len, stats.paths))
         if self._tried:
+            plain = self._round_times(load, 1)[0] * tokens / load.emitting
             self._credit -= max(seconds + stats.think_s - plain, 0.0)
-        elif not began:
+        elif not self._began:
             brought = self._brought
             brought[0] += 1
-            brought[1] += load.emitting + sum(map(len, stats.paths))
+            brought[1] += tokens
             brought[2] += seconds + self._thinking(len(load.keys))
             if brought[0] >= _ENOUGH and brought[1] < _POOR * self._rate * brought[2]:
                 self._every = 0  # think again at once
@@ -413,14 +429,11 @@ class Adaptive:
         base, read = self._base(load), self.costs.forward(load.rows, load.context)
         thinking = self._thinking(len(load.keys))
         rows = [self.costs.forward(load.rows + length * able, load.context) - read + thinking for length in LENGTHS]
-        each = [
-            [
-                (self.costs.proposal(arm.name, able, length, load.context) + extra) / able
-                for length, extra in zip(LENGTHS, rows, strict=True)
-                if length <= arm.most
-            ]
-            for arm in self.arms
-        ]
+        each = []
+        for arm in self.arms:
+            lengths = LENGTHS[: bisect(LENGTHS, arm.most)]
+            drafts = self.costs.proposals(arm.name, able, lengths, load.context)
+            each.append([(seconds + extra) / able for seconds, extra in zip(drafts, rows, strict=False)])
         hopes = [
             max((load.emitting + able * length) / (base + price * able) for length, price in zip(LENGTHS, own, strict=False))
             for own in each
@@ -443,7 +456,7 @@ class Adaptive:
 
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
-        times, spent = self._round_times(load, len(survival) + 1), self._spent(load)
+        times, spent = self._round_times(load, len(survival) + 1), self._spent
         if load.rows > load.emitting:
             spent -= times[0] - self._base(load)
         tokens, count = float(load.emitting), 0
@@ -453,16 +466,6 @@ class Adaptive:
             if (rate := tokens / (times[n] + spent)) > best:
                 best, count = rate, n
         return count
-
-    def _spent(self, load: Load) -> float:
-        """Seconds that the plan's proposals took, as expected."""
-        key = (self._plan.arms, self._plan.lengths)
-        if key not in self._expected:
-            self._expected[key] = self._thinking(len(load.keys)) + sum(
-                self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
-                for arm, own in self._users.items()
-            )
-        return self._expected[key]
 
     def _round_times(self, load: Load, count: int) -> list[float]:
         """Seconds of a round with 0, 1, ... further rows."""

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 from outrider.core import ROOT, Arm
@@ -79,7 +79,7 @@ class _Arm:
         own[1] += true
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Own:
     """What one sequence showed of an arm."""
 
@@ -128,7 +128,7 @@ class Record:
         self._kinds: dict[Hashable, int] = {}
         self._own: dict[Hashable, dict[int, _Own]] = {}  # by arm, of those tried
         self._pending: dict[Hashable, _Pending] = {}
-        self._heard: list[tuple[_Pending, Seq[int], int]] = []  # verdicts not thought over yet
+        self._heard: list[tuple[_Pending, Seq[int]]] = []  # verdicts not thought over yet
         self.now = 0  # rounds so far
 
     def meet(self, keys: Iterable[Hashable], kinds: Iterable[int]) -> None:
@@ -201,12 +201,24 @@ class Record:
         """The verdict: which of the verified nodes came true. It is thought over later, many at once: that is quicker."""
         pending = self._pending.pop(key, None)
         if pending is not None:
-            self._heard.append((pending, path, self.now))
+            self._heard.append((pending, path))
 
     def think(self) -> None:
         """Go through what was heard."""
-        for heard in self._heard:
-            _judge(*heard)
+        alike: dict[tuple[_Own, int], list[tuple[_Pending, list[float]]]] = {}  # by whose it was and how far it went
+        for pending, path in self._heard:
+            alike.setdefault((pending.own, pending.asked), []).append((pending, _judged(pending, path)))
+        for (own, asked), rounds in alike.items():
+            own.rounds *= _STALE ** (self.now - own.at)
+            own.at = self.now
+            steps = _imagined([gains for _, gains in rounds], min(asked, LENGTHS[-1]))
+            readiness = _READINESS[bisect(LENGTHS, asked)]
+            for known, most in ((own, _OWN), (rounds[0][0].shared, _SHARED)):
+                known.rounds = min(known.rounds + len(rounds), most)
+                share = min(len(rounds) / known.rounds, 1.0)
+                known.gains = [
+                    old + (new - old) * ready * share for old, new, ready in zip(known.gains, steps, readiness, strict=True)
+                ]
         self._heard.clear()
 
     def forget(self, key: Hashable) -> None:
@@ -248,37 +260,29 @@ class Record:
         return owns[arm]
 
 
-def _judge(pending: _Pending, path: Seq[int], now: int) -> None:
-    """Enter a verdict in the arm's record and in the sequence's own."""
-    own, shared, survival = pending.own, pending.shared, pending.survival
-    nodes = range(len(pending.parents)) if pending.kept is None else pending.kept
+def _judged(pending: _Pending, path: Seq[int]) -> list[float]:
+    """Enter a verdict on each node in the arm's record and in the sequence's own; what the best node brought, the next, ..."""
+    own, shared, survival, parents = pending.own, pending.shared, pending.survival, pending.parents
+    nodes = range(len(parents)) if pending.kept is None else pending.kept
     alive = {ROOT, *(nodes[i] for i in path)}
     for node in nodes:
-        if pending.parents[node] in alive:
-            shared.judge(pending.claims[node], node in alive)
-            own.judge(pending.chances[node], node in alive)
-    if pending.kept is None:  # what came true says as much as what was expected to: claims may have changed their meaning
-        best = sorted(nodes, key=survival.__getitem__, reverse=True)
-        gains = [survival[node] + ((node in alive) - survival[node]) * _SEEN for node in best]
-    else:
-        gains = sorted(survival, reverse=True)
-    steps = _imagined(gains, min(pending.asked, LENGTHS[-1]))
-    readiness = _READINESS[bisect(LENGTHS, pending.asked)]
-    own.rounds = min(own.rounds * _STALE ** (now - own.at) + 1.0, _OWN)
-    own.at = now
-    shared.rounds = min(shared.rounds + 1.0, _SHARED)
-    for known in (own, shared):
-        known.gains = [
-            old + (new - old) * ready / known.rounds for old, new, ready in zip(known.gains, steps, readiness, strict=True)
-        ]
+        if parents[node] in alive:
+            true = node in alive
+            shared.judge(pending.claims[node], true)
+            own.judge(pending.chances[node], true)
+    if pending.kept is not None:
+        return sorted(survival, reverse=True)
+    best = sorted(nodes, key=survival.__getitem__, reverse=True)  # what came true says as much as what was expected to:
+    return [survival[node] + ((node in alive) - survival[node]) * _SEEN for node in best]  # claims may have changed their meaning
 
 
-def _imagined(gains: list[float], asked: int) -> list[float]:
-    """What a proposal shows every step to add.
+def _imagined(rounds: Seq[list[float]], asked: int) -> list[float]:
+    """What proposals show every step to add.
 
     What more nodes would have added is not known: it moves slowly towards going on as the last nodes did,
     so that longer drafts are tried again some time after shorter ones turned out well.
     """
+    gains = rounds[0] if len(rounds) == 1 else [sum(own) / len(rounds) for own in zip_longest(*rounds, fillvalue=0.0)]
     nodes = gains[:asked]
     if len(nodes) == asked:
         last, before = nodes[-1], nodes[-2] if asked > 1 else 1.0
