@@ -214,7 +214,7 @@ class Adaptive:
         if not any(self._plan.lengths):
             return drafts
         pool: list[tuple[float, int, int]] = []
-        rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.survival.tolist(), strict=True)
+        rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.says(), strict=True)
         turn, many = self._priced * _HEARD, len(load.keys)
         for b, (key, arm, length, tree, says) in enumerate(rows):
             if length and not self._woke(key, arm, len(tree.tokens)):

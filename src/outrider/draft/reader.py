@@ -119,7 +119,8 @@ class Reader:
     def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], found: tuple[Tokens, Chances]) -> Chains:
         """Note what was drawn, and the part of it that was asked for."""
         self._note_all(texts, feeds)
-        tokens, chances = ([own[:n] for own, n in zip(part.tolist(), lengths, strict=True)] for part in found)
+        tokens = [own[:n] for own, n in zip(found[0], lengths, strict=True)]
+        chances = [own[:n] for own, n in zip(found[1], lengths, strict=True)]
         for (seq, _, _), own in zip(texts, tokens, strict=True):
             self._states[seq].fed += own[:-1]
         return tokens, chances

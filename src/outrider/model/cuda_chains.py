@@ -79,8 +79,8 @@ class Chains:
 
         def land() -> tuple[Tokens, Chances]:
             self._wait()
-            tokens, odds = (host.numpy()[:length, columns].T for host in chain.host)
-            drawn.tokens.extend(tokens.tolist())
+            tokens, odds = (host.numpy()[:length, columns].T.tolist() for host in chain.host)
+            drawn.tokens.extend(tokens)
             return tokens, odds
 
         return Drawing([list(range(-1 - b, -1 - b - own * batch, -batch)) for b, own in zip(columns, lengths, strict=True)], land)

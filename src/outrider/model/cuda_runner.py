@@ -92,7 +92,7 @@ class CudaRunner(Runner):
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone, and the target's choices with it. Drafts still being drawn are heard while it runs."""
-        if drafts.ahead is None and not drafts.tokens.shape[1]:
+        if drafts.ahead is None and not any(tree.tokens for tree in drafts.on_host()):
             scores = self._plain.score(batch, taps)
             if scores is not None:
                 return scores

@@ -313,10 +313,10 @@ class PackedLinear:
 class Chains(NamedTuple):
     """What a model is to draft, sequence by sequence, the longest chain first."""
 
-    wanted: npt.NDArray[np.int32]  # (sequences,) tokens
-    shapes: Chances  # (sequences, 4); see Core.draw
-    sharpness: Floats  # (sequences,)
-    keys: Words  # (sequences, steps, 2) of the noise
+    wanted: array[int]  # (sequences,) tokens, int32
+    shapes: array[float]  # (sequences, 4); see Core.draw
+    sharpness: array[float]  # (sequences,) float32
+    keys: array[int]  # (sequences, steps, 2) of the noise, unsigned
     words: int  # where those of the tokens lie
 
 
@@ -425,19 +425,22 @@ class Stack:
         self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
         return StackRows(stream, last, tapped, logits)
 
-    def draft(self, layout: array[int], chains: Chains) -> tuple[Tokens, Chances, Tensor]:
-        """Guesses (sequences, steps) that follow the layout's feeds, each from those before it, their chances, and the
-        logits (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
+    def draft(self, layout: array[int], chains: Chains) -> tuple[list[list[int]], list[list[float]], Tensor]:
+        """Guesses that follow the layout's feeds, of each sequence as many as it wants, their chances, and the logits (steps,
+        sequences, V) behind them. The feeds' pages have room for all but the last guess. No numpy: after a forward it is cold.
         """
         assert self._weights.output is not None
-        sequences, steps = chains.keys.shape[:2]
-        tokens, chances = np.empty((sequences, steps), np.int64), np.empty((sequences, steps))
+        wanted = chains.wanted
+        sequences, steps = len(wanted), wanted[0]
+        tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
         spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
-        given = [own.ctypes.data for own in (chains.wanted, chains.shapes, chains.sharpness, chains.keys)]
-        chain_spec = array("q", (steps, *given, chains.words, tokens.ctypes.data, chances.ctypes.data, logits.data_ptr()))
+        given = [own.buffer_info()[0] for own in (wanted, chains.shapes, chains.sharpness, chains.keys)]
+        found = [own.buffer_info()[0] for own in (tokens, chances)]
+        chain_spec = array("q", (steps, *given, chains.words, *found, logits.data_ptr()))
         self._chain_threads.run(sequences, lambda threads: self._call(self._core.draft, threads, spec, chain_spec), steps)
-        return tokens, chances, logits
+        ends = [(start, start + own) for start, own in zip(range(0, len(tokens), steps), wanted, strict=True)]
+        return [tokens[a:b].tolist() for a, b in ends], [chances[a:b].tolist() for a, b in ends], logits
 
     def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> None:
         """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits."""

@@ -47,10 +47,7 @@ def guided(drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
     if not any(chains):
         return drafts
     merged = [(chain, range(-1, len(chain) - 1)) if chain else tree for chain, tree in zip(chains, trees, strict=True)]
-    says = drafts.survival.tolist()
-    survival = [
-        [1.0] * len(chain) if chain else own[: len(tree.tokens)] for chain, own, tree in zip(chains, says, trees, strict=True)
-    ]
+    survival = [[1.0] * len(chain) if chain else own for chain, own in zip(chains, drafts.says(), strict=True)]
     return Drafts.trees(merged, survival=survival)
 
 
