@@ -97,7 +97,7 @@ class EarlyExit:
         for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
             laws = self._laws.pop(seq, None)
             if laws and seq.finish_reason is None:
-                self._sharpener.learn(laws, verdict, scores, root)
+                self._sharpener.learn(seq.request.params, laws.get, verdict, scores, root)
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:

@@ -83,7 +83,11 @@ def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
 
 
 def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
-    choices = scores.choices if scores.choices is not None else choose(scores.logits, _rows(trees, scores, batch))
+    choices = scores.choices
+    if choices is None and all(seq.request.params.takes_largest for seq in batch.sequences):
+        choices = draw(scores.logits, None)
+    elif choices is None:
+        choices = choose(scores.logits, _rows(trees, scores, batch))
     verdicts = []
     for tree, root in zip(trees, scores.roots, strict=True):
         if root < 0:
