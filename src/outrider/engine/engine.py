@@ -202,7 +202,7 @@ class Engine:
         settle = self.scheduler.settle
         for seq in batch.sequences:
             if seq.finish_reason != "error":
-                settle(seq)
+                settle(seq, batch.again)
             if seq.finish_reason is not None:
                 self._finish(seq)
         return settled
