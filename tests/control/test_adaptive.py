@@ -158,6 +158,16 @@ def test_a_plan_made_while_the_forward_runs_is_the_next_rounds() -> None:
     assert sum(stood != length for stood, length in lengths) < 10
 
 
+def test_a_forward_unlike_others_teaches_no_costs() -> None:
+    policy, load = Adaptive([], Costs()), Load([40], [0], 64, 64, 1)
+    for rows, known in ((0, False), (64, True)):
+        for _ in range(8):  # plain rounds are not all timed
+            policy.plan(load)
+            policy.observe(RoundStats([0], [()], rows, 0.0, 0.005))
+        policy._think()
+        assert policy.costs.knows_forward == known
+
+
 def test_a_sequence_with_unpredictable_text_is_told_apart() -> None:
     made = World(*WORLDS["good"], batch=2)
     accept = made._accepted

@@ -243,7 +243,7 @@ class Adaptive:
         began, self._drafted = not self._drafted.issuperset(drafted), set(drafted)
         often = 1 if self._priced < _LEARNT or self._probe is not None else _SAMPLED_DRAFTS if drafted else _SAMPLED
         before, self._was_plain = self._was_plain, not drafted
-        if self._priced % often == 0 and (drafted or before):
+        if self._priced % often == 0 and (drafted or before) and stats.rows:
             asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
             self._timed.append(_Timed(stats, load.context, many, asked, began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):

@@ -115,7 +115,8 @@ class Engine:
         ended = perf_counter()
         thought = planned - asked + chosen - proposed + self._learning
         proposal, forward = proposed - planned + hearing, scored - chosen - hearing
-        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, ended - scored, thought)
+        rows = 0 if self.runner.prompts_apart and load.rows > len(writers) else load.rows + sum(drafted)
+        stats = RoundStats(drafted, paths, rows, proposal, forward, ended - scored, thought)
         self.policy.observe(stats)
         self._learning = perf_counter() - ended
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
