@@ -98,6 +98,8 @@ class Adaptive:
         self._paid = 0.0  # seconds expected to be lost on it
         self._once_more = False  # what is tried is that nobody drafts: the first such round is not like others
         self._was_plain = True  # the last round
+        self._pondered = False  # while its forward ran: that may have ended long before it was heard of
+        self._steady = False  # thinking it over changed nothing last time
         self._timed: list[_Timed] = []  # rounds not entered in the costs yet
         self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
         self._drafted: set[tuple[Hashable, int]] = set()  # who uses which arm
@@ -160,13 +162,15 @@ class Adaptive:
 
     def _goes_on(self) -> bool:
         """Whether the next round's plan will be this one's too, as far as can be told."""
-        return self._settled and self._age + 1 < self._every and self._credit + self._earned < self._next_probe
+        stays = self._age + 1 < self._every or (self._plan.whole and self._steady)
+        return self._settled and stays and self._credit + self._earned < self._next_probe
 
     def _replan(self, load: Load) -> None:
         """Think about everyone, and for how long that shall stand."""
         self._age, self._who, self._many, self._settled = 0, tuple(load.keys), len(load.keys), False
         before = self._standing
         self._best(load)
+        self._steady = before == self._standing
         drafting = [key for key, (_, length) in self._standing.items() if length]
         if self._tried or any(key in before and not before[key][1] for key in drafting):
             self._every = _TRIAL  # what was begun anew is soon looked at
@@ -225,6 +229,7 @@ class Adaptive:
         if self._plan.whole:
             if self._age + 1 >= self._every:
                 self._replan(load)  # the next round's, while the forward runs
+                self._pondered = True
             return drafts
         pool.sort()
         count = self._worthwhile([-node[0] for node in pool], load)
@@ -263,7 +268,8 @@ class Adaptive:
         drafted = bool(self._users)
         often = 1 if self._priced < _LEARNT or self._probe is not None else _SAMPLED_DRAFTS if drafted else _SAMPLED
         before, self._was_plain = self._was_plain, not drafted
-        if self._priced % often == 0 and (drafted or before):
+        pondered, self._pondered = self._pondered, False
+        if self._priced % often == 0 and (drafted or before) and stats.rows and not pondered:
             self._timed.append(_Timed(stats, load.context, many, self._asked(), self._began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times = {}, {}

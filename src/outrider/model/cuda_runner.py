@@ -47,7 +47,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
-    runs_ahead = True
+    runs_ahead = prompts_apart = True
     drafts_roughly = True  # heeding the rest would cost a forward's launches for each token
 
     def __init__(

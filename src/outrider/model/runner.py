@@ -103,6 +103,7 @@ class Runner:
 
     device_name = "cpu"
     runs_ahead = False  # heeds Batch.again
+    prompts_apart = False  # prompts run by other code than rounds of decode rows: what they take says nothing about those
     draws_ahead = False  # has `draw` and `draw_behind`, for a target on the same device
     drafts_roughly = False  # `draft` takes any parameters, and draws by temperature and noise alone
 
