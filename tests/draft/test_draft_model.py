@@ -26,9 +26,9 @@ class Watching(Runner):
         self.fed = getattr(self, "fed", []) + [(feed.start + feed.known, [*feed.tokens, *feed.nodes]) for feed in feeds]
         return super().forward(feeds, taps)
 
-    def draft(self, feeds, rows, lengths, sharpness):  # type: ignore[no-untyped-def]
+    def draft(self, feeds, rows, lengths, sharpness, floor=0.0):  # type: ignore[no-untyped-def]
         """One sequence's chain, as if token by token."""
-        found, (feed,) = super().draft(feeds, rows, lengths, sharpness), feeds
+        found, (feed,) = super().draft(feeds, rows, lengths, sharpness, floor), feeds
         steps = [(feed.start + len(feed.tokens) + i, [int(token)]) for i, token in enumerate(found[0][0][:-1])]
         self.fed = [*getattr(self, "fed", []), (feed.start, list(feed.tokens)), *steps]
         return found

@@ -8,7 +8,7 @@ of the target's forward (`select`). Gains come from what was accepted, times fro
 from __future__ import annotations
 
 import math
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -40,6 +40,7 @@ _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
 _FEW = 4  # sequences among which one newcomer is planned for at once, or as many in proportion
 _POOR, _ENOUGH = 0.8, 4  # of the rate promised, and the rounds over which less than that calls for another plan
+_HIGHEST = 0.5  # floor under a draft
 _SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
 
@@ -50,7 +51,7 @@ class _Timed(NamedTuple):
     stats: RoundStats
     context: int
     many: int  # sequences
-    asked: list[tuple[str, int, int]]  # arms that drafted, for how many, how far
+    asked: list[tuple[str, int, int]]  # arms that drafted, for how many, how many nodes each
     began: bool  # somebody had not used its arm in the round before
 
 
@@ -83,7 +84,8 @@ class Adaptive:
         self._tried = False  # it is a trial of all
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._hopes = [math.inf] * len(arms)  # by arm, the rate if every guess came true
-        self._price_lists: dict[tuple[int, int, int, int], _Prices] = {}
+        self._price_lists: dict[tuple[int, ...], _Prices] = {}
+        self._proposed: dict[int, int] = {}  # most nodes of a sequence, by arm, this round
         self._priced = 0  # rounds
         self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
         self._spent = 0.0  # seconds that the plan's proposals take, as expected
@@ -145,20 +147,33 @@ class Adaptive:
             plan = self._with_probe(load, stood)
         self._settled = plan is stood and self._complete and self._again is None
         self._resting = self._settled and not any(plan.lengths)
-        return plan._replace(whole=self._is_whole(plan), again=True)
+        return plan._replace(whole=self._is_whole(plan), floor=self._floor(load, plan), again=True)
+
+    def _floor(self, load: Load, plan: Plan) -> float:
+        """The survival under which a further node is not worth drawing: what it brings pays for drawing it and half its row.
+
+        Half, because whether the row is worth its time is decided when it is drawn.
+        """
+        users = self._drafting(plan)
+        if len(users) != 1 or self._probe is not None:
+            return 0.0
+        ((arm, own),) = users.items()
+        few, many = self.costs.proposals(self.arms[arm].name, len(own), (2, 8), load.context)
+        more = self.costs.forward(load.rows + 8 * len(own), load.context) - self.costs.forward(
+            load.rows + 2 * len(own), load.context
+        )
+        return min(self._rate * (many - few + more / 2) / (6 * len(own)), _HIGHEST)
 
     def _note_users(self, load: Load) -> None:
         """Who drafts by which arm in this round's plan, who of them begins, and what their proposals should take."""
         self._users = self._drafting(self._plan)
         drafted = {(load.keys[b], arm) for arm, own in self._users.items() for b in own}
         self._began, self._drafted = not drafted <= self._drafted, drafted
-        if self._users:
-            asked = self._asked()
-            self._spent = self._thinking(len(load.keys)) + sum(self.costs.proposal(*one, load.context) for one in asked)
-
-    def _asked(self) -> list[tuple[str, int, int]]:
-        """Arms that draft, for how many, how far."""
-        return [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
+        self._spent = self._thinking(len(load.keys))
+        for arm, own in self._users.items():
+            length = max(self._plan.lengths[b] for b in own)
+            nodes = self._record.nodes(load.keys[own[0]], arm)[bisect_left(LENGTHS, length)]
+            self._spent += self.costs.proposal(self.arms[arm].name, len(own), min(nodes, length), load.context)
 
     def _goes_on(self) -> bool:
         """Whether the next round's plan will be this one's too, as far as can be told."""
@@ -220,7 +235,10 @@ class Adaptive:
         pool: list[tuple[float, int, int]] = []
         rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.says(), strict=True)
         turn, many = self._priced * _HEARD, len(load.keys)
+        self._proposed = {}
         for b, (key, arm, length, tree, says) in enumerate(rows):
+            if length:
+                self._proposed[arm] = max(self._proposed.get(arm, 0), len(tree.tokens))
             if length and not self._woke(key, arm, len(tree.tokens)):
                 heard = (b - turn) % many < _HEARD or (self._probe is not None and key is self._probe[0])
                 if heard or not self._plan.whole:
@@ -270,7 +288,8 @@ class Adaptive:
         before, self._was_plain = self._was_plain, not drafted
         pondered, self._pondered = self._pondered, False
         if self._priced % often == 0 and (drafted or before) and stats.rows and not pondered:
-            self._timed.append(_Timed(stats, load.context, many, self._asked(), self._began))
+            asked = [(self.arms[arm].name, len(own), max(self._proposed.get(arm, 0), 1)) for arm, own in self._users.items()]
+            self._timed.append(_Timed(stats, load.context, many, asked, self._began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times = {}, {}
         if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
@@ -421,7 +440,8 @@ class Adaptive:
         return self._thought.get((many, False), 0.0) + self._thought.get((many, True), 0.0) / _REPLAN
 
     def _prices(self, load: Load, able: int) -> _Prices:
-        found = self._price_lists.get(key := (load.rows, load.emitting, able, load.context.bit_length()))
+        kind = load.kinds[0] if load.kinds else 0
+        found = self._price_lists.get(key := (load.rows, load.emitting, able, load.context.bit_length(), kind))
         if found is None:
             found = self._price_lists[key] = self._price(load, able)
         return found
@@ -433,13 +453,13 @@ class Adaptive:
 
     def _price(self, load: Load, able: int) -> _Prices:
         base, read = self._base(load), self.costs.forward(load.rows, load.context)
-        thinking = self._thinking(len(load.keys))
-        rows = [self.costs.forward(load.rows + length * able, load.context) - read + thinking for length in LENGTHS]
+        read -= self._thinking(len(load.keys))
         each = []
-        for arm in self.arms:
-            lengths = LENGTHS[: bisect(LENGTHS, arm.most)]
-            drafts = self.costs.proposals(arm.name, able, lengths, load.context)
-            each.append([(seconds + extra) / able for seconds, extra in zip(drafts, rows, strict=False)])
+        for a, arm in enumerate(self.arms):
+            nodes = self._record.nodes(load.keys[0], a)[: bisect(LENGTHS, arm.most)]
+            rows = [self.costs.forward(load.rows + own * able, load.context) - read for own in nodes]
+            drafts = self.costs.proposals(arm.name, able, nodes, load.context)
+            each.append([(seconds + extra) / able for seconds, extra in zip(drafts, rows, strict=True)])
         hopes = [
             max((load.emitting + able * length) / (base + price * able) for length, price in zip(LENGTHS, own, strict=False))
             for own in each

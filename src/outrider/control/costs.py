@@ -137,11 +137,11 @@ class Costs:
         """Seconds of a round beside the forward and the drafts."""
         return self._pace * (self._rest.time(batch) or 0.0)
 
-    def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
+    def proposal(self, drafter: str, batch: int, length: float, context: int = 0) -> float:
         """Seconds of a proposal of `length` nodes for each of `batch` sequences."""
         return self.proposals(drafter, batch, (length,), context)[0]
 
-    def proposals(self, drafter: str, batch: int, lengths: Seq[int], context: int = 0) -> list[float]:
+    def proposals(self, drafter: str, batch: int, lengths: Seq[float], context: int = 0) -> list[float]:
         """The same for several lengths."""
         curves = self._propose.get(drafter)
         if not curves:
@@ -197,7 +197,7 @@ class Costs:
             return cls()
 
 
-def _between(curves: Mapping[int, Curve], batch: int, lengths: Seq[int]) -> list[float]:
+def _between(curves: Mapping[int, Curve], batch: int, lengths: Seq[float]) -> list[float]:
     """Seconds at a batch size, from the nearest ones seen on both sides; beyond them all, between the last and in proportion."""
     below = batch if batch in curves else max((own for own in curves if own <= batch), default=min(curves))
     above = batch if batch in curves else min((own for own in curves if own >= batch), default=max(curves))

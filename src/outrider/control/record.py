@@ -51,25 +51,27 @@ class _Arm:
     """What is known about an arm from all sequences."""
 
     gains: list[float] = field(default_factory=_PRIOR.copy)  # accepted tokens that every step adds
+    nodes: list[float] = field(default_factory=lambda: list(map(float, _WIDTHS)))  # proposed in every step
     rounds: float = 0.0
     judged: dict[int, list[float]] = field(default_factory=dict)  # by claimed log odds: [nodes judged, nodes accepted]
 
     def recalled(self, rounds: float) -> _Arm:
         """The same, not so sure any more."""
         judged = {claim: [n * _FADED for n in counts] for claim, counts in self.judged.items()}
-        return _Arm(self.gains.copy(), min(self.rounds, rounds), judged)
+        return _Arm(self.gains.copy(), self.nodes.copy(), min(self.rounds, rounds), judged)
 
     def as_dict(self) -> dict[str, Any]:
         judged = {str(claim): [round(n, 3) for n in counts] for claim, counts in self.judged.items()}
-        return {"rounds": self.rounds, "gains": [round(tokens, 5) for tokens in self.gains], "judged": judged}
+        gains, nodes = ([round(value, 5) for value in own] for own in (self.gains, self.nodes))
+        return {"rounds": self.rounds, "gains": gains, "nodes": nodes, "judged": judged}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> _Arm:
-        gains = [float(tokens) for tokens in data["gains"]]
-        if len(gains) != len(LENGTHS) or not all(map(math.isfinite, gains)):
-            raise ValueError("gains of other steps")
+        gains, nodes = (list(map(float, data[name])) for name in ("gains", "nodes"))
+        if len(gains) != len(LENGTHS) or len(nodes) != len(LENGTHS) or not all(map(math.isfinite, gains + nodes)):
+            raise ValueError("of other steps")
         judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in data["judged"].items()}
-        return cls(gains, float(data["rounds"]), judged).recalled(_RECALLED)
+        return cls(gains, nodes, float(data["rounds"]), judged).recalled(_RECALLED)
 
     def judge(self, claim: int, true: bool) -> None:
         own = self.judged.setdefault(claim, [0.0, 0.0])
@@ -165,6 +167,10 @@ class Record:
             curves.append(list(accumulate(gains)))
         return curves
 
+    def nodes(self, key: Hashable, arm: int) -> list[float]:
+        """Nodes to expect where drafts of each length are asked for: a drafter may know of fewer, or stop."""
+        return list(accumulate(self._arms_of(key)[arm].nodes))
+
     def is_strange(self, key: Hashable, arm: int) -> bool:
         """Whether an arm has hardly been tried on such sequences."""
         own = self._own.get(key, {}).get(arm)
@@ -213,12 +219,13 @@ class Record:
             own.at = self.now
             steps = _imagined([gains for _, gains in rounds], min(asked, LENGTHS[-1]))
             readiness = _READINESS[bisect(LENGTHS, asked)]
-            for known, most in ((own, _OWN), (rounds[0][0].shared, _SHARED)):
+            shared = rounds[0][0].shared
+            for known, most in ((own, _OWN), (shared, _SHARED)):
                 known.rounds = min(known.rounds + len(rounds), most)
                 share = min(len(rounds) / known.rounds, 1.0)
-                known.gains = [
-                    old + (new - old) * ready * share for old, new, ready in zip(known.gains, steps, readiness, strict=True)
-                ]
+                known.gains = _moved(known.gains, steps, readiness, share)
+            shown = _counted([len(gains) for _, gains in rounds], min(asked, LENGTHS[-1]))
+            shared.nodes = _moved(shared.nodes, shown, readiness, len(rounds) / shared.rounds)
         self._heard.clear()
 
     def forget(self, key: Hashable) -> None:
@@ -291,6 +298,21 @@ def _imagined(rounds: Seq[list[float]], asked: int) -> list[float]:
             last *= ratio
             nodes.append(last)
     return [sum(nodes[span]) for span in _SPANS]
+
+
+def _counted(counts: Seq[int], asked: int) -> list[float]:
+    """Nodes in every step, of proposals of so many nodes. Beyond those asked for it would go on as at the last of them."""
+    last = sum(count >= asked for count in counts) / len(counts)
+    return [
+        sum(min(max(count - own.start, 0), own.stop - own.start) for count in counts) / len(counts)
+        if own.stop <= asked
+        else last * (own.stop - own.start)
+        for own in _SPANS
+    ]
+
+
+def _moved(old: list[float], new: list[float], readiness: list[float], share: float) -> list[float]:
+    return [was + (now - was) * ready * share for was, now, ready in zip(old, new, readiness, strict=True)]
 
 
 def _odds(chance: float) -> float:

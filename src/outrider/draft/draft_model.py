@@ -112,7 +112,7 @@ class DraftModel:
 
             return Drafts.promised(_of_all(batch, told, promises), landed)
         sharpness = [self._sharpener.temperature(text.seq.request.params) for text in told]
-        tokens, chances, logits = self._reader.draft(told, lengths, sharpness)
+        tokens, chances, logits = self._reader.draft(told, lengths, sharpness, plan.floor)
         for s, (text, own) in enumerate(zip(told, tokens, strict=True)):
             if logits is not None and not text.seq.request.params.greedy:
                 self._laws[text.seq] = laws_of_chain(own, logits, s, Row.at(text.seq))

@@ -103,11 +103,11 @@ class Reader:
         return logits
 
     def draft(
-        self, texts: Seq[Text], lengths: Seq[int], sharpness: Seq[float]
+        self, texts: Seq[Text], lengths: Seq[int], sharpness: Seq[float], floor: float = 0.0
     ) -> tuple[list[list[int]], list[list[float]], Tensor | None]:
         """Chains of guesses after each text, their chances, and the logits (steps, texts, V) behind them where there are some."""
         feeds = self._feeds(texts)
-        tokens, chances, logits = self.runner.draft(feeds, [Row.at(text.seq) for text in texts], lengths, sharpness)
+        tokens, chances, logits = self.runner.draft(feeds, [Row.at(text.seq) for text in texts], lengths, sharpness, floor)
         return *self._drafted(texts, feeds, lengths, (tokens, chances)), logits
 
     def draw(self, texts: Seq[Text], lengths: Seq[int]) -> tuple[list[list[int]], Callable[[], Chains]]:

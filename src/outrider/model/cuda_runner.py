@@ -299,8 +299,9 @@ class CudaRunner(Runner):
         rows: Sequence[Row],
         lengths: Sequence[int],
         sharpness: Sequence[float],  # noqa: ARG002
+        floor: float = 0.0,  # noqa: ARG002
     ) -> tuple[Tokens, Chances, Tensor | None]:
-        """By one replay; the law is not sharpened there."""
+        """By one replay; the law is not sharpened there, and chains are drawn to their end."""
         found = self.draw(feeds, rows, lengths).land()
         return *found, None
 

@@ -215,10 +215,11 @@ class Runner:
         return 0 if self.stack is None else _LONGEST_CHAIN
 
     def draft(
-        self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int], sharpness: Sequence[float]
+        self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int], sharpness: Sequence[float], floor: float = 0.0
     ) -> tuple[Tokens, Chances, Tensor | None]:
         """Chains that this model guesses after feeds, in one call: tokens and chances of each, drawn by the law and
         the noise of the target's `rows`, and the logits (longest, feeds, V) behind them, where they are on the host.
+        It may end where none of them is as likely as `floor` to have come that far.
         """
         assert self.stack is not None
         places = range(len(feeds))
@@ -236,6 +237,7 @@ class Runner:
             sharpness=array("f", [sharpness[i] for i in order]),
             keys=keys,
             words=token_words_at(self.decoder.config.vocab),
+            floor=floor,
         )
         tokens, chances, logits = self.stack.draft(lay_out_rows([feeds[i] for i in order]), chains)
         if all(map(eq, order, places)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -227,15 +228,15 @@ class Threads:
         self._calls: dict[int, int] = {}
         self._clear: int | None = None  # the fewest rows at which all threads clearly win
 
-    def run(self, rows: int, call: Callable[[int], None], steps: int = 1) -> None:
-        """Make the call, of a number of equal steps, with a number of threads, and remember what a step took."""
+    def run(self, rows: int, call: Callable[[int], int | None]) -> None:
+        """Make the call, which may say how many equal steps it made, with a number of threads; remember what a step took."""
         most = self._core.threads
         if most == 1 or self._core.steady:
             call(most)
             return
         threads = self._pick(rows, most)
         start = time.perf_counter()
-        call(threads)
+        steps = call(threads) or 1
         took = self._took.setdefault((rows, threads), [])
         took.append((time.perf_counter() - start) / steps)
         del took[: -self._TRIES]
@@ -318,6 +319,7 @@ class Chains(NamedTuple):
     sharpness: array[float]  # (sequences,) float32
     keys: array[int]  # (sequences, steps, 2) of the noise, unsigned
     words: int  # where those of the tokens lie
+    floor: float = 0.0  # where no chain is as likely to have come this far, drafting ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,8 +428,8 @@ class Stack:
         return StackRows(stream, last, tapped, logits)
 
     def draft(self, layout: array[int], chains: Chains) -> tuple[list[list[int]], list[list[float]], Tensor]:
-        """Guesses that follow the layout's feeds, of each sequence as many as it wants, their chances, and the logits (steps,
-        sequences, V) behind them. The feeds' pages have room for all but the last guess. No numpy: after a forward it is cold.
+        """Guesses that follow the layout's feeds, of each sequence at most as many as it wants, their chances, and the logits
+        (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
         """
         assert self._weights.output is not None
         wanted = chains.wanted
@@ -437,16 +439,24 @@ class Stack:
         spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
         given = [own.buffer_info()[0] for own in (wanted, chains.shapes, chains.sharpness, chains.keys)]
         found = [own.buffer_info()[0] for own in (tokens, chances)]
-        chain_spec = array("q", (steps, *given, chains.words, *found, logits.data_ptr()))
-        self._chain_threads.run(sequences, lambda threads: self._call(self._core.draft, threads, spec, chain_spec), steps)
-        ends = [(start, start + own) for start, own in zip(range(0, len(tokens), steps), wanted, strict=True)]
+        floor, drawn = array("d", (chains.floor,)), array("q", (steps,))
+        floor_bits = int.from_bytes(floor.tobytes(), sys.byteorder)
+        chain_spec = array("q", (steps, *given, chains.words, *found, logits.data_ptr(), floor_bits, drawn.buffer_info()[0]))
+
+        def draft(threads: int) -> int:
+            self._call(self._core.draft, threads, spec, chain_spec)
+            return drawn[0]
+
+        self._chain_threads.run(sequences, draft)
+        ends = [(start, start + min(own, drawn[0])) for start, own in zip(range(0, len(tokens), steps), wanted, strict=True)]
         return [tokens[a:b].tolist() for a, b in ends], [chances[a:b].tolist() for a, b in ends], logits
 
-    def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> None:
-        """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits."""
+    def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> int:
+        """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits. One step."""
         spec[-1] = threads
         if call(self._place, spec.buffer_info()[0], *(own.buffer_info()[0] for own in more)):
             raise IndexError("a row's token, position, page or parent is out of range")
+        return 1
 
     def logits(self, x: Tensor) -> Tensor:
         """(rows, V) of rows as they are after the last norm."""

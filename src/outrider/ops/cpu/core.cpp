@@ -411,6 +411,8 @@ struct ChainSpec {
     int64_t* tokens;         // (sequences, steps)
     double* chances;         // likewise
     float* logits;           // (steps, sequences, vocab)
+    double floor;            // where no chain is as likely to have come this far, drafting ends
+    int64_t* drawn;          // steps until then
 };
 
 // The layout of the next step: one token of each sequence that still wants more, where text would lie.
@@ -436,6 +438,7 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
     }
     forward.last = last.data(), forward.stream = nullptr, forward.wanted = ends.data();
     int active = sequences;
+    std::vector<double> reached(sequences, 1.0);
     for (int step = 0; step < chain.steps; step++) {
         while (active && chain.wanted[active - 1] <= step) active--;
         if (step) {
@@ -455,7 +458,10 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
                 chosen &= chain.tokens[at] >= 0;
             }
         });
-        if (!chosen) return true;  // the caller sees it
+        *chain.drawn = step + 1;
+        double most = 0.0;
+        for (int s = 0; s < active; s++) most = std::max(most, reached[s] *= chain.chances[s * chain.steps + step]);
+        if (!chosen || most < chain.floor) return true;  // the caller sees what is missing
     }
     return true;
 }
