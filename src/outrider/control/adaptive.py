@@ -40,7 +40,7 @@ _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
 _FEW = 4  # sequences among which one newcomer is planned for at once, or as many in proportion
 _POOR, _ENOUGH = 0.8, 4  # of the rate promised, and the rounds over which less than that calls for another plan
-_HIGHEST = 0.5  # floor under a draft
+_HIGHEST = 0.7  # floor under a draft
 _SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
 
@@ -150,10 +150,7 @@ class Adaptive:
         return plan._replace(whole=self._is_whole(plan), floor=self._floor(load, plan), again=True)
 
     def _floor(self, load: Load, plan: Plan) -> float:
-        """The survival under which a further node is not worth drawing: what it brings pays for drawing it and half its row.
-
-        Half, because whether the row is worth its time is decided when it is drawn.
-        """
+        """The survival under which a further node brings less than drawing it and verifying it take."""
         users = self._drafting(plan)
         if len(users) != 1 or self._probe is not None:
             return 0.0
@@ -162,7 +159,7 @@ class Adaptive:
         more = self.costs.forward(load.rows + 8 * len(own), load.context) - self.costs.forward(
             load.rows + 2 * len(own), load.context
         )
-        return min(self._rate * (many - few + more / 2) / (6 * len(own)), _HIGHEST)
+        return min(self._rate * (many - few + more) / (6 * len(own)), _HIGHEST)
 
     def _note_users(self, load: Load) -> None:
         """Who drafts by which arm in this round's plan, who of them begins, and what their proposals should take."""
