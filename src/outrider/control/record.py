@@ -35,7 +35,7 @@ _SEEN = 0.1  # share of what came true against what was expected to
 _NEAR = 6  # steps by which texts are compared
 _HARDEST, _EASIEST = 0.1, 2.0  # what is accepted against other texts, at least and at most
 _JUDGED = 200.0  # nodes that a class of claims remembers
-_OWN_JUDGED = 48.0  # and a sequence
+_FADE = 1 - 1 / 48  # and how those of a sequence fade
 _DOUBT = 4.0  # judged nodes that the claim itself counts for
 _CAUTION = 6.0  # judged nodes that a sequence's being like all others counts for
 _GOING_ON, _SLOWLY = 0.9, 0.15  # how nodes beyond those asked for are imagined, and how readily
@@ -73,13 +73,6 @@ class _Arm:
         judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in data["judged"].items()}
         return cls(gains, nodes, float(data["rounds"]), judged).recalled(_RECALLED)
 
-    def judge(self, claim: int, true: bool) -> None:
-        own = self.judged.setdefault(claim, [0.0, 0.0])
-        if own[0] >= _JUDGED:
-            own[:] = (value * (1 - 1 / _JUDGED) for value in own)
-        own[0] += 1.0
-        own[1] += true
-
 
 @dataclass(slots=True, eq=False)
 class _Own:
@@ -99,12 +92,6 @@ class _Own:
             return 1.0
         mean = self.expected / self.seen
         return _odds((self.true + _CAUTION * mean) / (self.seen + _CAUTION)) / _odds(mean)
-
-    def judge(self, expected: float, true: bool) -> None:
-        fade = 1.0 - 1.0 / _OWN_JUDGED
-        self.seen = self.seen * fade + 1.0
-        self.expected = self.expected * fade + expected
-        self.true = self.true * fade + true
 
 
 @dataclass(slots=True)
@@ -269,14 +256,21 @@ class Record:
 
 def _judged(pending: _Pending, path: Seq[int]) -> list[float]:
     """Enter a verdict on each node in the arm's record and in the sequence's own; what the best node brought, the next, ..."""
-    own, shared, survival, parents = pending.own, pending.shared, pending.survival, pending.parents
+    survival, parents, claims, chances = pending.survival, pending.parents, pending.claims, pending.chances
     nodes = range(len(parents)) if pending.kept is None else pending.kept
     alive = {ROOT, *(nodes[i] for i in path)}
+    own, judged = pending.own, pending.shared.judged
+    expected, came, seen = own.expected, own.true, own.seen
     for node in nodes:
         if parents[node] in alive:
             true = node in alive
-            shared.judge(pending.claims[node], true)
-            own.judge(pending.chances[node], true)
+            seen, expected, came = seen * _FADE + 1.0, expected * _FADE + chances[node], came * _FADE + true
+            counts = judged.setdefault(claims[node], [0.0, 0.0])
+            if counts[0] >= _JUDGED:
+                counts[:] = (count * (1 - 1 / _JUDGED) for count in counts)
+            counts[0] += 1.0
+            counts[1] += true
+    own.expected, own.true, own.seen = expected, came, seen
     if pending.kept is not None:
         return sorted(survival, reverse=True)
     best = sorted(nodes, key=survival.__getitem__, reverse=True)  # what came true says as much as what was expected to:
