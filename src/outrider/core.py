@@ -170,7 +170,6 @@ class Arm(NamedTuple):
     """One of several ways to draft that a policy may choose."""
 
     name: str
-    members: tuple[int, ...]  # drafters it asks, by number
     most: int  # nodes it can use
     ahead: bool = False  # the target's forward can start before the host has seen what it drafts
 

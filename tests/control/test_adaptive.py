@@ -30,7 +30,7 @@ class World:
         self.random = random.Random(self.seed)
         self.chance, self.claimed = dict(self.chance), dict(self.claimed)  # tests change them
         self.names = list(self.chance)
-        self.policy = Adaptive([Arm(name, (i,), 32) for i, name in enumerate(self.names)], Costs())
+        self.policy = Adaptive([Arm(name, 32) for name in self.names], Costs())
         self.drafted: list[tuple[str, int]] = []
 
     def run(self, rounds: int) -> float:
@@ -140,7 +140,7 @@ def test_a_plan_that_brings_little_is_soon_thought_over(chance: float, often: bo
 
 def test_a_plan_made_while_the_forward_runs_is_the_next_rounds() -> None:
     made = World(*WORLDS["good"])
-    made.policy = policy = Adaptive([Arm("a", (0,), 32, ahead=True)], Costs())
+    made.policy = policy = Adaptive([Arm("a", 32, ahead=True)], Costs())
     plan, lengths = policy.plan, []
 
     def planned(load: Load) -> Plan:
@@ -161,7 +161,7 @@ def test_a_plan_made_while_the_forward_runs_is_the_next_rounds() -> None:
 
 def test_a_plan_goes_on_while_it_is_thought_over_if_that_changed_nothing_before() -> None:
     made = World(*WORLDS["good"])
-    made.policy = policy = Adaptive([Arm("a", (0,), 32, ahead=True)], Costs())
+    made.policy = policy = Adaptive([Arm("a", 32, ahead=True)], Costs())
     plan, seen = policy.plan, []
 
     def planned(load: Load) -> Plan:
@@ -180,7 +180,7 @@ def test_a_plan_goes_on_while_it_is_thought_over_if_that_changed_nothing_before(
 
 def test_a_forward_that_thinking_outlasted_teaches_no_costs() -> None:
     made = World(*WORLDS["good"])
-    made.policy = policy = Adaptive([Arm("a", (0,), 32, ahead=True)], Costs())
+    made.policy = policy = Adaptive([Arm("a", 32, ahead=True)], Costs())
     enter, took, pondered = policy._enter, [], []
 
     def forward(rows: int) -> float:

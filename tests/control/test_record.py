@@ -10,7 +10,7 @@ from outrider.control import Adaptive, Costs, Load, RoundStats
 from outrider.control.record import Record
 from outrider.core import Arm, Drafts
 
-ARMS = [Arm("a", (0,), 32), Arm("b", (1,), 32)]
+ARMS = [Arm("a", 32), Arm("b", 32)]
 CHAIN = [-1, 0, 1, 2]
 
 

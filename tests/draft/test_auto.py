@@ -69,6 +69,30 @@ def test_asked_after_a_long_silence(llm: LLM, arm: str, temperature: float, monk
     assert not any(drafter._follows), "no sequence is held"
 
 
+def test_sequences_of_one_round_may_have_different_drafters(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Both(Script):
+        def plan(self, load: Load) -> Plan:
+            plan = super().plan(load)
+            names = [arm.name for arm in self.arms]
+            return plan._replace(
+                arms=tuple(names.index(("draft_model", "suffix", "eagle")[b % 3]) for b in range(len(load.room)))
+            )
+
+        def observe(self, stats: RoundStats) -> None:
+            for b, path in enumerate(stats.paths):
+                accepted[b] = accepted.get(b, 0) + len(path)
+
+    accepted: dict[int, int] = {}
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts = [PROMPT, "x = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2,", PROMPT + "        self"]
+    plain = llm.generate(prompts, params, speculation=False)
+    monkeypatch.setattr(llm.engine, "policy", Both(llm, "suffix", range(2, 100)))
+    outputs = llm.generate(prompts, params)
+    assert [own.outputs[0].token_ids for own in outputs] == [own.outputs[0].token_ids for own in plain]
+    assert all(own.outputs[0].speculation["fallback_reason"] is None for own in outputs)
+    assert all(accepted[b] for b in range(3))
+
+
 def test_those_asleep_are_not_begun(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new sequence costs a sleeping member nothing."""
     drafter = llm.engine.drafter.drafter
@@ -76,7 +100,7 @@ def test_those_asleep_are_not_begun(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(llm.engine, "policy", Script(llm, "suffix", set()))
     llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
     begun: list[Sequence] = []
-    readers = [member.drafter for member in drafter._members if member.drafter.needs.taps]
+    readers = [member for member in drafter._members if member.needs.taps]
     assert readers
     for reader in readers:
         monkeypatch.setattr(reader, "begin", begun.append)

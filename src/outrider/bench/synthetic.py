@@ -25,7 +25,6 @@ from outrider.core import Request
 from outrider.draft import Drafter
 from outrider.draft.auto import AutoDrafter, arms_of
 from outrider.draft.draft_model import DraftModel
-from outrider.draft.mixture import Member
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.none import NoDrafter
 from outrider.draft.suffix import SuffixDrafter
@@ -121,12 +120,12 @@ class Synthetic:
         return self.engine(NGramDrafter(), length)
 
     def auto(self, batch: int) -> Engine:
-        """As `auto` resolves for a target that brings a draft model: suffix automaton, draft model, both."""
+        """As `auto` resolves for a target that brings a draft model: suffix automaton and draft model."""
         members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
         arms = arms_of(members, on_gpu=True)
-        drafters = [Member(SuffixDrafter(), 32), Member(DraftModel(self.draft), 12)]
+        drafters: list[Drafter] = [SuffixDrafter(), DraftModel(self.draft)]
         costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
-        engine = self.engine(AutoDrafter(drafters, arms), policy=Adaptive(arms, costs))
+        engine = self.engine(AutoDrafter(drafters), policy=Adaptive(arms, costs))
         survey_costs(engine, (1, 8, batch))
         return engine
 

@@ -16,7 +16,7 @@ from outrider.draft.calibration import Calibration, came_true
 from outrider.draft.protocol import Drafter, Guess, Lookup, path_to
 from outrider.errors import InvalidParameter
 
-__all__ = ["Member", "MixtureDrafter"]
+__all__ = ["Member", "MixtureDrafter", "needs_of", "scores_for"]
 
 _SILENT, _OTHERWISE, _AGREES = -99, -98, -97  # a member guesses nothing where a node is, or other tokens, or this one too
 _SURE = 6  # claims are told apart up to odds of e^6
@@ -28,6 +28,22 @@ class Member(NamedTuple):
 
     drafter: Drafter
     draft_tokens: int = 256
+
+
+def needs_of(members: Seq[Drafter], awake: Iterable[int]) -> Needs:
+    """What some of several drafters need, and the KV of all."""
+    needs = [members[m].needs for m in awake]
+    return Needs(
+        taps=tuple(sorted({tap for own in needs for tap in own.taps})),
+        scores=any(own.scores for own in needs),
+        kv_bytes_per_token=sum(member.needs.kv_bytes_per_token for member in members),
+    )
+
+
+def scores_for(member: Drafter, scores: Scores, taps: tuple[int, ...]) -> Scores:
+    """Scores with only those of the taps that a drafter asked for."""
+    wanted = member.needs.taps
+    return scores if wanted == taps else replace(scores, taps=_columns(scores.taps, taps, wanted) if wanted else None)
 
 
 class MixtureDrafter:
@@ -64,21 +80,12 @@ class MixtureDrafter:
         if not enough > 0:
             raise InvalidParameter("enough", f"must be positive, got {enough}")
         self._members = members
-        self.needs = self._needs_of(range(len(members)))
+        self.needs = needs_of([member.drafter for member in members], range(len(members)))
         self._merge = merge
         self._splice = splice and merge
         self._enough = enough
         self._record = Calibration(weight=6.0, memory=600.0)
         self._last: dict[Sequence, _Merged] = {}
-
-    def _needs_of(self, members: Iterable[int]) -> Needs:
-        """What these members need, and the KV of all."""
-        needs = [self._members[m].drafter.needs for m in members]
-        return Needs(
-            taps=tuple(sorted({tap for own in needs for tap in own.taps})),
-            scores=any(own.scores for own in needs),
-            kv_bytes_per_token=sum(member.drafter.needs.kv_bytes_per_token for member in self._members),
-        )
 
     def begin(self, seq: Sequence) -> None:
         for member in self._members:
@@ -92,8 +99,8 @@ class MixtureDrafter:
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Judge what every member said by the text that came, and let them see the round."""
         self._judge(batch, verdicts)
-        for m in range(len(self._members)):
-            self._show(m, batch, drafts, verdicts, scores)
+        for drafter, _ in self._members:
+            drafter.commit(batch, drafts, verdicts, scores_for(drafter, scores, self.needs.taps))
 
     def _judge(self, batch: Batch, verdicts: list[Verdict]) -> None:
         if not self._last:
@@ -105,33 +112,19 @@ class MixtureDrafter:
                     self._record.record(merged.kind(node), true)
                     self._record.record(merged.stance(node), true)
 
-    def _show(self, m: int, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Let a member see the round, with the taps it asked for."""
-        drafter = self._members[m].drafter
-        wanted = drafter.needs.taps
-        if wanted != self.needs.taps:
-            scores = replace(scores, taps=_columns(scores.taps, self.needs.taps, wanted) if wanted else None)
-        drafter.commit(batch, drafts, verdicts, scores)
-
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         if plan.rule != "match":
             return self._ask(0, batch, plan)
-        return self._merged(batch, plan, [frozenset(range(len(self._members)))] * len(batch.sequences))
-
-    def _merged(self, batch: Batch, plan: Plan, asked: Seq[frozenset[int]]) -> Drafts:
-        """One draft for each sequence from what the members asked about it say."""
         merged = [_Merged(len(self._members), seq.request.params.greedy) for seq in batch.sequences]
         open_ = list(plan.lengths)
         for m in range(len(self._members)):
-            lengths = tuple(n if m in own else 0 for n, own in zip(open_, asked, strict=True))
-            if any(lengths):
-                drafts = self._ask(m, batch, plan._replace(lengths=lengths, whole=False))
+            if any(open_):
+                drafts = self._ask(m, batch, plan._replace(lengths=tuple(open_), whole=False))
                 for own, tree, survival in zip(merged, drafts.on_host(), drafts.says(), strict=True):
                     own.add(m, Guess(tree.tokens, tree.parents, survival))
                 if self._enough < math.inf:
                     open_ = [n if self._expected(own) < self._enough else 0 for own, n in zip(merged, open_, strict=True)]
-        rows = zip(batch.sequences, merged, plan.lengths, asked, strict=True)
-        picked = [self._pick(seq, own, n, members) for seq, own, n, members in rows]
+        picked = [self._pick(seq, own, n) for seq, own, n in zip(batch.sequences, merged, plan.lengths, strict=True)]
         self._last = {seq: own for seq, own in zip(batch.sequences, merged, strict=True) if own.tokens}
         return Drafts.trees([(own.tokens, own.parents) for own in picked], survival=[own.survival for own in picked])
 
@@ -139,7 +132,7 @@ class MixtureDrafter:
         drafter, most = self._members[m]
         return drafter.propose(batch, plan._replace(lengths=tuple(min(n, most) for n in plan.lengths)))
 
-    def _pick(self, seq: Sequence, merged: _Merged, nodes: int, members: frozenset[int]) -> Guess:
+    def _pick(self, seq: Sequence, merged: _Merged, nodes: int) -> Guess:
         """The likeliest nodes, best first; a branch that ends is followed on by the lookups."""
         allowed = None if self._merge else self._best_member(merged)
         guess = Guess([], [], [])
@@ -159,16 +152,16 @@ class MixtureDrafter:
             guess.parents.append(place[merged.parents[node]])
             guess.survival.append(-worth)
             if self._splice and -worth > _WORTH_FOLLOWING and not merged.children(node):
-                self._follow(seq, merged, node, nodes - len(guess.tokens), members)
+                self._follow(seq, merged, node, nodes - len(guess.tokens))
             open_below(node, -worth)
         return guess
 
-    def _follow(self, seq: Sequence, merged: _Merged, node: int, nodes: int, members: frozenset[int]) -> None:
+    def _follow(self, seq: Sequence, merged: _Merged, node: int, nodes: int) -> None:
         """Let the lookups go on from where a branch ends."""
         path = merged.path(node)
         for m, (drafter, most) in enumerate(self._members):
             room = min(nodes, most - len(path))
-            if m in members and drafter.needs.follows and room > 0:
+            if drafter.needs.follows and room > 0:
                 merged.add(m, cast(Lookup, drafter).follow(seq, path, room), node)
 
     def _chance(self, merged: _Merged, node: int) -> float:

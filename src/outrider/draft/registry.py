@@ -185,12 +185,9 @@ def _mixture(context: DraftContext) -> Drafter:
 
 
 def _auto(context: DraftContext) -> Drafter:
-    from outrider.draft.auto import AutoDrafter, arms_of
-    from outrider.draft.mixture import Member
+    from outrider.draft.auto import AutoDrafter
 
-    configs = context.config.nested()
-    members = [Member(build_drafter(replace(context, config=own)), own.draft_tokens) for own in configs]
-    return AutoDrafter(members, arms_of(configs))
+    return AutoDrafter([build_drafter(replace(context, config=own)) for own in context.config.nested()])
 
 
 _FACTORIES: dict[str, Factory] = {

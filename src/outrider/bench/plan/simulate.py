@@ -88,7 +88,7 @@ def simulate(traces: Sequence[Trace], prices: Mapping[str, Prices], traffic: Tra
     by_method: dict[str, list[Trace]] = defaultdict(list)
     for own in traces:
         by_method[own.method].append(own)
-    arms = [Arm(name, (i,), max(own.most for own in group)) for i, (name, group) in enumerate(by_method.items())]
+    arms = [Arm(name, max(own.most for own in group)) for name, group in by_method.items()]
     for name in (PLAIN, *by_method):
         if name not in prices:
             raise InvalidParameter("--costs", f"has no costs of {name!r}; it has: {', '.join(prices)}")
