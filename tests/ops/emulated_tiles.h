@@ -57,8 +57,6 @@ inline void multiply_i8(int c, int a, int b) {
     });
 }
 
-inline long grant(...) { return 0; }
-
 }  // namespace emulated
 
 #undef _tile_loadd
@@ -67,7 +65,8 @@ inline long grant(...) { return 0; }
 #undef _tile_dpbf16ps
 #undef _tile_dpbusd
 #define __AMX_TILE__ 1
-#define syscall emulated::grant
+#undef SYS_arch_prctl
+#define SYS_arch_prctl SYS_sched_yield  // asking for tiles succeeds
 #define _tile_loadconfig(shape) ((void)(shape))
 #define _tile_release() ((void)0)
 #define _tile_loadd(to, from, stride) emulated::load(to, from, stride)
