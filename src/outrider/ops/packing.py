@@ -28,7 +28,6 @@ class Packed(NamedTuple):
     weights: Tensor  # bytes: [panels][steps][16 columns][4 / size values], or thin blocks
     bias: Tensor  # per packed column
     scale: Tensor  # likewise, of int8
-    offset: Tensor  # of int8: 128 x the column's sum, which the shifted activations add too much
     high: Tensor  # of thin weights: their sixteen high bytes, four times,
     escaped: Tensor  # the blocks that need others, behind each panel's -1,
     first_escaped: Tensor  # where a panel's begin,
@@ -66,19 +65,18 @@ def pack(kind: str, weight: Tensor, bias: Tensor | None, paired: bool, thin: boo
     panels, steps = halves * -(-weight.shape[0] // (halves * _PANEL)), width * size // _STEP
     columns, none = panels * _PANEL, torch.empty(0)
     biases = none if bias is None else _in_panels(bias.float()[:, None], halves).flatten()
-    scale, offset = (torch.zeros(columns), torch.zeros(columns, dtype=torch.int32)) if kind == "int8" else (none, none)
+    scale = torch.zeros(columns) if kind == "int8" else none
     every, words = _in_panels(weight, halves), torch.empty(panels, steps, _PANEL, dtype=torch.int32)
     for first in range(0, panels, step := max(1, _AT_ONCE // (_PANEL * width))):
         part = every[first : first + step]
         if kind == "int8":
-            own = slice(first * _PANEL, (first + len(part)) * _PANEL)
-            part, scale[own], offset[own] = _quantised(part)
+            part, scale[first * _PANEL : (first + len(part)) * _PANEL] = _quantised(part)
         part = F.pad(part if kind == "int8" else part.to(getattr(torch, kind)), (0, width - part.shape[2]))
         torch.transpose_copy(part.contiguous().view(torch.int32), 1, 2, out=words[first : first + step])
     found = _thinned(words) if thin and kind == "bfloat16" else None
     plain, *rest = (words.view(torch.uint8), none, none, none, none) if found is None else found
     weights = plain.flatten() if apart else _arena.take(plain.numel()).copy_(plain.flatten())
-    return Packed(panels, steps, weights, biases, scale, offset, *rest)
+    return Packed(panels, steps, weights, biases, scale, *rest)
 
 
 def _in_panels(x: Tensor, halves: int) -> Tensor:
@@ -87,11 +85,11 @@ def _in_panels(x: Tensor, halves: int) -> Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[1] % _PANEL)).unflatten(1, (-1, _PANEL)).transpose(0, 1).flatten(0, 1)
 
 
-def _quantised(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantised(part: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers with 128 added, and the scales of their columns."""
     part = part.float()
     scale = part.abs().amax(2, keepdim=True) / 127.0
-    numbers = (part / scale.where(scale > 0, 1.0)).round_().to(torch.int8)
-    return numbers, scale.flatten(), 128 * numbers.sum(2, dtype=torch.int32).flatten()
+    return (part / scale.where(scale > 0, 1.0)).round_().add_(128).to(torch.uint8), scale.flatten()
 
 
 def _thinned(words: Tensor) -> tuple[Tensor, ...] | None:

@@ -98,7 +98,7 @@ inline void accumulate(const Small& p, int row, int column) {
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) columns[c] = load_words(w + c * kLanes);
 #pragma GCC unroll 16
-        for (int i = 0; i < R * C; i++) acc[i] = K::join(acc[i], columns[i % C], splat_word(x[i / C * p.x_stride + s]));
+        for (int i = 0; i < R * C; i++) acc[i] = K::join(acc[i], columns[i % C], x + i / C * p.x_stride + s);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < R * C; i++) store(out + i / C * p.out_stride + i % C * kLanes, acc[i]);

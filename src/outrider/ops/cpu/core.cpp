@@ -116,7 +116,7 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
 struct Workspace {
     std::array<std::vector<float>, 5> between;  // rows between layers
     std::vector<uint32_t> words;
-    std::array<float, kChunk> scale{};
+    std::array<Packed::Quantum, kChunk> quantum{};
     std::vector<std::vector<float>> scratch;  // per thread of a team
     Layout layout;
     Scratch choosing;
@@ -129,7 +129,7 @@ struct Workspace {
     }
     Packed packed(size_t width) {
         words.resize(std::max(words.size(), kChunk * (width + kStepBytes)));
-        return {words.data(), scale.data()};
+        return {words.data(), quantum.data()};
     }
 };
 
@@ -378,7 +378,7 @@ bool tiles_agree() {
 }
 #endif
 
-// `steps` steps of a kind on as many accumulators as a product has, from registers, for measuring what the instruction gives.
+// `steps` steps of a kind on as many accumulators as a product has, from the first cache, for measuring what the instruction gives.
 template <class K>
 void multiply_add(int64_t steps) {
     alignas(64) uint32_t words[2 + kBlock][kLanes] = {};
@@ -387,9 +387,9 @@ void multiply_add(int64_t steps) {
     std::memcpy(acc, words[2], sizeof acc);
     for (int64_t s = 0; s < steps; s++) {
         asm volatile("" : "+m"(words));  // every step is made
-        const Words w = load_words(words[0]), x = load_words(words[1]);
+        const Words w = load_words(words[0]);
 #pragma GCC unroll 16
-        for (int r = 0; r < kBlock; r++) acc[r] = K::join(acc[r], w, x);
+        for (int r = 0; r < kBlock; r++) acc[r] = K::join(acc[r], w, words[1] + r);
     }
     std::memcpy(words[2], acc, sizeof acc);
     asm volatile("" : : "m"(words));

@@ -41,7 +41,6 @@ struct Linear {
     int64_t paired;          // panels alternate between two halves of the columns: gate 0, up 0, gate 1, ...
     const char* weights;     // [panels][steps][16 columns][4 / size values], or thin blocks
     const float *bias, *scale;  // per packed column, or null; scale for int8
-    const int32_t* offset;   // int8: 128 x the column's sum, which the shifted activations add too much
     const uint8_t* high;     // of thin weights their sixteen high bytes, four times; else null
     const int32_t *escaped, *first_escaped;  // the blocks that need others, behind each panel's -1, and where a panel's begin
     const char* whole;       // escaped blocks as they are
@@ -107,8 +106,12 @@ inline void normed(float* to, const float* x, const float* norm, int width, floa
 // Activations as the kernel reads them: per block of rows, for every unit of the inner dimension, the words of
 // one row after the other. Threads pack shares of the rows.
 struct Packed {
+    struct Quantum {
+        float scale;
+        int32_t offset;  // 128 x the row's sum, which the shifted weights add too much
+    };
     uint32_t* words;
-    float* scale;  // of each row, for int8
+    Quantum* quantum;  // of each row, for int8
 
     template <class K>
     void fill(const Input& in, int steps, Share mine) const {
@@ -123,12 +126,17 @@ struct Packed {
             };
             f32x16 top = splat(0.0f);
             for (int at = 0; std::is_same<K, I8>::value && at < width; at += kLanes) top = maximum(magnitude(values(at)), top);
-            scale[r] = largest(top) / 127.0f;  // the largest becomes 127
-            const float units = scale[r] > 0.0f ? 1.0f / scale[r] : 0.0f;
+            const float scale = largest(top) / 127.0f, units = scale > 0.0f ? 1.0f / scale : 0.0f;  // the largest becomes 127
+            f32x16 total = splat(0.0f);
             const int first = r / kBlock * kBlock, apart = std::min(kBlock, in.rows - first) * kUnit;
             uint32_t* to = words + static_cast<size_t>(first) * steps + (r - first) * kUnit;
             for (int at = 0; at < steps * K::per_step; to += apart)
-                for (int part = 0; part < K::per_step; part++, at += kLanes) K::encode(values(at), units, to + part * (kLanes / K::per_step));
+                for (int part = 0; part < K::per_step; part++, at += kLanes) {
+                    const f32x16 own = values(at);
+                    K::encode(own, units, to + part * (kLanes / K::per_step));
+                    if (std::is_same<K, I8>::value) total += rounded(own * splat(units));
+                }
+            quantum[r] = {scale, 128 * static_cast<int32_t>(sum(total))};
         }
     }
 };
@@ -155,28 +163,28 @@ struct Thin {
 // Sums of R rows over one panel as results: int8 sums are freed of their offset and scaled; bias is added. Those of a
 // gate wait for its other half.
 template <class K, int R>
-inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out, Then then, const float* scale,
-                   float (*gate)[kLanes]) {
+inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out, Then then,
+                   const Packed::Quantum* rows, float (*gate)[kLanes]) {
     const int at = (then == Then::kGate ? panel / 2 : panel) * kLanes, room = out.width - at;
     float* first = out.at + at;
     const size_t stride = out.stride;
     const int column = panel * kLanes;
     const float* bias = l.bias ? l.bias + column : nullptr;
-    const auto rows = [&](const auto& put) {
+    const auto all = [&](const auto& put) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             f32x16 y;
             if constexpr (std::is_same<K, I8>::value)
-                y = to_float(sums[r] - load_words(l.offset + column)) * load(l.scale + column) * splat(scale[r]);
+                y = to_float(sums[r] - splat_word(rows[r].offset)) * load(l.scale + column) * splat(rows[r].scale);
             else
                 y = sums[r];
             put(r, first + r * stride, bias ? y + load(bias) : y);
         }
     };
-    if (then == Then::kStore) return rows([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
-    if (then == Then::kAdd) return rows([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
-    if (panel % 2 == 0) return rows([&](int r, float*, f32x16 y) { store(gate[r], y); });
-    rows([&](int r, float* to, f32x16 y) {
+    if (then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
+    if (then == Then::kAdd) return all([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
+    if (panel % 2 == 0) return all([&](int r, float*, f32x16 y) { store(gate[r], y); });
+    all([&](int r, float* to, f32x16 y) {
         const f32x16 x = load(gate[r]);
         store_upto(to, x / (splat(1.0f) + exponential(splat(0.0f) - x)) * y, room);
     });
@@ -184,12 +192,13 @@ inline void finish(const Linear& l, const typename K::Acc* sums, int panel, cons
 
 // R rows of words times one panel.
 template <class K, class Form, int R>
-inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* acc) {
+inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* sums) {
     constexpr bool thin = std::is_same<Form, Thin>::value;
     const char* w = l.weights + l.panel_bytes() * panel;
     const Words table = thin ? load_words(l.high) : splat_word(0);
     const int32_t* escaped = thin ? l.escaped + l.first_escaped[panel] : nullptr;
     const char* whole = thin ? l.whole + static_cast<size_t>(l.first_escaped[panel] - panel) * Whole::bytes : nullptr;
+    typename K::Acc acc[R];  // in registers, which gcc does not see of `sums`
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r] = K::zero();
     for (int block = 0, blocks = static_cast<int>(l.steps) / kSteps; block < blocks; x += R * kUnit)
@@ -199,7 +208,7 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
             const auto join = [&](const uint32_t* words) {
 #pragma GCC unroll 32
                 for (int i = 0; i < 2 * R; i++)
-                    acc[i % R] = K::join(acc[i % R], step[i / R], splat_word(words[i % R * kUnit + i / R]));
+                    acc[i % R] = K::join(acc[i % R], step[i / R], words + i % R * kUnit + i / R);
             };
             // many rows take so long with a line that it need not come nearer than the second cache
 #pragma GCC unroll 4
@@ -215,6 +224,7 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
             }
             join(at + 2);
         }
+    std::memcpy(sums, acc, sizeof acc);
 }
 
 #if defined(__AMX_TILE__)
@@ -251,7 +261,7 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int 
     if (c < count) {                                                                                      \
         for (int line = 0; line < kUnit; line++) fetch(w + c * apart + ahead + line * kStepBytes);        \
         _tile_loadd(tile, w + c * apart, kStepBytes);                                                     \
-        if constexpr (std::is_same<K, I8>::value) { _tile_dpbusd(c, 4, tile); } else { _tile_dpbf16ps(c, 4, tile); } \
+        if constexpr (std::is_same<K, I8>::value) { _tile_dpbsud(c, 4, tile); } else { _tile_dpbf16ps(c, 4, tile); } \
     }
     const int steps = static_cast<int>(l.steps);
     for (int s = 0, end = std::max(steps - kPrefetch / kStepBytes, 0); s < steps; end = steps, ahead += (count - 1) * apart)
@@ -270,9 +280,10 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int 
 
 // Panels [panel, end) times so many rows, R at most.
 template <class K, class Form, int R = kBlock>
-void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end, const Rows& out, Then then, const float* scale) {
+void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end, const Rows& out, Then then,
+                const Packed::Quantum* quantum) {
     if constexpr (R > 1)
-        if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, scale);
+        if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum);
     alignas(64) float gate[R][kLanes];
     typename K::Acc sums[R];
 #if defined(__AMX_TILE__)
@@ -282,16 +293,16 @@ void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end
         multiply_tiles<K>(x, R * kUnit, l, panel, count, tile);
         for (int p = 0; p < count; p++) {
             std::memcpy(sums, tile[p], sizeof sums);
-            finish<K, R>(l, sums, panel + p, out, then, scale, gate);
+            finish<K, R>(l, sums, panel + p, out, then, quantum, gate);
         }
     }
 #endif
     for (; panel < end; panel++) {
         // what the results need from beside the stream of weights, while the sums are being made
-        if (l.scale) fetch(l.scale + (panel + 1) * kLanes - 1), fetch(l.offset + (panel + 1) * kLanes - 1);
+        if (l.scale) fetch(l.scale + (panel + 1) * kLanes - 1);
         if (l.bias) fetch(l.bias + (panel + 1) * kLanes - 1);
         multiply<K, Form, R>(x, l, panel, sums);
-        finish<K, R>(l, sums, panel, out, then, scale, gate);
+        finish<K, R>(l, sums, panel, out, then, quantum, gate);
     }
 }
 
@@ -306,7 +317,7 @@ void linear(const Linear& l, const Packed& x, int rows, const Rows& out, Then th
     for (int panel = mine.begin; panel < mine.end; panel += group)
         for (int first = 0; first < rows; first += kBlock)
             run_panels<K, Form>(std::min(kBlock, rows - first), x.words + static_cast<size_t>(first) * l.steps, l, panel,
-                                std::min(panel + group, mine.end), out.from(first), then, x.scale + first);
+                                std::min(panel + group, mine.end), out.from(first), then, x.quantum + first);
 }
 
 // All rows times all panels, by every thread of a team; the result is ready for all of them when it returns.

@@ -149,13 +149,13 @@ inline f32x16 exponential(f32x16 x) {
     return scaled_by_power(p, n);
 }
 
-// The three kinds of weights. `Acc` gathers steps and `join` adds one; `encode` makes sixteen values the words a product
-// reads, one being so many units of int8.
+// The three kinds of weights. `Acc` gathers steps and `join` adds one, with a row's word from memory; `encode` makes sixteen
+// values the words a product reads, one being so many units of int8.
 struct F32 {
     static constexpr int per_step = 1;
     using Acc = f32x16;
     static Acc zero() { return splat(0.0f); }
-    static Acc join(Acc acc, Words w, Words x) { return fma(as_float(x), as_float(w), acc); }
+    static Acc join(Acc acc, Words w, const uint32_t* x) { return fma(as_float(splat_word(*x)), as_float(w), acc); }
     static void encode(f32x16 v, float, uint32_t* out) { store_words(out, as_words(v)); }
 };
 
@@ -164,15 +164,19 @@ struct BF16 {
     using Acc = f32x16;
     static Acc zero() { return splat(0.0f); }
 #if defined(__AVX512BF16__)
-    static Acc join(Acc acc, Words w, Words x) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)w.v, (__m512bh)x.v)}; }
+    // written out: gcc 12 would load the word first, and run out of registers
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+        return acc;
+    }
     static void encode(f32x16 v, float, uint32_t* out) {
         const __m256bh half = _mm512_cvtneps_pbh(v.v);
         std::memcpy(out, &half, sizeof half);
     }
 #else
-    static Acc join(Acc acc, Words w, Words x) {
-        acc = fma(as_float(shift_up<16>(x)), as_float(shift_up<16>(w)), acc);
-        return fma(as_float(high_halves(x)), as_float(high_halves(w)), acc);
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        acc = fma(as_float(splat_word(*x << 16)), as_float(shift_up<16>(w)), acc);
+        return fma(as_float(splat_word(*x & 0xffff0000u)), as_float(high_halves(w)), acc);
     }
     static uint16_t rounded(uint32_t u) {
         if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40);  // NaN stays NaN
@@ -188,23 +192,24 @@ struct BF16 {
 #endif
 };
 
-// Activations are bytes with 128 added, because the instruction wants one unsigned side; see Linear::offset.
+// Weights are bytes with 128 added, because the instruction wants one unsigned side.
 struct I8 {
     static constexpr int per_step = 4;
     using Acc = Words;
     static Acc zero() { return splat_word(0); }
-    static Acc join(Acc acc, Words w, Words x) {
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
 #if defined(__AVX512VNNI__)
-        return {_mm512_dpbusd_epi32(acc.v, x.v, w.v)};
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+        return acc;
 #else
         const auto pairs = [](auto a, auto b) { return OUTRIDER_WIDE(madd_epi16)(a, OUTRIDER_WIDE(srai_epi16)(b, 8)); };
-        const Words even = each([](auto b) { return OUTRIDER_WIDE(slli_epi16)(b, 8); }, w), bytes = splat_word(0x00ff00ffu);
-        return acc + each(pairs, x & bytes, even) + each(pairs, shift_down<8>(x) & bytes, w);
+        const Words all = splat_word(*x), even = each([](auto v) { return OUTRIDER_WIDE(slli_epi16)(v, 8); }, all);
+        return acc + each(pairs, w & splat_word(0x00ff00ffu), even) + each(pairs, shift_down<8>(w) & splat_word(0x00ff00ffu), all);
 #endif
     }
     static void encode(f32x16 v, float units, uint32_t* out) {
         uint32_t word[kLanes];
-        store_words(word, nearest_integers(v * splat(units)) + splat_word(128));
+        store_words(word, nearest_integers(v * splat(units)));
         for (int i = 0; i < kLanes; i++) reinterpret_cast<uint8_t*>(out)[i] = static_cast<uint8_t>(word[i]);
     }
 };
