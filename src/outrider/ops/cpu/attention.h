@@ -35,13 +35,11 @@ struct Pages {
     template <class K>
     void put_value(int page, int head, int offset, const float* x) const {
         uint32_t word[kLanes], *to = values + place(page, head) + static_cast<size_t>(offset / K::per_step) * width;
-        const uint32_t up = offset % 2 * 16, kept = 0xffff0000u >> up;
         for (int i = 0; i < width; i += kLanes) {
             K::encode(load(x + i), 1.0f, word);
+            const Words own = widened(word), old = load_words(to + i);
             if (K::per_step == 1) store_words(to + i, load_words(word));
-            uint16_t half[kLanes];
-            std::memcpy(half, word, sizeof half);
-            for (int d = 0; d < kLanes && K::per_step == 2; d++) to[i + d] = (to[i + d] & kept) | uint32_t{half[d]} << up;
+            else store_words(to + i, offset % 2 ? shift_up<16>(own) ^ (old & splat_word(0xffff)) : own ^ high_halves(old));
         }
     }
 };

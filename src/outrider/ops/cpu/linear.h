@@ -210,10 +210,10 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
                 for (int i = 0; i < 2 * R; i++)
                     acc[i % R] = K::join(acc[i % R], step[i / R], words + i % R * kUnit + i / R);
             };
-            // many rows take so long with a line that it need not come nearer than the second cache
+            // many rows take so long with a line that it need not come nearer than the second cache, and may come earlier
 #pragma GCC unroll 4
             for (int line = 0; line < Form::bytes; line += kStepBytes)
-                _mm_prefetch(w + kPrefetch + line, R < 8 ? _MM_HINT_T0 : _MM_HINT_T1);
+                R < 8 ? fetch(w + kPrefetch + line) : _mm_prefetch(w + 2 * kPrefetch + line, _MM_HINT_T1);
             Form::template pair<0>(w, table, step);
             if (escapes) Whole::pair<0>(whole, table, step);
             join(at);

@@ -20,6 +20,7 @@ constexpr int kLanes = 16;
 constexpr int kRegisters = 32;
 using Floats = __m512;
 using Integers = __m512i;
+using Halves = __m256i;  // sixteen numbers of 16 bits to a register of Words
 #define OUTRIDER_WIDE(name) _mm512_##name
 struct f32x16 { Floats v; };
 struct Words { Integers v; };  // 16 x 32 bits, whatever they mean
@@ -33,6 +34,7 @@ inline auto each_place(const Do& f) { return joined(f(0)); }
 constexpr int kRegisters = 8;  // 16 registers hold two halves each
 using Floats = __m256;
 using Integers = __m256i;
+using Halves = __m128i;
 #define OUTRIDER_WIDE(name) _mm256_##name
 struct f32x16 { Floats lo, hi; };
 struct Words { Integers lo, hi; };
@@ -97,6 +99,11 @@ inline f32x16 load_upto(const float* p, int n, float rest = 0.0f) {
 inline void store_upto(float* p, f32x16 a, int n) { n < kLanes ? void(std::memcpy(p, &a, n * sizeof(float))) : store(p, a); }
 
 
+inline Words widened(const void* halves) {
+    Halves part[sizeof(Words) / sizeof(Integers)];
+    std::memcpy(part, halves, sizeof part);
+    return each_place([&](int at) { return OUTRIDER_WIDE(cvtepu16_epi32)(part[at / 8]); });
+}
 inline Words high_halves(Words a) { return a & splat_word(0xffff0000u); }
 inline f32x16 magnitude(f32x16 a) { return as_float(as_words(a) & splat_word(0x7fffffffu)); }
 
@@ -209,8 +216,8 @@ struct I8 {
     }
     static void encode(f32x16 v, float units, uint32_t* out) {
         uint32_t word[kLanes];
-        store_words(word, nearest_integers(v * splat(units)));
-        for (int i = 0; i < kLanes; i++) reinterpret_cast<uint8_t*>(out)[i] = static_cast<uint8_t>(word[i]);
+        store_words(word, look_up(nearest_integers(v * splat(units)), splat_word(0x0c080400u)));  // the low bytes of each four
+        for (int i = 0; i < 4; i++) out[i] = word[4 * i];
     }
 };
 
