@@ -99,6 +99,7 @@ class Core:
         if refused:
             raise OSError(_REFUSALS[refused])
         self.threads = torch.get_num_threads()
+        self.thin = not library.outrider_tiles()  # tiles are loaded as they lie
         self.apart = self.name == "sanitized"  # matrices lie each by itself, so that overruns are noticed
         self.linear = library.outrider_linear
         self.linear.argtypes = [_pointer, _pointer, _int, _pointer, _float, _pointer, _int]
@@ -266,7 +267,7 @@ class PackedLinear:
         self.columns = columns // 2 if paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(kind, weight.detach(), bias, paired, thin and core.name != "amx", core.apart)
+        self._packed = pack(kind, weight.detach(), bias, paired, thin and core.thin, core.apart)
         panels, steps, *parts = self._packed
         self._spec = array("q", (KINDS[kind], self.columns, self.inner, panels, steps, paired, *map(_address, parts)))
         self.handle = self._spec.buffer_info()[0]

@@ -64,9 +64,9 @@ def pack(kind: str, weight: Tensor, bias: Tensor | None, paired: bool, thin: boo
     halves, width = 2 if paired else 1, -(-weight.shape[1] * size // (_STEP * _UNIT)) * _STEP * _UNIT // size
     panels, steps = halves * -(-weight.shape[0] // (halves * _PANEL)), width * size // _STEP
     columns, none = panels * _PANEL, torch.empty(0)
-    biases = none if bias is None else _in_panels(bias.float()[:, None], halves).flatten()
+    biases = none if bias is None else _in_panels(bias.detach().float()[:, None], halves).flatten()
     scale = torch.zeros(columns) if kind == "int8" else none
-    every, words = _in_panels(weight, halves), torch.empty(panels, steps, _PANEL, dtype=torch.int32)
+    every, words = _in_panels(weight.contiguous(), halves), torch.empty(panels, steps, _PANEL, dtype=torch.int32)
     for first in range(0, panels, step := max(1, _AT_ONCE // (_PANEL * width))):
         part = every[first : first + step]
         if kind == "int8":
@@ -81,8 +81,8 @@ def pack(kind: str, weight: Tensor, bias: Tensor | None, paired: bool, thin: boo
 
 def _in_panels(x: Tensor, halves: int) -> Tensor:
     """(panels, 16, inner) of (columns, inner), filled up with zeros."""
-    x = x.unflatten(0, (halves, -1))
-    return F.pad(x, (0, 0, 0, -x.shape[1] % _PANEL)).unflatten(1, (-1, _PANEL)).transpose(0, 1).flatten(0, 1)
+    x = x.view(halves, -1, inner := x.shape[1])
+    return F.pad(x, (0, 0, 0, -x.shape[1] % _PANEL)).view(halves, -1, _PANEL, inner).transpose(0, 1).reshape(-1, _PANEL, inner)
 
 
 def _quantised(part: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,8 @@ def _thinned(words: Tensor) -> tuple[Tensor, ...] | None:
     for code, byte in enumerate(high.tolist()):
         table[byte] = code
     thin, rare = torch.empty(panels, blocks, 3, 64, dtype=torch.uint8), []
-    for part, to in zip(parts, thin.split(step), strict=True):
+    for i, part in enumerate(parts):
+        to = thin[i * step : (i + 1) * step]
         upper = bytearray(_paired_bytes(part >> 8).numpy()).translate(table)
         codes = torch.frombuffer(upper, dtype=torch.uint8).view(-1, blocks, 2, 64)
         rare.append(codes.amax((2, 3)) > 15)

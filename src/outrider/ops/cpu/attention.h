@@ -215,7 +215,9 @@ class Attention {
     }
 
     int begin_of(const Row& row) const { return std::max(row.feed->first_key, window > 0 ? row.position + 1 - window : 0); }
-    float* place(const Rows& x, int query) const { return x[query / group] + static_cast<size_t>(head * group + query % group) * kv.head_dim; }
+    float* place(const Rows& x, int query) const {
+        return x[query / group] + static_cast<size_t>(head * group + query % group) * kv.head_dim;
+    }
 
     // Scores [begin, end) become exponentials, everything else up to `until` zero, as words in place: none lies after its
     // values. Returns their sum.

@@ -160,7 +160,8 @@ class Forward {
             leave();
         }
         if (!f.wants) return;
-        multiply(*s.output, {dense(f.last, s.hidden), static_cast<int>(f.wants), nullptr, 0.0f, f.wanted}, dense(f.logits, s.output->columns), Then::kStore);
+        const Input ends{dense(f.last, s.hidden), static_cast<int>(f.wants), nullptr, 0.0f, f.wanted};
+        multiply(*s.output, ends, dense(f.logits, s.output->columns), Then::kStore);
     }
 
    private:
@@ -177,8 +178,9 @@ class Forward {
     void layer(const LayerSpec& l, int64_t index) {
         multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in, eps}, qkv, Then::kStore);
         const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
-        const size_t before = static_cast<size_t>(f.pages) * kv_heads * f.page_size * width / f.per_word * index;
-        const Pages kv{f.keys + before, f.values + before, kv_heads, static_cast<int>(f.page_size), dim, width, static_cast<int>(f.per_word)};
+        const int page = static_cast<int>(f.page_size), per_word = static_cast<int>(f.per_word);
+        const size_t before = static_cast<size_t>(f.pages) * kv_heads * page * width / per_word * index;
+        const Pages kv{f.keys + before, f.values + before, kv_heads, page, dim, width, per_word};
         kv.per_word == 1 ? attend<F32>(l, kv) : attend<BF16>(l, kv);
         multiply(*l.out, {mixed, rows}, x, Then::kAdd);
         multiply(*l.gate_up, {x, rows, l.norm_mlp, eps}, gated, Then::kGate);
@@ -255,7 +257,8 @@ class Forward {
 
     void tap(int64_t index) const {
         for (int t = 0; t < f.taps; t++)
-            if (f.tapped[t] == index) each_row([&](int r) { copy(f.tap_rows + (static_cast<size_t>(first + r) * f.taps + t) * hidden, x[r]); });
+            if (f.tapped[t] == index)
+                each_row([&](int r) { copy(f.tap_rows + (static_cast<size_t>(first + r) * f.taps + t) * hidden, x[r]); });
     }
 
     // Rows as they leave, and the chunk's memory is free again.
@@ -346,7 +349,8 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
         if (!run_rows(stack, forward, w)) return false;
         flushing([&] { choose(choice, {nullptr, 0, 1}); });
         if (std::count(choice.tokens, choice.tokens + choice.rows, -1)) return true;  // the caller sees it
-        choice.logits += sequences * choice.vocab, choice.keys += sequences, choice.tokens += sequences, choice.chances += sequences;
+        choice.logits += sequences * choice.vocab, choice.keys += sequences;
+        choice.tokens += sequences, choice.chances += sequences;
     }
     return true;
 }
@@ -378,7 +382,8 @@ bool tiles_agree() {
 }
 #endif
 
-// `steps` steps of a kind on as many accumulators as a product has, from the first cache, for measuring what the instruction gives.
+// `steps` steps of a kind on as many accumulators as a product has, from the first cache, for measuring what the
+// instruction gives.
 template <class K>
 void multiply_add(int64_t steps) {
     alignas(64) uint32_t words[2 + kBlock][kLanes] = {};
@@ -424,8 +429,12 @@ OUTRIDER_API int32_t outrider_try() {
 #endif
 }
 
+// Whether products are made of tiles, which are loaded as they lie: weights may not be thin.
+OUTRIDER_API int32_t outrider_tiles() { return kTiles; }
+
 // out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias; of paired columns silu(gate) * up.
-OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const float* norm, double eps, float* out, int64_t threads) {
+OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const float* norm, double eps, float* out,
+                                  int64_t threads) {
     const Packed packed = workspace().packed(l->inner);
     const Input in{dense(x, l->inner), static_cast<int>(rows), norm, static_cast<float>(eps)};
     const Then then = l->paired ? Then::kGate : Then::kStore;

@@ -79,7 +79,9 @@ struct Input {
     const int32_t* chosen = nullptr;  // which rows of x; null: as they lie
 
     const float* row(int r) const { return x[chosen ? chosen[r] : r]; }
-    Input part(int first, int count) const { return {chosen ? x : x.from(first), count, norm, eps, chosen ? chosen + first : nullptr}; }
+    Input part(int first, int count) const {
+        return {chosen ? x : x.from(first), count, norm, eps, chosen ? chosen + first : nullptr};
+    }
 };
 
 // What becomes of a product's results. What is added to has whole vectors of columns.

@@ -46,8 +46,6 @@ template <class Do>
 inline auto each_place(const Do& f) { return joined(f(0), f(8)); }
 #endif
 
-#define OUTRIDER_UNARY(to, name, from, intrinsic) \
-    inline to name(from a) { return each([](auto x) { return OUTRIDER_WIDE(intrinsic)(x); }, a); }
 #define OUTRIDER_BINARY(type, name, intrinsic) \
     inline type name(type a, type b) { return each([](auto x, auto y) { return OUTRIDER_WIDE(intrinsic)(x, y); }, a, b); }
 OUTRIDER_BINARY(f32x16, operator+, add_ps)
@@ -64,8 +62,8 @@ OUTRIDER_BINARY(Words, multiply_pairs, madd_epi16)
 OUTRIDER_BINARY(Words, look_up, shuffle_epi8)
 OUTRIDER_BINARY(Words, join_bytes_low, unpacklo_epi8)
 OUTRIDER_BINARY(Words, join_bytes_high, unpackhi_epi8)
-OUTRIDER_UNARY(f32x16, to_float, Words, cvtepi32_ps)
-OUTRIDER_UNARY(Words, nearest_integers, f32x16, cvtps_epi32)
+inline f32x16 to_float(Words a) { return each([](auto x) { return OUTRIDER_WIDE(cvtepi32_ps)(x); }, a); }
+inline Words nearest_integers(f32x16 a) { return each([](auto x) { return OUTRIDER_WIDE(cvtps_epi32)(x); }, a); }
 inline Words operator&(Words a, Words b) { return each([](auto x, auto y) { return x & y; }, a, b); }
 inline Words operator^(Words a, Words b) { return each([](auto x, auto y) { return x ^ y; }, a, b); }
 template <int n>

@@ -51,7 +51,7 @@ class Team {
     // Runs the body once per thread; the caller is thread 0. One run at a time.
     void run(int threads, const Body& body) {
         std::lock_guard<std::mutex> turn(turn_);
-        for (; hired_ < threads - 1; hired_++) std::thread([this, index = hired_ + 1, seen = job_.load()] { work(index, seen); }).detach();
+        while (hired_ < threads - 1) std::thread([this, index = ++hired_, seen = job_.load()] { work(index, seen); }).detach();
         threads_ = threads;
         body_ = &body;
         caller_ = sched_getcpu();
