@@ -280,10 +280,10 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int 
 }
 #endif
 
-// Panels [panel, end) times so many rows, R at most.
+// Panels [panel, end) times so many rows, R at most. Each by itself: among others gcc keeps sums on the stack.
 template <class K, class Form, int R = kBlock>
-void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end, const Rows& out, Then then,
-                const Packed::Quantum* quantum) {
+__attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end, const Rows& out,
+                                          Then then, const Packed::Quantum* quantum) {
     if constexpr (R > 1)
         if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum);
     alignas(64) float gate[R][kLanes];
