@@ -27,7 +27,7 @@ PIECES = {  # of long files, by pytest's -k
     "test_kernels.py": ("same_bits", "not same_bits"),
     "test_chains.py": ("not fit", "fit"),
     "test_run_ahead.py": ("next_round", "not next_round"),
-    "test_same_tokens.py": ("auto", "draft_model", "trees", "not auto and not draft_model and not trees"),
+    "test_same_tokens.py": ("auto", "draft_model", "trees", "bit_for_bit", "none or suffix"),
 }
 ALONE = [("test_chains.py", "fit")]
 

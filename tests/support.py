@@ -102,6 +102,11 @@ def run(engine: Engine, requests: list[Request], method: str = "test") -> list[W
     return writers
 
 
+def changed(drafts: Drafts, **own: Any) -> Drafts:
+    """The same drafts as arrays, some of them others."""
+    return Drafts(**{name: getattr(drafts, name) for name in ("tokens", "parents", "survival", "counts", "q", "resume")} | own)
+
+
 @dataclass
 class Oracle:
     """Knows the plain output and corrupts it, so that accepted runs of every length occur.

@@ -183,6 +183,7 @@ class Plan(NamedTuple):
     keep_q: bool = False  # the rule needs the law each draft token was drawn from
     arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
     whole: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
+    floor: float = 0.0  # survival under which further nodes are not worth drawing, where a drafter can stop
     again: bool = False  # the next round's plan is likely to be the same: it may start before the host has seen this one's tokens
 
 
@@ -201,29 +202,44 @@ class Resume(NamedTuple):
     counts: Seq[int]  # such rows of each sequence, 0 where there are none
 
 
-@dataclass(frozen=True, slots=True)
 class Drafts:
     """Proposed tokens as trees, one struct of arrays per batch; a chain has one branch.
 
-    Nodes of a sequence are in topological order: parents[b, i] < i, or ROOT.
+    Nodes of a sequence are in topological order: parents[b, i] < i, or ROOT. Drafters on the host give lists and the host reads
+    lists: arrays are made of them when somebody asks, for a few small arrays cost more than the rest of a proposal.
     """
 
-    tokens: Tensor  # (B, D) int64
-    parents: Tensor  # (B, D) int64
-    survival: Tensor  # (B, D) float32, estimate that the node is accepted
-    counts: Tensor  # (B,) int64
-    q: Tensor | None = None  # (B, D, V), the law each token was drawn from; None = one-hot
-    resume: Resume | None = None  # only from drafters that run the target's own layers
-    ahead: Callable[[], Drafts] | None = None  # set while the target's device still draws the tokens: gives them when drawn.
-    # Until then -1 - i stands for the i-th token of the runner's `promised`, which a forward there can read.
-    _host: list[Tree] = field(default_factory=list, init=False, repr=False, compare=False)  # filled by on_host
+    __slots__ = ("_says", "_trees", "ahead", "arrays", "q", "resume")
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        survival: Tensor,
+        counts: Tensor,
+        q: Tensor | None = None,
+        resume: Resume | None = None,
+    ) -> None:
+        self.arrays: tuple[Tensor, Tensor, Tensor, Tensor] | None = (tokens, parents, survival, counts)
+        self.q = q  # (B, D, V), the law each token was drawn from; None = one-hot
+        self.resume = resume  # only from drafters that run the target's own layers
+        self.ahead: Callable[[], Drafts] | None = None  # set while the target's device still draws the tokens: gives them when
+        # drawn. Until then -1 - i stands for the i-th token of the runner's `promised`, which a forward there can read.
+        self._trees: list[Tree] | None = None
+        self._says: list[list[float]] | None = None
+
+    @classmethod
+    def _of(cls, trees: list[Tree], says: list[list[float]]) -> Drafts:
+        drafts = cls.__new__(cls)
+        drafts.arrays = drafts.q = drafts.resume = drafts.ahead = None
+        drafts._trees, drafts._says = trees, says
+        return drafts
 
     @staticmethod
     @lru_cache(maxsize=64)
     def empty(batch: int) -> Drafts:
         """No guesses: plain decoding."""
-        none = torch.empty((batch, 0), dtype=torch.int64)
-        return Drafts(none, none, torch.empty((batch, 0)), torch.zeros(batch, dtype=torch.int64))
+        return Drafts._of([Tree([], [])] * batch, [[]] * batch)
 
     @classmethod
     def chains(cls, chains: Seq[Seq[int]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None) -> Drafts:
@@ -232,45 +248,83 @@ class Drafts:
 
     @classmethod
     def trees(
-        cls, trees: Seq[tuple[Seq[int], Seq[int]]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None
+        cls,
+        trees: Seq[tuple[Seq[int], Seq[int]]],
+        q: Tensor | None = None,
+        survival: Seq[Seq[float]] | None = None,
+        resume: Resume | None = None,
     ) -> Drafts:
         """One (tokens, parents) pair per sequence, and the survival of its nodes where the drafter knows better than 1."""
-        counts = [len(tokens) for tokens, _ in trees]
-        width = max(counts, default=0)
-        if width == 0:
+        if resume is None and not any(tokens for tokens, _ in trees):
             return cls.empty(len(trees))
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in trees]
-        links = [[*parents, *[ROOT] * (width - len(parents))] for _, parents in trees]
+        own = [Tree(list(map(int, tokens)), list(map(int, parents))) for tokens, parents in trees]
         if survival is None:
-            chances = torch.ones(len(trees), width)
+            says = [[1.0] * len(tokens) for tokens, _ in own]
         else:
-            filled = [[*own, *[0.0] * (width - len(own))] for own in survival]
-            chances = torch.from_numpy(np.array(filled, dtype=np.float32))
-        return cls(integers(padded), integers(links), chances, integers(counts), q)
+            says = [list(map(float, chances)) for chances in survival]
+        drafts = cls._of(own, says)
+        drafts.q, drafts.resume = q, resume
+        return drafts
 
     @classmethod
     def promised(cls, chains: Seq[list[int]], ahead: Callable[[], Drafts]) -> Drafts:
-        """Chains of promises, whose tokens `ahead` will give. They have no arrays: a forward reads the lists alone."""
-        none = cls.empty(len(chains))
-        drafts = cls(none.tokens, none.parents, none.survival, none.counts, ahead=ahead)
-        drafts._host.extend(Tree(chain, list(range(-1, len(chain) - 1))) for chain in chains)
+        """Chains of promises, whose tokens `ahead` will give."""
+        drafts = cls._of([Tree(chain, list(range(-1, len(chain) - 1))) for chain in chains], [[1.0] * len(own) for own in chains])
+        drafts.ahead = ahead
         return drafts
 
     def subset(self, kept: Seq[Seq[int]]) -> Drafts:
         """The same drafts with only these nodes, in order; a kept node's parent is kept."""
-        survival = self.survival.tolist()
         trees: list[tuple[list[int], list[int]]] = []
         for (tokens, parents), nodes in zip(self.on_host(), kept, strict=True):
             place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
             trees.append(([tokens[node] for node in nodes], [place[parents[node]] for node in nodes]))
-        return Drafts.trees(trees, survival=[[own[node] for node in nodes] for own, nodes in zip(survival, kept, strict=True)])
+        return Drafts.trees(trees, survival=[[own[node] for node in nodes] for own, nodes in zip(self.says(), kept, strict=True)])
 
     def on_host(self) -> list[Tree]:
         """Each sequence's nodes as plain lists: the round's one look at the draft from the host."""
-        if not self._host:
+        if self._trees is None:
             rows = zip(self.counts.tolist(), self.tokens.tolist(), self.parents.tolist(), strict=True)
-            self._host.extend(Tree(tokens[:n], parents[:n]) for n, tokens, parents in rows)
-        return self._host
+            self._trees = [Tree(tokens[:n], parents[:n]) for n, tokens, parents in rows]
+        return self._trees
+
+    def says(self) -> list[list[float]]:
+        """The survival of each sequence's nodes, likewise."""
+        if self._says is None:
+            self._says = [own[:n] for n, own in zip(self.counts.tolist(), self.survival.tolist(), strict=True)]
+        return self._says
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, D) int64."""
+        return self._as_arrays()[0]
+
+    @property
+    def parents(self) -> Tensor:
+        """(B, D) int64."""
+        return self._as_arrays()[1]
+
+    @property
+    def survival(self) -> Tensor:
+        """(B, D) float32, estimate that the node is accepted."""
+        return self._as_arrays()[2]
+
+    @property
+    def counts(self) -> Tensor:
+        """(B,) int64."""
+        return self._as_arrays()[3]
+
+    def _as_arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self.arrays is None:
+            trees, says = self.on_host(), self.says()
+            counts = [len(tokens) for tokens, _ in trees]
+            width = max(counts, default=0)
+            tokens = integers([[*own, *[0] * (width - len(own))] for own, _ in trees])
+            parents = integers([[*own, *[ROOT] * (width - len(own))] for _, own in trees])
+            survival = torch.tensor([[*own, *[0.0] * (width - len(own))] for own in says])
+            shape = len(trees), width
+            self.arrays = tokens.view(shape), parents.view(shape), survival.view(shape), integers(counts)
+        return self.arrays
 
 
 def integers(values: Seq[Any]) -> Tensor:

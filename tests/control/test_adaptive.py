@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,51 @@ def test_a_plan_made_while_the_forward_runs_is_the_next_rounds() -> None:
     assert len({stood for stood, _ in lengths}) > 2, "it changed its mind"
     assert all(stood == length or length == 0 for stood, length in lengths)  # nobody drafting is tried too
     assert sum(stood != length for stood, length in lengths) < 10
+
+
+def test_a_plan_goes_on_while_it_is_thought_over_if_that_changed_nothing_before() -> None:
+    made = World(*WORLDS["good"])
+    made.policy = policy = Adaptive([Arm("a", (0,), 32, ahead=True)], Costs())
+    plan, seen = policy.plan, []
+
+    def planned(load: Load) -> Plan:
+        found = plan(load)
+        seen.append((policy._age + 1 >= policy._every > 0, policy._steady, found))
+        return found
+
+    policy.plan = planned  # type: ignore[method-assign]
+    made.run(400)
+    due = [(steady, now, later) for (is_due, steady, now), (_, _, later) in pairwise(seen) if is_due]
+    assert any(now.again for _, now, _ in due)
+    assert not any(now.again for steady, now, _ in due if not steady)
+    went_on = [later.lengths == now.lengths for _, now, later in due if now.again]
+    assert sum(went_on) > 0.8 * len(went_on)
+
+
+def test_a_forward_that_thinking_outlasted_teaches_no_costs() -> None:
+    made = World(*WORLDS["good"])
+    made.policy = policy = Adaptive([Arm("a", (0,), 32, ahead=True)], Costs())
+    enter, took, pondered = policy._enter, [], []
+
+    def forward(rows: int) -> float:
+        pondered.append(policy._pondered)
+        return flat(rows) * (100 if policy._pondered else 1)
+
+    made.forward = forward
+    policy._enter = lambda timed: (took.append(timed.stats.forward_s), enter(timed))[1]  # type: ignore[method-assign,func-returns-value]
+    made.run(200)
+    assert any(pondered)
+    assert max(took) < 10 * flat(1)
+
+
+def test_a_forward_unlike_others_teaches_no_costs() -> None:
+    policy, load = Adaptive([], Costs()), Load([40], [0], 64, 64, 1)
+    for rows, known in ((0, False), (64, True)):
+        for _ in range(8):  # plain rounds are not all timed
+            policy.plan(load)
+            policy.observe(RoundStats([0], [()], rows, 0.0, 0.005))
+        policy._think()
+        assert policy.costs.knows_forward == known
 
 
 def test_a_sequence_with_unpredictable_text_is_told_apart() -> None:

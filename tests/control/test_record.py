@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import pytest
+
 from outrider.control import Adaptive, Costs, Load, RoundStats
 from outrider.control.record import Record
 from outrider.core import Arm, Drafts
@@ -32,7 +34,7 @@ def experienced() -> Record:
 
 def expected(record: Record, key: Hashable, arm: int) -> float:
     """Tokens from a chain of four."""
-    return float(record.curves([key])[0, arm, 3])
+    return float(record.curves(key)[arm][3])
 
 
 def test_an_arm_that_was_not_tried_shares_the_ease_of_those_that_were() -> None:
@@ -72,6 +74,34 @@ def test_a_new_kind_of_request_expects_what_less_free_ones_got() -> None:
     for _ in range(40):
         tell(record, "hot", 0, 0)
     assert expected(record, "cold", 0) == untold
+
+
+def test_nodes_that_a_drafter_does_not_give_are_not_paid_for() -> None:
+    record = Record(ARMS)
+    assert record.nodes("new", 0)[3] == 4.0
+    for count in [1, 1, 3, 3] * 16:
+        record.now += 1
+        record.expect("text", 0, 4, CHAIN[:count], [0.7, 0.5, 0.35][:count])
+        record.learn("text", [])
+        record.think()
+    assert record.nodes("other", 0)[:4] == pytest.approx([1.0, 1.5, 2.0, 2.0], abs=0.1)
+    assert record.nodes("other", 0)[8] < 8.0  # twelve were never asked for
+    assert record.nodes("other", 1)[3] == 4.0
+    kept = Record(ARMS)
+    kept.restore(record.as_dict())
+    assert abs(kept.nodes("other", 0)[3] - record.nodes("other", 0)[3]) < 1e-3
+
+
+def test_drafts_may_stop_where_a_node_costs_more_than_it_brings() -> None:
+    def floor(row: float) -> float:
+        costs = Costs()
+        for rows in range(1, 34):
+            costs.observe_forward(rows, 100, 0.005 + row * rows)
+        for length in range(1, 33):
+            costs.observe_proposal("a", 1, length, 0.0001 * length)
+        return Adaptive(ARMS[:1], costs).plan(Load([40], [0], 1, 100, 1)).floor
+
+    assert 0.0 < floor(0.0) < floor(0.0002) < floor(0.0004) < 0.7
 
 
 def test_catching_up_never_raises_the_price_of_an_arm() -> None:

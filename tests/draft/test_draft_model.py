@@ -26,9 +26,9 @@ class Watching(Runner):
         self.fed = getattr(self, "fed", []) + [(feed.start + feed.known, [*feed.tokens, *feed.nodes]) for feed in feeds]
         return super().forward(feeds, taps)
 
-    def draft(self, feeds, rows, lengths, sharpness):  # type: ignore[no-untyped-def]
+    def draft(self, feeds, rows, lengths, sharpness, floor=0.0):  # type: ignore[no-untyped-def]
         """One sequence's chain, as if token by token."""
-        found, (feed,) = super().draft(feeds, rows, lengths, sharpness), feeds
+        found, (feed,) = super().draft(feeds, rows, lengths, sharpness, floor), feeds
         steps = [(feed.start + len(feed.tokens) + i, [int(token)]) for i, token in enumerate(found[0][0][:-1])]
         self.fed = [*getattr(self, "fed", []), (feed.start, list(feed.tokens)), *steps]
         return found
@@ -37,6 +37,33 @@ class Watching(Runner):
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     return random_decoder(write_family(tmp_path_factory.mktemp("m"), "llama2"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_chain_may_stop_where_nothing_is_likely_enough(decoder, temperature: float) -> None:  # type: ignore[no-untyped-def]
+    """All of a batch draw on until the last of them is under the floor: one call draws for all."""
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=50)
+    whole: list[list[tuple[list[int], list[float]]]] = []
+    stopped: list[list[tuple[list[int], list[float]]]] = []
+    for found in (whole, stopped):
+        floor = sorted(max(says[2] for _, says in own) for own in whole)[6] if whole else 0.0
+        drafter = DraftModel(Runner(decoder, make_pool(decoder)))
+        if not drafter._is_chain:
+            pytest.skip("only the native core can stop")
+        for first in range(12):
+            texts = [[1 + first, 2, 3], [40 + first, 5]]
+            batch = Batch([Sequence(make_request(text, params, f"r{i}")) for i, text in enumerate(texts)], [1, 1])
+            for i, seq in enumerate(batch.sequences):
+                seq.pages = [i + 1]
+                drafter.begin(seq)
+            drafts = drafter.propose(batch, Plan((8, 5), floor=floor))
+            found.append([(tree.tokens, says) for tree, says in zip(drafts.on_host(), drafts.says(), strict=True)])
+            for seq in batch.sequences:
+                drafter.end(seq)
+    for own, short in zip(whole, stopped, strict=True):
+        steps = next((i for i in range(1, 9) if all(len(says) < i or says[i - 1] < floor for _, says in own)), 8)
+        assert short == [(tokens[:steps], says[:steps]) for tokens, says in own]
+    assert len({len(short[0][0]) for short in stopped}) > 1
 
 
 def test_feeds_after_full_partial_and_no_acceptance(decoder) -> None:  # type: ignore[no-untyped-def]

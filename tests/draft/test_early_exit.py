@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Decoder, Feed, Rows, Runner
 from outrider.sampling import SamplingParams
 from tests.engine.test_same_tokens import random_params
-from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support import VOCAB, changed, make_engine, make_pool, make_request, random_decoder, run, write_family
 
 LAYERS = 4
 
@@ -77,7 +76,7 @@ def test_resumed_logits_and_kv_are_the_same_bits(both_paths: str, decoder: Decod
         drafts = EarlyExit(runner, exit_layer).propose(batch, Plan((4, 0, 0)))
         assert drafts.resume is not None
         assert list(drafts.resume.counts) == [4, 0, 0]
-        scores = runner.score(batch, drafts if resumed else replace(drafts, resume=None), (exit_layer, LAYERS))
+        scores = runner.score(batch, drafts if resumed else changed(drafts, resume=None), (exit_layer, LAYERS))
         assert scores.taps is not None
         used = [page for seq in sequences for page in seq.pages]
         results.append((scores.logits, scores.taps[: 1 + 4 + 30 + 1], runner.pool.keys[:, used], runner.pool.values[:, used]))
@@ -118,19 +117,19 @@ def test_wrong_rows_would_change_the_text(small: Decoder) -> None:
     drafts = EarlyExit(runner, 2).propose(Batch([seq], [1]), Plan((3,)))
     assert drafts.resume is not None
     good = runner.score(Batch([seq], [1]), drafts).logits
-    wrong = replace(drafts, resume=drafts.resume._replace(hidden=drafts.resume.hidden + 0.5))
+    wrong = changed(drafts, resume=drafts.resume._replace(hidden=drafts.resume.hidden + 0.5))
     assert not torch.equal(runner.score(Batch([seq], [1]), wrong).logits, good)
     # where a tap lies below the exit, or the rows do not fit the model, every layer is run
     assert torch.equal(runner.score(Batch([seq], [1]), wrong, (1,)).logits, good)
-    shorter = replace(wrong, counts=torch.tensor([1]))  # pruned after it was proposed
+    shorter = changed(wrong, counts=torch.tensor([1]))  # pruned after it was proposed
     assert torch.equal(runner.score(Batch([seq], [1]), shorter).logits, good[:2])
-    narrow = replace(drafts, resume=drafts.resume._replace(hidden=drafts.resume.hidden[:, :-1]))
+    narrow = changed(drafts, resume=drafts.resume._replace(hidden=drafts.resume.hidden[:, :-1]))
     assert torch.equal(runner.score(Batch([seq], [1]), narrow).logits, good)
 
 
 def test_rows_to_resume_from_are_checked() -> None:
     drafts, plan = Drafts.chains([[1, 2], []]), Plan((3, 3))
-    check_drafts(replace(drafts, resume=Resume(1, torch.zeros(3, 4), [3, 0])), plan, VOCAB)
+    check_drafts(changed(drafts, resume=Resume(1, torch.zeros(3, 4), [3, 0])), plan, VOCAB)
     for resume in (
         Resume(1, torch.zeros(4, 4), [4, 0]),
         Resume(1, torch.zeros(3, 4), [2, 2]),
@@ -139,7 +138,7 @@ def test_rows_to_resume_from_are_checked() -> None:
         Resume(1, torch.full((3, 4), float("nan")), [3, 0]),
     ):
         with pytest.raises(DrafterFault, match="resume"):
-            check_drafts(replace(drafts, resume=resume), plan, VOCAB)
+            check_drafts(changed(drafts, resume=resume), plan, VOCAB)
 
 
 def silenced(decoder: Decoder, layers: range) -> Decoder:

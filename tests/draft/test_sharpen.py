@@ -37,7 +37,7 @@ def taught(sharpener: Sharpener, temperature: float, sharper: float, positions: 
         own = Law(torch.from_numpy(logq).float() * (temperature or 1.0), row(temperature, position))
         logits = torch.from_numpy(logp).float()[None].repeat(depth + 1, 1) * temperature
         verdict = Verdict(list(range(depth)), list(range(depth + 1)))
-        sharpener.learn({tuple(range(d)): own for d in range(depth + 1)}, verdict, Scores(logits, [0]), 0)
+        sharpener.learn(own.row.params, {tuple(range(d)): own for d in range(depth + 1)}.get, verdict, Scores(logits, [0]), 0)
 
 
 def test_the_estimate_is_the_chance_of_matching() -> None:
@@ -112,7 +112,7 @@ def test_what_brings_nothing_is_left_alone() -> None:
     for position in range(100):
         logp, _ = laws(position)
         own = Law(torch.from_numpy(logp).float(), row(1.0, position))
-        sharpener.learn({(): own}, Verdict([], [0]), Scores(torch.from_numpy(logp).float()[None], [0]), 0)
+        sharpener.learn(own.row.params, {(): own}.get, Verdict([], [0]), Scores(torch.from_numpy(logp).float()[None], [0]), 0)
     assert sharpener.temperature(SamplingParams(temperature=1.0)) == 1.0
 
 

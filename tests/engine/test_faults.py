@@ -11,7 +11,7 @@ import torch
 from outrider.core import Batch, Drafts, Plan
 from outrider.model import Decoder
 from outrider.sampling import SamplingParams
-from tests.support import VOCAB, Oracle, make_engine, make_request, random_decoder, run, write_family
+from tests.support import VOCAB, Oracle, changed, make_engine, make_request, random_decoder, run, write_family
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 
@@ -32,26 +32,26 @@ def answers(decoder: Decoder) -> list[list[int]]:
 def spoil(drafts: Drafts, kind: str) -> Drafts:
     """Break a good draft in one way."""
     if kind == "wrong batch":
-        return replace(drafts, tokens=drafts.tokens[:1], parents=drafts.parents[:1], survival=drafts.survival[:1])
+        return changed(drafts, tokens=drafts.tokens[:1], parents=drafts.parents[:1], survival=drafts.survival[:1])
     if kind == "wrong shape":
-        return replace(drafts, tokens=drafts.tokens.flatten())
+        return changed(drafts, tokens=drafts.tokens.flatten())
     if kind == "too many":
         wide = torch.cat([drafts.tokens] * 9, 1)
         return Drafts(wide, torch.full_like(wide, -1), torch.ones(wide.shape), torch.full_like(drafts.counts, wide.shape[1]))
     if kind == "id too large":
-        return replace(drafts, tokens=drafts.tokens + VOCAB)
+        return changed(drafts, tokens=drafts.tokens + VOCAB)
     if kind == "negative id":
-        return replace(drafts, tokens=drafts.tokens - VOCAB)
+        return changed(drafts, tokens=drafts.tokens - VOCAB)
     if kind == "forward parent":
-        return replace(drafts, parents=drafts.parents + 1)
+        return changed(drafts, parents=drafts.parents + 1)
     if kind == "float tokens":
-        return replace(drafts, tokens=drafts.tokens.float())
+        return changed(drafts, tokens=drafts.tokens.float())
     if kind == "nan survival":
-        return replace(drafts, survival=drafts.survival * float("nan"))
+        return changed(drafts, survival=drafts.survival * float("nan"))
     if kind == "nan q":
-        return replace(drafts, q=torch.full((*drafts.tokens.shape, VOCAB), float("nan")))
+        return changed(drafts, q=torch.full((*drafts.tokens.shape, VOCAB), float("nan")))
     if kind == "negative count":
-        return replace(drafts, counts=drafts.counts - 10)
+        return changed(drafts, counts=drafts.counts - 10)
     raise RuntimeError("boom")
 
 

@@ -121,6 +121,9 @@ def test_drafts_take_only_pages_that_are_left_over() -> None:
     assert work.reserve(batch, (6, 6)) == (6, 0)
     assert work.pages.free == 0
     for seq in batch.sequences:
+        work.settle(seq, goes_on=True)
+    assert work.pages.free == 0
+    for seq in batch.sequences:
         work.settle(seq)
     assert work.pages.free == 2
 

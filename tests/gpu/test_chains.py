@@ -25,15 +25,15 @@ def test_a_chain_is_the_model_s_own_choices() -> None:
     rows = [Row(params, 7 + i, 0, len(ids), len(ids), (), frozenset()) for i, (_, ids, params) in enumerate(texts)]
     feeds = [Feed(pages, 0, ids) for pages, ids, _ in texts]
     drawn, odds, _ = chains.draft(feeds, rows, [5] * len(feeds), [1.0] * len(feeds))
-    assert ((odds > 0) & (odds <= 1)).all()
+    assert all(0 < chance <= 1 for own in odds for chance in own)
     for i, (pages, ids, _) in enumerate(texts):
         fed, text = 0, list(ids)
         for step in range(5):
             hidden = steps.forward([Feed(pages, fed, text[fed:])])
             logits = steps.logits(hidden.last, [len(text) - fed - 1])
             own = rank(logits, [rows[i]._replace(position=len(text))], 1)
-            assert drawn[i, step] == own.tokens[0, 0], (i, step)
-            fed, text = len(text), [*text, int(drawn[i, step])]
+            assert drawn[i][step] == own.tokens[0, 0], (i, step)
+            fed, text = len(text), [*text, drawn[i][step]]
 
 
 def test_what_does_not_fit_is_refused_with_advice() -> None:

@@ -91,7 +91,7 @@ def requests(batch: int, stops: list[frozenset[int]]) -> list[Request]:
 def texts(runners: Any, policy: Any, case: Case, stops: list[frozenset[int]]) -> tuple[list[list[int]], Engine]:
     target, draft = runners
     config = EngineConfig(page_size=PAGE, max_num_seqs=32, max_batch_rows=64, prefix_cache=case.prefix_cache)
-    engine = Engine(target, None, DraftModel(draft) if isinstance(policy, Moody) else NoDrafter(), policy, config)
+    engine = Engine(target, None, DraftModel(draft) if policy._length else NoDrafter(), policy, config)
     engine.pages.allocate(engine.pages.count - case.pages)  # these are somebody else's
     asked = requests(case.batch, stops)
     late = len(asked) // 2 if case.newcomers else len(asked)
@@ -168,6 +168,26 @@ def test_a_drafter_cuts_in(runners: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert min(counts.values()) > 0
     assert 0 < engine.tally.accepted < engine.tally.drafted
     assert engine.tally.by_source == heard.tally.by_source  # the drafts were the same too
+
+
+def test_the_next_draft_fits_what_is_left_and_keeps_its_pages(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One draft is launched when it is asked for; all others follow a verdict, over the ends of pages and of texts."""
+    case, chains = Case(BATCHES[1]), runners[1].chains
+    stops: list[frozenset[int]] = [frozenset()] * case.batch
+    want, heard = texts(runners, Heard(3), case, stops)
+    drawn = [tuple(chains.graph(batch, length).drawn.shape) for batch in (1, 2, 4) for length in (1, 2, 3)]
+    seen: list[tuple[int, ...]] = []
+    asked: list[int] = []
+    replay, launch = chains._replay, chains._launch
+    monkeypatch.setattr(chains, "_replay", lambda chain: seen.append(tuple(chain.drawn.shape)) or replay(chain))
+    monkeypatch.setattr(chains, "_launch", lambda *given: asked.append(len(given[0])) or launch(*given))
+    chains._pause = 0
+    got, engine = texts(runners, FixedLength(3), case, stops)
+    assert got == want
+    assert engine.tally.by_source == heard.tally.by_source
+    assert asked == [case.batch]
+    assert len(set(seen)) > 2
+    assert set(seen) <= set(drawn)
 
 
 def test_what_the_choice_needs_is_waited_for(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ of the target's forward (`select`). Gains come from what was accepted, times fro
 from __future__ import annotations
 
 import math
+from bisect import bisect, bisect_left
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -15,17 +16,13 @@ from operator import ge, is_
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from outrider.control.costs import Costs
 from outrider.control.policy import Load, RoundStats
-from outrider.control.record import Floats, Record
+from outrider.control.record import LENGTHS, Record
 from outrider.core import Arm, Drafts, Plan
 
 __all__ = ["Adaptive"]
 
-_LENGTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
-_STEP = {int(length): step for step, length in enumerate(_LENGTHS)}
 _SAMPLED, _SAMPLED_DRAFTS = 8, 4  # every so many plain rounds are timed, and rounds that draft
 _LEARNT = 64  # rounds; before that all are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
@@ -43,6 +40,7 @@ _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
 _FEW = 4  # sequences among which one newcomer is planned for at once, or as many in proportion
 _POOR, _ENOUGH = 0.8, 4  # of the rate promised, and the rounds over which less than that calls for another plan
+_HIGHEST = 0.7  # floor under a draft
 _SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
 
@@ -53,8 +51,16 @@ class _Timed(NamedTuple):
     stats: RoundStats
     context: int
     many: int  # sequences
-    asked: list[tuple[str, int, int]]  # arms that drafted, for how many, how far
+    asked: list[tuple[str, int, int]]  # arms that drafted, for how many, how many nodes each
     began: bool  # somebody had not used its arm in the round before
+
+
+class _Prices(NamedTuple):
+    """What rounds cost when so many sequences draft, in seconds."""
+
+    base: float  # a plain one
+    each: list[list[float]]  # by arm and length: what it costs one of the sequences when all draft so
+    hopes: list[float]  # by arm: tokens a second if every guess came true
 
 
 class Adaptive:
@@ -77,11 +83,12 @@ class Adaptive:
         self._rate = 1.0  # tokens per second that the standing plan promises
         self._tried = False  # it is a trial of all
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
-        self._hopeless: set[int] = set()  # arms that could not pay if every guess came true
-        self._price_lists: dict[tuple[int, int, int, int], tuple[float, Floats]] = {}
+        self._hopes = [math.inf] * len(arms)  # by arm, the rate if every guess came true
+        self._price_lists: dict[tuple[int, ...], _Prices] = {}
+        self._proposed: dict[int, int] = {}  # most nodes of a sequence, by arm, this round
         self._priced = 0  # rounds
         self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
-        self._expected: dict[tuple[tuple[int, ...], ...], float] = {}  # seconds of proposals, by arms and lengths
+        self._spent = 0.0  # seconds that the plan's proposals take, as expected
         self._brought = [0, 0.0, 0.0]  # by the standing plan: rounds, tokens, seconds
         self._credit = 0.0  # seconds that may be lost on probes
         self._earned = 0.0  # of them, by the last round
@@ -93,9 +100,12 @@ class Adaptive:
         self._paid = 0.0  # seconds expected to be lost on it
         self._once_more = False  # what is tried is that nobody drafts: the first such round is not like others
         self._was_plain = True  # the last round
+        self._pondered = False  # while its forward ran: that may have ended long before it was heard of
+        self._steady = False  # thinking it over changed nothing last time
         self._timed: list[_Timed] = []  # rounds not entered in the costs yet
         self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
-        self._drafted: set[tuple[Hashable, int]] = set()  # who used which arm in the last round
+        self._drafted: set[tuple[Hashable, int]] = set()  # who uses which arm
+        self._began = False  # somebody did not in the round before
         self._load: Load | None = None
         self._plan = Plan(())
         self._users: dict[int, list[int]] = {}  # sequences that draft by it, by arm
@@ -116,8 +126,11 @@ class Adaptive:
         """Who drafts, with what, how far."""
         self._load, self._probe = load, None
         self._age += 1
-        if not self._stands(load):
+        if self._stands(load):
+            self._began = False
+        else:
             self._plan = self._anew(load)
+            self._note_users(load)
         return self._plan if self._goes_on() else self._plan._replace(again=False)
 
     def _anew(self, load: Load) -> Plan:
@@ -134,18 +147,42 @@ class Adaptive:
             plan = self._with_probe(load, stood)
         self._settled = plan is stood and self._complete and self._again is None
         self._resting = self._settled and not any(plan.lengths)
-        self._users = self._drafting(plan)
-        return plan._replace(whole=self._is_whole(plan), again=True)
+        return plan._replace(whole=self._is_whole(plan), floor=self._floor(load, plan), again=True)
+
+    def _floor(self, load: Load, plan: Plan) -> float:
+        """The survival under which a further node brings less than drawing it and verifying it take."""
+        users = self._drafting(plan)
+        if len(users) != 1 or self._probe is not None:
+            return 0.0
+        ((arm, own),) = users.items()
+        few, many = self.costs.proposals(self.arms[arm].name, len(own), (2, 8), load.context)
+        more = self.costs.forward(load.rows + 8 * len(own), load.context) - self.costs.forward(
+            load.rows + 2 * len(own), load.context
+        )
+        return min(self._rate * (many - few + more) / (6 * len(own)), _HIGHEST)
+
+    def _note_users(self, load: Load) -> None:
+        """Who drafts by which arm in this round's plan, who of them begins, and what their proposals should take."""
+        self._users = self._drafting(self._plan)
+        drafted = {(load.keys[b], arm) for arm, own in self._users.items() for b in own}
+        self._began, self._drafted = not drafted <= self._drafted, drafted
+        self._spent = self._thinking(len(load.keys))
+        for arm, own in self._users.items():
+            length = max(self._plan.lengths[b] for b in own)
+            nodes = self._record.nodes(load.keys[own[0]], arm)[bisect_left(LENGTHS, length)]
+            self._spent += self.costs.proposal(self.arms[arm].name, len(own), min(nodes, length), load.context)
 
     def _goes_on(self) -> bool:
         """Whether the next round's plan will be this one's too, as far as can be told."""
-        return self._settled and self._age + 1 < self._every and self._credit + self._earned < self._next_probe
+        stays = self._age + 1 < self._every or (self._plan.whole and self._steady)
+        return self._settled and stays and self._credit + self._earned < self._next_probe
 
     def _replan(self, load: Load) -> None:
         """Think about everyone, and for how long that shall stand."""
         self._age, self._who, self._many, self._settled = 0, tuple(load.keys), len(load.keys), False
         before = self._standing
         self._best(load)
+        self._steady = before == self._standing
         drafting = [key for key, (_, length) in self._standing.items() if length]
         if self._tried or any(key in before and not before[key][1] for key in drafting):
             self._every = _TRIAL  # what was begun anew is soon looked at
@@ -193,9 +230,12 @@ class Adaptive:
         if not any(self._plan.lengths):
             return drafts
         pool: list[tuple[float, int, int]] = []
-        rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.survival.tolist(), strict=True)
+        rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.says(), strict=True)
         turn, many = self._priced * _HEARD, len(load.keys)
+        self._proposed = {}
         for b, (key, arm, length, tree, says) in enumerate(rows):
+            if length:
+                self._proposed[arm] = max(self._proposed.get(arm, 0), len(tree.tokens))
             if length and not self._woke(key, arm, len(tree.tokens)):
                 heard = (b - turn) % many < _HEARD or (self._probe is not None and key is self._probe[0])
                 if heard or not self._plan.whole:
@@ -204,6 +244,7 @@ class Adaptive:
         if self._plan.whole:
             if self._age + 1 >= self._every:
                 self._replan(load)  # the next round's, while the forward runs
+                self._pondered = True
             return drafts
         pool.sort()
         count = self._worthwhile([-node[0] for node in pool], load)
@@ -239,15 +280,15 @@ class Adaptive:
         if self._resting and self._priced % _SAMPLED:
             return
         many = len(load.keys)
-        drafted = [(key, arm) for arm, own in self._users.items() for key in map(load.keys.__getitem__, own)]
-        began, self._drafted = not self._drafted.issuperset(drafted), set(drafted)
+        drafted = bool(self._users)
         often = 1 if self._priced < _LEARNT or self._probe is not None else _SAMPLED_DRAFTS if drafted else _SAMPLED
         before, self._was_plain = self._was_plain, not drafted
-        if self._priced % often == 0 and (drafted or before):
-            asked = [(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own)) for arm, own in self._users.items()]
-            self._timed.append(_Timed(stats, load.context, many, asked, began))
+        pondered, self._pondered = self._pondered, False
+        if self._priced % often == 0 and (drafted or before) and stats.rows and not pondered:
+            asked = [(self.arms[arm].name, len(own), max(self._proposed.get(arm, 0), 1)) for arm, own in self._users.items()]
+            self._timed.append(_Timed(stats, load.context, many, asked, self._began))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
-            self._price_lists, self._times, self._expected = {}, {}, {}
+            self._price_lists, self._times = {}, {}
         if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
             self._pay(max(seconds - self._round_times(load, 1)[0] - self._paid, 0.0), granted=True)
         if not drafted:
@@ -256,7 +297,7 @@ class Adaptive:
         usual = self._thought.get(when, 0.0)  # at first it is taken to cost nothing: else it would never be tried
         self._thought[when] = usual + (stats.think_s - usual) / _THOUGHTS
         if load.rows == load.emitting:
-            self._judge_plan(seconds, stats, load, began)
+            self._judge_plan(seconds, stats, load)
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
             if self._probe is not None and key is self._probe[0]:
@@ -265,15 +306,16 @@ class Adaptive:
                     self._every = 0  # worth thinking over
         self._probe = None
 
-    def _judge_plan(self, seconds: float, stats: RoundStats, load: Load, began: bool) -> None:
+    def _judge_plan(self, seconds: float, stats: RoundStats, load: Load) -> None:
         """Charge a trial what it lost against plain rounds; call for another plan after poor rounds."""
-        plain = self._round_times(load, 1)[0] * (1.0 + sum(map(len, stats.paths)) / load.emitting)
+        tokens = load.emitting + sum(map(len, stats.paths))
         if self._tried:
+            plain = self._round_times(load, 1)[0] * tokens / load.emitting
             self._credit -= max(seconds + stats.think_s - plain, 0.0)
-        elif not began:
+        elif not self._began:
             brought = self._brought
             brought[0] += 1
-            brought[1] += load.emitting + sum(map(len, stats.paths))
+            brought[1] += tokens
             brought[2] += seconds + self._thinking(len(load.keys))
             if brought[0] >= _ENOUGH and brought[1] < _POOR * self._rate * brought[2]:
                 self._every = 0  # think again at once
@@ -309,51 +351,71 @@ class Adaptive:
         First the best single setting for all gives the rate a token must earn its time at; then every
         sequence takes whatever brings it most beyond that price, or nothing.
         """
-        self._gains, self._hopeless, self._brought = {}, set(), [0, 0.0, 0.0]
+        self._gains, self._brought = {}, [0, 0.0, 0.0]
         self._think()
         self._record.now = self._priced
         self._record.meet(load.keys, load.kinds or [0] * len(load.keys))
-        lengths, arms = [0] * len(load.room), [0] * len(load.room)
         self._tried = False
         able = self._able(load)
+        chosen: dict[int, tuple[int, int]] = {}  # arm and step, by sequence
         if able and self.arms:
-            every = range(len(self.arms))
-            gains = self._record.curves([load.keys[b] for b in able])[:, :, _LENGTHS - 1]
-            if len(able) > 1:  # what is hardly known is tried by one, not by all
-                gains[self._record.strange([load.keys[b] for b in able])] = 0.0
-            base, price = self._prices(load, len(able))
-            rates = (load.emitting + gains.sum(0)) / (base + price * len(able))
-            self._rate = max(float(rates.max()), _worth(load) * load.emitting / base)
-            hopes = (load.emitting + len(able) * _LENGTHS) / (base + price * len(able))  # if every guess came true
-            self._hopeless = {arm for arm in every if hopes[arm].max() < self._rate}
-            steps = rates.argmax(1)  # those who share an arm share its length: the longest draft makes all of them wait
-            worth = (gains - self._rate * price)[:, every, steps]
-            for own, b in zip(worth, able, strict=True):
-                if (allowed := load.arms[b] if load.arms else None) is not None:
-                    own[[arm for arm in every if arm not in allowed]] = -np.inf
-                arm = int(own.argmax())
-                best = max(float(own[arm]), 0.0)
-                self._gains[load.keys[b]] = best / self._rate
-                if best > 0:
-                    lengths[b], arms[b] = int(_LENGTHS[steps[arm]]), arm
-            self._drop_the_lonely(load, dict(zip(able, gains, strict=True)), lengths, arms)
-            if not any(lengths) and not any(load.arms):
-                self._try_together(load, able, rates, base, lengths, arms)
-        self._standing = {key: (arms[b], lengths[b]) for b, key in enumerate(load.keys) if load.room[b]}
+            curves = {b: self._record.curves(load.keys[b]) for b in able}
+            if len(able) > 1:
+                self._leave_out_strangers(load, curves)
+            prices = self._prices(load, len(able))
+            rates = self._rates(load, list(curves.values()), prices)
+            steps = [max(range(len(own)), key=own.__getitem__) for own in rates]  # who shares an arm shares its length
+            plain = load.emitting / prices.base
+            self._rate = max(*map(max, rates), _worth(load) * plain)
+            self._hopes = prices.hopes
+            for b, own in curves.items():
+                arm, worth = self._worth_most(load, b, own, prices, steps)
+                self._gains[load.keys[b]] = worth / self._rate
+                if worth > 0:
+                    chosen[b] = arm, steps[arm]
+            self._drop_the_lonely(load, curves, chosen)
+            if not chosen and not any(load.arms):
+                arm = max(range(len(rates)), key=lambda a: max(rates[a]))
+                if self._nearly_pays(plain, rates[arm][steps[arm]], prices.base):
+                    self._tried = True
+                    chosen = dict.fromkeys(able, (arm, steps[arm]))
+        settings = {b: (arm, LENGTHS[step]) for b, (arm, step) in chosen.items()}
+        self._standing = {key: settings.get(b, _NEVER) for b, key in enumerate(load.keys) if load.room[b]}
         self._complete = len(self._standing) == len(load.keys)
 
-    def _try_together(self, load: Load, able: Seq[int], rates: Floats, base: float, lengths: list[int], arms: list[int]) -> None:
-        """Where drafting nearly seems to pay, all do it for a few rounds if what may be lost on probes covers it.
+    def _leave_out_strangers(self, load: Load, curves: Mapping[int, list[list[float]]]) -> None:
+        """What is hardly known is tried by one, not by all."""
+        for b, own in curves.items():
+            for arm in range(len(own)):
+                if self._record.is_strange(load.keys[b], arm):
+                    own[arm] = [0.0] * len(LENGTHS)
+
+    def _rates(self, load: Load, curves: Seq[list[list[float]]], prices: _Prices) -> list[list[float]]:
+        """By arm and length: tokens a second when all draft so."""
+        rates: list[list[float]] = []
+        for arm, each in enumerate(prices.each):
+            gains = curves[0][arm] if len(curves) == 1 else map(sum, zip(*(own[arm] for own in curves), strict=True))
+            rates.append([
+                (load.emitting + gain) / (prices.base + price * len(curves)) for gain, price in zip(gains, each, strict=False)
+            ])  # fmt: skip
+        return rates
+
+    def _worth_most(self, load: Load, b: int, curves: list[list[float]], prices: _Prices, steps: list[int]) -> tuple[int, float]:
+        """The arm that brings a sequence most beyond the price of its time, in tokens."""
+        allowed = load.arms[b] if load.arms else None
+        best, most = 0, 0.0
+        for arm, step in enumerate(steps):
+            worth = curves[arm][step] - self._rate * prices.each[arm][step]
+            if worth > most and (allowed is None or arm in allowed):
+                best, most = arm, worth
+        return best, most
+
+    def _nearly_pays(self, plain: float, rate: float, base: float) -> bool:
+        """Whether all shall do for a few rounds what does not quite seem to pay, if what may be lost on probes covers it.
 
         What is believed of costs and texts may be wrong, and one sequence's probe shows little of what it is when all draft.
         """
-        arm, step = np.unravel_index(int(rates.argmax()), rates.shape)
-        plain = load.emitting / base
-        rate = float(rates[arm, step])
-        if _NEARLY * plain < rate and _TRIAL * base * (plain / rate - 1.0) <= self._credit:
-            self._tried = True
-            for b in able:
-                lengths[b], arms[b] = int(_LENGTHS[step]), int(arm)
+        return _NEARLY * plain < rate and _TRIAL * base * (plain / rate - 1.0) <= self._credit
 
     def _able(self, load: Load) -> list[int]:
         """Who may draft: near its end nobody begins, for a drafter would read the whole text to guess a few tokens."""
@@ -374,9 +436,9 @@ class Adaptive:
         """Seconds that deciding about drafts takes in a round."""
         return self._thought.get((many, False), 0.0) + self._thought.get((many, True), 0.0) / _REPLAN
 
-    def _prices(self, load: Load, able: int) -> tuple[float, Floats]:
-        """Seconds of a plain round, and (arms, lengths) what it costs one of the sequences when all draft so."""
-        found = self._price_lists.get(key := (load.rows, load.emitting, able, load.context.bit_length()))
+    def _prices(self, load: Load, able: int) -> _Prices:
+        kind = load.kinds[0] if load.kinds else 0
+        found = self._price_lists.get(key := (load.rows, load.emitting, able, load.context.bit_length(), kind))
         if found is None:
             found = self._price_lists[key] = self._price(load, able)
         return found
@@ -386,32 +448,38 @@ class Adaptive:
         rest = self.costs.rest(len(load.keys))
         return self.costs.forward(min(load.emitting or load.rows, load.rows), load.context) + rest
 
-    def _price(self, load: Load, able: int) -> tuple[float, Floats]:
+    def _price(self, load: Load, able: int) -> _Prices:
         base, read = self._base(load), self.costs.forward(load.rows, load.context)
-        price = np.full((len(self.arms), len(_LENGTHS)), np.inf)
-        thinking = self._thinking(len(load.keys))
-        for s, length in enumerate(_LENGTHS.tolist()):
-            extra = self.costs.forward(load.rows + length * able, load.context) - read
-            for a, arm in enumerate(self.arms):
-                if length <= arm.most:
-                    price[a, s] = (self.costs.proposal(arm.name, able, length, load.context) + extra + thinking) / able
-        return base, price
+        read -= self._thinking(len(load.keys))
+        each = []
+        for a, arm in enumerate(self.arms):
+            nodes = self._record.nodes(load.keys[0], a)[: bisect(LENGTHS, arm.most)]
+            rows = [self.costs.forward(load.rows + own * able, load.context) - read for own in nodes]
+            drafts = self.costs.proposals(arm.name, able, nodes, load.context)
+            each.append([(seconds + extra) / able for seconds, extra in zip(drafts, rows, strict=True)])
+        hopes = [
+            max((load.emitting + able * length) / (base + price * able) for length, price in zip(LENGTHS, own, strict=False))
+            for own in each
+        ]
+        return _Prices(base, each, hopes)
 
-    def _drop_the_lonely(self, load: Load, gains: Mapping[int, Floats], lengths: list[int], arms: list[int]) -> None:
+    def _drop_the_lonely(self, load: Load, curves: Mapping[int, list[list[float]]], chosen: dict[int, tuple[int, int]]) -> None:
         """An arm that few chose costs each of them more than its share among all."""
-        for arm, own in self._drafting(Plan(tuple(lengths), arms=tuple(arms))).items():
-            if len(own) < len(gains):
-                gain = sum(float(gains[b][arm, _STEP[lengths[b]]]) for b in own)
-                rows = sum(lengths[b] for b in own)
-                cost = self.costs.forward(load.rows + rows, load.context) - self.costs.forward(load.rows, load.context)
-                cost += self.costs.proposal(self.arms[arm].name, len(own), max(lengths[b] for b in own), load.context)
+        for arm in {arm for arm, _ in chosen.values()}:
+            own = [b for b in chosen if chosen[b][0] == arm]
+            if len(own) < len(curves):
+                step = chosen[own[0]][1]
+                gain = sum(curves[b][arm][step] for b in own)
+                cost = self.costs.forward(load.rows + LENGTHS[step] * len(own), load.context)
+                cost -= self.costs.forward(load.rows, load.context)
+                cost += self.costs.proposal(self.arms[arm].name, len(own), LENGTHS[step], load.context)
                 if gain < self._rate * cost:
                     for b in own:
-                        lengths[b] = 0
+                        del chosen[b]
 
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
-        times, spent = self._round_times(load, len(survival) + 1), self._spent(load)
+        times, spent = self._round_times(load, len(survival) + 1), self._spent
         if load.rows > load.emitting:
             spent -= times[0] - self._base(load)
         tokens, count = float(load.emitting), 0
@@ -421,16 +489,6 @@ class Adaptive:
             if (rate := tokens / (times[n] + spent)) > best:
                 best, count = rate, n
         return count
-
-    def _spent(self, load: Load) -> float:
-        """Seconds that the plan's proposals took, as expected."""
-        key = (self._plan.arms, self._plan.lengths)
-        if key not in self._expected:
-            self._expected[key] = self._thinking(len(load.keys)) + sum(
-                self.costs.proposal(self.arms[arm].name, len(own), max(self._plan.lengths[b] for b in own), load.context)
-                for arm, own in self._users.items()
-            )
-        return self._expected[key]
 
     def _round_times(self, load: Load, count: int) -> list[float]:
         """Seconds of a round with 0, 1, ... further rows."""
@@ -460,7 +518,7 @@ class Adaptive:
             return plan
         b, arm = able[self._turn // (len(self.arms) + 1) % len(able)], self._turn % (len(self.arms) + 1)
         cost = self._probe_cost(load, plan, b, arm)
-        granted = arm < len(self.arms) and bool(self._record.strange([load.keys[b]])[0, arm])
+        granted = arm < len(self.arms) and self._record.is_strange(load.keys[b], arm)
         self._next_probe = 0.0 if cost == math.inf else cost - granted * self._grant
         if self._credit < self._next_probe:
             return plan  # until there is enough
@@ -500,7 +558,11 @@ class Adaptive:
         if arm == len(self.arms):
             return 2 * sum(self._gains.values()) if any(plan.lengths) else math.inf
         allowed = load.arms[b] if load.arms else None
-        if arm in self._hopeless or (plan.lengths[b] and plan.arms[b] == arm) or (allowed is not None and arm not in allowed):
+        if (
+            self._hopes[arm] < self._rate
+            or (plan.lengths[b] and plan.arms[b] == arm)
+            or (allowed is not None and arm not in allowed)
+        ):
             return math.inf
         name, length = self.arms[arm].name, self._probe_length(arm)
         users = self._drafting(plan).get(arm, [])

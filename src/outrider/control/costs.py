@@ -7,6 +7,7 @@ import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Curve:
 
     means: dict[int, float] = field(default_factory=dict)
     weights: dict[int, float] = field(default_factory=dict)
-    _fitted: list[tuple[int, float]] | None = None
+    _fitted: tuple[list[int], list[float]] | None = None  # sizes and times
     _unfitted: int = 0  # observations since
 
     def observe(self, size: int, seconds: float) -> None:
@@ -56,36 +57,29 @@ class Curve:
         Beyond the largest size seen, time grows with it; below the smallest it may be much less, so that
         the small sizes are tried too.
         """
-        points = self._points()
-        if not points:
+        sizes, times = self._fitted or self._fit()
+        if not sizes:
             return None
-        if size <= points[0][0]:
-            return points[0][1] * (_FLOOR + (1 - _FLOOR) * size / points[0][0])
-        if size >= points[-1][0]:
-            return self._beyond(points, size)
-        i = bisect_right(points, size, key=lambda point: point[0])
-        (x0, y0), (x1, y1) = points[i - 1], points[i]
-        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+        i = bisect_right(sizes, size)
+        if i == 0:
+            return times[0] * (_FLOOR + (1 - _FLOOR) * size / sizes[0])
+        if i < len(sizes):
+            return times[i - 1] + (times[i] - times[i - 1]) * (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        if len(sizes) == 1:
+            return times[0] * math.sqrt(size / sizes[0])  # one point says little: between free and proportional
+        return times[-1] + (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) * (size - sizes[-1])
 
-    def _beyond(self, points: list[tuple[int, float]], size: float) -> float:
-        x, y = points[-1]
-        if len(points) == 1:
-            return y * math.sqrt(max(size / x, 1.0))  # one point says little: between free and proportional
-        x0, y0 = points[-2]
-        return y + (y - y0) / (x - x0) * (size - x)
-
-    def _points(self) -> list[tuple[int, float]]:
+    def _fit(self) -> tuple[list[int], list[float]]:
         """Steps with their times, never falling: neighbours that disagree share their weighted mean."""
-        if self._fitted is None:
-            pools: list[list[float]] = []  # mean, weight, how many steps
-            for step in sorted(self.means):
-                pools.append([self.means[step], self.weights[step], 1])
-                while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                    high, low = pools.pop(), pools.pop()
-                    weight = high[1] + low[1]
-                    pools.append([(high[0] * high[1] + low[0] * low[1]) / weight, weight, high[2] + low[2]])
-            flat = [mean for mean, _, count in pools for _ in range(int(count))]
-            self._fitted, self._unfitted = list(zip(sorted(self.means), flat, strict=True)), 0
+        pools: list[list[float]] = []  # mean, weight, how many steps
+        for step in sorted(self.means):
+            pools.append([self.means[step], self.weights[step], 1])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                high, low = pools.pop(), pools.pop()
+                weight = high[1] + low[1]
+                pools.append([(high[0] * high[1] + low[0] * low[1]) / weight, weight, high[2] + low[2]])
+        self._fitted = sorted(self.means), [mean for mean, _, count in pools for _ in range(int(count))]
+        self._unfitted = 0
         return self._fitted
 
 
@@ -125,7 +119,9 @@ class Costs:
         curves, step = self._propose.setdefault(drafter, {}), _step(batch)
         if step not in curves:  # it begins as its neighbours say: one observation may be a stall
             known = sorted({size for curve in curves.values() for size in curve.means})
-            curves[step] = _curve({str(size): _between(curves, step, size) for size in known} if curves else {})
+            curves[step] = _curve(
+                {str(size): seconds for size, seconds in zip(known, _between(curves, step, known), strict=True)} if curves else {}
+            )
         curves[step].observe(length, seconds / self._pace)
 
     def forward(self, rows: float, context: int) -> float:
@@ -141,10 +137,16 @@ class Costs:
         """Seconds of a round beside the forward and the drafts."""
         return self._pace * (self._rest.time(batch) or 0.0)
 
-    def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
+    def proposal(self, drafter: str, batch: int, length: float, context: int = 0) -> float:
         """Seconds of a proposal of `length` nodes for each of `batch` sequences."""
-        curves = self._propose.get(drafter, {})
-        return self._pace * _between(curves, _step(batch), length) if curves else self.forward(1, context)
+        return self.proposals(drafter, batch, (length,), context)[0]
+
+    def proposals(self, drafter: str, batch: int, lengths: Seq[float], context: int = 0) -> list[float]:
+        """The same for several lengths."""
+        curves = self._propose.get(drafter)
+        if not curves:
+            return [self.forward(1, context)] * len(lengths)
+        return [self._pace * seconds for seconds in _between(curves, _step(batch), lengths)]
 
     def knows_proposal(self, drafter: str) -> bool:
         return drafter in self._propose
@@ -195,16 +197,16 @@ class Costs:
             return cls()
 
 
-def _between(curves: Mapping[int, Curve], batch: int, length: int) -> float:
+def _between(curves: Mapping[int, Curve], batch: int, lengths: Seq[float]) -> list[float]:
     """Seconds at a batch size, from the nearest ones seen on both sides; beyond them all, between the last and in proportion."""
-    below = max((own for own in curves if own <= batch), default=min(curves))
-    above = min((own for own in curves if own >= batch), default=max(curves))
-    first, last = curves[below].time(length), curves[above].time(length)
-    assert first is not None
-    assert last is not None
+    below = batch if batch in curves else max((own for own in curves if own <= batch), default=min(curves))
+    above = batch if batch in curves else min((own for own in curves if own >= batch), default=max(curves))
+    beyond = math.sqrt(max(batch / above, 1.0))
+    last = [(curves[above].time(length) or 0.0) * beyond for length in lengths]
     if below >= above:
-        return last * math.sqrt(max(batch / above, 1.0))
-    return first + (last - first) * (batch - below) / (above - below)
+        return last
+    part = (batch - below) / (above - below)
+    return [(curves[below].time(length) or 0.0) * (1.0 - part) + own * part for length, own in zip(lengths, last, strict=True)]
 
 
 def _step(size: int) -> int:

@@ -28,7 +28,7 @@ class RoundStats(NamedTuple):
 
     drafted: Seq[int]  # nodes judged
     paths: Seq[Seq[int]]  # those accepted, from the root down
-    rows: int = 0  # of the forward, drafts included
+    rows: int = 0  # of the forward, drafts included; 0: its time is not to be compared with others'
     propose_s: float = 0.0
     forward_s: float = 0.0
     rest_s: float = 0.0  # of the round, after its forward: verifying, committing

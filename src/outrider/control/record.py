@@ -13,21 +13,17 @@ from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from outrider.core import ROOT, Arm
 
-__all__ = ["MOST", "Floats", "Record"]
+__all__ = ["LENGTHS", "Record"]
 
-Floats = npt.NDArray[np.float64]
-
-MOST = 32  # nodes a curve covers
-_PLACES = np.arange(1, MOST + 1)
-_PRIOR = 0.6**_PLACES
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # of drafts, in nodes; from one to the next is a step
+_SPANS = [slice(*ends) for ends in pairwise((0, *LENGTHS))]  # nodes of each step, the likeliest first
+_WIDTHS = [own.stop - own.start for own in _SPANS]
+_PRIOR = [sum(0.6**place for place in range(own.start + 1, own.stop + 1)) for own in _SPANS]
 _OWN, _SHARED = 16.0, 64.0  # rounds a sequence's and an arm's curve remember
 _RECALLED, _FADED = 8.0, 0.5  # rounds that another process's record counts for, and what is left of its judgements
 _TRIED = 4.0  # rounds after which an arm is no stranger
@@ -36,82 +32,66 @@ _APART = 4.0  # and about which arm suits it
 _STALE = 0.96  # what is left of a sequence's experience with an arm after a round without it
 _ALIKE = 0.5  # how much of a text's being hard for one arm holds for others, in powers
 _SEEN = 0.1  # share of what came true against what was expected to
-_NEAR = 6  # nodes by which texts are compared
+_NEAR = 6  # steps by which texts are compared
 _HARDEST, _EASIEST = 0.1, 2.0  # what is accepted against other texts, at least and at most
 _JUDGED = 200.0  # nodes that a class of claims remembers
-_OWN_JUDGED = 48.0  # and a sequence
+_FADE = 1 - 1 / 48  # and how those of a sequence fade
 _DOUBT = 4.0  # judged nodes that the claim itself counts for
 _CAUTION = 6.0  # judged nodes that a sequence's being like all others counts for
 _GOING_ON, _SLOWLY = 0.9, 0.15  # how nodes beyond those asked for are imagined, and how readily
+_READINESS = [[1.0] * asked + [_SLOWLY] * (len(LENGTHS) - asked) for asked in range(len(LENGTHS) + 1)]
 _BOUND = 6  # log odds beyond which claims are alike
 _EDGES = [1 / (1 + math.exp(0.5 - odds)) for odds in range(1 - _BOUND, _BOUND + 1)]  # chances between whole log odds
 _UNSEEN = (0.0, 0.0)
+_NOTHING = 1e-4  # tokens
 
 
 @dataclass(slots=True)
 class _Arm:
     """What is known about an arm from all sequences."""
 
-    gains: Floats = field(default_factory=lambda: np.array(_PRIOR, dtype=np.float64))
+    gains: list[float] = field(default_factory=_PRIOR.copy)  # accepted tokens that every step adds
+    nodes: list[float] = field(default_factory=lambda: list(map(float, _WIDTHS)))  # proposed in every step
     rounds: float = 0.0
     judged: dict[int, list[float]] = field(default_factory=dict)  # by claimed log odds: [nodes judged, nodes accepted]
 
     def recalled(self, rounds: float) -> _Arm:
         """The same, not so sure any more."""
         judged = {claim: [n * _FADED for n in counts] for claim, counts in self.judged.items()}
-        return _Arm(self.gains.copy(), min(self.rounds, rounds), judged)
+        return _Arm(self.gains.copy(), self.nodes.copy(), min(self.rounds, rounds), judged)
 
     def as_dict(self) -> dict[str, Any]:
         judged = {str(claim): [round(n, 3) for n in counts] for claim, counts in self.judged.items()}
-        return {"rounds": self.rounds, "gains": [round(float(tokens), 5) for tokens in self.gains], "judged": judged}
+        gains, nodes = ([round(value, 5) for value in own] for own in (self.gains, self.nodes))
+        return {"rounds": self.rounds, "gains": gains, "nodes": nodes, "judged": judged}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> _Arm:
-        gains = np.array(data["gains"], dtype=np.float64)
-        if gains.shape != (MOST,) or not np.isfinite(gains).all():
-            raise ValueError("gains of another length")
+        gains, nodes = (list(map(float, data[name])) for name in ("gains", "nodes"))
+        if len(gains) != len(LENGTHS) or len(nodes) != len(LENGTHS) or not all(map(math.isfinite, gains + nodes)):
+            raise ValueError("of other steps")
         judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in data["judged"].items()}
-        return cls(gains, float(data["rounds"]), judged).recalled(_RECALLED)
-
-    def judge(self, claim: int, true: bool) -> None:
-        own = self.judged.setdefault(claim, [0.0, 0.0])
-        if own[0] >= _JUDGED:
-            own[:] = (value * (1 - 1 / _JUDGED) for value in own)
-        own[0] += 1.0
-        own[1] += true
+        return cls(gains, nodes, float(data["rounds"]), judged).recalled(_RECALLED)
 
 
-@dataclass(slots=True)
-class _Ease:
-    """By how much a sequence's nodes come true more often than an arm's record has it."""
+@dataclass(slots=True, eq=False)
+class _Own:
+    """What one sequence showed of an arm."""
 
+    gains: list[float]
+    rounds: float = 0.0
+    at: int = 0  # when it was used last
     expected: float = 0.0  # of the nodes judged, those expected to come true and those that did; fading
     true: float = 0.0
     seen: float = 0.0
 
     @property
-    def odds(self) -> float:
-        """By how much every node's odds are larger."""
+    def ease(self) -> float:
+        """By how much the odds of every node are larger than the arm's record has it."""
         if self.seen == 0.0:
             return 1.0
         mean = self.expected / self.seen
         return _odds((self.true + _CAUTION * mean) / (self.seen + _CAUTION)) / _odds(mean)
-
-    def judge(self, expected: float, true: bool) -> None:
-        fade = 1.0 - 1.0 / _OWN_JUDGED
-        self.seen = self.seen * fade + 1.0
-        self.expected = self.expected * fade + expected
-        self.true = self.true * fade + true
-
-
-@dataclass(slots=True)
-class _Own:
-    """What one sequence adds to that, for all arms."""
-
-    gains: Floats  # (arms, nodes)
-    rounds: Floats  # (arms,)
-    at: Floats  # (arms,) when each was used last
-    eases: list[_Ease]
 
 
 @dataclass(slots=True)
@@ -120,9 +100,7 @@ class _Pending:
 
     shared: _Arm
     own: _Own
-    arm: int
     asked: int  # nodes
-    best: list[int]  # nodes, the likeliest first
     survival: list[float]  # as expected
     parents: list[int]
     claims: list[int]  # log odds of every node after its parent, as the drafter says, in whole numbers
@@ -137,9 +115,9 @@ class Record:
         self._names = [arm.name for arm in arms]
         self._shared: dict[int, list[_Arm]] = {}  # by kind
         self._kinds: dict[Hashable, int] = {}
-        self._own: dict[Hashable, _Own] = {}
+        self._own: dict[Hashable, dict[int, _Own]] = {}  # by arm, of those tried
         self._pending: dict[Hashable, _Pending] = {}
-        self._heard: list[tuple[_Pending, Seq[int], int]] = []  # verdicts not thought over yet
+        self._heard: list[tuple[_Pending, Seq[int]]] = []  # verdicts not thought over yet
         self.now = 0  # rounds so far
 
     def meet(self, keys: Iterable[Hashable], kinds: Iterable[int]) -> None:
@@ -152,48 +130,46 @@ class Record:
         seen = [max((own[arm].rounds for own in self._shared.values()), default=0.0) for arm in range(len(self._names))]
         return sum(min(rounds / _TRIED, 1.0) for rounds in seen) / len(seen) if seen else 1.0
 
-    def curves(self, keys: Seq[Hashable]) -> Floats:
-        """(keys, arms, nodes): accepted tokens to expect from the best 1, 2, ... nodes.
+    def curves(self, key: Hashable) -> list[list[float]]:
+        """By arm: accepted tokens to expect from drafts of each length. A sequence's own record, and at first the others'.
 
-        A sequence's own record, and at first the others'.
-        """
-        kinds = [self._kinds.get(key, 0) for key in keys]
-        usual = {kind: np.stack([arm.gains for arm in self._of_kind(kind)]) for kind in set(kinds)}
-        out = np.stack([usual[kind] for kind in kinds])
-        if known := [i for i, key in enumerate(keys) if key in self._own]:
-            out[known] = self._adapted(out[known], [self._own[keys[i]] for i in known])
-        return np.asarray(out.cumsum(2))
-
-    def _adapted(self, usual: Floats, owns: Seq[_Own]) -> Floats:
-        """From all sequences' gains to those of some: (sequences, arms, nodes).
-
-        A text that is easier or harder than others for one arm is taken to be a little so for those that did not try it
+        A text that is easier or harder than others for one arm is taken to be a little so for those that it did not try
         lately: otherwise whatever was not tried looks better as soon as the text gets hard.
         """
-        gains = np.stack([own.gains for own in owns])
-        rounds = np.stack([own.rounds for own in owns]) * _STALE ** (self.now - np.stack([own.at for own in owns]))
-        there = (rounds * usual[:, :, :_NEAR].sum(2)).sum(1)
-        here = (rounds * gains[:, :, :_NEAR].sum(2)).sum(1)
-        trust = rounds.sum(1) / (rounds.sum(1) + _TRUST)
-        ease = np.clip(here / np.maximum(there, 1e-9), _HARDEST, _EASIEST) ** _ALIKE
-        out = np.minimum(usual * (1 + trust * (ease - 1))[:, None, None], 1.0)
-        out += (rounds / (rounds + _APART))[:, :, None] * (gains - out)
-        return np.asarray(out)
+        arms = self._arms_of(key)
+        owns = self._own.get(key)
+        if not owns:
+            return [list(accumulate(arm.gains)) for arm in arms]
+        weights = {a: own.rounds * _STALE ** (self.now - own.at) for a, own in owns.items()}
+        there = sum(weight * sum(arms[a].gains[:_NEAR]) for a, weight in weights.items())
+        here = sum(weight * sum(owns[a].gains[:_NEAR]) for a, weight in weights.items())
+        trust = _TRUST / (sum(weights.values()) + _TRUST)
+        ease = trust + (1.0 - trust) * min(max(here / max(there, 1e-9), _HARDEST), _EASIEST) ** _ALIKE
+        curves: list[list[float]] = []
+        for a, arm in enumerate(arms):
+            gains = [min(usual * ease, width) for usual, width in zip(arm.gains, _WIDTHS, strict=True)]
+            if weight := weights.get(a, 0.0):
+                part = weight / (weight + _APART)
+                gains = [lent + part * (own - lent) for lent, own in zip(gains, owns[a].gains, strict=True)]
+            curves.append(list(accumulate(gains)))
+        return curves
 
-    def strange(self, keys: Seq[Hashable]) -> npt.NDArray[np.bool_]:
-        """(keys, arms): which arms have hardly been tried on such sequences."""
-        tried = np.array([[arm.rounds for arm in self._arms_of(key)] for key in keys])
-        for place, key in zip(tried, keys, strict=True):
-            if key in self._own:
-                place += self._own[key].rounds
-        return np.asarray(tried < _TRIED)
+    def nodes(self, key: Hashable, arm: int) -> list[float]:
+        """Nodes to expect where drafts of each length are asked for: a drafter may know of fewer, or stop."""
+        return list(accumulate(self._arms_of(key)[arm].nodes))
+
+    def is_strange(self, key: Hashable, arm: int) -> bool:
+        """Whether an arm has hardly been tried on such sequences."""
+        own = self._own.get(key, {}).get(arm)
+        return self._arms_of(key)[arm].rounds + (own.rounds if own else 0.0) < _TRIED
 
     def expect(
         self, key: Hashable, arm: int, asked: int, parents: list[int], says: Seq[float], heard: bool = True
     ) -> list[float]:
         """The survival of every node of a proposal, given what the drafter says it is; `heard`: its verdict will be."""
-        shared, own = self._arms_of(key)[arm], self._of(key)
-        judged, ease = shared.judged, own.eases[arm].odds
+        shared = self._arms_of(key)[arm]
+        own = self._own_of(key, arm)
+        judged, ease = shared.judged, own.ease
         claims: list[int] = []
         chances: list[float] = []
         survival: list[float] = []
@@ -206,8 +182,7 @@ class Record:
             chances.append(chance)
             survival.append(chance * ease / (1.0 - chance + chance * ease) * above)
         if heard:
-            best = sorted(range(len(survival)), key=survival.__getitem__, reverse=True)[:MOST]
-            self._pending[key] = _Pending(shared, own, arm, min(asked, MOST), best, survival, parents, claims, chances)
+            self._pending[key] = _Pending(shared, own, asked, survival, parents, claims, chances)
         return survival
 
     def keep(self, key: Hashable, nodes: Seq[int]) -> None:
@@ -219,12 +194,25 @@ class Record:
         """The verdict: which of the verified nodes came true. It is thought over later, many at once: that is quicker."""
         pending = self._pending.pop(key, None)
         if pending is not None:
-            self._heard.append((pending, path, self.now))
+            self._heard.append((pending, path))
 
     def think(self) -> None:
         """Go through what was heard."""
-        for heard in self._heard:
-            _judge(*heard)
+        alike: dict[tuple[_Own, int], list[tuple[_Pending, list[float]]]] = {}  # by whose it was and how far it went
+        for pending, path in self._heard:
+            alike.setdefault((pending.own, pending.asked), []).append((pending, _judged(pending, path)))
+        for (own, asked), rounds in alike.items():
+            own.rounds *= _STALE ** (self.now - own.at)
+            own.at = self.now
+            steps = _imagined([gains for _, gains in rounds], min(asked, LENGTHS[-1]))
+            readiness = _READINESS[bisect(LENGTHS, asked)]
+            shared = rounds[0][0].shared
+            for known, most in ((own, _OWN), (shared, _SHARED)):
+                known.rounds = min(known.rounds + len(rounds), most)
+                share = min(len(rounds) / known.rounds, 1.0)
+                known.gains = _moved(known.gains, steps, readiness, share)
+            shown = _counted([len(gains) for _, gains in rounds], min(asked, LENGTHS[-1]))
+            shared.nodes = _moved(shared.nodes, shown, readiness, len(rounds) / shared.rounds)
         self._heard.clear()
 
     def forget(self, key: Hashable) -> None:
@@ -259,52 +247,66 @@ class Record:
             self._shared[kind] = arms
         return self._shared[kind]
 
-    def _of(self, key: Hashable) -> _Own:
-        if key not in self._own:
-            arms = self._arms_of(key)
-            none = np.zeros(len(arms))
-            self._own[key] = _Own(np.stack([arm.gains for arm in arms]), none, none.copy(), [_Ease() for _ in arms])
-        return self._own[key]
+    def _own_of(self, key: Hashable, arm: int) -> _Own:
+        owns = self._own.setdefault(key, {})
+        if arm not in owns:
+            owns[arm] = _Own(self._arms_of(key)[arm].gains.copy())
+        return owns[arm]
 
 
-def _judge(pending: _Pending, path: Seq[int], now: int) -> None:
-    """Enter a verdict in the arm's record and in the sequence's own."""
-    arm, own, shared = pending.arm, pending.own, pending.shared
-    nodes = range(len(pending.parents)) if pending.kept is None else pending.kept
+def _judged(pending: _Pending, path: Seq[int]) -> list[float]:
+    """Enter a verdict on each node in the arm's record and in the sequence's own; what the best node brought, the next, ..."""
+    survival, parents, claims, chances = pending.survival, pending.parents, pending.claims, pending.chances
+    nodes = range(len(parents)) if pending.kept is None else pending.kept
     alive = {ROOT, *(nodes[i] for i in path)}
+    own, judged = pending.own, pending.shared.judged
+    expected, came, seen = own.expected, own.true, own.seen
     for node in nodes:
-        if pending.parents[node] in alive:
-            shared.judge(pending.claims[node], node in alive)
-            own.eases[arm].judge(pending.chances[node], node in alive)
-    gains = list(map(pending.survival.__getitem__, pending.best))
-    if pending.kept is None:  # what came true says as much as what was expected to: claims may have changed their meaning
-        gains = [chance + ((node in alive) - chance) * _SEEN for chance, node in zip(gains, pending.best, strict=True)]
-    target, weights = _imagined(gains, pending.asked)
-    rounds = own.rounds[arm] = min(own.rounds[arm] * _STALE ** (now - own.at[arm]) + 1.0, _OWN)
-    own.gains[arm] += (target - own.gains[arm]) * (weights / rounds)
-    own.at[arm] = now
-    shared.rounds = min(shared.rounds + 1.0, _SHARED)
-    shared.gains += (target - shared.gains) * (weights / shared.rounds)
+        if parents[node] in alive:
+            true = node in alive
+            seen, expected, came = seen * _FADE + 1.0, expected * _FADE + chances[node], came * _FADE + true
+            counts = judged.setdefault(claims[node], [0.0, 0.0])
+            if counts[0] >= _JUDGED:
+                counts[:] = (count * (1 - 1 / _JUDGED) for count in counts)
+            counts[0] += 1.0
+            counts[1] += true
+    own.expected, own.true, own.seen = expected, came, seen
+    if pending.kept is not None:
+        return sorted(survival, reverse=True)
+    best = sorted(nodes, key=survival.__getitem__, reverse=True)  # what came true says as much as what was expected to:
+    return [survival[node] + ((node in alive) - survival[node]) * _SEEN for node in best]  # claims may have changed their meaning
 
 
-def _imagined(gains: list[float], asked: int) -> tuple[Floats, Floats]:
-    """The gains that a proposal shows, and how much each counts.
+def _imagined(rounds: Seq[list[float]], asked: int) -> list[float]:
+    """What proposals show every step to add.
 
     What more nodes would have added is not known: it moves slowly towards going on as the last nodes did,
     so that longer drafts are tried again some time after shorter ones turned out well.
     """
-    target = [*gains[:asked], *(0.0,) * (asked - len(gains))]
-    last, before = target[-1], target[-2] if asked > 1 else 1.0
-    ratio = min(last / before, _GOING_ON) if before > 0 else 0.0
-    for _ in range(MOST - asked):
-        last *= ratio
-        target.append(last)
-    return np.array(target), _weights(asked)
+    gains = rounds[0] if len(rounds) == 1 else [sum(own) / len(rounds) for own in zip_longest(*rounds, fillvalue=0.0)]
+    nodes = gains[:asked]
+    if len(nodes) == asked:
+        last, before = nodes[-1], nodes[-2] if asked > 1 else 1.0
+        ratio = min(last / before, _GOING_ON) if before > 0 else 0.0
+        while len(nodes) < LENGTHS[-1] and last > _NOTHING:
+            last *= ratio
+            nodes.append(last)
+    return [sum(nodes[span]) for span in _SPANS]
 
 
-@lru_cache(maxsize=MOST)
-def _weights(asked: int) -> Floats:
-    return np.where(asked >= _PLACES, 1.0, _SLOWLY)
+def _counted(counts: Seq[int], asked: int) -> list[float]:
+    """Nodes in every step, of proposals of so many nodes. Beyond those asked for it would go on as at the last of them."""
+    last = sum(count >= asked for count in counts) / len(counts)
+    return [
+        sum(min(max(count - own.start, 0), own.stop - own.start) for count in counts) / len(counts)
+        if own.stop <= asked
+        else last * (own.stop - own.start)
+        for own in _SPANS
+    ]
+
+
+def _moved(old: list[float], new: list[float], readiness: list[float], share: float) -> list[float]:
+    return [was + (now - was) * ready * share for was, now, ready in zip(old, new, readiness, strict=True)]
 
 
 def _odds(chance: float) -> float:

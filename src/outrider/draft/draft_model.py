@@ -15,7 +15,7 @@ from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
 from outrider.draft.reader import Chains, Reader, Text
-from outrider.draft.sharpen import Law, Sharpener
+from outrider.draft.sharpen import Laws, Sharpener, laws_of_chain
 from outrider.draft.vocabulary import SameTokens, Vocabulary
 from outrider.errors import DrafterFault
 from outrider.model import Runner
@@ -48,7 +48,8 @@ class DraftModel:
         self._reader = Reader(runner, self._vocabulary.foreign)
         self._shape = shape
         self._sharpener = Sharpener(tree=shape.branch > 1)
-        self._laws: dict[Sequence, dict[tuple[int, ...], Law]] = {}  # of the last draft, by path
+        self._is_chain = shape == TreeShape() and isinstance(self._vocabulary, SameTokens) and runner.drafts_chains > 0
+        self._laws: dict[Sequence, Laws] = {}  # of the last draft
 
     def begin(self, seq: Sequence) -> None:
         self._vocabulary.begin(seq)
@@ -63,8 +64,8 @@ class DraftModel:
         """Compare the two laws at the nodes that became text."""
         for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
             laws = self._laws.pop(seq, None)
-            if laws and seq.finish_reason is None:
-                self._sharpener.learn(laws, verdict, scores, root)
+            if laws is not None and seq.finish_reason is None:
+                self._sharpener.learn(seq.request.params, laws, verdict, scores, root)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         texts = {seq: self._text(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n}
@@ -84,14 +85,12 @@ class DraftModel:
 
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         grow(growing, shape, start, self._extend, self._sharpener)
-        self._laws = {own.seq: own.laws for own in growing if own.laws}
+        self._laws = {own.seq: own.laws.get for own in growing if own.laws}
         return drafts_of(growing)
 
     def _in_one_call(self, texts: Mapping[Sequence, Text | None]) -> bool:
         """Whether the runner can draft whole chains: no tree, the target's ids, no penalties and the like."""
-        if self._shape != TreeShape() or not isinstance(self._vocabulary, SameTokens) or not self._reader.runner.drafts_chains:
-            return False
-        return self._reader.runner.drafts_roughly or not any(seq.request.params.adjusts for seq in texts)
+        return self._is_chain and (self._reader.runner.drafts_roughly or not any(seq.request.params.adjusts for seq in texts))
 
     def _chains(self, batch: Batch, plan: Plan, texts: Mapping[Sequence, Text | None]) -> Drafts:
         """What `grow` gives for chains, by one call instead of one for each token."""
@@ -113,11 +112,10 @@ class DraftModel:
 
             return Drafts.promised(_of_all(batch, told, promises), landed)
         sharpness = [self._sharpener.temperature(text.seq.request.params) for text in told]
-        tokens, chances, logits = self._reader.draft(told, lengths, sharpness)
+        tokens, chances, logits = self._reader.draft(told, lengths, sharpness, plan.floor)
         for s, (text, own) in enumerate(zip(told, tokens, strict=True)):
             if logits is not None and not text.seq.request.params.greedy:
-                steps = range(len(own))
-                self._laws[text.seq] = {tuple(own[:i]): Law(logits[i, s], Row.at(text.seq, own[:i])) for i in steps}
+                self._laws[text.seq] = laws_of_chain(own, logits, s, Row.at(text.seq))
         return _spread(batch, told, *_sound((tokens, chances)))
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:

@@ -89,7 +89,7 @@ class EagleDrafter:
             )
             state.taps.append(scores.taps[rows])
             if state.laws and seq.finish_reason is None:
-                self._sharpener.learn(state.laws, verdict, scores, scores.roots[b])
+                self._sharpener.learn(seq.request.params, state.laws.get, verdict, scores, scores.roots[b])
             state.hidden, state.laws = {}, {}
 
     @torch.inference_mode()

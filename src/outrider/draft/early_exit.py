@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -97,7 +97,7 @@ class EarlyExit:
         for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
             laws = self._laws.pop(seq, None)
             if laws and seq.finish_reason is None:
-                self._sharpener.learn(laws, verdict, scores, root)
+                self._sharpener.learn(seq.request.params, laws.get, verdict, scores, root)
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
@@ -130,7 +130,7 @@ class EarlyExit:
         self._laws = {own.seq: own.laws for own in growing if own.laws}
         rows = [x for own in growing for x in hidden[own.seq]]
         resume = Resume(exit_layer, torch.stack(rows), [len(hidden[own.seq]) for own in growing]) if rows else None
-        return replace(drafts_of(growing), resume=resume)
+        return drafts_of(growing, resume)
 
     def _length(self, exit_layer: int, planned: int) -> int:
         """All that is planned, or as much of it as pays."""

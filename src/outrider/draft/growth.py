@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from outrider.core import ROOT, Drafts, Sequence
+from outrider.core import ROOT, Drafts, Resume, Sequence
 from outrider.draft.protocol import path_to
 from outrider.draft.sharpen import Law, Sharpener
 from outrider.errors import DrafterFault, InvalidParameter
@@ -133,7 +132,7 @@ def _branch(active: Seq[Growing], logits: Tensor, branch: int, sharpener: Sharpe
                 own.put(node, token, chance)
 
 
-def drafts_of(growing: Seq[Growing]) -> Drafts:
+def drafts_of(growing: Seq[Growing], resume: Resume | None = None) -> Drafts:
     """The best nodes of everyone, with their chances as survival."""
     trees, values = [], []
     for own in growing:
@@ -141,7 +140,4 @@ def drafts_of(growing: Seq[Growing]) -> Drafts:
         place = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
         trees.append(([own.tokens[node] for node in kept], [place[own.parents[node]] for node in kept]))
         values.append([own.value[node] for node in kept])
-    drafts = Drafts.trees(trees)
-    width = drafts.tokens.shape[1]
-    survival = torch.tensor([[*own, *[0.0] * (width - len(own))] for own in values]).reshape(drafts.tokens.shape)
-    return replace(drafts, survival=survival)
+    return Drafts.trees(trees, survival=values, resume=resume)

@@ -77,7 +77,7 @@ class MedusaDrafter:
                 for index in range(start // size, seq.cached // size):
                     self._book.fill(seq, index, scores.taps[rows[(index + 1) * size - 1 - start]])
                 by_path = {tuple(verdict.tokens[:depth]): law for depth, law in enumerate(laws)}
-                self._sharpener.learn(by_path, verdict, scores, scores.roots[b])
+                self._sharpener.learn(seq.request.params, by_path.get, verdict, scores, scores.roots[b])
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:

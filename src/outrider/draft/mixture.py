@@ -126,7 +126,7 @@ class MixtureDrafter:
             lengths = tuple(n if m in own else 0 for n, own in zip(open_, asked, strict=True))
             if any(lengths):
                 drafts = self._ask(m, batch, plan._replace(lengths=lengths, whole=False))
-                for own, tree, survival in zip(merged, drafts.on_host(), drafts.survival.tolist(), strict=True):
+                for own, tree, survival in zip(merged, drafts.on_host(), drafts.says(), strict=True):
                     own.add(m, Guess(tree.tokens, tree.parents, survival))
                 if self._enough < math.inf:
                     open_ = [n if self._expected(own) < self._enough else 0 for own, n in zip(merged, open_, strict=True)]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Verdict
 from outrider.errors import DrafterFault
 
@@ -68,29 +70,41 @@ class Lookup(Drafter, Protocol):
 def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:
     """The drafts themselves, or DrafterFault where they break the contract."""
     batch = len(plan.lengths)
-    shape = tuple(drafts.tokens.shape)
-    if len(shape) != 2 or shape[0] != batch or tuple(drafts.parents.shape) != shape or tuple(drafts.counts.shape) != (batch,):
-        raise DrafterFault(f"drafts have shape {shape} for {batch} sequences")
-    if tuple(drafts.survival.shape) != shape or drafts.tokens.is_floating_point() or drafts.parents.is_floating_point():
-        raise DrafterFault("drafts have fields of the wrong shape or type")
-    rows = zip(drafts.counts.tolist(), drafts.tokens.tolist(), drafts.parents.tolist(), drafts.survival.tolist(), strict=True)
-    for b, (count, tokens, parents, survival) in enumerate(rows):
-        if not 0 <= count <= min(plan.lengths[b], shape[1]):
-            raise DrafterFault(f"{count} nodes were drafted where {plan.lengths[b]} were planned")
-        for i in range(count):
-            if not 0 <= tokens[i] < vocab:
-                raise DrafterFault(f"token id {tokens[i]} is outside the vocabulary of {vocab}")
-            if not -1 <= parents[i] < i:
-                raise DrafterFault(f"node {i} has parent {parents[i]}")
-            if plan.rule != "match" and parents[i] != i - 1:
+    if drafts.arrays is not None:
+        _check_arrays(drafts.arrays, batch)
+    trees, says = drafts.on_host(), drafts.says()
+    if len(trees) != batch or len(says) != batch:
+        raise DrafterFault(f"drafts are of {len(trees)} sequences, not of {batch}")
+    for (tokens, parents), survival, planned in zip(trees, says, plan.lengths, strict=True):
+        if len(tokens) > planned:
+            raise DrafterFault(f"{len(tokens)} nodes were drafted where {planned} were planned")
+        if len(parents) != len(tokens) or len(survival) != len(tokens):
+            raise DrafterFault(f"{len(tokens)} nodes have {len(parents)} parents and {len(survival)} chances to survive")
+        for i, (token, parent, chance) in enumerate(zip(tokens, parents, survival, strict=True)):
+            if not 0 <= token < vocab:
+                raise DrafterFault(f"token id {token} is outside the vocabulary of {vocab}")
+            if not -1 <= parent < i:
+                raise DrafterFault(f"node {i} has parent {parent}")
+            if plan.rule != "match" and parent != i - 1:
                 raise DrafterFault(f"rule {plan.rule!r} verifies chains, and node {i} branches")
-            if not math.isfinite(survival[i]):
-                raise DrafterFault(f"node {i} has survival {survival[i]}")
-    if drafts.q is not None and (tuple(drafts.q.shape) != (*shape, vocab) or not bool(drafts.q.isfinite().all())):
+            if not math.isfinite(chance):
+                raise DrafterFault(f"node {i} has survival {chance}")
+    if drafts.q is not None and (tuple(drafts.q.shape) != (*drafts.tokens.shape, vocab) or not bool(drafts.q.isfinite().all())):
         raise DrafterFault("the draft's probabilities have the wrong shape or are not finite")
     if drafts.resume is not None:
-        _check_resume(drafts.resume, drafts.counts.tolist())
+        _check_resume(drafts.resume, [len(tree.tokens) for tree in trees])
     return drafts
+
+
+def _check_arrays(arrays: tuple[Tensor, Tensor, Tensor, Tensor], batch: int) -> None:
+    tokens, parents, survival, counts = arrays
+    shape = tuple(tokens.shape)
+    if len(shape) != 2 or shape[0] != batch or tuple(parents.shape) != shape or tuple(counts.shape) != (batch,):
+        raise DrafterFault(f"drafts have shape {shape} for {batch} sequences")
+    if tuple(survival.shape) != shape or any(own.is_floating_point() for own in (tokens, parents, counts)):
+        raise DrafterFault("drafts have fields of the wrong shape or type")
+    if not all(0 <= count <= shape[1] for count in counts.tolist()):
+        raise DrafterFault(f"drafts of {shape[1]} nodes count {counts.tolist()}")
 
 
 def _check_resume(resume: Resume, nodes: list[int]) -> None:

@@ -103,11 +103,11 @@ class Reader:
         return logits
 
     def draft(
-        self, texts: Seq[Text], lengths: Seq[int], sharpness: Seq[float]
+        self, texts: Seq[Text], lengths: Seq[int], sharpness: Seq[float], floor: float = 0.0
     ) -> tuple[list[list[int]], list[list[float]], Tensor | None]:
         """Chains of guesses after each text, their chances, and the logits (steps, texts, V) behind them where there are some."""
         feeds = self._feeds(texts)
-        tokens, chances, logits = self.runner.draft(feeds, [Row.at(text.seq) for text in texts], lengths, sharpness)
+        tokens, chances, logits = self.runner.draft(feeds, [Row.at(text.seq) for text in texts], lengths, sharpness, floor)
         return *self._drafted(texts, feeds, lengths, (tokens, chances)), logits
 
     def draw(self, texts: Seq[Text], lengths: Seq[int]) -> tuple[list[list[int]], Callable[[], Chains]]:
@@ -119,7 +119,8 @@ class Reader:
     def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], found: tuple[Tokens, Chances]) -> Chains:
         """Note what was drawn, and the part of it that was asked for."""
         self._note_all(texts, feeds)
-        tokens, chances = ([own[:n] for own, n in zip(part.tolist(), lengths, strict=True)] for part in found)
+        tokens = [own[:n] for own, n in zip(found[0], lengths, strict=True)]
+        chances = [own[:n] for own, n in zip(found[1], lengths, strict=True)]
         for (seq, _, _), own in zip(texts, tokens, strict=True):
             self._states[seq].fed += own[:-1]
         return tokens, chances

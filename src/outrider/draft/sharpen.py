@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from outrider.core import Scores, Verdict
 from outrider.sampling import Row, SamplingParams, process
 from outrider.sampling.noise import Key, bits, gumbel, keys_of
 
-__all__ = ["TEMPERATURES", "Law", "Sharpener", "hits", "likelihood"]
+__all__ = ["TEMPERATURES", "Law", "Laws", "Sharpener", "hits", "laws_of_chain", "likelihood"]
 
 TEMPERATURES = (1.0, 0.9, 1.15, 0.8, 0.7, 1.3, 0.6, 0.5, 0.4)  # nearest to no change first: the first wins a tie
 _TOKENS = 32  # of q, the most probable
@@ -40,6 +40,19 @@ class Law(NamedTuple):
         """The most probable tokens and their log probabilities."""
         logq, ids = torch.log_softmax(process(self.logits, self.row), -1).topk(min(_TOKENS, len(self.logits)))
         return ids, logq.double().numpy()
+
+
+Laws = Callable[[tuple[int, ...]], Law | None]  # by path from the last token of the text
+
+
+def laws_of_chain(tokens: list[int], logits: Tensor, sequence: int, row: Row) -> Laws:
+    """From logits (steps, sequences, V), looked up when asked for: few laws are looked at."""
+
+    def law(path: tuple[int, ...]) -> Law | None:
+        depth = len(path)
+        return Law(logits[depth, sequence], row) if depth < len(tokens) and list(path) == tokens[:depth] else None
+
+    return law
 
 
 @dataclass(slots=True)
@@ -75,16 +88,19 @@ class Sharpener:
         best = int(np.argmax(record.right))
         return TEMPERATURES[best] if record.right[best] - record.right[0] > _WORTH_IT * record.weight else TEMPERATURES[0]
 
-    def learn(self, laws: Mapping[tuple[int, ...], Law], verdict: Verdict, scores: Scores, root: int) -> None:
+    def learn(self, params: SamplingParams, laws: Laws, verdict: Verdict, scores: Scores, root: int) -> None:
         """Take in a round: the draft's laws by path, and the target's at the nodes that became text."""
-        for path, logits in _visited(verdict, scores, root):
-            law = laws.get(path)
-            if law is None or law.row.params.greedy:
-                return
-            record = self._records.setdefault(self._class(law.row.params, len(path)), _Record())
+        if root < 0 or params.greedy:  # it still reads its prompt, or has nothing to sharpen
+            return
+        for depth, node in enumerate((-1, *verdict.path)):
+            record = self._records.setdefault(self._class(params, depth), _Record())
             record.rounds += 1
             if record.rounds % (_OFTEN if record.seen < _YOUNG else _RARELY) == 0:
+                law = laws(tuple(verdict.tokens[:depth]))
+                if law is None:
+                    return
                 ids, logq = law.best()
+                logits = scores.logits[root + 1 + node]
                 logp = torch.log_softmax(process(logits, law.row), -1)[ids].double().cpu().numpy()
                 record.right = record.right * _MEMORY + self._worth(logq, logp)
                 record.weight = record.weight * _MEMORY + 1.0
@@ -126,14 +142,6 @@ def _noisy(logq: _Floats, logp: _Floats) -> tuple[_Floats, npt.NDArray[np.int64]
     chosen = (np.append(logp, np.log(rest)) + noise).argmax(1)
     known = np.flatnonzero(chosen < len(logp))
     return logq / np.array(TEMPERATURES)[:, None, None] + noise[known, :-1], chosen[known]
-
-
-def _visited(verdict: Verdict, scores: Scores, root: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The paths of a round that became text, shortest first, and the target's raw logits after each."""
-    if root < 0:  # it still reads its prompt
-        return
-    for depth, node in enumerate((-1, *verdict.path)):
-        yield tuple(verdict.tokens[:depth]), scores.logits[root + 1 + node]
 
 
 @lru_cache(maxsize=4)

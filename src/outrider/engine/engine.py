@@ -115,7 +115,8 @@ class Engine:
         ended = perf_counter()
         thought = planned - asked + chosen - proposed + self._learning
         proposal, forward = proposed - planned + hearing, scored - chosen - hearing
-        stats = RoundStats(drafted, paths, load.rows + sum(drafted), proposal, forward, ended - scored, thought)
+        rows = 0 if self.runner.prompts_apart and load.rows > len(writers) else load.rows + sum(drafted)
+        stats = RoundStats(drafted, paths, rows, proposal, forward, ended - scored, thought)
         self.policy.observe(stats)
         self._learning = perf_counter() - ended
         return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
@@ -124,7 +125,7 @@ class Engine:
         """What goes on to be verified. Drafts still being drawn go on whole, and are looked at while the forward runs."""
         if drafts.ahead is None:
             return self.policy.select(guided(drafts, batch, plan), load), None
-        heard = _Heard(lambda: self.policy.select(self.drafter.land(drafts, batch, plan), load))
+        heard = _Heard(lambda: self.drafter.land(drafts, batch, plan), lambda landed: self.policy.select(landed, load))
         return Drafts.promised([tree.tokens for tree in drafts.on_host()], heard), heard
 
     def _may_go_on(self, batch: Batch, plan: Plan, drafts: Drafts) -> bool:
@@ -202,7 +203,7 @@ class Engine:
         settle = self.scheduler.settle
         for seq in batch.sequences:
             if seq.finish_reason != "error":
-                settle(seq)
+                settle(seq, batch.again)
             if seq.finish_reason is not None:
                 self._finish(seq)
         return settled
@@ -244,16 +245,20 @@ class Engine:
 
 
 class _Heard:
-    """Drafts that were under way when the forward was: what became of them, and how long the host waited and thought."""
+    """Drafts that were under way when the forward was: what became of them, and how long the host waited for them.
 
-    def __init__(self, hear: Callable[[], Drafts]) -> None:
-        self._hear = hear
+    What it thinks of them then takes none of the round's time: the forward runs meanwhile.
+    """
+
+    def __init__(self, land: Callable[[], Drafts], select: Callable[[Drafts], Drafts]) -> None:
+        self._land, self._select = land, select
         self.seconds = 0.0
 
     def __call__(self) -> Drafts:
         begun = perf_counter()
-        self.drafts = self._hear()
+        landed = self._land()
         self.seconds = perf_counter() - begun
+        self.drafts = self._select(landed)
         return self.drafts
 
 

@@ -113,10 +113,10 @@ class Scheduler:
             granted.append(length)
         return tuple(granted)
 
-    def settle(self, seq: Sequence) -> None:
-        """After a round: give back the draft's pages and make full ones findable."""
+    def settle(self, seq: Sequence, goes_on: bool = False) -> None:
+        """After a round: give back the draft's pages, unless the next one has begun in them, and make full ones findable."""
         size = self.pages.page_size
-        if len(seq.pages) * size >= len(seq.tokens) + size:
+        if not goes_on and len(seq.pages) * size >= len(seq.tokens) + size:
             self.pages.truncate(seq.pages, len(seq.tokens))
         if seq.named < (full := seq.cached // size) and self._config.prefix_cache:
             self._extend_keys(seq, full)
@@ -196,7 +196,7 @@ class Scheduler:
             usable = 0
         self._extend_keys(seq, usable)
         found = self.pages.find(seq.keys[:usable])
-        missing = sum(self.pages.pages_for(len(own.tokens) + 1) - len(own.pages) for own in self._running)
+        missing = sum(max(self.pages.pages_for(len(own.tokens) + 1) - len(own.pages), 0) for own in self._running)
         if self._running and missing + self.pages.pages_for(len(seq.tokens) + 1) - len(found) > self.pages.free:
             self.pages.release(found)
             return False

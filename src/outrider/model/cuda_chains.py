@@ -21,7 +21,7 @@ __all__ = ["CHAIN_LENGTHS", "MOST_DRAWN", "Chains"]
 
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 MOST_DRAWN = GRAPH_ROWS[-1] * CHAIN_LENGTHS[-1]
-_PAUSE = 16  # drafts without another try after one for nothing
+_PAUSE = 16  # drafts without another try after some for nothing, at most: twice as many each time
 
 
 class Chain(NamedTuple):
@@ -60,18 +60,18 @@ class Chains:
         self._done: Any = torch.cuda.Event() if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._last: _Drawn | None = None  # what was drawn last,
         self._behind: _Drawn | None = None  # and whose continuation is under way
-        self._pause = 0
+        self._pause, self._missed = 0, 1
 
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
         columns = self._columns(feeds, lengths)
         behind, self._behind = self._behind, None
         if behind is not None and columns:
-            chain = behind.chain
+            chain, self._missed = behind.chain, 1
         else:
             if behind is not None:
                 self._wait()  # its integers on the host are about to change
                 if any(feed.pages is own.pages for feed in feeds for own in behind.feeds):  # not all have ended
-                    self._pause = _PAUSE
+                    self._pause = self._missed = min(2 * self._missed, _PAUSE)
             columns = list(range(len(feeds)))
             chain = self._launch(feeds, rows, max(lengths))
         drawn = self._last = _Drawn(chain, feeds, rows, lengths, columns, [])
@@ -79,8 +79,8 @@ class Chains:
 
         def land() -> tuple[Tokens, Chances]:
             self._wait()
-            tokens, odds = (host.numpy()[:length, columns].T for host in chain.host)
-            drawn.tokens.extend(tokens.tolist())
+            tokens, odds = (host.numpy()[:length, columns].T.tolist() for host in chain.host)
+            drawn.tokens.extend(tokens)
             return tokens, odds
 
         return Drawing([list(range(-1 - b, -1 - b - own * batch, -batch)) for b, own in zip(columns, lengths, strict=True)], land)
@@ -91,15 +91,17 @@ class Chains:
         self._pause = max(self._pause - 1, 0)
         if last is None or roots is None or not last.tokens or self._pause:
             return
-        chain, batch = last.chain, last.chain.drawn.shape[1]
+        size = bucket(len(numbers), GRAPH_ROWS), bucket(max(last.lengths), CHAIN_LENGTHS)
+        chain = self._graphs.get(size, last.chain)  # no longer than this draft was
+        batch, apart = chain.drawn.shape[1], last.chain.drawn.shape[1]
         self.fill(chain, last.feeds, last.rows)
         halves = chain.packed.fields.reshape(6, 2, batch)[:, :, : len(numbers)]
         halves[0, 1] = halves[0, 0]  # the roots
         halves[0, 0] = [-1 - MOST_DRAWN - roots[number] for number in numbers]
-        halves[5, 0] = batch
+        halves[5, 0] = apart
         chain.packed.shaped.reshape(2, batch)[:, : len(numbers)] = last.lengths, last.columns
         self._replay(chain)
-        self._behind = last
+        self._behind = last._replace(chain=chain)
 
     def _columns(self, feeds: Sequence[Feed], lengths: Sequence[int]) -> list[int]:
         """Of each feed, its column in the draft under way; none where that is not the one to follow it."""

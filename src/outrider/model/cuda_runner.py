@@ -47,7 +47,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits asked for by drafters come to the host."""
 
-    runs_ahead = True
+    runs_ahead = prompts_apart = True
     drafts_roughly = True  # heeding the rest would cost a forward's launches for each token
 
     def __init__(
@@ -92,7 +92,7 @@ class CudaRunner(Runner):
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone, and the target's choices with it. Drafts still being drawn are heard while it runs."""
-        if drafts.ahead is None and not drafts.tokens.shape[1]:
+        if drafts.ahead is None and not any(tree.tokens for tree in drafts.on_host()):
             scores = self._plain.score(batch, taps)
             if scores is not None:
                 return scores
@@ -299,8 +299,9 @@ class CudaRunner(Runner):
         rows: Sequence[Row],
         lengths: Sequence[int],
         sharpness: Sequence[float],  # noqa: ARG002
+        floor: float = 0.0,  # noqa: ARG002
     ) -> tuple[Tokens, Chances, Tensor | None]:
-        """By one replay; the law is not sharpened there."""
+        """By one replay; the law is not sharpened there, and chains are drawn to their end."""
         found = self.draw(feeds, rows, lengths).land()
         return *found, None
 

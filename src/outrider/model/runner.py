@@ -5,10 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import eq
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,12 +20,12 @@ from outrider.model.stack import decoder_stack, lay_out_rows
 from outrider.ops import BLOCK, AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
 from outrider.sampling import Row
 from outrider.sampling.choice import shape_of
-from outrider.sampling.noise import Key, keys_of, token_words_at
+from outrider.sampling.noise import Key, token_words_at, words_of
 
 __all__ = ["Drawing", "Feed", "Round", "Rows", "Runner", "lay_out"]
 
-Tokens = npt.NDArray[np.int64]
-Chances = npt.NDArray[np.float64]
+Tokens = list[list[int]]
+Chances = list[list[float]]
 
 
 _LONGEST_CHAIN = 256
@@ -104,6 +103,7 @@ class Runner:
 
     device_name = "cpu"
     runs_ahead = False  # heeds Batch.again
+    prompts_apart = False  # prompts run by other code than rounds of decode rows: what they take says nothing about those
     draws_ahead = False  # has `draw` and `draw_behind`, for a target on the same device
     drafts_roughly = False  # `draft` takes any parameters, and draws by temperature and noise alone
 
@@ -215,30 +215,35 @@ class Runner:
         return 0 if self.stack is None else _LONGEST_CHAIN
 
     def draft(
-        self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int], sharpness: Sequence[float]
+        self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int], sharpness: Sequence[float], floor: float = 0.0
     ) -> tuple[Tokens, Chances, Tensor | None]:
-        """Chains that this model guesses after feeds, in one call: tokens and chances (feeds, longest), drawn by the law and
+        """Chains that this model guesses after feeds, in one call: tokens and chances of each, drawn by the law and
         the noise of the target's `rows`, and the logits (longest, feeds, V) behind them, where they are on the host.
+        It may end where none of them is as likely as `floor` to have come that far.
         """
         assert self.stack is not None
-        order = sorted(range(len(feeds)), key=lambda i: -lengths[i])  # the core wants the longest first
-        keys = np.zeros((len(feeds), lengths[order[0]], 2), np.uint32)
-        for place, i in enumerate(order):
+        places = range(len(feeds))
+        order = sorted(places, key=lengths.__getitem__, reverse=True)  # the core wants the longest first
+        steps = lengths[order[0]]
+        keys = array("I", bytes(8 * steps * len(feeds)))
+        for start, i in zip(range(0, len(keys), 2 * steps), order, strict=True):
+            seed, at, sample = rows[i].seed, rows[i].position, rows[i].sample
             if not rows[i].params.greedy:
-                own = [Key(rows[i].seed, rows[i].position + step, rows[i].sample) for step in range(lengths[i])]
-                keys[place, : lengths[i]] = keys_of(own)
+                own = [word for step in range(lengths[i]) for word in words_of(Key(seed, at + step, sample))]
+                keys[start : start + len(own)] = array("I", own)
         chains = Chains(
-            wanted=np.array([lengths[i] for i in order], np.int32),
-            shapes=np.array([shape_of(rows[i].params) for i in order]),
-            sharpness=np.array([sharpness[i] for i in order], np.float32),
+            wanted=array("i", [lengths[i] for i in order]),
+            shapes=array("d", [part for i in order for part in shape_of(rows[i].params)]),
+            sharpness=array("f", [sharpness[i] for i in order]),
             keys=keys,
             words=token_words_at(self.decoder.config.vocab),
+            floor=floor,
         )
         tokens, chances, logits = self.stack.draft(lay_out_rows([feeds[i] for i in order]), chains)
-        if order == sorted(order):
+        if all(map(eq, order, places)):
             return tokens, chances, logits
-        back = np.argsort(order)
-        return tokens[back], chances[back], logits[:, back.tolist()]
+        back = sorted(places, key=order.__getitem__)
+        return [tokens[i] for i in back], [chances[i] for i in back], logits[:, back]
 
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
         """The same chains, not waited for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -220,15 +221,15 @@ class Threads:
         self._calls: dict[int, int] = {}
         self._clear: int | None = None  # the fewest rows at which all threads clearly win
 
-    def run(self, rows: int, call: Callable[[int], None], steps: int = 1) -> None:
-        """Make the call, of a number of equal steps, with a number of threads, and remember what a step took."""
+    def run(self, rows: int, call: Callable[[int], int | None]) -> None:
+        """Make the call, which may say how many equal steps it made, with a number of threads; remember what a step took."""
         most = self._core.threads
         if most == 1 or self._core.steady:
             call(most)
             return
         threads = self._pick(rows, most)
         start = time.perf_counter()
-        call(threads)
+        steps = call(threads) or 1
         took = self._took.setdefault((rows, threads), [])
         took.append((time.perf_counter() - start) / steps)
         del took[: -self._TRIES]
@@ -290,11 +291,12 @@ class PackedLinear:
 class Chains(NamedTuple):
     """What a model is to draft, sequence by sequence, the longest chain first."""
 
-    wanted: npt.NDArray[np.int32]  # (sequences,) tokens
-    shapes: Chances  # (sequences, 4); see Core.draw
-    sharpness: Floats  # (sequences,)
-    keys: Words  # (sequences, steps, 2) of the noise
+    wanted: array[int]  # (sequences,) tokens, int32
+    shapes: array[float]  # (sequences, 4); see Core.draw
+    sharpness: array[float]  # (sequences,) float32
+    keys: array[int]  # (sequences, steps, 2) of the noise, unsigned
     words: int  # where those of the tokens lie
+    floor: float = 0.0  # where no chain is as likely to have come this far, drafting ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,27 +404,40 @@ class Stack:
         self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
         return StackRows(stream, last, tapped, logits)
 
-    def draft(self, layout: array[int], chains: Chains) -> tuple[Tokens, Chances, Tensor]:
-        """Guesses (sequences, steps) that follow the layout's feeds, each from those before it, their chances, and the
-        logits (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
+    def draft(self, layout: array[int], chains: Chains) -> tuple[list[list[int]], list[list[float]], Tensor]:
+        """Guesses that follow the layout's feeds, of each sequence at most as many as it wants, their chances, and the logits
+        (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
         """
         assert self._weights.output is not None
-        sequences, steps = chains.keys.shape[:2]
-        tokens, chances = np.empty((steps, sequences), np.int64), np.empty((steps, sequences))
+        wanted = chains.wanted
+        sequences, steps = len(wanted), wanted[0]
+        tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
         spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
-        keys = np.ascontiguousarray(chains.keys.swapaxes(0, 1))
-        given = [own.ctypes.data for own in (chains.wanted, chains.shapes, chains.sharpness, keys)]
-        places = (chains.words, 1, tokens.ctypes.data, chances.ctypes.data)
-        chain_spec = array("q", (steps, given[0], logits.data_ptr(), sequences, logits.shape[2], *given[1:], *places))
-        self._chain_threads.run(sequences, lambda threads: self._call(self._core.draft, threads, spec, chain_spec), steps)
-        return tokens.T, chances.T, logits
+        pairs, keys = array("Q", chains.keys.tobytes()), array("Q")
+        for step in range(steps):  # the core goes step by step
+            keys.extend(pairs[step::steps])
+        given = [own.buffer_info()[0] for own in (chains.shapes, chains.sharpness, keys)]
+        found = [own.buffer_info()[0] for own in (tokens, chances)]
+        floor, drawn = array("d", (chains.floor,)), array("q", (steps,))
+        floor_bits = int.from_bytes(floor.tobytes(), sys.byteorder)
+        first = (logits.data_ptr(), sequences, logits.shape[2], *given, chains.words, 1, *found)
+        chain_spec = array("q", (steps, wanted.buffer_info()[0], floor_bits, drawn.buffer_info()[0], *first))
 
-    def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> None:
-        """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits."""
+        def draft(threads: int) -> int:
+            self._call(self._core.draft, threads, spec, chain_spec)
+            return drawn[0]
+
+        self._chain_threads.run(sequences, draft)
+        own = [slice(s, min(most, drawn[0]) * sequences, sequences) for s, most in enumerate(wanted)]
+        return [tokens[part].tolist() for part in own], [chances[part].tolist() for part in own], logits
+
+    def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> int:
+        """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits. One step."""
         spec[-1] = threads
         if call(self._place, spec.buffer_info()[0], *(own.buffer_info()[0] for own in more)):
             raise IndexError("a row's token, position, page or parent is out of range")
+        return 1
 
     def logits(self, x: Tensor) -> Tensor:
         """(rows, V) of rows as they are after the last norm."""

@@ -56,6 +56,7 @@ class SamplingParams:
     kind: int = field(init=False, repr=False, compare=False)  # how freely it samples, in halves of temperature
     uses_history: bool = field(init=False, repr=False, compare=False)  # the law depends on earlier tokens by more than the model
     adjusts: bool = field(init=False, repr=False, compare=False)  # anything may change the logits before temperature
+    takes_largest: bool = field(init=False, repr=False, compare=False)  # the choice is the largest raw logit
     truncates: bool = field(init=False, repr=False, compare=False)  # a filter removes tokens after temperature
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class SamplingParams:
         put(self, "uses_history", penalised or bool(self.bad_word_ids))
         picky = bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0 or self.structured is not None
         put(self, "adjusts", self.uses_history or picky)
+        put(self, "takes_largest", self.greedy and not self.adjusts)
         put(self, "truncates", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     def _check_numbers(self) -> None:

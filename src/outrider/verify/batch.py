@@ -47,10 +47,7 @@ def guided(drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
     if not any(chains):
         return drafts
     merged = [(chain, range(-1, len(chain) - 1)) if chain else tree for chain, tree in zip(chains, trees, strict=True)]
-    says = drafts.survival.tolist()
-    survival = [
-        [1.0] * len(chain) if chain else own[: len(tree.tokens)] for chain, own, tree in zip(chains, says, trees, strict=True)
-    ]
+    survival = [[1.0] * len(chain) if chain else own for chain, own in zip(chains, drafts.says(), strict=True)]
     return Drafts.trees(merged, survival=survival)
 
 
@@ -86,7 +83,11 @@ def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
 
 
 def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
-    choices = scores.choices if scores.choices is not None else choose(scores.logits, _rows(trees, scores, batch))
+    choices = scores.choices
+    if choices is None and all(seq.request.params.takes_largest for seq in batch.sequences):
+        choices = draw(scores.logits, None)
+    elif choices is None:
+        choices = choose(scores.logits, _rows(trees, scores, batch))
     verdicts = []
     for tree, root in zip(trees, scores.roots, strict=True):
         if root < 0:

@@ -89,8 +89,7 @@ class Recorder:
         return plan
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
-        survival = drafts.survival.tolist()
-        self._trees = [(list(tree.parents), own) for tree, own in zip(drafts.on_host(), survival, strict=True)]
+        self._trees = [(list(tree.parents), own) for tree, own in zip(drafts.on_host(), drafts.says(), strict=True)]
         return drafts
 
     def observe(self, stats: RoundStats) -> None:

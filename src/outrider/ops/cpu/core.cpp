@@ -318,6 +318,8 @@ void choose(const ChoiceSpec& c, const Member& m) {
 struct ChainSpec {
     int64_t steps;          // of the longest chain
     const int32_t* wanted;  // tokens of each sequence's chain, the longest first
+    double floor;           // where no chain is as likely to have come this far, drafting ends
+    int64_t* drawn;         // steps until then
     ChoiceSpec first;       // of all sequences; logits, keys, tokens and chances of the later steps follow
 };
 
@@ -334,6 +336,7 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
         ends.push_back((ends.empty() ? -1 : ends.back()) + feed.fed);
     }
     forward.last = last.data(), forward.wanted = ends.data();
+    std::vector<double> reached(sequences, 1.0);
     for (int step = 0; step < chain.steps; step++) {
         while (choice.rows && chain.wanted[choice.rows - 1] <= step) choice.rows--;
         if (step) {  // one token of each sequence that still wants more, where text would lie
@@ -348,7 +351,11 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
         forward.wants = choice.rows, forward.logits = choice.logits;
         if (!run_rows(stack, forward, w)) return false;
         flushing([&] { choose(choice, {nullptr, 0, 1}); });
-        if (std::count(choice.tokens, choice.tokens + choice.rows, -1)) return true;  // the caller sees it
+        *chain.drawn = step + 1;
+        double most = 0.0;
+        for (int s = 0; s < choice.rows; s++) most = std::max(most, reached[s] *= choice.chances[s]);
+        // the caller sees what is missing
+        if (std::count(choice.tokens, choice.tokens + choice.rows, -1) || most < chain.floor) return true;
         choice.logits += sequences * choice.vocab, choice.keys += sequences;
         choice.tokens += sequences, choice.chances += sequences;
     }
