@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
+from outrider.ops.packing import KINDS, pack
 from outrider.platform import cpu_flags
 
 __all__ = [
@@ -54,7 +55,6 @@ _BUILDS: dict[str, frozenset[str]] = {
 }
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 _WIDEST_HEAD = 512  # kWidest in core.cpp
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
 
 _WORTH_THREADS = 1 << 18  # logits to choose among
@@ -100,27 +100,20 @@ class Core:
         if refused:
             raise OSError(_REFUSALS[refused])
         self.threads = torch.get_num_threads()
-        self.pack = library.outrider_pack
-        self.pack.restype = _pointer
-        self.pack.argtypes = [*[ctypes.c_int32] * 4, _pointer, ctypes.c_int32, _pointer, ctypes.c_int32]
-        self.free = library.outrider_free
-        self.free.argtypes = [_pointer]
-        self.bytes = library.outrider_bytes
-        self.bytes.restype, self.bytes.argtypes = _int, [_pointer]
+        self.thin = not library.outrider_tiles()  # tiles are loaded as they lie
+        self.apart = self.name == "sanitized"  # matrices lie each by itself, so that overruns are noticed
         self.linear = library.outrider_linear
         self.linear.argtypes = [_pointer, _pointer, _int, _pointer, _float, _pointer, _int]
         self.read = library.outrider_read
-        self.read.restype, self.read.argtypes = _float, [_pointer, _int, _int]
+        self.read.argtypes = [_pointer, _int, _int]
         self._multiply_add = library.outrider_multiply_add
-        self._multiply_add.restype, self._multiply_add.argtypes = _float, [ctypes.c_int32, _int, _int]
+        self._multiply_add.restype, self._multiply_add.argtypes = _float, [_int, _int, _int]
         self.forward = library.outrider_forward
         self.forward.argtypes = [_pointer, _pointer]
         self.draft = library.outrider_draft
         self.draft.argtypes = [_pointer, _pointer, _pointer]
-        self._draw = library.outrider_draw
-        self._draw.argtypes = [_pointer, _int, _int, *[_pointer] * 4, _int]
-        self._rank = library.outrider_rank
-        self._rank.argtypes = [_pointer, _int, _int, *[_pointer] * 4, _int, _pointer, _pointer, _int]
+        self._choose = library.outrider_choose
+        self._choose.argtypes = [_pointer, _int]
 
     def take_threads(self) -> None:
         """Use as many threads as torch was given, and leave torch one.
@@ -138,31 +131,31 @@ class Core:
         `shapes` are temperature (0 is greedy), top_k, top_p and min_p of each row, `keys` two words for each, side by side,
         and `words` is where those of the tokens lie.
         """
-        logits, (rows, vocab) = logits.contiguous(), logits.shape
-        shaped, keyed, chosen = array("d", chain.from_iterable(shapes)), array("I", keys), array("q", bytes(8 * rows))
-        places = [own.buffer_info()[0] for own in (shaped, keyed)]
-        threads = self._worth_threads(rows, vocab)
-        self._draw(logits.data_ptr(), rows, vocab, *places, words, chosen.buffer_info()[0], threads)
+        chosen = array("q", bytes(8 * len(logits)))
+        given = array("d", chain.from_iterable(shapes)), array("f"), array("I", keys)
+        self._pick(logits, given, words, 0, chosen.buffer_info()[0], 0)
         return chosen.tolist()
 
     def rank(
         self, logits: Tensor, shapes: Sequence[Shape], sharpness: Sequence[float], keys: Sequence[int], words: int, best: int
     ) -> tuple[Tokens, Chances]:
         """The likeliest choices in each row (N, best) and their chances, to a few digits; `sharpness` divides the law of each."""
-        logits, (rows, vocab) = logits.contiguous(), logits.shape
-        tokens, chances = np.empty((rows, best), np.int64), np.empty((rows, best))
+        tokens, chances = np.empty((len(logits), best), np.int64), np.empty((len(logits), best))
         given = array("d", chain.from_iterable(shapes)), array("f", sharpness), array("I", keys)
-        places = [own.buffer_info()[0] for own in given]
-        found = (tokens.ctypes.data, chances.ctypes.data)
-        self._rank(logits.data_ptr(), rows, vocab, *places, words, best, *found, self._worth_threads(rows, vocab))
+        self._pick(logits, given, words, best, tokens.ctypes.data, chances.ctypes.data)
         return tokens, chances
+
+    def _pick(self, logits: Tensor, given: Sequence[array[Any]], words: int, best: int, tokens: int, chances: int) -> None:
+        """A call with a ChoiceSpec of core.cpp."""
+        logits, (rows, vocab) = logits.contiguous(), logits.shape
+        places = [own.buffer_info()[0] for own in given]
+        spec = array("q", (logits.data_ptr(), rows, vocab, *places, words, best, tokens, chances))
+        threads = min(self.threads, rows) if rows * vocab > _WORTH_THREADS else 1
+        self._choose(spec.buffer_info()[0], threads)
 
     def multiply_add(self, kind: str, steps: int) -> float:
         """Do nothing but multiply and add, from registers; how often. 0 where the core uses tiles."""
-        return float(self._multiply_add(_KINDS[kind], steps, self.threads))
-
-    def _worth_threads(self, rows: int, vocab: int) -> int:
-        return min(self.threads, rows) if rows * vocab > _WORTH_THREADS else 1
+        return float(self._multiply_add(KINDS[kind], steps, self.threads))
 
 
 @lru_cache(maxsize=2)
@@ -271,35 +264,19 @@ class PackedLinear:
     def __init__(
         self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False, thin: bool = True
     ) -> None:
-        weight = weight.detach().contiguous()
-        if weight.dtype not in (torch.float32, torch.bfloat16):
-            weight = weight.float()
         columns, self.inner = weight.shape
         self.columns = columns // 2 if paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        bias = None if bias is None else bias.detach().float().contiguous()
-        self.handle = core.pack(
-            _KINDS[kind],
-            columns,
-            self.inner,
-            paired,
-            weight.data_ptr(),
-            weight.dtype == torch.bfloat16,
-            _address(bias),
-            thin,
-        )
-        if not self.handle:
-            raise MemoryError(f"no memory for a matrix of {columns} by {self.inner}")
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._core.free(self.handle)
+        self._packed = pack(kind, weight.detach(), bias, paired, thin and core.thin, core.apart)
+        panels, steps, *parts = self._packed
+        self._spec = array("q", (KINDS[kind], self.columns, self.inner, panels, steps, paired, *map(_address, parts)))
+        self.handle = self._spec.buffer_info()[0]
 
     @property
     def bytes(self) -> int:
         """What a product reads of it."""
-        return int(self._core.bytes(self.handle))
+        return self._packed.weights.nbytes + self._packed.whole.nbytes
 
     def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         """(rows, columns) float32 of rows (rows, inner) float32, normed first where weights for it are given."""
@@ -437,19 +414,23 @@ class Stack:
         tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
         spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
-        given = [own.buffer_info()[0] for own in (wanted, chains.shapes, chains.sharpness, chains.keys)]
+        pairs, keys = array("Q", chains.keys.tobytes()), array("Q")
+        for step in range(steps):  # the core goes step by step
+            keys.extend(pairs[step::steps])
+        given = [own.buffer_info()[0] for own in (chains.shapes, chains.sharpness, keys)]
         found = [own.buffer_info()[0] for own in (tokens, chances)]
         floor, drawn = array("d", (chains.floor,)), array("q", (steps,))
         floor_bits = int.from_bytes(floor.tobytes(), sys.byteorder)
-        chain_spec = array("q", (steps, *given, chains.words, *found, logits.data_ptr(), floor_bits, drawn.buffer_info()[0]))
+        first = (logits.data_ptr(), sequences, logits.shape[2], *given, chains.words, 1, *found)
+        chain_spec = array("q", (steps, wanted.buffer_info()[0], floor_bits, drawn.buffer_info()[0], *first))
 
         def draft(threads: int) -> int:
             self._call(self._core.draft, threads, spec, chain_spec)
             return drawn[0]
 
         self._chain_threads.run(sequences, draft)
-        ends = [(start, start + min(own, drawn[0])) for start, own in zip(range(0, len(tokens), steps), wanted, strict=True)]
-        return [tokens[a:b].tolist() for a, b in ends], [chances[a:b].tolist() for a, b in ends], logits
+        own = [slice(s, min(most, drawn[0]) * sequences, sequences) for s, most in enumerate(wanted)]
+        return [tokens[part].tolist() for part in own], [chances[part].tolist() for part in own], logits
 
     def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> int:
         """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits. One step."""
@@ -490,4 +471,4 @@ class Stack:
 
 
 def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()

@@ -8,6 +8,8 @@
 // pages, the windows of neighbours or the rows computed together.
 #pragma once
 
+#include <vector>
+
 #include "linear.h"
 
 namespace outrider {
@@ -19,26 +21,25 @@ struct Pages {
     int per_word;
 
     size_t head_size() const { return static_cast<size_t>(page_size) * width / per_word; }
-    uint32_t* keys_of(int page, int head) const { return keys + (static_cast<size_t>(page) * kv_heads + head) * head_size(); }
-    uint32_t* values_of(int page, int head) const { return values + (static_cast<size_t>(page) * kv_heads + head) * head_size(); }
+    size_t place(int page, int head) const { return (static_cast<size_t>(page) * kv_heads + head) * head_size(); }
 
     // `x` has whole vectors of values, zero from head_dim on.
     template <class K>
     void put_key(int page, int head, int offset, const float* x) const {
-        uint32_t word[kLanes], *to = keys_of(page, head) + offset;
+        uint32_t word[kLanes], *to = keys + place(page, head) + offset;
         for (int i = 0; i < width; i += kLanes) {
-            encode<K>(load(x + i), 1.0f, word);
+            K::encode(load(x + i), 1.0f, word);
             for (int s = 0; s < kLanes / K::per_step; s++, to += page_size) *to = word[s];
         }
     }
     template <class K>
     void put_value(int page, int head, int offset, const float* x) const {
-        uint32_t half[kLanes / 2], *to = values_of(page, head) + static_cast<size_t>(offset / K::per_step) * width;
-        if (K::per_step == 1) return void(std::memcpy(to, x, width * sizeof(float)));
+        uint32_t word[kLanes], *to = values + place(page, head) + static_cast<size_t>(offset / K::per_step) * width;
         for (int i = 0; i < width; i += kLanes) {
-            encode<K>(load(x + i), 1.0f, half);
-            const Words own = widened(half), old = load_words(to + i);
-            store_words(to + i, offset % 2 ? xor_words(shift_up16(own), and_words(old, splat_word(0xffff))) : xor_words(own, keep_high16(old)));
+            K::encode(load(x + i), 1.0f, word);
+            const Words own = widened(word), old = load_words(to + i);
+            if (K::per_step == 1) store_words(to + i, load_words(word));
+            else store_words(to + i, offset % 2 ? shift_up<16>(own) ^ (old & splat_word(0xffff)) : own ^ high_halves(old));
         }
     }
 };
@@ -65,20 +66,9 @@ struct Row {
 
 constexpr int kQueries = 16;  // rows x queries per head that one unit aims at
 
-// Consecutive rows of one sequence and the head of keys their queries share.
-struct Unit {
-    int first, count, head;
-};
-
 // KV that is wanted next, brought near while arithmetic leaves memory idle: a line with every step.
 struct Ahead {
     const uint32_t *at, *end;
-
-    void fetch() {
-        if (at >= end) return;
-        _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-        at += kLanes;
-    }
 };
 
 // A product inside attention: out[r][16 c ..] (+)= sum over steps of x[r][s] * w[s][16 c ..].
@@ -97,27 +87,19 @@ inline void accumulate(const Small& p, int row, int column) {
     const uint32_t *x = p.x + row * p.x_stride, *w = p.w + column * kLanes;
     float* out = p.out + row * p.out_stride + column * kLanes;
     Ahead ahead = p.ahead;
-    f32x16 acc[R][C];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) acc[r][c] = p.resume ? load(out + r * p.out_stride + c * kLanes) : splat(0.0f);
+    f32x16 acc[R * C];
+#pragma GCC unroll 16
+    for (int i = 0; i < R * C; i++) acc[i] = p.resume ? load(out + i / C * p.out_stride + i % C * kLanes) : splat(0.0f);
     for (int s = 0; s < p.steps; s++, w += p.w_stride) {
-        ahead.fetch();
+        if (ahead.at < ahead.end) fetch(ahead.at), ahead.at += kLanes;
         Words columns[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) columns[c] = load_words(w + c * kLanes);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            const Words one = splat_word(x[r * p.x_stride + s]);
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) acc[r][c] = K::join(acc[r][c], columns[c], one);
-        }
+#pragma GCC unroll 16
+        for (int i = 0; i < R * C; i++) acc[i] = K::join(acc[i], columns[i % C], x + i / C * p.x_stride + s);
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) store(out + r * p.out_stride + c * kLanes, acc[r][c]);
+#pragma GCC unroll 16
+    for (int i = 0; i < R * C; i++) store(out + i / C * p.out_stride + i % C * kLanes, acc[i]);
     p.ahead = ahead;
 }
 
@@ -133,139 +115,112 @@ inline void accumulate_all(const Small& p, int rows, int vectors, int column = 0
     if constexpr (C > 1) accumulate_all<K, C / 2>(p, rows, vectors, column);
 }
 
-// Attention of units in one layer.
-struct Attention {
-    const Pages& kv;
-    const Row* rows;
-    int group;   // queries per head of keys
-    int window;  // positions a row sees, itself included; 0: all
-    int threads;
-
-    // q is (rows, heads, head_dim), scaled and rotated; out likewise. `memory` is the calling thread's.
-    template <class K>
-    void run(const Unit& u, const float* q, size_t q_stride, float* out, size_t out_stride, std::vector<float>& memory) const {
-        Work w = plan(u, memory);
-        for (int i = 0; i < w.queries; i++) encode_row<K>(q + place(u, i, q_stride), kv.head_dim, w.query + i * kv.width);
-        score<K>(u, w);
-        for (int i = 0; i < w.queries; i++) {
-            const Row& row = rows[u.first + i / group];
-            float* own = w.scores + i * w.span;
-            // a path's slots rise, and its j-th never lies before position root + j: in place, in order
-            for (int at = row.feed->root() + 1; row.path && at <= row.position; at++) own[at - w.base] = own[row.slot_of(at) - w.base];
-            w.total[i] = soften<K>(own, begin_of(row) - w.base, row.position + 1 - w.base, w.until - w.base);
+// Attention in one layer of consecutive rows of one sequence whose queries share a head of keys.
+template <class K>
+class Attention {
+   public:
+    // `rows` begin with the first of `count`. `memory` is the calling thread's.
+    Attention(const Pages& kv, const Row* rows, int count, int head, int group, int window, std::vector<float>& memory)
+        : kv(kv), rows(rows), head(head), group(group), window(window), queries(count * group) {
+        const Feed& feed = *rows->feed;
+        int first = rows->position, last = 0;
+        for (int r = 0; r < count; r++) {
+            first = std::min(first, begin_of(rows[r]));
+            last = std::max(last, rows[r].position);
+            end = std::max(end, rows[r].slot + 1);  // ancestors lie before their descendants
         }
-        mix<K>(u, w);
-        for (int i = 0; i < w.queries; i++) {
-            const f32x16 share = splat(1.0f / w.total[i]);
-            for (int d = 0; d < kv.head_dim; d += kLanes)
-                store_upto(out + place(u, i, out_stride) + d, load(w.mixed + i * kv.width + d) * share, kv.head_dim - d);
+        first_page = first / kv.page_size;
+        base = first_page * kv.page_size / kLanes * kLanes;
+        until = round_up(last + 1, kLanes);
+        // whole words: what of the last one lies beyond has no weight, what does not fit goes row by row
+        shared = feed.tree ? (std::min(feed.root(), last) + 1) / kv.per_word * kv.per_word : round_up(last + 1, kv.per_word);
+        span = round_up(std::max(end, last + 1) - base, kLanes) + 2 * kLanes;
+        memory.resize(std::max(memory.size(), queries * (span + 2 * kv.width) + kv.width));
+        scores = memory.data();
+        mixed = scores + queries * span;
+        std::fill(mixed, mixed + queries * kv.width, 0.0f);
+        query = reinterpret_cast<uint32_t*>(mixed + queries * kv.width);
+        gathered = query + queries * kv.width;
+    }
+
+    // q is (rows, heads, head_dim), scaled and rotated; out likewise. Keys of head `next` are fetched, if there is one.
+    void run(const Rows& q, const Rows& out, int next) {
+        const int dim = kv.head_dim, width = kv.width;
+        for (int i = 0; i < queries; i++) {
+            const float* own = place(q, i);
+            uint32_t* word = query + i * width;
+            for (int d = 0; d < dim; d += kLanes) K::encode(load_upto(own + d, dim - d), 1.0f, word + d / K::per_step);
+        }
+        score();
+        for (int i = 0; i < queries; i++) {
+            const Row& row = rows[i / group];
+            float* own = scores + i * span;
+            // a path's slots rise, and its j-th never lies before position root + j: in place, in order
+            for (int at = row.feed->root() + 1; row.path && at <= row.position; at++) own[at - base] = own[row.slot_of(at) - base];
+            own[span - 1] = soften(own, begin_of(row) - base, row.position + 1 - base, until - base);
+        }
+        mix(next);
+        for (int i = 0; i < queries; i++) {
+            const f32x16 share = splat(1.0f / scores[(i + 1) * span - 1]);
+            float *own = place(out, i), *sums = mixed + i * width;
+            for (int d = 0; d < dim; d += kLanes) store_upto(own + d, load(sums + d) * share, dim - d);
         }
     }
 
    private:
-    // Scores lie at [query][position - base] and become weights there; base is a multiple of 16.
-    struct Work {
-        int queries, first_page, base;
-        int end;     // slots from here on are not read
-        int shared;  // logical positions below lie in slots of their own, for every row
-        int until;   // positions from here on have no weight
-        size_t span;
-        float *scores, *mixed, *total;
-        uint32_t* query;
-    };
-
-    Work plan(const Unit& u, std::vector<float>& memory) const {
-        const Feed& feed = *rows[u.first].feed;
-        int first = rows[u.first].position, last = 0;
-        Work w{};
-        for (int r = u.first; r < u.first + u.count; r++) {
-            first = std::min(first, begin_of(rows[r]));
-            last = std::max(last, rows[r].position);
-            w.end = std::max(w.end, rows[r].slot + 1);  // ancestors lie before their descendants
-        }
-        w.queries = u.count * group;
-        w.first_page = first / kv.page_size;
-        w.base = w.first_page * kv.page_size / kLanes * kLanes;
-        w.until = round_up(last + 1, kLanes);
-        // whole words: what of the last one lies beyond has no weight, what does not fit goes row by row
-        w.shared = feed.tree ? (std::min(feed.root(), last) + 1) / kv.per_word * kv.per_word : round_up(last + 1, kv.per_word);
-        w.span = round_up(std::max(w.end, last + 1) - w.base, kLanes) + 2 * kLanes;
-        memory.resize(std::max(memory.size(), w.queries * (w.span + 2 * kv.width + 1)));
-        w.scores = memory.data();
-        w.mixed = w.scores + w.queries * w.span;
-        std::fill(w.mixed, w.mixed + w.queries * kv.width, 0.0f);
-        w.query = reinterpret_cast<uint32_t*>(w.mixed + w.queries * kv.width);
-        w.total = w.mixed + 2 * w.queries * kv.width;
-        return w;
-    }
-
-    template <class K>
-    void score(const Unit& u, const Work& w) const {
+    void score() const {
         const int page = kv.page_size, steps = (kv.head_dim + K::per_step - 1) / K::per_step;
-        for (int p = w.first_page; p * page < w.end; p++) {
-            const int own = rows[u.first].feed->pages[p];
-            const uint32_t *keys = kv.keys_of(own, u.head), *values = kv.values_of(own, u.head);
-            Ahead ahead{values, values + kv.head_size()};
-            accumulate_all<K>({w.query, keys, static_cast<size_t>(kv.width), static_cast<size_t>(page), steps,
-                               w.scores + (p * page - w.base), w.span, false, ahead},
-                              w.queries, (std::min(page, w.end - p * page) + kLanes - 1) / kLanes);
+        for (int p = first_page; p * page < end; p++) {
+            const size_t at = kv.place(rows->feed->pages[p], head);
+            Ahead ahead{kv.values + at, kv.values + at + kv.head_size()};
+            accumulate_all<K>({query, kv.keys + at, static_cast<size_t>(kv.width), static_cast<size_t>(page), steps,
+                               scores + (p * page - base), span, false, ahead},
+                              queries, (std::min(page, end - p * page) + kLanes - 1) / kLanes);
         }
     }
 
     // Weights times values: what all rows share page by page, then what each row of a tree has to itself.
-    template <class K>
-    void mix(const Unit& u, const Work& w) const {
-        const auto* weights = reinterpret_cast<const uint32_t*>(w.scores);
+    void mix(int next) const {
+        const auto* weights = reinterpret_cast<const uint32_t*>(scores);
         const int page = kv.page_size, vectors = kv.width / kLanes;
         const auto width = static_cast<size_t>(kv.width);
-        for (int p = w.first_page; p * page < w.shared; p++) {
-            const int own = rows[u.first].feed->pages[p], next = u.head + threads;
-            const uint32_t *values = kv.values_of(own, u.head), *keys = kv.keys_of(own, std::min(next, kv.kv_heads));
-            Ahead ahead{keys, next < kv.kv_heads ? keys + kv.head_size() : keys};
-            const int steps = std::min(page, w.shared - p * page) / K::per_step;
-            accumulate_all<K>({weights + (p * page - w.base) / K::per_step, values, w.span, width, steps, w.mixed, width, true, ahead},
-                              w.queries, vectors);
-        }
-        std::vector<uint32_t>& pair = gathered(kv.width);
         Ahead ahead{};
-        for (int i = 0; i < w.queries; i++) {
-            const Row& row = rows[u.first + i / group];
-            for (int at = w.shared; at <= row.position; at += K::per_step) {
-                gather<K>(u, row, at, pair.data());
-                accumulate_all<K>({weights + i * w.span + (at - w.base) / K::per_step, pair.data(), 1, width, 1,
-                                   w.mixed + i * width, width, true, ahead}, 1, vectors);
+        for (int p = first_page; p * page < shared; p++) {
+            const int own = rows->feed->pages[p];
+            if (next < kv.kv_heads) ahead = {kv.keys + kv.place(own, next), kv.keys + kv.place(own, next + 1)};
+            accumulate_all<K>({weights + (p * page - base) / K::per_step, kv.values + kv.place(own, head), span, width,
+                               std::min(page, shared - p * page) / K::per_step, mixed, width, true, ahead},
+                              queries, vectors);
+        }
+        for (int i = 0; i < queries; i++)
+            for (int at = shared; at <= rows[i / group].position; at += K::per_step) {
+                gather(rows[i / group], at);
+                accumulate_all<K>({weights + i * span + (at - base) / K::per_step, gathered, 1, width, 1, mixed + i * width, width,
+                                   true, ahead}, 1, vectors);
+            }
+    }
+
+    // The word of values at logical positions at, at + 1, ..., which may lie in any slots.
+    void gather(const Row& row, int at) const {
+        for (int i = 0; i < K::per_step; i++) {
+            const int slot = row.slot_of(std::min(at + i, row.position));
+            const uint32_t* from = kv.values + kv.place(row.feed->pages[slot / kv.page_size], head);
+            from += static_cast<size_t>(slot % kv.page_size / K::per_step) * kv.width;
+            if (K::per_step == 1) return void(std::memcpy(gathered, from, kv.width * sizeof(uint32_t)));
+            for (int d = 0; d < kv.width; d++) {
+                const uint32_t half = from[d] >> slot % 2 * 16 & 0xffff;
+                gathered[d] = i ? gathered[d] | half << 16 : half;
             }
         }
     }
 
-    // The word of values at logical positions at, at + 1, ..., which may lie in any slots.
-    template <class K>
-    void gather(const Unit& u, const Row& row, int at, uint32_t* to) const {
-        for (int i = 0; i < K::per_step; i++) {
-            const int slot = row.slot_of(std::min(at + i, row.position));
-            const uint32_t* from = kv.values_of(row.feed->pages[slot / kv.page_size], u.head);
-            from += static_cast<size_t>(slot % kv.page_size / K::per_step) * kv.width;
-            if (K::per_step == 1) return void(std::memcpy(to, from, kv.width * sizeof(uint32_t)));
-            for (int d = 0; d < kv.width; d++)
-                reinterpret_cast<uint16_t*>(to)[2 * d + i] = reinterpret_cast<const uint16_t*>(from)[2 * d + slot % 2];
-        }
-    }
-
-    static std::vector<uint32_t>& gathered(int width) {
-        static thread_local std::vector<uint32_t> words;
-        words.resize(width);
-        return words;
-    }
-
     int begin_of(const Row& row) const { return std::max(row.feed->first_key, window > 0 ? row.position + 1 - window : 0); }
-
-    size_t place(const Unit& u, int query, size_t stride) const {
-        return (u.first + query / group) * stride + static_cast<size_t>(u.head * group + query % group) * kv.head_dim;
+    float* place(const Rows& x, int query) const {
+        return x[query / group] + static_cast<size_t>(head * group + query % group) * kv.head_dim;
     }
 
     // Scores [begin, end) become exponentials, everything else up to `until` zero, as words in place: none lies after its
     // values. Returns their sum.
-    template <class K>
     static float soften(float* score, int begin, int end, int until) {
         constexpr float kNever = -INFINITY;
         const int whole = round_up(end, kLanes);
@@ -277,12 +232,25 @@ struct Attention {
         auto* word = reinterpret_cast<uint32_t*>(score);
         for (int i = 0; i < whole; i += kLanes, word += kLanes / K::per_step) {
             const f32x16 e = exponential(load(score + i) - most);
-            encode<K>(e, 1.0f, word);
+            K::encode(e, 1.0f, word);
             total += e;
         }
         std::fill(word, word + (until - whole) / K::per_step, 0u);
         return sum(total);
     }
+
+    const Pages& kv;
+    const Row* rows;
+    int head, group;  // of queries per head of keys
+    int window;       // positions a row sees, itself included; 0: all
+    int queries, first_page;
+    int base;    // scores lie at [query][position - base] and become weights there; a multiple of 16. The last is their sum
+    int end = 0;  // slots from here on are not read
+    int shared;  // logical positions below lie in slots of their own, for every row
+    int until;   // positions from here on have no weight
+    size_t span;
+    float *scores, *mixed;
+    uint32_t *query, *gathered;
 };
 
 }  // namespace outrider

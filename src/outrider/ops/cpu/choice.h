@@ -6,8 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -18,32 +16,22 @@ namespace outrider {
 
 struct NoiseKey { uint32_t first, second; };
 
-// Sixteen tokens' random bits.
-inline Words noise_bits(const uint32_t* token_words, NoiseKey key) {
-    Words x = multiply_words(xor_words(load_words(token_words), splat_word(key.first)), splat_word(key.second | 1u));
-    x = multiply_words(xor_words(x, shift_down<16>(x)), splat_word(0x7feb352du));
-    return multiply_words(xor_words(x, shift_down<15>(x)), splat_word(0x846ca68bu));
+// Rows are read in strips of sixteen; the last one is filled up, with -inf for logits.
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+inline f32x16 strip(const float* x, int left) { return load_upto(x, left, kNone); }
+
+// The random bits of a strip of tokens.
+inline Words strip_bits(const uint32_t* words, int left, NoiseKey key) {
+    uint32_t filled[kLanes] = {};
+    if (left < kLanes) words = static_cast<uint32_t*>(std::memcpy(filled, words, left * sizeof(uint32_t)));
+    Words x = (load_words(words) ^ splat_word(key.first)) * splat_word(key.second | 1u);
+    x = (x ^ shift_down<16>(x)) * splat_word(0x7feb352du);
+    return (x ^ shift_down<15>(x)) * splat_word(0x846ca68bu);
 }
 
 inline double gumbel(uint32_t bits) {
     const double v = std::min((bits + 0.5) * 0x1p-32, 1.0 - 0x1p-24);
     return -std::log(-std::log1p(-v));
-}
-
-// Rows are read in strips of sixteen; the last one is filled up, with -inf for logits.
-inline f32x16 strip(const float* x, int left) {
-    if (left >= kLanes) return load(x);
-    float all[kLanes];
-    std::fill(all, all + kLanes, -std::numeric_limits<float>::infinity());
-    std::memcpy(all, x, left * sizeof(float));
-    return load(all);
-}
-
-inline Words strip_bits(const uint32_t* words, int left, NoiseKey key) {
-    if (left >= kLanes) return noise_bits(words, key);
-    uint32_t all[kLanes] = {};
-    std::memcpy(all, words, left * sizeof(uint32_t));
-    return noise_bits(all, key);
 }
 
 // The largest value and its first place; NaN where one is among the values.
@@ -53,16 +41,14 @@ struct Top {
 };
 
 inline Top top_of(const float* x, int count) {
-    const f32x16 lowest = splat(-std::numeric_limits<float>::infinity());
-    f32x16 most = lowest;
+    f32x16 most = splat(kNone);
     uint32_t sound = 0xffff;
     for (int i = 0; i < count; i += kLanes) {
         const f32x16 own = strip(x + i, count - i);
-        sound &= at_most(lowest, own);
+        sound &= at_most(splat(kNone), own);
         most = maximum(own, most);
     }
-    const float value = largest(most);
-    if (sound != 0xffff) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    const float value = sound == 0xffff ? largest(most) : std::numeric_limits<float>::quiet_NaN();
     for (int i = 0; i < count; i += kLanes)
         if (const uint32_t found = at_most(splat(value), strip(x + i, count - i))) return {value, i + __builtin_ctz(found)};
     return {value, 0};
@@ -85,7 +71,7 @@ struct Scratch {
 inline const float* filtered_law(const float* logits, int count, const Shape& shape, Scratch& s) {
     s.law.resize(count + kLanes), s.weights.resize(count + kLanes);
     float *law = s.law.data(), *w = s.weights.data();
-    const f32x16 top = splat(top_of(logits, count).value / shape.heat()), none = splat(-std::numeric_limits<float>::infinity());
+    const f32x16 top = splat(top_of(logits, count).value / shape.heat()), none = splat(kNone);
     const f32x16 least_share = splat(static_cast<float>(shape.min_p));
     f32x16 sums = splat(0.0f);
     for (int i = 0; i < count; i += kLanes) {
@@ -101,21 +87,18 @@ inline const float* filtered_law(const float* logits, int count, const Shape& sh
     for (float least = 0x1p-7f; !kept; least = least > 0x1p-100f ? least * least : 0.0f) {
         s.best.clear();  // the likeliest; fewer at first, more while they do not hold the cut
         for (int i = 0; i < count; i++)
-            if (w[i] >= least && law[i] > -std::numeric_limits<float>::infinity()) s.best.emplace_back(-law[i], i);
-        const bool all = least == 0.0f, enough = limit < count && s.best.size() >= static_cast<size_t>(limit);
-        if (limit < count && !enough && !all) continue;
+            if (w[i] >= least && law[i] > kNone) s.best.emplace_back(-law[i], i);
+        const bool all = least == 0.0f, cut = limit < count, enough = cut && s.best.size() >= static_cast<size_t>(limit);
+        if (cut && !enough && !all) continue;
         std::sort(s.best.begin(), s.best.end());
         if (enough) s.best.resize(limit);
-        double whole = sum(sums), before = 0.0;
-        if (limit < count) {
-            whole = 0.0;
-            for (const auto& own : s.best) whole += w[own.second];
-        }
+        double whole = cut ? 0.0 : sum(sums), before = 0.0;
+        for (size_t i = 0; cut && i < s.best.size(); i++) whole += w[s.best[i].second];
         size_t inside = 0;
         for (; inside < s.best.size() && before < shape.top_p * whole; inside++) before += w[s.best[inside].second];
         if (inside < s.best.size() || all || enough) kept = std::max<size_t>(inside, 1);
     }
-    std::fill(law, law + count, -std::numeric_limits<float>::infinity());
+    std::fill(law, law + count, kNone);
     for (size_t i = 0; i < kept; i++) law[s.best[i].second] = -s.best[i].first;
     return law;
 }
@@ -153,11 +136,10 @@ inline int64_t draw_row(const float* logits, int count, float temperature, Noise
 
 // -log1p(-v) of the uniform numbers the bits stand for, to five digits: the noise is -log of it.
 inline f32x16 waiting_time(Words bits) {
-    const f32x16 one = splat(1.0f), v = (to_float(shift_down<1>(bits)) + splat(0.25f)) * splat(0x1p-31f), u = one - v;
-    const Words raw = as_words(u);
-    const f32x16 m = as_float(xor_words(and_words(raw, splat_word(0x7fffffu)), splat_word(0x3f800000u)));  // u = m 2^e
-    const f32x16 e = to_float(sub_words(shift_down<23>(raw), splat_word(127)));
-    const f32x16 half = splat(0.5f);
+    const f32x16 one = splat(1.0f), half = splat(0.5f), v = (to_float(shift_down<1>(bits)) + splat(0.25f)) * splat(0x1p-31f);
+    const Words raw = as_words(one - v);
+    const f32x16 m = as_float((raw & splat_word(0x7fffffu)) ^ splat_word(0x3f800000u));  // 1 - v = m 2^e
+    const f32x16 e = to_float(shift_down<23>(raw) - splat_word(127));
     const f32x16 s = where_less(v, half, v, m - one) / where_less(v, half, splat(2.0f) - v, m + one), square = s * s;
     f32x16 series = splat(1.0f / 9);
     for (float c : {1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f}) series = fma(series, square, splat(c));

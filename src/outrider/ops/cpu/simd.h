@@ -15,174 +15,123 @@ namespace outrider {
 
 constexpr int kLanes = 16;
 
+// Sixteen lanes are one register of AVX-512 or two of AVX2. What follows is written once, for each of them.
 #if defined(__AVX512F__)
-
 constexpr int kRegisters = 32;
-using Words = __m512i;  // 16 x 32 bits, whatever they mean
-struct f32x16 { __m512 v; };
+using Floats = __m512;
+using Integers = __m512i;
+using Halves = __m256i;  // sixteen numbers of 16 bits to a register of Words
+#define OUTRIDER_WIDE(name) _mm512_##name
+struct f32x16 { Floats v; };
+struct Words { Integers v; };  // 16 x 32 bits, whatever they mean
+inline f32x16 joined(Floats v) { return {v}; }
+inline Words joined(Integers v) { return {v}; }
+template <class Do, class... X>
+inline auto each(const Do& f, X... x) { return joined(f(x.v...)); }
+template <class Do>
+inline auto each_place(const Do& f) { return joined(f(0)); }
+#else
+constexpr int kRegisters = 8;  // 16 registers hold two halves each
+using Floats = __m256;
+using Integers = __m256i;
+using Halves = __m128i;
+#define OUTRIDER_WIDE(name) _mm256_##name
+struct f32x16 { Floats lo, hi; };
+struct Words { Integers lo, hi; };
+inline f32x16 joined(Floats lo, Floats hi) { return {lo, hi}; }
+inline Words joined(Integers lo, Integers hi) { return {lo, hi}; }
+template <class Do, class... X>
+inline auto each(const Do& f, X... x) { return joined(f(x.lo...), f(x.hi...)); }
+template <class Do>
+inline auto each_place(const Do& f) { return joined(f(0), f(8)); }
+#endif
 
-inline f32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
-inline f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline f32x16 load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps((1u << n) - 1, p)}; }
-inline void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
-inline void store_first(float* p, f32x16 a, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, a.v); }
-inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline f32x16 operator-(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline f32x16 operator/(f32x16 a, f32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline f32x16 maximum(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where one is NaN
-inline f32x16 minimum(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline f32x16 magnitude(f32x16 a) { return {_mm512_abs_ps(a.v)}; }
+#define OUTRIDER_BINARY(type, name, intrinsic) \
+    inline type name(type a, type b) { return each([](auto x, auto y) { return OUTRIDER_WIDE(intrinsic)(x, y); }, a, b); }
+OUTRIDER_BINARY(f32x16, operator+, add_ps)
+OUTRIDER_BINARY(f32x16, operator-, sub_ps)
+OUTRIDER_BINARY(f32x16, operator*, mul_ps)
+OUTRIDER_BINARY(f32x16, operator/, div_ps)
+OUTRIDER_BINARY(f32x16, maximum, max_ps)  // the second where one is NaN
+OUTRIDER_BINARY(f32x16, minimum, min_ps)
+OUTRIDER_BINARY(Words, operator+, add_epi32)
+OUTRIDER_BINARY(Words, operator-, sub_epi32)
+OUTRIDER_BINARY(Words, operator*, mullo_epi32)
+OUTRIDER_BINARY(Words, multiply_pairs, madd_epi16)
+// of bytes, in each 16 of them by itself
+OUTRIDER_BINARY(Words, look_up, shuffle_epi8)
+OUTRIDER_BINARY(Words, join_bytes_low, unpacklo_epi8)
+OUTRIDER_BINARY(Words, join_bytes_high, unpackhi_epi8)
+inline f32x16 to_float(Words a) { return each([](auto x) { return OUTRIDER_WIDE(cvtepi32_ps)(x); }, a); }
+inline Words nearest_integers(f32x16 a) { return each([](auto x) { return OUTRIDER_WIDE(cvtps_epi32)(x); }, a); }
+inline Words operator&(Words a, Words b) { return each([](auto x, auto y) { return x & y; }, a, b); }
+inline Words operator^(Words a, Words b) { return each([](auto x, auto y) { return x ^ y; }, a, b); }
+template <int n>
+inline Words shift_up(Words a) { return each([](auto x) { return OUTRIDER_WIDE(slli_epi32)(x, n); }, a); }
+template <int n>
+inline Words shift_down(Words a) { return each([](auto x) { return OUTRIDER_WIDE(srli_epi32)(x, n); }, a); }
+inline Words as_words(f32x16 a) { return each([](auto x) { return (Integers)x; }, a); }
+inline f32x16 as_float(Words a) { return each([](auto x) { return (Floats)x; }, a); }
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+    return each([](auto x, auto y, auto z) { return OUTRIDER_WIDE(fmadd_ps)(x, y, z); }, a, b, c);
+}
+inline f32x16& operator+=(f32x16& a, f32x16 b) { return a = a + b; }
+
+inline f32x16 splat(float x) { return each_place([&](int) { return OUTRIDER_WIDE(set1_ps)(x); }); }
+inline Words splat_word(uint32_t x) { return each_place([&](int) { return OUTRIDER_WIDE(set1_epi32)(static_cast<int>(x)); }); }
+inline f32x16 load(const float* p) { return each_place([&](int at) { return OUTRIDER_WIDE(loadu_ps)(p + at); }); }
+inline Words load_words(const void* p) {
+    Words all;
+    std::memcpy(&all, p, sizeof all);
+    return all;
+}
+inline void store(float* p, f32x16 a) { std::memcpy(p, &a, sizeof a); }
+inline void store_words(void* p, Words a) { std::memcpy(p, &a, sizeof a); }
+// The first n of sixteen, or all of more; the others are read as `rest`.
+inline f32x16 load_upto(const float* p, int n, float rest = 0.0f) {
+    if (n >= kLanes) return load(p);
+    float all[kLanes];
+    for (int i = 0; i < kLanes; i++) all[i] = i < n ? p[i] : rest;
+    return load(all);
+}
+inline void store_upto(float* p, f32x16 a, int n) { n < kLanes ? void(std::memcpy(p, &a, n * sizeof(float))) : store(p, a); }
+
+
+inline Words widened(const void* halves) {
+    Halves part[sizeof(Words) / sizeof(Integers)];
+    std::memcpy(part, halves, sizeof part);
+    return each_place([&](int at) { return OUTRIDER_WIDE(cvtepu16_epi32)(part[at / 8]); });
+}
+inline Words high_halves(Words a) { return a & splat_word(0xffff0000u); }
+inline f32x16 magnitude(f32x16 a) { return as_float(as_words(a) & splat_word(0x7fffffffu)); }
+
+#if defined(__AVX512F__)
 inline f32x16 rounded(f32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline f32x16 scaled_by_power(f32x16 a, f32x16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
-
-inline Words zero_words() { return _mm512_setzero_si512(); }
-inline Words load_words(const void* p) { return _mm512_loadu_si512(p); }
-inline void store_words(void* p, Words a) { _mm512_storeu_si512(p, a); }
-inline Words splat_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
-inline Words sub_words(Words a, Words b) { return _mm512_sub_epi32(a, b); }
-inline Words multiply_words(Words a, Words b) { return _mm512_mullo_epi32(a, b); }
-inline Words and_words(Words a, Words b) { return _mm512_and_si512(a, b); }
-inline Words xor_words(Words a, Words b) { return _mm512_xor_si512(a, b); }
-template <int n> inline Words shift_down(Words a) { return _mm512_srli_epi32(a, n); }
 inline uint32_t at_most(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }  // a bit per lane
 inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
-inline f32x16 to_float(Words a) { return {_mm512_cvtepi32_ps(a)}; }
-inline Words nearest_integers(f32x16 a) { return _mm512_cvtps_epi32(a.v); }
-inline void store_low_bytes(void* p, Words a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
-inline Words as_words(f32x16 a) { return _mm512_castps_si512(a.v); }
-inline f32x16 as_float(Words a) { return {_mm512_castsi512_ps(a)}; }
-inline Words shift_up16(Words a) { return _mm512_slli_epi32(a, 16); }
-inline Words widened(const void* halves) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(halves))); }
-inline Words keep_high16(Words a) { return _mm512_and_si512(a, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
-inline Words even_unsigned(Words a) { return _mm512_and_si512(a, _mm512_set1_epi16(0x00ff)); }
-inline Words odd_unsigned(Words a) { return _mm512_srli_epi32(_mm512_andnot_si512(_mm512_set1_epi16(0x00ff), a), 8); }
-inline Words even_signed(Words a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
-inline Words odd_signed(Words a) { return _mm512_srai_epi16(a, 8); }
-inline Words multiply_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
-// Of bytes, in each quarter by itself.
-inline Words repeat_quarter(const void* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
-inline Words look_up(Words table, Words at) { return _mm512_shuffle_epi8(table, at); }
-inline Words join_bytes_low(Words low, Words high) { return _mm512_unpacklo_epi8(low, high); }
-inline Words join_bytes_high(Words low, Words high) { return _mm512_unpackhi_epi8(low, high); }
-
-#else  // AVX2: two halves of eight
-
-constexpr int kRegisters = 8;  // 16 registers hold two halves each
-struct f32x16 { __m256 lo, hi; };
-struct Words { __m256i lo, hi; };
-
-inline f32x16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
-inline f32x16 load_first(const float* p, int n) {
-    float all[kLanes] = {};
-    std::memcpy(all, p, n * sizeof(float));
-    return load(all);
-}
-inline void store_first(float* p, f32x16 a, int n) {
-    float all[kLanes];
-    store(all, a);
-    std::memcpy(p, all, n * sizeof(float));
-}
-inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
-inline f32x16 operator-(f32x16 a, f32x16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
-inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
-inline f32x16 operator/(f32x16 a, f32x16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
-}
-inline f32x16 maximum(f32x16 a, f32x16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
-inline f32x16 minimum(f32x16 a, f32x16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
-inline __m256 magnitude8(__m256 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-inline f32x16 magnitude(f32x16 a) { return {magnitude8(a.lo), magnitude8(a.hi)}; }
-inline __m256 rounded8(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline f32x16 rounded(f32x16 a) { return {rounded8(a.lo), rounded8(a.hi)}; }
-// In two halves of the exponent, so that neither overflows for the exponents exp() asks for.
-inline __m256 scaled8(__m256 a, __m256 n) {
-    const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
-    const __m256i bias = _mm256_set1_epi32(127);
-    a = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
-    return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
-}
-inline f32x16 scaled_by_power(f32x16 a, f32x16 n) { return {scaled8(a.lo, n.lo), scaled8(a.hi, n.hi)}; }
-
-inline Words zero_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline Words load_words(const void* p) {
-    const auto* half = static_cast<const __m256i*>(p);
-    return {_mm256_loadu_si256(half), _mm256_loadu_si256(half + 1)};
-}
-inline void store_words(void* p, Words a) {
-    auto* half = static_cast<__m256i*>(p);
-    _mm256_storeu_si256(half, a.lo), _mm256_storeu_si256(half + 1, a.hi);
-}
-inline Words splat_word(uint32_t x) {
-    const __m256i all = _mm256_set1_epi32(static_cast<int>(x));
-    return {all, all};
-}
-inline Words add_words(Words a, Words b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-inline Words sub_words(Words a, Words b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
-inline Words multiply_words(Words a, Words b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
-inline Words and_words(Words a, Words b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
-inline Words xor_words(Words a, Words b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
-template <int n> inline Words shift_down(Words a) { return {_mm256_srli_epi32(a.lo, n), _mm256_srli_epi32(a.hi, n)}; }
-inline uint32_t at_most8(__m256 a, __m256 b) { return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LE_OQ))); }
-inline uint32_t at_most(f32x16 a, f32x16 b) { return at_most8(a.lo, b.lo) | at_most8(a.hi, b.hi) << 8; }
-inline __m256 where_less8(__m256 a, __m256 b, __m256 yes, __m256 no) {
-    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
-}
-inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
-    return {where_less8(a.lo, b.lo, yes.lo, no.lo), where_less8(a.hi, b.hi, yes.hi, no.hi)};
-}
-inline f32x16 to_float(Words a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
-inline Words nearest_integers(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
-inline void store_low_bytes(void* p, Words a) {
-    uint32_t word[kLanes];
-    store_words(word, a);
-    for (int i = 0; i < kLanes; i++) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(word[i]);
-}
-inline Words as_words(f32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
-inline f32x16 as_float(Words a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
-inline Words shift_up16(Words a) { return {_mm256_slli_epi32(a.lo, 16), _mm256_slli_epi32(a.hi, 16)}; }
-inline Words widened(const void* halves) {
-    const auto* eight = static_cast<const __m128i*>(halves);
-    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(eight)), _mm256_cvtepu16_epi32(_mm_loadu_si128(eight + 1))};
-}
-inline __m256i mask8(__m256i a, __m256i m) { return _mm256_and_si256(a, m); }
-inline Words keep_high16(Words a) {
-    const __m256i m = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    return {mask8(a.lo, m), mask8(a.hi, m)};
-}
-inline Words even_unsigned(Words a) {
-    const __m256i m = _mm256_set1_epi16(0x00ff);
-    return {mask8(a.lo, m), mask8(a.hi, m)};
-}
-inline Words odd_unsigned(Words a) { return {_mm256_srli_epi16(a.lo, 8), _mm256_srli_epi16(a.hi, 8)}; }
-inline __m256i even8(__m256i a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
-inline Words even_signed(Words a) { return {even8(a.lo), even8(a.hi)}; }
-inline Words odd_signed(Words a) { return {_mm256_srai_epi16(a.lo, 8), _mm256_srai_epi16(a.hi, 8)}; }
-inline Words multiply_pairs(Words a, Words b) { return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
-inline Words repeat_quarter(const void* p) {
-    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-    return {all, all};
-}
-inline Words look_up(Words table, Words at) { return {_mm256_shuffle_epi8(table.lo, at.lo), _mm256_shuffle_epi8(table.hi, at.hi)}; }
-inline Words join_bytes_low(Words a, Words b) { return {_mm256_unpacklo_epi8(a.lo, b.lo), _mm256_unpacklo_epi8(a.hi, b.hi)}; }
-inline Words join_bytes_high(Words a, Words b) { return {_mm256_unpackhi_epi8(a.lo, b.lo), _mm256_unpackhi_epi8(a.hi, b.hi)}; }
-
-#endif
-
-inline f32x16& operator+=(f32x16& a, f32x16 b) { return a = a + b; }
-
 // Lanes together, always in the same pairs.
-#if defined(__AVX512F__)
 inline float sum(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 #else
+inline f32x16 rounded(f32x16 a) {
+    return each([](auto x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }, a);
+}
+// In two halves of the exponent, so that neither overflows for the exponents exp() asks for.
+inline f32x16 scaled_by_power(f32x16 a, f32x16 n) {
+    const Words whole = nearest_integers(n), half = each([](auto x) { return _mm256_srai_epi32(x, 1); }, whole);
+    const auto power = [](Words by) { return as_float(shift_up<23>(by + splat_word(127))); };
+    return a * power(half) * power(whole - half);
+}
+inline uint32_t at_most(f32x16 a, f32x16 b) {
+    const f32x16 is = each([](auto x, auto y) { return _mm256_cmp_ps(x, y, _CMP_LE_OQ); }, a, b);
+    return static_cast<uint32_t>(_mm256_movemask_ps(is.lo) | _mm256_movemask_ps(is.hi) << 8);
+}
+inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
+    return each([](auto x, auto y, auto p, auto q) { return _mm256_blendv_ps(q, p, _mm256_cmp_ps(x, y, _CMP_LT_OQ)); }, a, b, yes, no);
+}
 template <class Join>
 inline float across(f32x16 a, Join join) {
     float lane[kLanes];
@@ -191,12 +140,8 @@ inline float across(f32x16 a, Join join) {
         for (int i = 0; i < width; i++) lane[i] = join(lane[i], lane[i + width]);
     return lane[0];
 }
-inline float sum(f32x16 a) {
-    return across(a, [](float x, float y) { return x + y; });
-}
-inline float largest(f32x16 a) {
-    return across(a, [](float x, float y) { return x > y ? x : y; });
-}
+inline float sum(f32x16 a) { return across(a, [](float x, float y) { return x + y; }); }
+inline float largest(f32x16 a) { return across(a, [](float x, float y) { return x > y ? x : y; }); }
 #endif
 
 // e^x to within 2 units in the last place; 0 from -104 down (so also at -inf), NaN for NaN.
@@ -209,54 +154,69 @@ inline f32x16 exponential(f32x16 x) {
     return scaled_by_power(p, n);
 }
 
-// The three kinds of weights. `Acc` gathers steps; `join` adds one.
+// The three kinds of weights. `Acc` gathers steps and `join` adds one, with a row's word from memory; `encode` makes sixteen
+// values the words a product reads, one being so many units of int8.
 struct F32 {
     static constexpr int per_step = 1;
     using Acc = f32x16;
     static Acc zero() { return splat(0.0f); }
-    static Acc join(Acc acc, Words w, Words x) { return fma(as_float(x), as_float(w), acc); }
+    static Acc join(Acc acc, Words w, const uint32_t* x) { return fma(as_float(splat_word(*x)), as_float(w), acc); }
+    static void encode(f32x16 v, float, uint32_t* out) { store_words(out, as_words(v)); }
 };
 
 struct BF16 {
     static constexpr int per_step = 2;
     using Acc = f32x16;
     static Acc zero() { return splat(0.0f); }
-    static Acc join(Acc acc, Words w, Words x) {
 #if defined(__AVX512BF16__)
-        return {_mm512_dpbf16_ps(acc.v, (__m512bh)w, (__m512bh)x)};
-#else
-        acc = fma(as_float(shift_up16(x)), as_float(shift_up16(w)), acc);
-        return fma(as_float(keep_high16(x)), as_float(keep_high16(w)), acc);
-#endif
+    // written out: gcc 12 would load the word first, and run out of registers
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+        return acc;
     }
+    static void encode(f32x16 v, float, uint32_t* out) {
+        const __m256bh half = _mm512_cvtneps_pbh(v.v);
+        std::memcpy(out, &half, sizeof half);
+    }
+#else
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        acc = fma(as_float(splat_word(*x << 16)), as_float(shift_up<16>(w)), acc);
+        return fma(as_float(splat_word(*x & 0xffff0000u)), as_float(high_halves(w)), acc);
+    }
+    static uint16_t rounded(uint32_t u) {
+        if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40);  // NaN stays NaN
+        return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+    }
+    static void encode(f32x16 v, float, uint32_t* out) {
+        uint32_t x[kLanes];
+        uint16_t half[kLanes];
+        store_words(x, as_words(v));
+        for (int i = 0; i < kLanes; i++) half[i] = rounded(x[i]);
+        std::memcpy(out, half, sizeof half);
+    }
+#endif
 };
 
-// Activations are bytes with 128 added, because the instruction wants one unsigned side; see Linear::offset.
+// Weights are bytes with 128 added, because the instruction wants one unsigned side.
 struct I8 {
     static constexpr int per_step = 4;
     using Acc = Words;
-    static Acc zero() { return zero_words(); }
-    static Acc join(Acc acc, Words w, Words x) {
+    static Acc zero() { return splat_word(0); }
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
 #if defined(__AVX512VNNI__)
-        return _mm512_dpbusd_epi32(acc, x, w);
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+        return acc;
 #else
-        acc = add_words(acc, multiply_pairs(even_unsigned(x), even_signed(w)));
-        return add_words(acc, multiply_pairs(odd_unsigned(x), odd_signed(w)));
+        const auto pairs = [](auto a, auto b) { return OUTRIDER_WIDE(madd_epi16)(a, OUTRIDER_WIDE(srai_epi16)(b, 8)); };
+        const Words all = splat_word(*x), even = each([](auto v) { return OUTRIDER_WIDE(slli_epi16)(v, 8); }, all);
+        return acc + each(pairs, w & splat_word(0x00ff00ffu), even) + each(pairs, shift_down<8>(w) & splat_word(0x00ff00ffu), all);
 #endif
     }
+    static void encode(f32x16 v, float units, uint32_t* out) {
+        uint32_t word[kLanes];
+        store_words(word, look_up(nearest_integers(v * splat(units)), splat_word(0x0c080400u)));  // the low bytes of each four
+        for (int i = 0; i < 4; i++) out[i] = word[4 * i];
+    }
 };
-
-inline uint16_t to_bf16(float x) {
-    uint32_t u;
-    std::memcpy(&u, &x, 4);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40);  // NaN stays NaN
-    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
-}
-inline float from_bf16(uint16_t x) {
-    const uint32_t u = static_cast<uint32_t>(x) << 16;
-    float f;
-    std::memcpy(&f, &u, 4);
-    return f;
-}
 
 }  // namespace outrider

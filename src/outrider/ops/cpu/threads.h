@@ -5,27 +5,53 @@
 #pragma once
 
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <condition_variable>
+#include <climits>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 namespace outrider {
 
+// A share [begin, end) of `count` things for one of several threads.
+struct Share { int begin, end; };
+
+class Team;
+
+// One thread's part in a run.
+struct Member {
+    Team* team;
+    int thread, threads;
+
+    Share share(int count) const {
+        const auto until = [&](int who) { return static_cast<int>(int64_t{count} * who / threads); };
+        return {until(thread), until(thread + 1)};
+    }
+    inline void meet() const;
+};
+
+// Denormals are flushed in every thread alike: the bits must not depend on who computes.
+template <class Body>
+inline void flushing(const Body& body) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(0x9fc0);
+    body();
+    _mm_setcsr(before);
+}
+
 class Team {
    public:
-    using Body = std::function<void(int thread, int threads)>;
+    using Body = std::function<void(const Member&)>;
 
-    // Runs body(0..threads-1); the caller is thread 0. One run at a time.
+    // Runs the body once per thread; the caller is thread 0. One run at a time.
     void run(int threads, const Body& body) {
         std::lock_guard<std::mutex> turn(turn_);
-        hire(threads);
+        while (hired_ < threads - 1) std::thread([this, index = ++hired_, seen = job_.load()] { work(index, seen); }).detach();
         threads_ = threads;
         body_ = &body;
         caller_ = sched_getcpu();
@@ -33,22 +59,10 @@ class Team {
         if (threads > 1) {
             running_.store(threads - 1, std::memory_order_relaxed);
             job_.store(((job_.load() >> 8) + 1) << 8 | static_cast<uint32_t>(threads));
-            if (asleep_.load() > 0) {
-                std::lock_guard<std::mutex> lock(mutex_);
-                wake_.notify_all();
-            }
+            if (asleep_.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
         }
         act(0);
         wait_until([&] { return running_.load(std::memory_order_acquire) == 0; });
-    }
-
-    // The same for one thread, without taking a turn or waking anybody.
-    template <class Alone>
-    static void run_alone(const Alone& body) {
-        const unsigned before = _mm_getcsr();
-        _mm_setcsr(kFlush);
-        body(0, 1);
-        _mm_setcsr(before);
     }
 
     void barrier() {
@@ -63,52 +77,35 @@ class Team {
     }
 
    private:
-    static constexpr unsigned kFlush = 0x9fc0;
     static constexpr int kSpins = 400;  // pauses before the core is offered to others: some 5 microseconds
     static constexpr int kTogether = 8;
     static constexpr int kIdle = 2000;  // waits before an idle worker sleeps: about a millisecond, some rounds of Python
 
-    static void wait(int waits) {
-        if (waits < kSpins)
-            _mm_pause();
-        else
-            sched_yield();
-    }
-
     template <class Done>
-    static void wait_until(Done done) {
-        for (int waits = 0; !done(); waits++) wait(waits);
+    static void wait_until(Done done, int most = INT_MAX) {
+        for (int waits = 0; waits < most && !done(); waits++) waits < kSpins ? _mm_pause() : void(sched_yield());
     }
 
-    void hire(int threads) {
-        while (static_cast<int>(workers_.size()) < threads - 1) {
-            const int index = static_cast<int>(workers_.size()) + 1;
-            workers_.emplace_back([this, index, seen = job_.load()] { work(index, seen); });
-            workers_.back().detach();
-        }
-    }
+    // Sleeping while the job is still this one, or waking who sleeps.
+    void futex(int what, uint32_t value) { syscall(SYS_futex, &job_, what, value, nullptr, nullptr, 0); }
 
     void work(int index, uint32_t seen) {
         int together = 0;  // jobs in a row that began on the caller's core
         for (;;) {
-            for (int waits = 0; job_.load(std::memory_order_acquire) == seen; waits++) {
-                if (waits < kIdle && !rest_.load(std::memory_order_relaxed)) {
-                    wait(waits);
-                    continue;
-                }
-                std::unique_lock<std::mutex> lock(mutex_);
+            const auto news = [&] { return job_.load(std::memory_order_acquire) != seen; };
+            wait_until([&] { return news() || rest_.load(std::memory_order_relaxed); }, kIdle);
+            if (!news()) {
                 asleep_.fetch_add(1);
-                wake_.wait(lock, [&] { return job_.load() != seen; });
+                while (job_.load() == seen) futex(FUTEX_WAIT_PRIVATE, seen);
                 asleep_.fetch_sub(1);
             }
             // the word itself says who takes part: by now a later job may have changed threads_
             seen = job_.load(std::memory_order_acquire);
-            if (index < static_cast<int>(seen & 0xff)) {
-                together = sched_getcpu() == caller_ ? together + 1 : 0;
-                if (together == kTogether) step_aside(), together = 0;
-                act(index);
-                running_.fetch_sub(1, std::memory_order_release);
-            }
+            if (index >= static_cast<int>(seen & 0xff)) continue;
+            together = sched_getcpu() == caller_ ? together + 1 : 0;
+            if (together == kTogether) step_aside(), together = 0;
+            act(index);
+            running_.fetch_sub(1, std::memory_order_release);
         }
     }
 
@@ -122,19 +119,11 @@ class Team {
         sched_setaffinity(0, sizeof mine, &mine);
     }
 
-    // Denormals are flushed in every thread alike: the bits must not depend on who computes.
-    void act(int index) {
-        const unsigned before = _mm_getcsr();
-        _mm_setcsr(kFlush);
-        (*body_)(index, threads_);
-        _mm_setcsr(before);
-    }
+    void act(int index) { flushing([&] { (*body_)({this, index, threads_}); }); }
 
-    std::mutex turn_, mutex_;
-    std::condition_variable wake_;
-    std::vector<std::thread> workers_;
+    std::mutex turn_;
     const Body* body_ = nullptr;
-    int threads_ = 1, caller_ = -1;
+    int hired_ = 0, threads_ = 1, caller_ = -1;
     alignas(64) std::atomic<uint32_t> job_{0};  // count << 8 | threads
     std::atomic<bool> rest_{false};  // the caller works alone: whoever idles should sleep, not share its core
     std::atomic<int> asleep_{0};
@@ -142,6 +131,8 @@ class Team {
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
 };
+
+inline void Member::meet() const { team->barrier(); }
 
 // The process's team. Threads do not survive a fork, so a child gets a team of its own; the
 // parent's is left where it is, because its threads may hold anything.
