@@ -131,7 +131,7 @@ class Core:
         `shapes` are temperature (0 is greedy), top_k, top_p and min_p of each row, `keys` two words for each, side by side,
         and `words` is where those of the tokens lie.
         """
-        chosen = array("q", bytes(8 * len(logits)))
+        chosen = array("q", bytes(8 * logits.shape[0]))
         given = array("d", chain.from_iterable(shapes)), array("f"), array("I", keys)
         self._pick(logits, given, words, 0, chosen.buffer_info()[0], 0)
         return chosen.tolist()

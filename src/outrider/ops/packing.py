@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ class Packed(NamedTuple):
 
 class _Arena:
     """Memory in huge pages where the kernel grants them: what is packed in a row lies in a row, so that small matrices
-    have them too. Looking up pages of 4 KB costs 3 to 5 % of a forward."""
+    have them too. Looking up pages of 4 KB costs 3 to 5 % of a forward.
+    """
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
@@ -44,7 +46,8 @@ class _Arena:
     def take(self, size: int) -> Tensor:
         if size > len(self._left):
             memory = mmap.mmap(-1, max(size, _ARENA) // _HUGE * _HUGE + 2 * _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(AttributeError, OSError):  # not every system has them
+                memory.madvise(mmap.MADV_HUGEPAGE)
             self._left = torch.frombuffer(memory, dtype=torch.uint8)
             self._left = self._left[-self._left.data_ptr() % _HUGE :]
         piece, self._left = self._left[:size], self._left[-(-size // 64) * 64 :]
