@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,7 +87,8 @@ def measure_round(
     prompt = [i * 7919 % llm.config.vocab for i in range(64)]
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=rounds + _WARM_UP, ignore_eos=True)
     samples: list[tuple[float, float, float, float]] = []
-    with mock.patch("outrider.verify.batch.choose", lambda *args: choosing.around(choose, *args)):
+    timed: dict[str, Any] = {own.__name__: partial(choosing.around, own) for own in (choose, draw)}
+    with mock.patch.multiple("outrider.verify.batch", **timed):
         for i in range(batch + queued):
             own = (*prompt, i % llm.config.vocab)
             llm.engine.submit(Request(f"bench-{i}", own, params, i, frozenset(), rounds + _WARM_UP), "none")
