@@ -22,6 +22,7 @@ from outrider.draft.none import NoDrafter
 from outrider.draft.recycle import RecycleDrafter
 from outrider.draft.suffix import SuffixDrafter, SuffixShape
 from outrider.engine.engine import Engine
+from outrider.errors import DrafterFault
 from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
 from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
@@ -116,6 +117,27 @@ def judged(drafter: Drafter, sequences: list[Sequence], drafts: Drafts, rng: ran
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     scores = Scores(torch.randn(total, VOCAB, generator=generator), roots)
     drafter.commit(Batch(sequences, [1] * len(sequences)), drafts, verdicts, scores)
+
+
+@pytest.mark.parametrize(
+    ("trees", "survival", "said"),
+    [
+        ([([1, 2], [-1, 0])], [[0.9, 0.8]], "of 1 sequences, not of 2"),
+        ([([1, 2, 3, 4], [-1, 0, 1, 2]), ([], [])], [[0.9] * 4, []], "4 nodes were drafted where 3"),
+        ([([], []), ([1], [-1])], [[], [0.9]], "1 nodes were drafted where 0"),
+        ([([1, 2], [-1]), ([], [])], [[0.9, 0.8], []], "1 parents"),
+        ([([1, 2], [-1, 0]), ([], [])], [[0.9], []], "1 chances"),
+        ([([1, VOCAB], [-1, 0]), ([], [])], [[0.9, 0.8], []], "outside the vocabulary"),
+        ([([1, 2], [-1, 1]), ([], [])], [[0.9, 0.8], []], "node 1 has parent 1"),
+        ([([1, 2], [-1, 0]), ([], [])], [[0.9, float("inf")], []], "survival inf"),
+    ],
+)
+def test_lists_that_break_the_contract_are_refused(trees: Any, survival: Any, said: str) -> None:
+    """As arrays do: tests/engine/test_faults.py."""
+    plan = Plan((3, 0))
+    check_drafts(Drafts.trees([([1, 2], [-1, 0]), ([], [])], survival=[[0.9, 0.8], []]), plan, VOCAB)
+    with pytest.raises(DrafterFault, match=said):
+        check_drafts(Drafts.trees(trees, survival=survival), plan, VOCAB)
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])

@@ -226,11 +226,11 @@ class Runner:
         order = sorted(places, key=lengths.__getitem__, reverse=True)  # the core wants the longest first
         steps = lengths[order[0]]
         keys = array("I", bytes(8 * steps * len(feeds)))
-        for start, i in zip(range(0, len(keys), 2 * steps), order, strict=True):
-            seed, at, sample = rows[i].seed, rows[i].position, rows[i].sample
-            if not rows[i].params.greedy:
-                own = [word for step in range(lengths[i]) for word in words_of(Key(seed, at + step, sample))]
-                keys[start : start + len(own)] = array("I", own)
+        for place, i in enumerate(order):
+            seed, first, sample = rows[i].seed, rows[i].position, rows[i].sample
+            for step in range(0 if rows[i].params.greedy else lengths[i]):
+                at = 2 * (step * len(feeds) + place)
+                keys[at : at + 2] = array("I", words_of(Key(seed, first + step, sample)))
         chains = Chains(
             wanted=array("i", [lengths[i] for i in order]),
             shapes=array("d", [part for i in order for part in shape_of(rows[i].params)]),

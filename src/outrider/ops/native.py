@@ -294,7 +294,7 @@ class Chains(NamedTuple):
     wanted: array[int]  # (sequences,) tokens, int32
     shapes: array[float]  # (sequences, 4); see Core.draw
     sharpness: array[float]  # (sequences,) float32
-    keys: array[int]  # (sequences, steps, 2) of the noise, unsigned
+    keys: array[int]  # (steps, sequences, 2) of the noise, unsigned
     words: int  # where those of the tokens lie
     floor: float = 0.0  # where no chain is as likely to have come this far, drafting ends
 
@@ -414,10 +414,7 @@ class Stack:
         tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
         spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
-        pairs, keys = array("Q", chains.keys.tobytes()), array("Q")
-        for step in range(steps):  # the core goes step by step
-            keys.extend(pairs[step::steps])
-        given = [own.buffer_info()[0] for own in (chains.shapes, chains.sharpness, keys)]
+        given = [own.buffer_info()[0] for own in (chains.shapes, chains.sharpness, chains.keys)]
         found = [own.buffer_info()[0] for own in (tokens, chances)]
         floor, drawn = array("d", (chains.floor,)), array("q", (steps,))
         floor_bits = int.from_bytes(floor.tobytes(), sys.byteorder)
