@@ -248,15 +248,17 @@ def test_a_row_has_the_same_bits_at_every_place_and_count(core: Core, kind: str,
             assert torch.equal(product(x[first : first + count], norm, 1e-5), alone[first : first + count]), (count, first)
 
 
+@pytest.mark.parametrize("head_dim", [34, 16], ids=["heads that share panels", "heads with panels of their own"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_threads_does_not_matter(core: Core, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make_decoder(kind, **VARIANTS["wide"])
+def test_the_number_of_threads_does_not_matter(core: Core, kind: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make_decoder(kind, **VARIANTS["wide"] | {"head_dim": head_dim})
     text = [i * 37 % 97 for i in range(LONG)]
     seen = []
     for threads in (1, 2, 3, 7, 2):
         monkeypatch.setattr(core, "threads", threads)
         runner = make_runner(core, decoder)
-        seen.append(runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)))
+        rows = [runner.forward([feed]).last for feed in (Feed(PAGES, 0, text), Feed(PAGES, LONG, [5]))]
+        seen.append(runner.logits(torch.cat(rows), range(LONG + 1)))
     assert all(torch.equal(seen[0], other) for other in seen)
 
 

@@ -6,6 +6,9 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from outrider.cache import KVPool
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder, Layer
@@ -65,8 +68,9 @@ def stack_over(
 
 def layer_weights(layer: Layer, core: Core, kind: str, window: int | None = None) -> LayerWeights:
     """One layer's products and norms."""
+    c, bias = layer.config, layer.qkv_bias
     return LayerWeights(
-        qkv=PackedLinear(core, kind, layer.qkv, layer.qkv_bias),
+        qkv=PackedLinear(core, kind, _by_head(layer.qkv, c), None if bias is None else _by_head(bias, c)),
         out=PackedLinear(core, kind, layer.out, layer.out_bias),
         gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, paired=True),
         down=PackedLinear(core, kind, layer.down, layer.down_bias),
@@ -76,3 +80,9 @@ def layer_weights(layer: Layer, core: Core, kind: str, window: int | None = None
         k_norm=layer.k_norm,
         window=window,
     )
+
+
+def _by_head(qkv: Tensor, c: ModelConfig) -> Tensor:
+    """Rows of q, k and v in the core's order: of each head of keys its queries, key and value."""
+    parts = qkv.detach().tensor_split((c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim))
+    return torch.cat([part.reshape(c.kv_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)

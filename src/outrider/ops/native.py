@@ -54,7 +54,6 @@ _BUILDS: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2", "fma"}),
 }
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
-_WIDEST_HEAD = 512  # kWidest in core.cpp
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
 
 _WORTH_THREADS = 1 << 18  # logits to choose among
@@ -303,7 +302,7 @@ class Chains(NamedTuple):
 class LayerWeights:
     """One decoder layer. Matrices are (out, in); norms that are None are left out."""
 
-    qkv: PackedLinear
+    qkv: PackedLinear  # of each head of keys its queries, key and value
     out: PackedLinear
     gate_up: PackedLinear  # paired
     down: PackedLinear
@@ -361,8 +360,6 @@ class Stack:
 
     def __init__(self, core: Core, weights: StackWeights, keys: Tensor, values: Tensor, page_size: int) -> None:
         """Keys and values are (layers, pages, KV heads, ...) in the layout of ops/cpu/attention.h, float32 or bf16."""
-        if weights.head_dim > _WIDEST_HEAD:
-            raise InvalidParameter("ops", f"the native core takes heads of at most {_WIDEST_HEAD}, not {weights.head_dim}")
         self._core = core
         self._weights = weights
         self._pool = (keys, values)

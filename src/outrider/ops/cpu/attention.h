@@ -20,26 +20,28 @@ struct Pages {
     int kv_heads, page_size, head_dim, width;  // width: head_dim filled up to whole vectors
     int per_word;
 
+    // Sixteen values of a head, zero past its end.
+    f32x16 part(const float* x, int first) const { return load_upto(x + first, std::max(head_dim - first, 0)); }
     size_t head_size() const { return static_cast<size_t>(page_size) * width / per_word; }
     size_t place(int page, int head) const { return (static_cast<size_t>(page) * kv_heads + head) * head_size(); }
 
-    // `x` has whole vectors of values, zero from head_dim on.
     template <class K>
     void put_key(int page, int head, int offset, const float* x) const {
         uint32_t word[kLanes], *to = keys + place(page, head) + offset;
         for (int i = 0; i < width; i += kLanes) {
-            K::encode(load(x + i), 1.0f, word);
+            K::encode(part(x, i), 1.0f, word);
             for (int s = 0; s < kLanes / K::per_step; s++, to += page_size) *to = word[s];
         }
     }
     template <class K>
     void put_value(int page, int head, int offset, const float* x) const {
-        uint32_t word[kLanes], *to = values + place(page, head) + static_cast<size_t>(offset / K::per_step) * width;
+        constexpr size_t size = sizeof(uint32_t) / K::per_step;  // of a value, which lies in every word of a row
+        uint32_t word[kLanes], *row = values + place(page, head) + static_cast<size_t>(offset / K::per_step) * width;
         for (int i = 0; i < width; i += kLanes) {
-            K::encode(load(x + i), 1.0f, word);
-            const Words own = widened(word), old = load_words(to + i);
-            if (K::per_step == 1) store_words(to + i, load_words(word));
-            else store_words(to + i, offset % 2 ? shift_up<16>(own) ^ (old & splat_word(0xffff)) : own ^ high_halves(old));
+            K::encode(part(x, i), 1.0f, word);
+            char* to = reinterpret_cast<char*>(row + i) + offset % K::per_step * size;
+            const char* own = reinterpret_cast<char*>(word);
+            for (int d = 0; d < kLanes; d++) std::memcpy(to + d * sizeof(uint32_t), own + d * size, size);
         }
     }
 };
@@ -143,11 +145,12 @@ class Attention {
         gathered = query + queries * kv.width;
     }
 
-    // q is (rows, heads, head_dim), scaled and rotated; out likewise. Keys of head `next` are fetched, if there is one.
+    // q has for each head of keys its queries, scaled and rotated, and two more; out is (rows, heads, head_dim). Keys of head
+    // `next` are fetched, if there is one.
     void run(const Rows& q, const Rows& out, int next) {
         const int dim = kv.head_dim, width = kv.width;
         for (int i = 0; i < queries; i++) {
-            const float* own = place(q, i);
+            const float* own = place(q, group + 2, i);
             uint32_t* word = query + i * width;
             for (int d = 0; d < dim; d += kLanes) K::encode(load_upto(own + d, dim - d), 1.0f, word + d / K::per_step);
         }
@@ -156,13 +159,14 @@ class Attention {
             const Row& row = rows[i / group];
             float* own = scores + i * span;
             // a path's slots rise, and its j-th never lies before position root + j: in place, in order
-            for (int at = row.feed->root() + 1; row.path && at <= row.position; at++) own[at - base] = own[row.slot_of(at) - base];
+            for (int at = row.feed->root() + 1; row.path && at <= row.position; at++)
+                own[at - base] = own[row.slot_of(at) - base];
             own[span - 1] = soften(own, begin_of(row) - base, row.position + 1 - base, until - base);
         }
         mix(next);
         for (int i = 0; i < queries; i++) {
             const f32x16 share = splat(1.0f / scores[(i + 1) * span - 1]);
-            float *own = place(out, i), *sums = mixed + i * width;
+            float *own = place(out, group, i), *sums = mixed + i * width;
             for (int d = 0; d < dim; d += kLanes) store_upto(own + d, load(sums + d) * share, dim - d);
         }
     }
@@ -187,7 +191,7 @@ class Attention {
         Ahead ahead{};
         for (int p = first_page; p * page < shared; p++) {
             const int own = rows->feed->pages[p];
-            if (next < kv.kv_heads) ahead = {kv.keys + kv.place(own, next), kv.keys + kv.place(own, next + 1)};
+            if (next >= 0) ahead = {kv.keys + kv.place(own, next), kv.keys + kv.place(own, next + 1)};
             accumulate_all<K>({weights + (p * page - base) / K::per_step, kv.values + kv.place(own, head), span, width,
                                std::min(page, shared - p * page) / K::per_step, mixed, width, true, ahead},
                               queries, vectors);
@@ -195,8 +199,8 @@ class Attention {
         for (int i = 0; i < queries; i++)
             for (int at = shared; at <= rows[i / group].position; at += K::per_step) {
                 gather(rows[i / group], at);
-                accumulate_all<K>({weights + i * span + (at - base) / K::per_step, gathered, 1, width, 1, mixed + i * width, width,
-                                   true, ahead}, 1, vectors);
+                const uint32_t* weight = weights + i * span + (at - base) / K::per_step;
+                accumulate_all<K>({weight, gathered, 1, width, 1, mixed + i * width, width, true, ahead}, 1, vectors);
             }
     }
 
@@ -215,8 +219,8 @@ class Attention {
     }
 
     int begin_of(const Row& row) const { return std::max(row.feed->first_key, window > 0 ? row.position + 1 - window : 0); }
-    float* place(const Rows& x, int query) const {
-        return x[query / group] + static_cast<size_t>(head * group + query % group) * kv.head_dim;
+    float* place(const Rows& x, int apart, int query) const {
+        return x[query / group] + static_cast<size_t>(head * apart + query % group) * kv.head_dim;
     }
 
     // Scores [begin, end) become exponentials, everything else up to `until` zero, as words in place: none lies after its

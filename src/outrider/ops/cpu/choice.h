@@ -14,27 +14,30 @@
 
 namespace outrider {
 
-struct NoiseKey { uint32_t first, second; };
-
 // Rows are read in strips of sixteen; the last one is filled up, with -inf for logits.
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 inline f32x16 strip(const float* x, int left) { return load_upto(x, left, kNone); }
 
-// The random bits of a strip of tokens.
-inline Words strip_bits(const uint32_t* words, int left, NoiseKey key) {
-    uint32_t filled[kLanes] = {};
-    if (left < kLanes) words = static_cast<uint32_t*>(std::memcpy(filled, words, left * sizeof(uint32_t)));
-    Words x = (load_words(words) ^ splat_word(key.first)) * splat_word(key.second | 1u);
-    x = (x ^ shift_down<16>(x)) * splat_word(0x7feb352du);
-    return (x ^ shift_down<15>(x)) * splat_word(0x846ca68bu);
-}
+struct Noise {
+    const uint32_t *key, *words;  // two of a row, and one of every token
+
+    // The random bits of a strip of tokens.
+    Words strip(int first, int left) const {
+        const uint32_t* own = words + first;
+        uint32_t filled[kLanes] = {};
+        if (left < kLanes) own = static_cast<uint32_t*>(std::memcpy(filled, own, left * sizeof(uint32_t)));
+        Words x = (load_words(own) ^ splat_word(key[0])) * splat_word(key[1] | 1u);
+        x = (x ^ shift_down<16>(x)) * splat_word(0x7feb352du);
+        return (x ^ shift_down<15>(x)) * splat_word(0x846ca68bu);
+    }
+};
 
 inline double gumbel(uint32_t bits) {
     const double v = std::min((bits + 0.5) * 0x1p-32, 1.0 - 0x1p-24);
     return -std::log(-std::log1p(-v));
 }
 
-// The largest value and its first place; NaN where one is among the values.
+// The largest value and its first place, which is -1 where that is not finite or one is NaN.
 struct Top {
     float value;
     int place;
@@ -48,13 +51,14 @@ inline Top top_of(const float* x, int count) {
         sound &= at_most(splat(kNone), own);
         most = maximum(own, most);
     }
-    const float value = sound == 0xffff ? largest(most) : std::numeric_limits<float>::quiet_NaN();
-    for (int i = 0; i < count; i += kLanes)
+    const float value = largest(most);
+    if (sound != 0xffff || !std::isfinite(value)) return {value, -1};
+    for (int i = 0;; i += kLanes)
         if (const uint32_t found = at_most(splat(value), strip(x + i, count - i))) return {value, i + __builtin_ctz(found)};
-    return {value, 0};
 }
 
-// What one row's request asks for beside penalties: a temperature (0 is greedy) and filters (top_k 0, top_p 1 and min_p 0 are none).
+// What one row's request asks for beside penalties: a temperature (0 is greedy), and filters that top_k 0, top_p 1 and
+// min_p 0 leave out.
 struct Shape {
     double temperature, top_k, top_p, min_p;
 
@@ -67,11 +71,21 @@ struct Scratch {
     std::vector<std::pair<float, int>> best;
 };
 
-// Logits over temperature with -inf for tokens that min_p, then top_k, then top_p remove; ties go by id. The logits are finite somewhere.
-inline const float* filtered_law(const float* logits, int count, const Shape& shape, Scratch& s) {
+// What a row's choice is made by: logits over heat, and their top, which has no place where nothing can be chosen.
+struct Law {
+    const float* logits;
+    int count;
+    float heat;
+    Top top;
+};
+
+// Filters leave logits over temperature, -inf for tokens that min_p, then top_k, then top_p remove; ties go by id.
+inline Law law_of(const float* logits, int count, const Shape& shape, Scratch& s) {
+    const Law plain{logits, count, shape.heat(), top_of(logits, count)};
+    if (plain.top.place < 0 || !shape.filters()) return plain;
     s.law.resize(count + kLanes), s.weights.resize(count + kLanes);
     float *law = s.law.data(), *w = s.weights.data();
-    const f32x16 top = splat(top_of(logits, count).value / shape.heat()), none = splat(kNone);
+    const f32x16 top = splat(plain.top.value / plain.heat), none = splat(kNone);
     const f32x16 least_share = splat(static_cast<float>(shape.min_p));
     f32x16 sums = splat(0.0f);
     for (int i = 0; i < count; i += kLanes) {
@@ -82,7 +96,7 @@ inline const float* filtered_law(const float* logits, int count, const Shape& sh
         sums += weight;
     }
     const int limit = shape.top_k > 0.0 ? std::min(count, static_cast<int>(std::min(shape.top_k, 1e9))) : count;
-    if (limit >= count && shape.top_p >= 1.0) return law;
+    if (limit >= count && shape.top_p >= 1.0) return {law, count, 1.0f, top_of(law, count)};
     size_t kept = 0;
     for (float least = 0x1p-7f; !kept; least = least > 0x1p-100f ? least * least : 0.0f) {
         s.best.clear();  // the likeliest; fewer at first, more while they do not hold the cut
@@ -100,31 +114,29 @@ inline const float* filtered_law(const float* logits, int count, const Shape& sh
     }
     std::fill(law, law + count, kNone);
     for (size_t i = 0; i < kept; i++) law[s.best[i].second] = -s.best[i].first;
-    return law;
+    return {law, count, 1.0f, top_of(law, count)};
 }
 
-// One row's choice, or -1 where its logits leave none. Temperature 0 is greedy.
-inline int64_t draw_row(const float* logits, int count, float temperature, NoiseKey key, const uint32_t* words) {
-    const Top top = top_of(logits, count);
-    if (!std::isfinite(top.value)) return -1;
-    if (temperature == 0.0f) return top.place;
+// The choice, or -1 where there is none. Temperature 0 is greedy.
+inline int64_t draw(const Law& law, const Noise& noise) {
+    if (law.top.place < 0 || law.heat == 0.0f) return law.top.place;
     // A token wins only if its noise exceeds x = top + g(top) - its law, and g > x implies bits < 2^32 exp(-x).
     // 1 + f >= 2^f bounds that power from above; the margin is for roundings, and bits are halved to fit a sign.
     uint32_t bits[kLanes];
-    store_words(bits, strip_bits(words + top.place, 1, key));
-    const double floor = static_cast<double>(top.value / temperature) + gumbel(bits[0]);
+    store_words(bits, noise.strip(law.top.place, 1));
+    const double floor = static_cast<double>(law.top.value / law.heat) + gumbel(bits[0]);
     const f32x16 offset = splat(static_cast<float>(31.0 + 0.02 + std::abs(floor) * 1e-6 - floor * 1.44269504));
     double best = -std::numeric_limits<double>::infinity();
     int64_t chosen = -1;
-    for (int i = 0; i < count; i += kLanes) {
-        const f32x16 law = strip(logits + i, count - i) / splat(temperature);
-        const Words random = strip_bits(words + i, count - i, key);
-        const f32x16 power = minimum(splat(33.0f), maximum(splat(0.0f), law * splat(1.44269504f) + offset));
+    for (int i = 0; i < law.count; i += kLanes) {
+        const f32x16 own = strip(law.logits + i, law.count - i) / splat(law.heat);
+        const Words random = noise.strip(i, law.count - i);
+        const f32x16 power = minimum(splat(33.0f), maximum(splat(0.0f), own * splat(1.44269504f) + offset));
         const f32x16 bound = as_float(nearest_integers((power + splat(127.0f)) * splat(0x1p23f)));
         uint32_t hits = at_most(to_float(shift_down<1>(random)), bound);
         if (!hits) continue;
         float laws[kLanes];
-        store(laws, law), store_words(bits, random);
+        store(laws, own), store_words(bits, random);
         for (; hits; hits &= hits - 1) {
             const int j = __builtin_ctz(hits);
             const double score = static_cast<double>(laws[j]) + gumbel(bits[j]);
@@ -148,37 +160,27 @@ inline f32x16 waiting_time(Words bits) {
     return minimum(splat(16.635532f), where_less(v, half, series, late));
 }
 
-inline int64_t draw_shaped(const float* logits, int count, const Shape& shape, NoiseKey key, const uint32_t* words, Scratch& s) {
-    if (!shape.filters() || !std::isfinite(top_of(logits, count).value)) return draw_row(logits, count, shape.heat(), key, words);
-    return draw_row(filtered_law(logits, count, shape, s), count, 1.0f, key, words);
-}
-
-// The `best` likeliest choices of a row, likeliest first, and their chances: the softmax of the noisy scores, the law
-// sharpened before. Tokens are -1 where the logits leave no choice.
-inline void rank_row(const float* logits, int count, const Shape& shape, float sharpness, NoiseKey key, const uint32_t* words,
-                     int best, Scratch& s, int64_t* tokens, double* chances) {
-    const Top top_logit = top_of(logits, count);
-    if (!std::isfinite(top_logit.value)) return std::fill(tokens, tokens + best, -1);
-    const bool filters = shape.filters();
-    const float divisor = filters ? sharpness : shape.heat() * sharpness;
-    if (filters) logits = filtered_law(logits, count, shape, s);
-    const Top top = filters ? top_of(logits, count) : top_logit;
-    s.weights.resize(count + kLanes);
+// The `best` likeliest choices, likeliest first, and their chances: the softmax of the noisy scores, the law sharpened
+// before. Tokens are -1 where there is none.
+inline void rank(const Law& law, float sharpness, const Noise& noise, int best, Scratch& s, int64_t* tokens, double* chances) {
+    if (law.top.place < 0) return std::fill(tokens, tokens + best, -1);
+    s.weights.resize(law.count + kLanes);
     float* w = s.weights.data();
+    const float divisor = law.heat * sharpness;
     const f32x16 scale = splat(divisor == 0.0f ? 1.0f : 1.0f / divisor);
     f32x16 sums = splat(0.0f);
-    for (int i = 0; i < count; i += kLanes) {
-        f32x16 own = exponential((strip(logits + i, count - i) - splat(top.value)) * scale);
-        if (divisor != 0.0f) own = own / waiting_time(strip_bits(words + i, count - i, key));
+    for (int i = 0; i < law.count; i += kLanes) {
+        f32x16 own = exponential((strip(law.logits + i, law.count - i) - splat(law.top.value)) * scale);
+        if (divisor != 0.0f) own = own / waiting_time(noise.strip(i, law.count - i));
         store(w + i, own);
         sums += own;
     }
     const double total = sum(sums);
     for (int k = 0; k < best; k++) {
-        const Top next = top_of(w, count);
+        const Top next = top_of(w, law.count);
         tokens[k] = next.place;
         chances[k] = next.value / total;
-        w[next.place] = -1.0f;
+        if (next.place >= 0) w[next.place] = -1.0f;
     }
 }
 

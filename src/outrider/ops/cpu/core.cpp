@@ -11,7 +11,7 @@
 namespace outrider {
 
 struct LayerSpec {
-    const Linear *qkv, *out, *gate_up, *down;
+    const Linear *qkv, *out, *gate_up, *down;  // columns of qkv are, for each head of keys: its queries, key and value
     const float *norm_in, *norm_mlp;  // null: no norm there
     const float *q_norm, *k_norm;
     int64_t window;  // 0: none
@@ -138,14 +138,13 @@ Workspace& workspace() {
     return w;
 }
 
-constexpr int kWidest = 512;  // values of a head; Stack (ops/native.py) refuses wider ones
-
 // One thread's part of a forward.
 class Forward {
    public:
     Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w)
-        : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), eps(static_cast<float>(s.eps)), x(w.rows(0, hidden)),
-          wide(w.rows(1, 2 * hidden)), qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim)), mixed(w.rows(3, s.heads * s.head_dim)),
+        : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), group(static_cast<int>(s.heads / s.kv_heads)),
+          eps(static_cast<float>(s.eps)), x(w.rows(0, hidden)), wide(w.rows(1, 2 * hidden)),
+          qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim)), mixed(w.rows(3, s.heads * s.head_dim)),
           gated(w.rows(4, s.ffn)), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
         w.scratch.resize(std::max<size_t>(w.scratch.size(), f.threads));
     }
@@ -173,10 +172,12 @@ class Forward {
     void copy(float* to, const float* from) const { std::memcpy(to, from, hidden * sizeof(float)); }
     const Row& row(int r) const { return w.layout.row[first + r]; }
 
-    void multiply(const Linear& l, const Input& in, const Rows& out, Then then) { multiply_rows(l, in, out, then, packed, m); }
+    void multiply(const Linear& l, const Input& in, const Rows& out, Then then, bool ready = true) {
+        multiply_rows(l, in, out, then, packed, m, ready);
+    }
 
     void layer(const LayerSpec& l, int64_t index) {
-        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in, eps}, qkv, Then::kStore);
+        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in, eps}, qkv, Then::kStore, false);
         const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
         const int page = static_cast<int>(f.page_size), per_word = static_cast<int>(f.per_word);
         const size_t before = static_cast<size_t>(f.pages) * kv_heads * page * width / per_word * index;
@@ -189,38 +190,45 @@ class Forward {
 
     template <class K>
     void attend(const LayerSpec& l, const Pages& kv) {
-        const int heads = static_cast<int>(s.heads + 2 * s.kv_heads), group = static_cast<int>(s.heads / s.kv_heads);
-        for (int head = m.thread; head < heads; head += m.threads) {  // of all rows: the values of two share a word
-            for (int r = 0; r < rows; r++)  // another thread may have them
-                for (int i = 0; i < kv.head_dim; i += kLanes) fetch(qkv[r] + head * kv.head_dim + i);
-            for (int r = 0; r < rows; r++) place_head<K>(l, kv, r, head);
-        }
-        m.meet();
+        const Share mine = m.share(kv.kv_heads);
+        // the columns of q, k and v that a thread has made may be those of whole heads of keys: then nobody waits for another
+        const bool apart = kv.kv_heads % m.threads == 0 && (group + 2) * kv.head_dim % (2 * kLanes) == 0;
+        if (!apart) m.meet();
+        for (int head = mine.begin; head < mine.end; head++)  // of all rows: the values of two share a word
+            for (int r = 0; r < rows; r++) place<K>(l, kv, r, head);
+        if (!apart) m.meet();
+        const Share heads = apart ? mine : Share{0, kv.kv_heads};
         int turn = 0;
+        const int most = std::max(1, kQueries / group);
         for (int begin = 0, end; begin < rows; begin = end) {
-            for (end = begin + 1; end < rows && end - begin < std::max(1, kQueries / group) && row(end).feed == row(begin).feed;) end++;
-            for (int head = 0; head < kv.kv_heads; head++)
-                if (turn++ % m.threads == m.thread)
-                    Attention<K>(kv, &row(begin), end - begin, head, group, static_cast<int>(l.window), w.scratch[m.thread])
-                        .run(qkv.from(begin), mixed.from(begin), head + m.threads);
+            for (end = begin + 1; end < rows && end - begin < most && row(end).feed == row(begin).feed;) end++;
+            for (int head = heads.begin; head < heads.end; head++) {
+                if (!apart && turn++ % m.threads != m.thread) continue;
+                const int next = head + (apart ? 1 : m.threads);
+                Attention<K>(kv, &row(begin), end - begin, head, group, static_cast<int>(l.window), w.scratch[m.thread])
+                    .run(qkv.from(begin), mixed.from(begin), next < heads.end ? next : -1);
+            }
         }
         m.meet();
     }
 
-    // Norm and rotate one head of q or k, scale q where it lies, and bring k and v to their slot.
+    // Norm and rotate a row's queries and key of one head of keys, and bring key and value to their slot.
     template <class K>
-    void place_head(const LayerSpec& l, const Pages& kv, int r, int head) {
-        const int dim = kv.head_dim, half = dim / 2, heads = static_cast<int>(s.heads), kv_heads = kv.kv_heads;
-        const int slot = row(r).slot, page = row(r).feed->pages[slot / kv.page_size], offset = slot % kv.page_size;
-        float *own = qkv[r] + static_cast<size_t>(head) * dim, filled[kWidest];
-        if (head >= heads) {
-            for (int i = 0; i < kv.width; i += kLanes) store(filled + i, i < dim ? load_upto(own + i, dim - i) : splat(0.0f));
-            own = filled;
-        }
-        if (head >= heads + kv_heads) return kv.put_value<K>(page, head - heads - kv_heads, offset, own);
-        if (const float* norm = head < heads ? l.q_norm : l.k_norm) normed(own, own, norm, dim, eps);
+    void place(const LayerSpec& l, const Pages& kv, int r, int head) {
+        const int dim = kv.head_dim, slot = row(r).slot, offset = slot % kv.page_size;
+        const int page = row(r).feed->pages[slot / kv.page_size];
+        float *own = qkv[r] + static_cast<size_t>(head * (group + 2)) * dim, *key = own + group * dim;
+        for (float* query = own; query < key; query += dim) rotate(query, r, l.q_norm, 1.0f / std::sqrt(static_cast<float>(dim)));
+        rotate(key, r, l.k_norm, 1.0f);
+        kv.put_key<K>(page, head, offset, key);
+        kv.put_value<K>(page, head, offset, key + dim);
+    }
+
+    void rotate(float* own, int r, const float* norm, float factor) {
+        const int dim = static_cast<int>(s.head_dim), half = dim / 2;
+        if (norm) normed(own, own, norm, dim, eps);
         const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - f.rotary_lag, 0)) * half;
-        const f32x16 scale = splat(head < heads ? 1.0f / std::sqrt(static_cast<float>(dim)) : 1.0f);
+        const f32x16 scale = splat(factor);
         for (int i = 0; i < half; i += kLanes) {
             const int left = half - i;
             const f32x16 cos = load_upto(s.cos + turn + i, left), sin = load_upto(s.sin + turn + i, left);
@@ -228,7 +236,6 @@ class Forward {
             store_upto(own + i, (a * cos - b * sin) * scale, left);
             store_upto(own + half + i, (b * cos + a * sin) * scale, left);
         }
-        if (head >= heads) kv.put_key<K>(page, head - heads, offset, own);
     }
 
     // The chunk's rows as they enter the first layer.
@@ -274,7 +281,7 @@ class Forward {
     const StackSpec& s;
     const ForwardSpec& f;
     Workspace& w;
-    int hidden;
+    int hidden, group;  // group: of queries per head of keys
     float eps;
     Rows x, wide, qkv, mixed, gated;
     Packed packed;
@@ -296,7 +303,7 @@ struct ChoiceSpec {
     int64_t rows, vocab;
     const Shape* shapes;     // of each row
     const float* sharpness;  // likewise, of `rank`
-    const NoiseKey* keys;    // likewise
+    const uint32_t* keys;    // two of each
     const uint32_t* words;   // of every token
     int64_t best;            // how many are ranked; 0: one is drawn
     int64_t* tokens;         // (rows, best), or of each row its choice; -1 where there is none
@@ -306,12 +313,12 @@ struct ChoiceSpec {
 void choose(const ChoiceSpec& c, const Member& m) {
     Scratch& scratch = workspace().choosing;
     const int vocab = static_cast<int>(c.vocab), best = static_cast<int>(c.best);
-    for (int64_t r = m.thread; r < c.rows; r += m.threads)
-        if (best)
-            rank_row(c.logits + r * vocab, vocab, c.shapes[r], c.sharpness[r], c.keys[r], c.words, best, scratch, c.tokens + r * best,
-                     c.chances + r * best);
-        else
-            c.tokens[r] = draw_shaped(c.logits + r * vocab, vocab, c.shapes[r], c.keys[r], c.words, scratch);
+    for (int64_t r = m.thread; r < c.rows; r += m.threads) {
+        const Law law = law_of(c.logits + r * vocab, vocab, c.shapes[r], scratch);
+        const Noise noise{c.keys + 2 * r, c.words};
+        if (best) rank(law, c.sharpness[r], noise, best, scratch, c.tokens + r * best, c.chances + r * best);
+        else c.tokens[r] = draw(law, noise);
+    }
 }
 
 // Chains drafted by a model: the layout's feeds are read, then every sequence goes on from its own guesses.
@@ -356,7 +363,7 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
         for (int s = 0; s < choice.rows; s++) most = std::max(most, reached[s] *= choice.chances[s]);
         // the caller sees what is missing
         if (std::count(choice.tokens, choice.tokens + choice.rows, -1) || most < chain.floor) return true;
-        choice.logits += sequences * choice.vocab, choice.keys += sequences;
+        choice.logits += sequences * choice.vocab, choice.keys += 2 * sequences;
         choice.tokens += sequences, choice.chances += sequences;
     }
     return true;
@@ -389,22 +396,18 @@ bool tiles_agree() {
 }
 #endif
 
-// `steps` steps of a kind on as many accumulators as a product has, from the first cache, for measuring what the
-// instruction gives.
-template <class K>
-void multiply_add(int64_t steps) {
-    alignas(64) uint32_t words[2 + kBlock][kLanes] = {};
-    typename K::Acc acc[kBlock];
-    asm volatile("" : "+m"(words));  // of unknown values
-    std::memcpy(acc, words[2], sizeof acc);
-    for (int64_t s = 0; s < steps; s++) {
-        asm volatile("" : "+m"(words));  // every step is made
-        const Words w = load_words(words[0]);
-#pragma GCC unroll 16
-        for (int r = 0; r < kBlock; r++) acc[r] = K::join(acc[r], w, words[1] + r);
+// Products of zeros with panels of so many steps that lie in a row, or all in one place, for measuring.
+constexpr int kMeasured = 8 * kUnit;
+template <class K, int R>
+void multiply_panels(const char* weights, Share panels, bool in_place) {
+    const std::vector<uint32_t> x(R * kMeasured);
+    Linear l{};
+    l.steps = kMeasured, l.weights = weights;
+    typename K::Acc sums[R];
+    for (int panel = panels.begin; panel < panels.end; panel++) {
+        multiply<K, Whole, R>(x.data(), l, in_place ? 0 : panel, sums);
+        asm volatile("" : : "m"(sums) : "memory");  // it is made
     }
-    std::memcpy(words[2], acc, sizeof acc);
-    asm volatile("" : : "m"(words));
 }
 
 }  // namespace outrider
@@ -445,7 +448,8 @@ OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const
     const Packed packed = workspace().packed(l->inner);
     const Input in{dense(x, l->inner), static_cast<int>(rows), norm, static_cast<float>(eps)};
     const Then then = l->paired ? Then::kGate : Then::kStore;
-    team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, dense(out, l->columns), then, packed, m); });
+    const Rows to = dense(out, l->columns);
+    team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, to, then, packed, m); });
 }
 
 // 0, or 1 where rows are laid out over memory that is not there; nothing has been done then.
@@ -465,26 +469,22 @@ OUTRIDER_API void outrider_choose(const ChoiceSpec* choice, int64_t threads) {
     flushing([&] { choose(*choice, {nullptr, 0, 1}); });
 }
 
-// The multiply-adds of all threads; 0 where tiles do the work.
+// So many products with steps from the first cache: the multiply-adds of all threads; 0 where tiles do the work.
 OUTRIDER_API double outrider_multiply_add(int64_t kind, int64_t steps, int64_t threads) {
-    double done = 0.0;
+    const int panels = static_cast<int>(steps / kMeasured);
+    const std::vector<char> weights(kMeasured * kStepBytes);
+    int values = 0;  // of a step
     with_kind(kind, [&](auto k) {
-        team().run(static_cast<int>(threads), [&](const Member&) { multiply_add<decltype(k)>(steps); });
-        done = static_cast<double>(steps) * threads * kBlock * kLanes * decltype(k)::per_step;
+        using K = decltype(k);
+        const auto body = [&](const Member&) { multiply_panels<K, kBlock>(weights.data(), {0, panels}, true); };
+        team().run(static_cast<int>(threads), body);
+        values = kLanes * K::per_step;
     });
-    return kTiles ? 0.0 : done;
+    return kTiles ? 0.0 : static_cast<double>(panels) * kMeasured * threads * kBlock * values;
 }
 
-// Reads memory as a forward reads weights, for measuring bandwidth.
-OUTRIDER_API void outrider_read(const float* memory, int64_t bytes, int64_t threads) {
-    team().run(static_cast<int>(threads), [&](const Member& m) {
-        const Share mine = m.share(static_cast<int>(bytes / 256));
-        f32x16 acc[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-        for (const float *p = memory + int64_t{mine.begin} * 64, *end = memory + int64_t{mine.end} * 64; p < end; p += 64)
-            for (int i = 0; i < 4; i++) {
-                fetch(reinterpret_cast<const char*>(p + i * kLanes) + kPrefetch);
-                acc[i] += load(p + i * kLanes);
-            }
-        asm volatile("" : : "m"(acc));  // the reads are made
-    });
+// Reads memory as a forward of one row reads weights, for measuring bandwidth.
+OUTRIDER_API void outrider_read(const char* memory, int64_t bytes, int64_t threads) {
+    const int panels = static_cast<int>(bytes / (kMeasured * kStepBytes));
+    team().run(static_cast<int>(threads), [&](const Member& m) { multiply_panels<F32, 1>(memory, m.share(panels), false); });
 }

@@ -136,7 +136,7 @@ struct Packed {
                 for (int part = 0; part < K::per_step; part++, at += kLanes) {
                     const f32x16 own = values(at);
                     K::encode(own, units, to + part * (kLanes / K::per_step));
-                    if (std::is_same<K, I8>::value) total += rounded(own * splat(units));
+                    if (std::is_same<K, I8>::value) total += to_float(nearest_integers(own * splat(units)));
                 }
             quantum[r] = {scale, 128 * static_cast<int32_t>(sum(total))};
         }
@@ -212,10 +212,12 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
                 for (int i = 0; i < 2 * R; i++)
                     acc[i % R] = K::join(acc[i % R], step[i / R], words + i % R * kUnit + i / R);
             };
-            // many rows take so long with a line that it need not come nearer than the second cache, and may come earlier
+            // from a few rows on there is time to bring a line to the second cache early and to the first one late
 #pragma GCC unroll 4
-            for (int line = 0; line < Form::bytes; line += kStepBytes)
-                R < 8 ? fetch(w + kPrefetch + line) : _mm_prefetch(w + 2 * kPrefetch + line, _MM_HINT_T1);
+            for (int line = 0; line < Form::bytes; line += kStepBytes) {
+                if (R >= 4) _mm_prefetch(w + 4 * kPrefetch + line, _MM_HINT_T1);
+                fetch(w + (R >= 4 ? kPrefetch / 2 : kPrefetch) + line);
+            }
             Form::template pair<0>(w, table, step);
             if (escapes) Whole::pair<0>(whole, table, step);
             join(at);
@@ -322,22 +324,27 @@ void linear(const Linear& l, const Packed& x, int rows, const Rows& out, Then th
                                 std::min(panel + group, mine.end), out.from(first), then, x.quantum + first);
 }
 
-// All rows times all panels, by every thread of a team; the result is ready for all of them when it returns.
-inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, Then then, const Packed& packed, const Member& m) {
+// All rows times all panels, by every thread of a team; the result is ready for all of them when it returns, or of at most
+// kChunk rows what this thread has made.
+inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, Then then, const Packed& packed, const Member& m,
+                          bool ready = true) {
     const char* mine = l.weights + l.panel_bytes() * l.share(m).begin;
     for (int line = 0; line < kPrefetch; line += kStepBytes) fetch(mine + line);  // while rows are packed
     with_kind(l.kind, [&](auto kind) {
         using K = decltype(kind);
         for (int first = 0; first < in.rows; first += kChunk) {
             const Input part = in.part(first, std::min(kChunk, in.rows - first));
-            packed.fill<K>(part, static_cast<int>(l.steps), m.share(part.rows));
-            m.meet();
+            const bool alone = part.rows == 1 && m.threads <= kChunk / 8;  // each for itself is quicker than meeting
+            const int slot = alone ? 8 * m.thread : 0;
+            const Packed own{packed.words + static_cast<size_t>(slot) * l.steps, packed.quantum + slot};
+            own.fill<K>(part, static_cast<int>(l.steps), alone ? Share{0, 1} : m.share(part.rows));
+            if (!alone) m.meet();
             const Rows to = out.from(first);
             if constexpr (std::is_same<K, BF16>::value && !kTiles)
-                l.high ? linear<K, Thin>(l, packed, part.rows, to, then, m) : linear<K, Whole>(l, packed, part.rows, to, then, m);
+                l.high ? linear<K, Thin>(l, own, part.rows, to, then, m) : linear<K, Whole>(l, own, part.rows, to, then, m);
             else
-                linear<K, Whole>(l, packed, part.rows, to, then, m);
-            m.meet();
+                linear<K, Whole>(l, own, part.rows, to, then, m);
+            if (ready) m.meet();
         }
     });
 }

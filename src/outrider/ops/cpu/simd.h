@@ -20,7 +20,6 @@ constexpr int kLanes = 16;
 constexpr int kRegisters = 32;
 using Floats = __m512;
 using Integers = __m512i;
-using Halves = __m256i;  // sixteen numbers of 16 bits to a register of Words
 #define OUTRIDER_WIDE(name) _mm512_##name
 struct f32x16 { Floats v; };
 struct Words { Integers v; };  // 16 x 32 bits, whatever they mean
@@ -34,7 +33,6 @@ inline auto each_place(const Do& f) { return joined(f(0)); }
 constexpr int kRegisters = 8;  // 16 registers hold two halves each
 using Floats = __m256;
 using Integers = __m256i;
-using Halves = __m128i;
 #define OUTRIDER_WIDE(name) _mm256_##name
 struct f32x16 { Floats lo, hi; };
 struct Words { Integers lo, hi; };
@@ -95,19 +93,11 @@ inline f32x16 load_upto(const float* p, int n, float rest = 0.0f) {
     return load(all);
 }
 inline void store_upto(float* p, f32x16 a, int n) { n < kLanes ? void(std::memcpy(p, &a, n * sizeof(float))) : store(p, a); }
-
-
-inline Words widened(const void* halves) {
-    Halves part[sizeof(Words) / sizeof(Integers)];
-    std::memcpy(part, halves, sizeof part);
-    return each_place([&](int at) { return OUTRIDER_WIDE(cvtepu16_epi32)(part[at / 8]); });
-}
 inline Words high_halves(Words a) { return a & splat_word(0xffff0000u); }
 inline f32x16 magnitude(f32x16 a) { return as_float(as_words(a) & splat_word(0x7fffffffu)); }
 
 #if defined(__AVX512F__)
-inline f32x16 rounded(f32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-inline f32x16 scaled_by_power(f32x16 a, f32x16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+inline f32x16 scaled_by_power(f32x16 a, Words n) { return {_mm512_scalef_ps(a.v, to_float(n).v)}; }
 inline uint32_t at_most(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }  // a bit per lane
 inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
@@ -116,21 +106,19 @@ inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
 inline float sum(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 #else
-inline f32x16 rounded(f32x16 a) {
-    return each([](auto x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }, a);
-}
 // In two halves of the exponent, so that neither overflows for the exponents exp() asks for.
-inline f32x16 scaled_by_power(f32x16 a, f32x16 n) {
-    const Words whole = nearest_integers(n), half = each([](auto x) { return _mm256_srai_epi32(x, 1); }, whole);
+inline f32x16 scaled_by_power(f32x16 a, Words n) {
+    const Words half = each([](auto x) { return _mm256_srai_epi32(x, 1); }, n);
     const auto power = [](Words by) { return as_float(shift_up<23>(by + splat_word(127))); };
-    return a * power(half) * power(whole - half);
+    return a * power(half) * power(n - half);
 }
 inline uint32_t at_most(f32x16 a, f32x16 b) {
     const f32x16 is = each([](auto x, auto y) { return _mm256_cmp_ps(x, y, _CMP_LE_OQ); }, a, b);
     return static_cast<uint32_t>(_mm256_movemask_ps(is.lo) | _mm256_movemask_ps(is.hi) << 8);
 }
 inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
-    return each([](auto x, auto y, auto p, auto q) { return _mm256_blendv_ps(q, p, _mm256_cmp_ps(x, y, _CMP_LT_OQ)); }, a, b, yes, no);
+    const auto pick = [](auto x, auto y, auto p, auto q) { return _mm256_blendv_ps(q, p, _mm256_cmp_ps(x, y, _CMP_LT_OQ)); };
+    return each(pick, a, b, yes, no);
 }
 template <class Join>
 inline float across(f32x16 a, Join join) {
@@ -147,11 +135,12 @@ inline float largest(f32x16 a) { return across(a, [](float x, float y) { return 
 // e^x to within 2 units in the last place; 0 from -104 down (so also at -inf), NaN for NaN.
 inline f32x16 exponential(f32x16 x) {
     x = minimum(splat(88.8f), maximum(splat(-104.0f), x));
-    const f32x16 n = rounded(x * splat(1.44269504f));
+    const Words power = nearest_integers(x * splat(1.44269504f));
+    const f32x16 n = to_float(power);
     const f32x16 r = fma(n, splat(-1.42860677e-6f), fma(n, splat(-0.693145752f), x));
     f32x16 p = splat(1.0f / 720.0f);
     for (float c : {1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
-    return scaled_by_power(p, n);
+    return scaled_by_power(p, power);
 }
 
 // The three kinds of weights. `Acc` gathers steps and `join` adds one, with a row's word from memory; `encode` makes sixteen
@@ -209,7 +198,8 @@ struct I8 {
 #else
         const auto pairs = [](auto a, auto b) { return OUTRIDER_WIDE(madd_epi16)(a, OUTRIDER_WIDE(srai_epi16)(b, 8)); };
         const Words all = splat_word(*x), even = each([](auto v) { return OUTRIDER_WIDE(slli_epi16)(v, 8); }, all);
-        return acc + each(pairs, w & splat_word(0x00ff00ffu), even) + each(pairs, shift_down<8>(w) & splat_word(0x00ff00ffu), all);
+        const Words low = splat_word(0x00ff00ffu);
+        return acc + each(pairs, w & low, even) + each(pairs, shift_down<8>(w) & low, all);
 #endif
     }
     static void encode(f32x16 v, float units, uint32_t* out) {

@@ -57,18 +57,17 @@ class Team {
         caller_ = sched_getcpu();
         rest_.store(threads == 1, std::memory_order_relaxed);
         if (threads > 1) {
-            running_.store(threads - 1, std::memory_order_relaxed);
             job_.store(((job_.load() >> 8) + 1) << 8 | static_cast<uint32_t>(threads));
             if (asleep_.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
         }
         act(0);
-        wait_until([&] { return running_.load(std::memory_order_acquire) == 0; });
     }
 
-    void barrier() {
-        if (threads_ == 1) return;
+    // Of that many threads; a late one must not ask threads_, which the next run may have changed.
+    void barrier(int threads) {
+        if (threads == 1) return;
         const uint32_t phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
             arrived_.store(0, std::memory_order_relaxed);
             phase_.store(phase + 1, std::memory_order_release);
         } else {
@@ -105,7 +104,6 @@ class Team {
             together = sched_getcpu() == caller_ ? together + 1 : 0;
             if (together == kTogether) step_aside(), together = 0;
             act(index);
-            running_.fetch_sub(1, std::memory_order_release);
         }
     }
 
@@ -119,7 +117,11 @@ class Team {
         sched_setaffinity(0, sizeof mine, &mine);
     }
 
-    void act(int index) { flushing([&] { (*body_)({this, index, threads_}); }); }
+    void act(int index) {
+        const Member member{this, index, threads_};
+        flushing([&] { (*body_)(member); });
+        member.meet();
+    }
 
     std::mutex turn_;
     const Body* body_ = nullptr;
@@ -127,12 +129,11 @@ class Team {
     alignas(64) std::atomic<uint32_t> job_{0};  // count << 8 | threads
     std::atomic<bool> rest_{false};  // the caller works alone: whoever idles should sleep, not share its core
     std::atomic<int> asleep_{0};
-    alignas(64) std::atomic<int> running_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
-inline void Member::meet() const { team->barrier(); }
+inline void Member::meet() const { team->barrier(threads); }
 
 // The process's team. Threads do not survive a fork, so a child gets a team of its own; the
 // parent's is left where it is, because its threads may hold anything.
