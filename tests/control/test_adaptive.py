@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 
 from outrider.control import Adaptive, Costs, Load, RoundStats
+from outrider.control.adaptive import _Timed
 from outrider.core import Arm, Drafts, Plan
 
 
@@ -116,6 +117,28 @@ def test_nothing_to_gain_costs_only_the_probes() -> None:
     assert 0 < len(made.drafted) < 200, "rare, but never given up"
 
 
+def test_beginning_with_many_costs_little() -> None:
+    made = World(flat, {"a": 0.1, "b": 0.1}, {"a": 0.8, "b": 0.8}, {"a": per_token(0.001), "b": per_token(0.001)}, batch=8)
+    costs = made.policy.costs
+    for _ in range(4):
+        for rows in (1, 2, 4, 8, 16, 24, 32, 64, 128):
+            costs.observe_forward(rows, 100, flat(rows))
+        for name, batch, length in product("ab", (1, 8), (2, 8)):
+            costs.observe_proposal(name, batch, length, 0.001 * length)
+    assert made.run(120) >= 0.94 * 8 / flat(8)
+
+
+def test_prices_do_not_outlive_a_plan_that_disappoints() -> None:
+    made = World(*WORLDS["good"])
+    made.run(130)
+    prices = made.policy._price_lists
+    made.run(20)
+    assert made.policy._price_lists is prices
+    made.chance["a"] = 0.0
+    made.run(20)
+    assert made.policy._price_lists is not prices
+
+
 def test_it_notices_when_the_text_turns() -> None:
     made = World(*WORLDS["hopeless"])
     made.run(400)
@@ -170,12 +193,12 @@ def test_a_plan_goes_on_while_it_is_thought_over_if_that_changed_nothing_before(
         return found
 
     policy.plan = planned  # type: ignore[method-assign]
-    made.run(400)
+    made.run(1600)
     due = [(steady, now, later) for (is_due, steady, now), (_, _, later) in pairwise(seen) if is_due]
     assert any(now.again for _, now, _ in due)
     assert not any(now.again for steady, now, _ in due if not steady)
-    went_on = [later.lengths == now.lengths for _, now, later in due if now.again]
-    assert sum(went_on) > 0.8 * len(went_on)
+    for_nothing = [later.lengths != now.lengths for _, now, later in due if now.again]
+    assert sum(for_nothing) < 0.01 * len(seen)
 
 
 def test_a_forward_that_thinking_outlasted_teaches_no_costs() -> None:
@@ -192,6 +215,13 @@ def test_a_forward_that_thinking_outlasted_teaches_no_costs() -> None:
     made.run(200)
     assert any(pondered)
     assert max(took) < 10 * flat(1)
+
+
+def test_who_has_just_woken_and_proposes_nothing_teaches_no_costs() -> None:
+    policy = Adaptive([Arm("a", 32)], Costs())
+    for began in (True, False):
+        policy._enter(_Timed(RoundStats([0], [()], 1, 0.0001, 0.005), 100, 1, [("a", 1, 0)], began, 0))
+        assert policy.costs.knows_proposal("a") != began
 
 
 def test_a_forward_unlike_others_teaches_no_costs() -> None:

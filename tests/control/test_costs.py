@@ -35,6 +35,27 @@ def test_between_two_sizes_time_is_between_theirs() -> None:
     assert curve.time(31) == pytest.approx(0.007)
 
 
+def test_what_is_far_off_is_not_told_by_two_neighbours() -> None:
+    curve = Curve()
+    curve.observe(32, 0.1)
+    curve.observe(33, 0.1)
+    assert (curve.time(512) or 0.0) >= 0.3
+
+
+def test_padded_sizes_cost_what_is_run() -> None:
+    costs = Costs((4, 8, 16))
+    for _ in range(4):
+        costs.observe_forward(3, 0, 0.004)
+        costs.observe_forward(9, 0, 0.010)
+        costs.observe_proposal("a", 3, 2, 0.001)
+        costs.observe_proposal("a", 9, 2, 0.003)
+    assert [costs.forward(rows, 0) for rows in (1, 4, 9, 16)] == pytest.approx([0.004, 0.004, 0.010, 0.010])
+    assert costs.proposal("a", 1, 2) == costs.proposal("a", 4, 2) == pytest.approx(0.001)
+    assert 0.002 < costs.proposal("a", 9, 2) == costs.proposal("a", 16, 2)
+    assert 0.004 < costs.forward(5, 0) == costs.forward(8, 0) < 0.010
+    assert costs.forward(17, 0) > 0.010
+
+
 def test_a_stall_is_not_a_cost() -> None:
     curve = Curve()
     for _ in range(30):

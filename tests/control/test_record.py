@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import pytest
 
 from outrider.control import Adaptive, Costs, Load, RoundStats
+from outrider.control.adaptive import _Timed
 from outrider.control.record import Record
 from outrider.core import Arm, Drafts
 
@@ -37,6 +38,16 @@ def expected(record: Record, key: Hashable, arm: int) -> float:
     return float(record.curves(key)[arm][3])
 
 
+def cheap(row: float = 0.0) -> Costs:
+    """Forwards whose further rows cost so much, and proposals that cost little."""
+    costs = Costs()
+    for rows in range(1, 34):
+        costs.observe_forward(rows, 100, 0.005 + row * rows)
+    for length in range(1, 33):
+        costs.observe_proposal("a", 1, length, 0.0001 * length)
+    return costs
+
+
 def test_an_arm_that_was_not_tried_shares_the_ease_of_those_that_were() -> None:
     record = experienced()
     usual = expected(record, "new", 1)
@@ -46,6 +57,20 @@ def test_an_arm_that_was_not_tried_shares_the_ease_of_those_that_were() -> None:
     assert expected(record, "hard", 0) < expected(record, "hard", 1) < 0.85 * usual  # or whatever is untried would be asked next
     assert usual < expected(record, "easy", 1) < expected(record, "easy", 0)
     assert abs(expected(record, "new", 1) - usual) < 0.3 * usual  # of one text, not of all
+
+
+def test_bad_luck_leaves_hope_until_it_has_lasted() -> None:
+    record = Record(ARMS)
+    hopes, curves = [], []
+    for _ in range(20):
+        tell(record, "text", 0, 0)
+        hopes.append(record.hopes("other")[0])
+        curves.append(expected(record, "other", 0))
+    beyond = [own[3] - curve for own, curve in zip(hopes, curves, strict=True) if own]
+    assert len(beyond) == 15
+    assert beyond[0] > beyond[3] > 0.3
+    assert beyond[3] > beyond[-1] > 0.1
+    assert record.hopes("other")[1][3] == 4.0  # nothing is known of it
 
 
 def test_an_arm_tried_long_ago_is_believed_as_little_as_one_never_tried() -> None:
@@ -94,24 +119,23 @@ def test_nodes_that_a_drafter_does_not_give_are_not_paid_for() -> None:
 
 def test_drafts_may_stop_where_a_node_costs_more_than_it_brings() -> None:
     def floor(row: float) -> float:
-        costs = Costs()
-        for rows in range(1, 34):
-            costs.observe_forward(rows, 100, 0.005 + row * rows)
-        for length in range(1, 33):
-            costs.observe_proposal("a", 1, length, 0.0001 * length)
-        return Adaptive(ARMS[:1], costs).plan(Load([40], [0], 1, 100, 1)).floor
+        return Adaptive(ARMS[:1], cheap(row)).plan(Load([40], [0], 1, 100, 1)).floor
 
     assert 0.0 < floor(0.0) < floor(0.0002) < floor(0.0004) < 0.7
 
 
+@pytest.mark.parametrize(("left", "drafts"), [(40, False), (4000, True)])
+def test_what_takes_long_to_begin_is_not_begun_for_a_short_text(left: int, drafts: bool) -> None:
+    policy = Adaptive(ARMS[:1], cheap())
+    slow = RoundStats([4], [()], 5, 2.0, 0.005)
+    for _ in range(8):
+        policy._enter(_Timed(slow, 100, 1, [("a", 1, 4)], began=True, newcomers=1))
+    assert any(policy.plan(Load([left], [0], 1, 100, 1)).lengths) == drafts
+
+
 def test_catching_up_never_raises_the_price_of_an_arm() -> None:
     """A sequence's first proposal by an arm reads all that came before: that costs once, the next one does not."""
-    costs = Costs()
-    for rows in range(1, 34):
-        costs.observe_forward(rows, 100, 0.005)
-    for length in range(1, 33):
-        costs.observe_proposal("a", 1, length, 0.0001 * length)
-    policy = Adaptive(ARMS[:1], costs)
+    policy = Adaptive(ARMS[:1], cheap())
 
     def draft(key: int, factor: float) -> tuple[float, float]:
         """The price before and after a proposal that took so many times as long as it should."""

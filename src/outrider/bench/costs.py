@@ -23,7 +23,7 @@ def measured_costs(model: str | None) -> Costs:
     """The table after a fresh survey; it is kept for later starts."""
     llm = LLM(model, speculation="auto")
     assert isinstance(llm.engine.policy, Adaptive)
-    llm.engine.policy.costs = Costs()
+    llm.engine.policy.costs = Costs(llm.engine.policy.costs.sizes)
     llm.measure_costs()
     return llm.engine.policy.costs
 

@@ -16,6 +16,7 @@ from operator import ge, is_
 from pathlib import Path
 from typing import NamedTuple
 
+from outrider.control.allowance import Allowance
 from outrider.control.costs import Costs
 from outrider.control.policy import Load, RoundStats
 from outrider.control.record import LENGTHS, Record
@@ -26,21 +27,20 @@ __all__ = ["Adaptive"]
 _SAMPLED, _SAMPLED_DRAFTS = 8, 4  # every so many plain rounds are timed, and rounds that draft
 _LEARNT = 64  # rounds; before that all are timed
 _REPRICE = 128  # rounds for which prices stand, when many have been seen
-_WORTH = 1.04  # a draft must promise this much more than none: catching up and changing course cost too
-_WORTH_TOGETHER = 0.04  # more for twice as many: they end one by one, and who is left shares its rounds with fewer
+_WORTH = 1.05  # a draft must promise this much more than none: catching up and changing course cost too
+_WORTH_TOGETHER = 0.06  # more for twice as many: they end one by one, and who is left shares its rounds with fewer
 _HEARD = 8  # sequences whose verdicts a round thinks over, in turn
 _THOUGHTS = 32  # rounds over which the time they take is averaged
 _TRIAL, _NEARLY = 4, 0.95  # rounds in which all try what does not quite seem to pay, and how near to that it must be
-_SAVED = 8.0  # plain rounds that may be saved up for probes
-_PROBES = 0.002  # share of the time that may go into trying what does not seem to pay
-_FIRST_PROBES = 32.0  # plain rounds of one sequence that may go into trying what is not known at all
 _PROBE_LENGTHS = (8, 2)  # in turn
 _REPLAN = 12  # rounds a plan stands
+_STEADY = 24  # where thinking it over changed nothing
 _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
 _FEW = 4  # sequences among which one newcomer is planned for at once, or as many in proportion
 _POOR, _ENOUGH = 0.8, 4  # of the rate promised, and the rounds over which less than that calls for another plan
 _HIGHEST = 0.7  # floor under a draft
+_BEGINNINGS = 8.0  # over which the time that beginning takes is averaged
 _SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
 
@@ -53,6 +53,7 @@ class _Timed(NamedTuple):
     many: int  # sequences
     asked: list[tuple[str, int, int]]  # arms that drafted, for how many, how many nodes each
     began: bool  # somebody had not used its arm in the round before
+    newcomers: int  # sequences that had never used theirs
 
 
 class _Prices(NamedTuple):
@@ -81,20 +82,20 @@ class Adaptive:
         self._complete = False  # all of them are planned for
         self._age, self._every = 0, 0  # of the standing plan, in rounds, and how old it may get
         self._rate = 1.0  # tokens per second that the standing plan promises
+        self._usual = 1.0  # that rounds of it have, if it is right
         self._tried = False  # it is a trial of all
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._hopes = [math.inf] * len(arms)  # by arm, the rate if every guess came true
+        self._promising: Seq[int] = ()  # arms that may be better than what is used, for all that has been seen of them
         self._price_lists: dict[tuple[int, ...], _Prices] = {}
         self._proposed: dict[int, int] = {}  # most nodes of a sequence, by arm, this round
         self._priced = 0  # rounds
         self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
         self._spent = 0.0  # seconds that the plan's proposals take, as expected
         self._brought = [0, 0.0, 0.0]  # by the standing plan: rounds, tokens, seconds
-        self._credit = 0.0  # seconds that may be lost on probes
-        self._earned = 0.0  # of them, by the last round
-        self._grant: float | None = None  # the same, on arms not known yet
-        self._next_probe = 0.0  # what the next one would cost
+        self._allowance = Allowance()
         self._turn = 0  # of probes, over sequences and arms
+        self._probes = 0  # so far
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
@@ -106,6 +107,9 @@ class Adaptive:
         self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
         self._drafted: set[tuple[Hashable, int]] = set()  # who uses which arm
         self._began = False  # somebody did not in the round before
+        self._met: dict[int, set[Hashable]] = {}  # sequences that have used an arm
+        self._newcomers = 0  # those who use theirs for the first time
+        self._beginning: dict[int, float] = {}  # seconds it takes a sequence to begin to use an arm
         self._load: Load | None = None
         self._plan = Plan(())
         self._users: dict[int, list[int]] = {}  # sequences that draft by it, by arm
@@ -127,7 +131,7 @@ class Adaptive:
         self._load, self._probe = load, None
         self._age += 1
         if self._stands(load):
-            self._began = False
+            self._began, self._newcomers = False, 0
         else:
             self._plan = self._anew(load)
             self._note_users(load)
@@ -143,7 +147,7 @@ class Adaptive:
             plan, self._once_more = _nothing(len(load.keys)), False
         elif not due and self._again is not None and self._again[0] in load.keys:
             plan = self._probed(load, stood, *self._again)
-        elif due or self._credit >= self._next_probe:
+        elif due or self._allowance.is_enough:
             plan = self._with_probe(load, stood)
         self._settled = plan is stood and self._complete and self._again is None
         self._resting = self._settled and not any(plan.lengths)
@@ -166,6 +170,11 @@ class Adaptive:
         self._users = self._drafting(self._plan)
         drafted = {(load.keys[b], arm) for arm, own in self._users.items() for b in own}
         self._began, self._drafted = not drafted <= self._drafted, drafted
+        self._newcomers = 0
+        for arm, own in self._users.items():
+            met = self._met.setdefault(arm, set())
+            self._newcomers += sum(load.keys[b] not in met for b in own)
+            met.update(load.keys[b] for b in own)
         self._spent = self._thinking(len(load.keys))
         for arm, own in self._users.items():
             length = max(self._plan.lengths[b] for b in own)
@@ -175,7 +184,7 @@ class Adaptive:
     def _goes_on(self) -> bool:
         """Whether the next round's plan will be this one's too, as far as can be told."""
         stays = self._age + 1 < self._every or (self._plan.whole and self._steady)
-        return self._settled and stays and self._credit + self._earned < self._next_probe
+        return self._settled and stays and not self._allowance.will_be_enough
 
     def _replan(self, load: Load) -> None:
         """Think about everyone, and for how long that shall stand."""
@@ -187,7 +196,7 @@ class Adaptive:
         if self._tried or any(key in before and not before[key][1] for key in drafting):
             self._every = _TRIAL  # what was begun anew is soon looked at
         elif drafting:
-            self._every = max(_REPLAN, len(load.keys) // 2)
+            self._every = max(_STEADY if self._steady else _REPLAN, len(load.keys) // 2)
         else:
             self._every = min(2 * max(self._every, _REPLAN), _LONGEST)
 
@@ -198,7 +207,7 @@ class Adaptive:
 
     def _stands(self, load: Load) -> bool:
         """Whether the last round's plan is this one's too: the same sequences, and nothing to think over or to try."""
-        if not self._settled or self._age >= self._every or self._credit >= self._next_probe:
+        if not self._settled or self._age >= self._every or self._allowance.is_enough:
             return False
         if len(load.keys) != len(self._who) or not all(map(is_, load.keys, self._who)):
             return False
@@ -275,22 +284,23 @@ class Adaptive:
             return
         self._priced += 1
         seconds = stats.propose_s + stats.forward_s + stats.rest_s
-        self._earned = _PROBES * seconds
-        self._credit = min(self._credit + self._earned, _SAVED * seconds)
+        many = len(load.keys)
+        self._allowance.earn(seconds, many)
         if self._resting and self._priced % _SAMPLED:
             return
-        many = len(load.keys)
         drafted = bool(self._users)
         often = 1 if self._priced < _LEARNT or self._probe is not None else _SAMPLED_DRAFTS if drafted else _SAMPLED
         before, self._was_plain = self._was_plain, not drafted
         pondered, self._pondered = self._pondered, False
         if self._priced % often == 0 and (drafted or before) and stats.rows and not pondered:
-            asked = [(self.arms[arm].name, len(own), max(self._proposed.get(arm, 0), 1)) for arm, own in self._users.items()]
-            self._timed.append(_Timed(stats, load.context, many, asked, self._began))
+            asked = [(self.arms[arm].name, len(own), self._proposed.get(arm, 0)) for arm, own in self._users.items()]
+            self._timed.append(_Timed(stats, load.context, many, asked, self._began, self._newcomers))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
             self._price_lists, self._times = {}, {}
         if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
-            self._pay(max(seconds - self._round_times(load, 1)[0] - self._paid, 0.0), granted=True)
+            self._probes += 1
+            tokens = load.emitting + sum(map(len, stats.paths))
+            self._allowance.pay(seconds + stats.think_s - tokens / self._usual - self._paid, many, granted=True)
         if not drafted:
             return
         when = many, self._age == 0
@@ -300,10 +310,8 @@ class Adaptive:
             self._judge_plan(seconds, stats, load)
         for key, path in zip(load.keys, stats.paths, strict=True):
             self._record.learn(key, path)
-            if self._probe is not None and key is self._probe[0]:
-                self._credit += min(len(path) / self._rate, self._paid)  # what it brought, it did not cost
-                if path:
-                    self._every = 0  # worth thinking over
+            if path and self._probe is not None and key is self._probe[0]:
+                self._every = 0  # worth thinking over
         self._probe = None
 
     def _judge_plan(self, seconds: float, stats: RoundStats, load: Load) -> None:
@@ -311,37 +319,54 @@ class Adaptive:
         tokens = load.emitting + sum(map(len, stats.paths))
         if self._tried:
             plain = self._round_times(load, 1)[0] * tokens / load.emitting
-            self._credit -= max(seconds + stats.think_s - plain, 0.0)
+            self._allowance.pay(max(seconds + stats.think_s - plain, 0.0), len(load.keys), granted=False)
         elif not self._began:
             brought = self._brought
             brought[0] += 1
             brought[1] += tokens
             brought[2] += seconds + self._thinking(len(load.keys))
             if brought[0] >= _ENOUGH and brought[1] < _POOR * self._rate * brought[2]:
-                self._every = 0  # think again at once
+                self._every = 0  # think again at once, and of what things cost too
+                self._price_lists, self._times = {}, {}
 
     def _enter(self, timed: _Timed) -> None:
         """What a round's parts took; arms that drafted side by side share the time as they were expected to.
 
         Where somebody has just begun to use its arm, it took less at most: reading what came before costs once.
         """
-        stats, context, many, asked, began = timed
+        stats, context, many, asked, began, newcomers = timed
         self.costs.observe_forward(stats.rows, context, stats.forward_s)
         self.costs.observe_rest(many, stats.rest_s)
         if not asked:
             return
+        asleep = began and not all(nodes for _, _, nodes in asked)  # who proposes nothing at first has not been awake
+        asked = [(name, own, max(nodes, 1)) for name, own, nodes in asked]
         expected = [self.costs.proposal(*one, context) for one in asked]
         known = began and all(self.costs.knows_proposal(name) for name, _, _ in asked)
-        if known and stats.propose_s > sum(expected):
+        if asleep or (known and stats.propose_s > sum(expected)):
+            self._note_beginning(asked, newcomers, stats.propose_s - sum(expected))
             return
         for one, share in zip(asked, expected, strict=True):
             part = share / sum(expected) if sum(expected) > 0 else 1 / len(asked)
             self.costs.observe_proposal(*one, stats.propose_s * part)
 
+    def _note_beginning(self, asked: Seq[tuple[str, int, int]], newcomers: int, extra: float) -> None:
+        """What reading all that came before took each of those who did so."""
+        if len(asked) == 1 and newcomers and extra > 0.0:
+            (arm,) = self.arms_named(asked[0][0])
+            usual = self._beginning.get(arm, 0.0)
+            self._beginning[arm] = usual + (extra / newcomers - usual) / _BEGINNINGS
+
+    def _to_begin(self, key: Hashable, arm: int) -> float:
+        """Seconds it takes a sequence to use an arm that it has not used yet."""
+        return 0.0 if key in self._met.get(arm, ()) else self._beginning.get(arm, 0.0)
+
     def forget(self, key: Hashable) -> None:
         """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
         self._who, self._again, self._drafted, self._settled = (), None, set(), False
+        for met in self._met.values():
+            met.discard(key)
         self._standing.pop(key, None)
         self._gains.pop(key, None)
 
@@ -367,16 +392,22 @@ class Adaptive:
             steps = [max(range(len(own)), key=own.__getitem__) for own in rates]  # who shares an arm shares its length
             plain = load.emitting / prices.base
             self._rate = max(*map(max, rates), _worth(load) * plain)
+            self._usual = plain
             self._hopes = prices.hopes
+            promised = self._rates(load, [self._record.hopes(load.keys[able[0]])] * len(able), prices)
+            self._promising = [arm for arm, own in enumerate(promised) if max(own, default=0.0) > self._rate]
             for b, own in curves.items():
                 arm, worth = self._worth_most(load, b, own, prices, steps)
                 self._gains[load.keys[b]] = worth / self._rate
                 if worth > 0:
                     chosen[b] = arm, steps[arm]
             self._drop_the_lonely(load, curves, chosen)
+            if chosen:
+                self._usual = max(map(max, rates))
             if not chosen and not any(load.arms):
                 arm = max(range(len(rates)), key=lambda a: max(rates[a]))
-                if self._nearly_pays(plain, rates[arm][steps[arm]], prices.base):
+                beginning = sum(self._to_begin(load.keys[b], arm) for b in able)
+                if self._nearly_pays(plain, rates[arm][steps[arm]], prices.base, beginning):
                     self._tried = True
                     chosen = dict.fromkeys(able, (arm, steps[arm]))
         settings = {b: (arm, LENGTHS[step]) for b, (arm, step) in chosen.items()}
@@ -390,7 +421,7 @@ class Adaptive:
                 if self._record.is_strange(load.keys[b], arm):
                     own[arm] = [0.0] * len(LENGTHS)
 
-    def _rates(self, load: Load, curves: Seq[list[list[float]]], prices: _Prices) -> list[list[float]]:
+    def _rates(self, load: Load, curves: Seq[Seq[Seq[float]]], prices: _Prices) -> list[list[float]]:
         """By arm and length: tokens a second when all draft so."""
         rates: list[list[float]] = []
         for arm, each in enumerate(prices.each):
@@ -406,16 +437,18 @@ class Adaptive:
         best, most = 0, 0.0
         for arm, step in enumerate(steps):
             worth = curves[arm][step] - self._rate * prices.each[arm][step]
+            if worth > most:  # it is brought for as many tokens as are left
+                worth -= self._rate * self._to_begin(load.keys[b], arm) / load.room[b]
             if worth > most and (allowed is None or arm in allowed):
                 best, most = arm, worth
         return best, most
 
-    def _nearly_pays(self, plain: float, rate: float, base: float) -> bool:
+    def _nearly_pays(self, plain: float, rate: float, base: float, beginning: float) -> bool:
         """Whether all shall do for a few rounds what does not quite seem to pay, if what may be lost on probes covers it.
 
         What is believed of costs and texts may be wrong, and one sequence's probe shows little of what it is when all draft.
         """
-        return _NEARLY * plain < rate and _TRIAL * base * (plain / rate - 1.0) <= self._credit
+        return _NEARLY * plain < rate and _TRIAL * base * (plain / rate - 1.0) + beginning <= self._allowance.credit
 
     def _able(self, load: Load) -> list[int]:
         """Who may draft: near its end nobody begins, for a drafter would read the whole text to guess a few tokens."""
@@ -470,12 +503,14 @@ class Adaptive:
             if len(own) < len(curves):
                 step = chosen[own[0]][1]
                 gain = sum(curves[b][arm][step] for b in own)
-                cost = self.costs.forward(load.rows + LENGTHS[step] * len(own), load.context)
-                cost -= self.costs.forward(load.rows, load.context)
-                cost += self.costs.proposal(self.arms[arm].name, len(own), LENGTHS[step], load.context)
-                if gain < self._rate * cost:
+                if gain < self._rate * self._extra_time(load, arm, step, len(own)):
                     for b in own:
                         del chosen[b]
+
+    def _extra_time(self, load: Load, arm: int, step: int, many: int) -> float:
+        """Seconds that drafts of so many sequences add to a round."""
+        extra = self.costs.forward(load.rows + LENGTHS[step] * many, load.context) - self.costs.forward(load.rows, load.context)
+        return extra + self.costs.proposal(self.arms[arm].name, many, LENGTHS[step], load.context)
 
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
@@ -511,36 +546,39 @@ class Adaptive:
 
         One of the things tried is that nobody drafts, so that the cost of plain rounds stays known.
         """
-        if self._grant is None:
-            self._grant = _FIRST_PROBES * (1.0 - self._record.known) * self.costs.forward(1, load.context)
+        allowance, many = self._allowance, len(load.keys)
+        if not allowance.begun:
+            allowance.begin(self.costs.forward(1, load.context), 1.0 - self._record.known)
         able = self._able(load)
         if not able or not self.arms:
             return plan
-        b, arm = able[self._turn // (len(self.arms) + 1) % len(able)], self._turn % (len(self.arms) + 1)
-        cost = self._probe_cost(load, plan, b, arm)
-        granted = arm < len(self.arms) and self._record.is_strange(load.keys[b], arm)
-        self._next_probe = 0.0 if cost == math.inf else cost - granted * self._grant
-        if self._credit < self._next_probe:
-            return plan  # until there is enough
-        self._turn += 1
-        self._next_probe = 0.0  # the next in turn is looked at in the next round
-        if cost == math.inf:
+        turns, gift = len(self.arms) + 1, allowance.gift(many)
+        b = able[self._turn // turns % len(able)]
+        costs = {arm: own for arm in range(turns) if (own := self._probe_cost(load, plan, b, arm)) < math.inf}
+        if not costs:
+            self._turn += turns
+            allowance.next = math.inf
             return plan
+        strange = [arm for arm in self._promising if arm in costs]
+        if strange and gift > 0.0:  # what is hardly known is tried first, twice in a row: reading what came before costs once
+            arm = strange[self._probes // 2 % len(strange)]
+        else:
+            arm = min(costs, key=lambda own: (own - self._turn) % turns)
+        cost, granted = costs[arm], arm in strange
+        allowance.next = cost - granted * gift if granted or self._every > _TRIAL else math.inf
+        if not allowance.is_enough:
+            return plan
+        self._turn += 1 if granted else (arm - self._turn) % turns + 1
+        allowance.next = 0.0 if granted else math.inf  # of others one at most, until the plan is thought over
         self._paid = cost
-        self._pay(cost, granted)
+        allowance.pay(cost, many, granted)
         if arm == len(self.arms):
             self._once_more = True
             return _nothing(len(plan.lengths))
         return self._probed(load, plan, load.keys[b], arm)
 
     def _probe_length(self, arm: int) -> int:
-        return min(_PROBE_LENGTHS[self._turn // (len(self.arms) + 1) % len(_PROBE_LENGTHS)], self.arms[arm].most)
-
-    def _pay(self, seconds: float, granted: bool) -> None:
-        """For a probe: as far as it goes from what is granted to strangers."""
-        gift = min(seconds, self._grant or 0.0) if granted else 0.0
-        self._grant = (self._grant or 0.0) - gift
-        self._credit -= seconds - gift
+        return min(_PROBE_LENGTHS[self._probes % len(_PROBE_LENGTHS)], self.arms[arm].most)
 
     def _probed(self, load: Load, plan: Plan, key: Hashable, arm: int) -> Plan:
         """The plan with a change: one sequence tries an arm."""
@@ -571,7 +609,7 @@ class Adaptive:
             proposal -= self.costs.proposal(name, len(users), length, load.context)
         rows = load.rows + sum(plan.lengths)
         extra = self.costs.forward(rows + length, load.context) - self.costs.forward(rows, load.context)
-        return self._gains.get(load.keys[b], 0.0) + max(proposal, 0.0) + extra
+        return self._gains.get(load.keys[b], 0.0) + max(proposal, 0.0) + extra + self._to_begin(load.keys[b], arm)
 
 
 def _worth(load: Load) -> float:

@@ -54,8 +54,8 @@ class Curve:
     def time(self, size: float) -> float | None:
         """Expected seconds at a size; None where nothing was seen.
 
-        Beyond the largest size seen, time grows with it; below the smallest it may be much less, so that
-        the small sizes are tried too.
+        Beyond the largest size seen, time grows with it, as between the last two or faster; below the smallest it may be
+        much less, so that the small sizes are tried too.
         """
         sizes, times = self._fitted or self._fit()
         if not sizes:
@@ -65,9 +65,10 @@ class Curve:
             return times[0] * (_FLOOR + (1 - _FLOOR) * size / sizes[0])
         if i < len(sizes):
             return times[i - 1] + (times[i] - times[i - 1]) * (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        guess = times[-1] * math.sqrt(size / sizes[-1])  # between free and proportional: neighbours say little of what is far off
         if len(sizes) == 1:
-            return times[0] * math.sqrt(size / sizes[0])  # one point says little: between free and proportional
-        return times[-1] + (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) * (size - sizes[-1])
+            return guess
+        return max(guess, times[-1] + (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) * (size - sizes[-1]))
 
     def _fit(self) -> tuple[list[int], list[float]]:
         """Steps with their times, never falling: neighbours that disagree share their weighted mean."""
@@ -93,7 +94,8 @@ class Costs:
     that those seen now compare with those seen long ago.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Seq[int] = ()) -> None:
+        self.sizes = sizes  # of captured graphs: as many rows or sequences as the next of them holds are run; none: as they come
         self._pace = 1.0
         self._forward = Curve()
         self._context: dict[int, float] = {}  # seconds that a longer context adds, by bin
@@ -102,6 +104,7 @@ class Costs:
         self.accepted: dict[str, Any] = {}  # a controller's record, kept beside them
 
     def observe_forward(self, rows: int, context: int, seconds: float) -> None:
+        rows = int(self._run_as(rows))
         known, added = self._forward.time(rows), self._added(context)
         seconds /= self._pace
         if known is not None and rows <= _FEW:  # a prompt's own time says nothing of its context
@@ -116,7 +119,7 @@ class Costs:
         self._rest.observe(batch, seconds / self._pace)
 
     def observe_proposal(self, drafter: str, batch: int, length: int, seconds: float) -> None:
-        curves, step = self._propose.setdefault(drafter, {}), _step(batch)
+        curves, step = self._propose.setdefault(drafter, {}), _step(int(self._run_as(batch)))
         if step not in curves:  # it begins as its neighbours say: one observation may be a stall
             known = sorted({size for curve in curves.values() for size in curve.means})
             curves[step] = _curve(
@@ -126,6 +129,7 @@ class Costs:
 
     def forward(self, rows: float, context: int) -> float:
         """Seconds of a target forward."""
+        rows = self._run_as(rows)
         time = self._forward.time(rows)
         return 0.01 * max(rows / 16, 1.0) if time is None else self._pace * (time + self._added(context))
 
@@ -146,7 +150,12 @@ class Costs:
         curves = self._propose.get(drafter)
         if not curves:
             return [self.forward(1, context)] * len(lengths)
-        return [self._pace * seconds for seconds in _between(curves, _step(batch), lengths)]
+        return [self._pace * seconds for seconds in _between(curves, _step(int(self._run_as(batch))), lengths)]
+
+    def _run_as(self, count: float) -> float:
+        """So many rows or sequences, filled up to a size that is run."""
+        at = bisect_left(self.sizes, count)
+        return self.sizes[at] if at < len(self.sizes) else count
 
     def knows_proposal(self, drafter: str) -> bool:
         return drafter in self._propose

@@ -27,6 +27,7 @@ _PRIOR = [sum(0.6**place for place in range(own.start + 1, own.stop + 1)) for ow
 _OWN, _SHARED = 16.0, 64.0  # rounds a sequence's and an arm's curve remember
 _RECALLED, _FADED = 8.0, 0.5  # rounds that another process's record counts for, and what is left of its judgements
 _TRIED = 4.0  # rounds after which an arm is no stranger
+_SURE, _LUCK = 16.0, 0.8  # rounds after which an arm is known, and how far off one of them may be, in what is expected at first
 _TRUST = 4.0  # rounds after which a sequence's own experience says as much as others' about how easy its text is,
 _APART = 4.0  # and about which arm suits it
 _STALE = 0.96  # what is left of a sequence's experience with an arm after a round without it
@@ -153,6 +154,16 @@ class Record:
                 gains = [lent + part * (own - lent) for lent, own in zip(gains, owns[a].gains, strict=True)]
             curves.append(list(accumulate(gains)))
         return curves
+
+    def hopes(self, key: Hashable) -> list[Seq[float]]:
+        """By arm, the same if what has been seen of it was bad luck: all of it, at first, and nothing where enough has been."""
+        found: list[Seq[float]] = []
+        for arm in self._arms_of(key):
+            luck = _LUCK / math.sqrt(arm.rounds + 1.0)
+            steps = zip(arm.gains, _PRIOR, _WIDTHS, strict=True)
+            likely = accumulate(min(seen + luck * usual, width) for seen, usual, width in steps)
+            found.append(LENGTHS if arm.rounds < _TRIED else () if arm.rounds >= _SURE else list(likely))
+        return found
 
     def nodes(self, key: Hashable, arm: int) -> list[float]:
         """Nodes to expect where drafts of each length are asked for: a drafter may know of fewer, or stop."""

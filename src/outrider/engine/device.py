@@ -79,7 +79,7 @@ class Device:
         from outrider.model.cuda_runner import CudaRunner
 
         assert isinstance(target, CudaRunner)
-        costs = Costs()
+        costs = Costs(target.sizes)
         target.warm_up(batch * (1 + length), taps, plain=batch)
         target.read_nothing()
         rounds = target.round_seconds()

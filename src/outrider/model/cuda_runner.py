@@ -88,6 +88,11 @@ class CudaRunner(Runner):
     def weight_bytes(self) -> int:
         return self.cuda.weight_bytes
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows or sequences that a round or a draft is run for: as many as there are, filled up to the next of these."""
+        return GRAPH_ROWS
+
     # --- the round -------------------------------------------------------------------------------------------------
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
