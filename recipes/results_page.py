@@ -202,7 +202,9 @@ def _forward(data: dict[str, Any]) -> Iterator[str]:
 def _round(data: dict[str, Any]) -> Iterator[str]:
     yield _conditions(data)
     names = {"total_us": "round, µs", "forward_us": "forward", "choice_us": "choice", "outside_us": "the rest"}
+    names |= {"bookkeeping_us": "of it bookkeeping", "bookkeeping_us_per_sequence": "for each sequence"}
     columns: dict[str, Cell] = {"temperature": lambda row: f"{row['temperature']:g}"}
+    columns |= {name: lambda row, name=name: str(row[name]) for name in ("batch", "queued")}
     yield _table(data["rounds"], columns | {title: lambda row, name=name: _number(row[name], 0) for name, title in names.items()})
 
 

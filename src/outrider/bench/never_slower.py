@@ -33,7 +33,7 @@ __all__ = [
 
 _WORKLOADS = Path(__file__).with_name("workloads")
 _FLOOR = 0.98
-_SWEEP_PAIRS = 4
+_SWEPT = 8  # texts
 _TURN = 0.1  # seconds, about
 _IDS = 4096  # of tokens nobody can guess
 _CASCADE = "cascade:{}:levels=suffix+draft_model"
@@ -109,7 +109,9 @@ def against_best(auto: LLM, tokens: int, pairs: int, settings: Sequence[str] = S
     """On code at batch 1: which fixed setting is quickest, and how `auto` compares with it."""
     case, plain = Case("code", 0.0, 1), auto.beside("none")
     fixed = {setting: auto.beside(setting) for setting in settings}
-    swept = {setting: measure(plain, own, case, tokens, _SWEEP_PAIRS, seed).ratio for setting, own in fixed.items()}
+    runs = [_in_turns((plain, *fixed.values()), *_requests(case, tokens, text, seed)) for text in range(_SWEPT + 1)][1:]
+    ratios = zip(*([slow.seconds / own.seconds for own in others] for slow, *others in runs), strict=True)
+    swept = dict(zip(fixed, map(statistics.median, ratios), strict=True))
     best = max(swept, key=lambda setting: swept[setting])
     row = measure(fixed[best], auto, case, tokens, pairs, seed)
     return Best(best, row.ratio, row.low, row.high, swept)
@@ -121,11 +123,7 @@ def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: in
     speeds: list[float] = []
     rounds: list[float] = []
     for pair in range(pairs + 1):
-        params = [
-            SamplingParams(temperature=case.temperature, seed=seed + pair * case.batch + i, max_tokens=tokens, ignore_eos=True)
-            for i in range(case.batch)
-        ]
-        slow, quick = _in_turns((plain, fast), _prompts(case, pair), params)
+        slow, quick = _in_turns((plain, fast), *_requests(case, tokens, pair, seed))
         if pair:
             ratios.append(slow.seconds / quick.seconds)
             speeds.append(slow.emitted / slow.seconds)
@@ -188,6 +186,12 @@ def show_ratios(rows: Sequence[Ratio], console: Console) -> None:
 
 def as_rows(rows: Sequence[Ratio]) -> list[dict[str, Any]]:
     return [{name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(row).items()} for row in rows]
+
+
+def _requests(case: Case, tokens: int, pair: int, seed: int) -> tuple[Prompts, list[SamplingParams]]:
+    seeds = (seed + pair * case.batch + i for i in range(case.batch))
+    params = [SamplingParams(temperature=case.temperature, seed=own, max_tokens=tokens, ignore_eos=True) for own in seeds]
+    return _prompts(case, pair), params
 
 
 def _prompts(case: Case, pair: int) -> Prompts:

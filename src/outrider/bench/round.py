@@ -15,10 +15,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from outrider.core import Request
+from outrider.core import Request, Scores
 from outrider.engine.llm import LLM
 from outrider.model import Feed, Hidden, Rows, Runner
 from outrider.sampling import Key, SamplingParams, choose, draw
+from outrider.verify import verify
 
 __all__ = ["RoundCost", "measure_noise", "measure_round"]
 
@@ -38,9 +39,11 @@ class RoundCost:
     choice_us: float
     outside_us: float  # everything else: scheduling, laying out rows, proposing, verification, commit
     layout_us: float  # of that, laying out the rows and planning their attention
+    bookkeeping_us: float  # of that, scheduling, planning, committing and counting: what is left without scoring and verifying
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"outside_us_per_sequence": self.outside_us / self.batch}
+        own = {f"{part}_us_per_sequence": getattr(self, f"{part}_us") / self.batch for part in ("outside", "bookkeeping")}
+        return asdict(self) | own
 
 
 class _Stopwatch:
@@ -65,6 +68,10 @@ class _TimedRunner(Runner):
 
     watch: _Stopwatch
     layout: _Stopwatch
+    checking: _Stopwatch
+
+    def score(self, *given: Any) -> Scores:
+        return self.checking.around(super().score, *given)  # type: ignore[no-any-return]
 
     def prepare(self, feeds: Sequence[Feed]) -> Rows | array[int]:
         return self.layout.around(super().prepare, feeds)  # type: ignore[no-any-return]
@@ -82,13 +89,14 @@ def measure_round(
     """Time plain rounds, and what of each is model and choice."""
     llm = LLM(model, load_format=load_format, max_num_seqs=batch)
     runner = _TimedRunner(llm.engine.runner.decoder, llm.engine.runner.pool, llm.engine.runner.ops)
-    runner.watch, runner.layout, choosing = _Stopwatch(), _Stopwatch(), _Stopwatch()
+    runner.watch, runner.layout, runner.checking, choosing = (_Stopwatch() for _ in range(4))
     llm.engine.runner = runner
     prompt = [i * 7919 % llm.config.vocab for i in range(64)]
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=rounds + _WARM_UP, ignore_eos=True)
-    samples: list[tuple[float, float, float, float]] = []
+    samples: list[tuple[float, ...]] = []
     timed: dict[str, Any] = {own.__name__: partial(choosing.around, own) for own in (choose, draw)}
-    with mock.patch.multiple("outrider.verify.batch", **timed):
+    checked = partial(runner.checking.around, verify)
+    with mock.patch.multiple("outrider.verify.batch", **timed), mock.patch("outrider.engine.engine.verify", checked):
         for i in range(batch + queued):
             own = (*prompt, i % llm.config.vocab)
             llm.engine.submit(Request(f"bench-{i}", own, params, i, frozenset(), rounds + _WARM_UP), "none")
@@ -96,11 +104,10 @@ def measure_round(
             start = time.perf_counter()
             llm.engine.round()
             total = (time.perf_counter() - start) * 1e6
-            samples.append((total, runner.watch.read_us(), choosing.read_us(), runner.layout.read_us()))
+            forward, choice, checking = (own.read_us() for own in (runner.watch, choosing, runner.checking))
+            samples.append((total, forward, choice, total - forward - choice, runner.layout.read_us(), total - checking))
     kept = samples[_WARM_UP:]
-    medians = [statistics.median(column) for column in zip(*kept, strict=True)]
-    outside = statistics.median(whole - forward - choice for whole, forward, choice, _ in kept)
-    return RoundCost(temperature, batch, queued, len(kept), medians[0], medians[1], medians[2], outside, medians[3])
+    return RoundCost(temperature, batch, queued, len(kept), *map(statistics.median, zip(*kept, strict=True)))
 
 
 def measure_noise(rows: int = 16, vocab: int = 8192, repeats: int = 300) -> dict[str, float]:
