@@ -30,7 +30,7 @@ def row(temperature: float, position: int = 0) -> Row:
     return Row(SamplingParams(temperature=temperature), 7, 0, position, 0, (), frozenset())
 
 
-def taught(sharpener: Sharpener, temperature: float, sharper: float, positions: int = 300, depth: int = 0) -> None:
+def taught(sharpener: Sharpener, temperature: float, sharper: float, positions: int = 900, depth: int = 0) -> None:
     """Rounds in which the first `depth` guesses were right, all with the same pair of laws."""
     for position in range(positions):
         logp, logq = laws(position, sharper)
@@ -101,15 +101,30 @@ def test_the_same_past_gives_the_same_temperature() -> None:
     found = []
     for _ in range(2):
         sharpener = Sharpener()
-        taught(sharpener, 1.0, 1.7, 300)
+        taught(sharpener, 1.0, 1.7)
         found.append(sharpener.temperature(SamplingParams(temperature=1.0)))
     assert found[0] == found[1] != 1.0
+
+
+def test_logits_are_read_before_they_are_written_over() -> None:
+    """A runner's buffers belong to the next round, and positions wait to be looked at together."""
+    kept, reused = Sharpener(), Sharpener()
+    taught(kept, 1.0, 2.0)
+    p, q = torch.zeros(1, VOCAB), torch.zeros(VOCAB)
+    for position in range(900):
+        logp, logq = laws(position, 2.0)
+        p[0], q[:] = torch.from_numpy(logp), torch.from_numpy(logq)
+        own = Law(q, row(1.0, position))
+        reused.learn(own.row.params, {(): own}.get, Verdict([], [0]), Scores(p, [0]), 0)
+        p.zero_(), q.zero_()
+    (first,), (second,) = kept._records.values(), reused._records.values()
+    assert first.right.tolist() == second.right.tolist()
 
 
 def test_what_brings_nothing_is_left_alone() -> None:
     """Where the draft's law is the target's, every temperature but 1 loses, and nothing moves."""
     sharpener = Sharpener()
-    for position in range(100):
+    for position in range(900):
         logp, _ = laws(position)
         own = Law(torch.from_numpy(logp).float(), row(1.0, position))
         sharpener.learn(own.row.params, {(): own}.get, Verdict([], [0]), Scores(torch.from_numpy(logp).float()[None], [0]), 0)
@@ -126,7 +141,7 @@ def test_depths_learn_apart_where_asked() -> None:
 
 def test_nothing_changes_at_temperature_0() -> None:
     sharpener = Sharpener()
-    taught(sharpener, 0.0, 2.0, 80)
+    taught(sharpener, 0.0, 2.0)
     assert sharpener.temperature(SamplingParams(temperature=0.0)) == 1.0
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     plain, sharp = (rank(logits, [row(0.0)] * 3, 4, t) for t in (None, [0.4] * 3))

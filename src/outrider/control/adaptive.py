@@ -336,19 +336,21 @@ class Adaptive:
         """
         stats, context, many, asked, began, newcomers = timed
         self.costs.observe_forward(stats.rows, context, stats.forward_s)
-        self.costs.observe_rest(many, stats.rest_s)
         if not asked:
+            self.costs.observe_rest(many, stats.rest_s)
             return
+        usual = self.costs.rest(many) or stats.rest_s
+        drafts_s = stats.propose_s + max(stats.rest_s - usual, 0.0)  # they take time after the forward too
         asleep = began and not all(nodes for _, _, nodes in asked)  # who proposes nothing at first has not been awake
         asked = [(name, own, max(nodes, 1)) for name, own, nodes in asked]
         expected = [self.costs.proposal(*one, context) for one in asked]
         known = began and all(self.costs.knows_proposal(name) for name, _, _ in asked)
-        if asleep or (known and stats.propose_s > sum(expected)):
-            self._note_beginning(asked, newcomers, stats.propose_s - sum(expected))
+        if asleep or (known and drafts_s > sum(expected)):
+            self._note_beginning(asked, newcomers, drafts_s - sum(expected))
             return
         for one, share in zip(asked, expected, strict=True):
             part = share / sum(expected) if sum(expected) > 0 else 1 / len(asked)
-            self.costs.observe_proposal(*one, stats.propose_s * part)
+            self.costs.observe_proposal(*one, drafts_s * part)
 
     def _note_beginning(self, asked: Seq[tuple[str, int, int]], newcomers: int, extra: float) -> None:
         """What reading all that came before took each of those who did so."""
