@@ -58,7 +58,9 @@ class World:
             )
             forward = self.forward(self.batch + sum(counts)) * self.random.uniform(0.9, 1.1)
             rest = self.rest + self.after * bool(asked)
-            self.policy.observe(RoundStats(counts, [range(n) for n in accepted], self.batch + sum(counts), propose, forward, rest))
+            self.policy.observe(
+                RoundStats(counts, [range(n) for n in accepted], self.batch + sum(counts), propose, forward, rest)
+            )
             tokens += self.batch + sum(accepted)
             seconds += propose + forward + rest
         return tokens / seconds

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.cache import KVPool
-from outrider.core import Batch, Plan
+from outrider.core import Batch, Drafts, Plan
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import TreeShape
 from outrider.draft.medusa import MedusaDrafter, best_paths
@@ -152,23 +152,44 @@ def test_trees_hold_the_chain_and_are_ranked(decoder: Decoder) -> None:
         assert len(set(pairs)) == len(pairs), "siblings differ"
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("own_output", [False, True])
-def test_medusa_changes_nothing(decoder: Decoder, own_output: bool, dynamic: bool) -> None:
+def medusa(decoder: Decoder, own_output: bool, dynamic: bool) -> MedusaDrafter:
     c = decoder.config
     heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, heads=3, own_output=own_output), Borrowed.of(decoder))
     heads.requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    return MedusaDrafter(heads.eval(), serving_ops(), dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("own_output", [False, True])
+def test_medusa_changes_nothing(decoder: Decoder, own_output: bool, dynamic: bool) -> None:
     wanted = requests(f"medusa {own_output}", 5)
     plain = [run(make_engine(decoder), [request])[0].seq.tokens for request in wanted]
-    drafter = MedusaDrafter(heads.eval(), serving_ops(), dynamic)
+    drafter = medusa(decoder, own_output, dynamic)
     engine = make_engine(decoder, drafter, 10)
     fast = run(engine, wanted)
     assert [w.seq.tokens for w in fast] == plain
     assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
     assert all(w.seq.stats.drafted > 0 for w in fast)
     assert not drafter._last
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_medusa_says_how_likely_each_node_is(decoder: Decoder, dynamic: bool) -> None:
+    """Who chooses among nodes has nothing else to go by: siblings share their parent's chance."""
+    drafter = medusa(decoder, False, dynamic)
+    drawn: list[Drafts] = []
+    propose = drafter.propose
+    drafter.propose = lambda batch, plan: drawn.append(propose(batch, plan)) or drawn[-1]  # type: ignore[method-assign, func-returns-value]
+    run(make_engine(decoder, drafter, 10), [make_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))])
+    for drafts in drawn:
+        (tree,), (says,) = drafts.on_host(), drafts.says()
+        for parent in {*tree.parents}:
+            above = 1.0 if parent < 0 else says[parent]
+            assert 0.0 < sum(own for own, of in zip(says, tree.parents, strict=True) if of == parent) <= above + 1e-6
+        assert not dynamic or says == sorted(says, reverse=True)
+    assert any(drafts.on_host()[0].tokens for drafts in drawn)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 9, 30])

@@ -9,6 +9,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.config import RequestSpeculation
 from outrider.control import Adaptive, Costs
+from outrider.engine.costs_file import ACCEPTANCE, known_acceptance
 from outrider.errors import InvalidParameter
 from outrider.model.bundled import bundled_model
 
@@ -102,6 +103,33 @@ def test_what_was_measured_is_kept_for_the_next_start(tmp_path: Path, monkeypatc
     second = LLM(speculation="auto:members=suffix")
     assert isinstance(second.engine.policy, Adaptive)
     assert second.engine.policy.costs.as_dict() == first.engine.policy.costs.as_dict()
+
+
+def test_the_first_start_knows_what_the_model_s_drafters_are_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its folder says counts until rounds on this machine say something else, and nothing is tried only to find out."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    first = LLM(speculation="auto").engine.policy
+    assert isinstance(first, Adaptive)
+    for kind in (0, 1, 2, 3):
+        first._record.meet([kind], [kind])
+        assert not any(first._record.is_strange(kind, arm) for arm in range(len(first.arms)))
+    kept = LLM(speculation="auto")
+    kept.engine.policy._record.restore({"0": {"suffix": _spoilt(first.accepted["0"]["suffix"])}})  # type: ignore[attr-defined]
+    kept.save_costs()
+    second = LLM(speculation="auto").engine.policy
+    assert isinstance(second, Adaptive)
+    assert second.accepted["0"]["suffix"]["gains"][0] == 0.0, "what was seen here comes first"
+
+
+def _spoilt(record: dict[str, object]) -> dict[str, object]:
+    return record | {"gains": [0.0] * len(record["gains"])}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{"])
+def test_a_folder_without_a_sound_record_says_nothing(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / ACCEPTANCE).write_text(text)
+    assert known_acceptance(tmp_path) == {}
 
 
 def test_auto_verifies_by_match_alone() -> None:

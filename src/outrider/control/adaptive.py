@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from functools import lru_cache
 from operator import ge, is_
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.control.allowance import Allowance
 from outrider.control.costs import Costs
@@ -96,6 +96,7 @@ class Adaptive:
         self._allowance = Allowance()
         self._turn = 0  # of probes, over sequences and arms
         self._probes = 0  # so far
+        self._granted = [0] * len(arms)  # those by arm that the grant for what is hardly known was meant for
         self._probe: tuple[Hashable, int] | None = None  # who tries which arm this round
         self._again: tuple[Hashable, int] | None = None  # a probe that brought no draft is tried once more: its arm just woke
         self._paid = 0.0  # seconds expected to be lost on it
@@ -116,10 +117,15 @@ class Adaptive:
         self._settled = False  # it is the standing one, made for everyone, and nothing is tried
         self._resting = False  # and nobody drafts
 
+    @property
+    def accepted(self) -> dict[str, Any]:
+        """What is known about each arm, as plain data."""
+        return self._record.as_dict()
+
     def keep(self, path: Path) -> None:
         """Write what was measured and what was accepted, for the next start on this machine."""
         self._think()
-        self.costs.accepted = self._record.as_dict()
+        self.costs.accepted = self.accepted
         self.costs.save(path)
 
     def arms_named(self, method: str) -> list[int]:
@@ -563,13 +569,15 @@ class Adaptive:
             return plan
         strange = [arm for arm in self._promising if arm in costs]
         if strange and gift > 0.0:  # what is hardly known is tried first, twice in a row: reading what came before costs once
-            arm = strange[self._probes // 2 % len(strange)]
+            arm = min(strange, key=lambda own: (self._granted[own] // 2, costs[own]))
         else:
             arm = min(costs, key=lambda own: (own - self._turn) % turns)
         cost, granted = costs[arm], arm in strange
         allowance.next = cost - granted * gift if granted or self._every > _TRIAL else math.inf
         if not allowance.is_enough:
             return plan
+        if granted:
+            self._granted[arm] += 1
         self._turn += 1 if granted else (arm - self._turn) % turns + 1
         allowance.next = 0.0 if granted else math.inf  # of others one at most, until the plan is thought over
         self._paid = cost

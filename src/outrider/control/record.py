@@ -156,7 +156,7 @@ class Record:
         return curves
 
     def hopes(self, key: Hashable) -> list[Seq[float]]:
-        """By arm, the same if what has been seen of it was bad luck: all of it, at first, and nothing where enough has been."""
+        """By arm, the same if what was seen of it was bad luck: all of it, at first, and nothing where enough was seen."""
         found: list[Seq[float]] = []
         for arm in self._arms_of(key):
             luck = _LUCK / math.sqrt(arm.rounds + 1.0)

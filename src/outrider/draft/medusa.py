@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ class MedusaDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         active = [b for b, n in enumerate(plan.lengths) if n and self._last[batch.sequences[b]] is not None]
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in batch.sequences]
+        survival: list[list[float]] = [[] for _ in batch.sequences]
         if active:
             lengths = [plan.lengths[b] for b in active]
             width = min(max(lengths), _WIDEST) if self._dynamic else 1 + max(max(path) for n in lengths for path in self._tree(n))
@@ -91,7 +93,8 @@ class MedusaDrafter:
                 tree = best_paths(chances, plan.lengths[b]) if self._dynamic else self._tree(plan.lengths[b])
                 place = {path: i for i, path in enumerate(tree)} | {(): ROOT}
                 trees[b] = ([own[len(path) - 1].tokens[path[-1]] for path in tree], [place[path[:-1]] for path in tree])
-        return Drafts.trees(trees)
+                survival[b] = [math.prod(head[rank] for head, rank in zip(chances, path, strict=False)) for path in tree]
+        return Drafts.trees(trees, survival=survival)
 
     def _tree(self, nodes: int) -> Tree:
         if nodes not in self._trees:

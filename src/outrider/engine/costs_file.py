@@ -1,17 +1,21 @@
-"""Where measured costs are kept: one small file for each machine and model."""
+"""Where what was measured is kept: costs in one small file for each machine and model, acceptance beside a model."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from outrider._version import __version__
 from outrider.model import Runner
 from outrider.ops import find_core, threads_used
 from outrider.platform import cpu_name
 
-__all__ = ["costs_path"]
+__all__ = ["ACCEPTANCE", "costs_path", "known_acceptance"]
+
+ACCEPTANCE = "acceptance.json"
 
 
 def costs_path(directory: Path, runner: Runner) -> Path:
@@ -20,6 +24,15 @@ def costs_path(directory: Path, runner: Runner) -> Path:
     marks = (cpu_name(), runner.device_name, threads_used(), path, __version__, directory.resolve(), runner.decoder.config)
     name = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
     return cache_folder() / "costs" / f"{directory.name}-{name}.json"
+
+
+def known_acceptance(directory: Path) -> dict[str, Any]:
+    """What a model's folder says its drafters are worth, for a controller that has seen nothing yet; often nothing."""
+    try:
+        found = json.loads((directory / ACCEPTANCE).read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,7 @@ from outrider.core import Request
 from outrider.draft import DraftContext, build_drafter, check_method
 from outrider.draft.auto import arms_of, resolve_auto
 from outrider.engine.commit import Writer
-from outrider.engine.costs_file import costs_path
+from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput, StreamPiece
@@ -131,6 +131,7 @@ class LLM:
         if measured.knows_forward:  # a GPU's graphs, just now
             measured.accepted = kept.accepted
             kept = measured
+        kept.accepted = kept.accepted or known_acceptance(self.directory)
         return Adaptive(arms_of(own.nested(), self.device.is_gpu), kept)
 
     def _warm_up(self, runner: Runner, taps: tuple[int, ...], config: EngineConfig) -> Costs:
