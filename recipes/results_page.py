@@ -30,6 +30,8 @@ def page() -> str:
 
 def _sections() -> Iterator[str]:
     yield from _section("Speed", "bench.json", "outrider bench > results/bench.json", _bench)
+    int8 = "outrider bench run --dtype int8 --methods auto,draft_model:4 --workloads code --temperatures 0,0.8 --batches 1"
+    yield from _section("Speed in int8", "bench_int8.json", f"{int8} > results/bench_int8.json", _bench)
     yield from _section("Served", "bench_serve.json", "outrider bench serve --output results/bench_serve.json", _serve)
     yield from _section(
         "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _plan

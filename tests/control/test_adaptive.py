@@ -122,6 +122,19 @@ def test_nothing_to_gain_costs_only_the_probes() -> None:
     assert 0 < len(made.drafted) < 200, "rare, but never given up"
 
 
+def test_of_what_is_not_known_everything_is_tried_in_turn() -> None:
+    """So where the grant ends early, it was not spent on one of them. What the first plan uses needs no trying."""
+    names = ("used", "dear", "cheap")
+    costs = dict(zip(names, map(per_token, (0.001, 0.004, 0.0001)), strict=True))
+    made = World(flat, dict.fromkeys(names, 0.1), dict.fromkeys(names, 0.1), costs)
+    seen: list[tuple[int, int]] = []
+    for _ in range(10):
+        made.run(1)
+        seen.append((made.policy._granted[1], made.policy._granted[2]))
+    assert sum(seen[-1]) == 10
+    assert all(abs(dear - cheap) <= 2 for dear, cheap in seen)
+
+
 def test_what_drafts_take_after_the_forward_is_theirs() -> None:
     """Of every round alike it would make plain ones look as slow, and drafts that cost more than they bring seem to pay."""
     made = World(flat, {"a": 0.35}, {"a": 0.35}, {"a": per_token(0.0002)}, rest=0.001, after=0.003)
