@@ -156,12 +156,12 @@ def test_beginning_with_many_costs_little() -> None:
 def test_prices_do_not_outlive_a_plan_that_disappoints() -> None:
     made = World(*WORLDS["good"])
     made.run(130)
-    prices = made.policy._price_lists
+    prices = made.policy._prices._known
     made.run(20)
-    assert made.policy._price_lists is prices
+    assert made.policy._prices._known is prices
     made.chance["a"] = 0.0
     made.run(20)
-    assert made.policy._price_lists is not prices
+    assert made.policy._prices._known is not prices
 
 
 def test_it_notices_when_the_text_turns() -> None:

@@ -37,7 +37,7 @@ def auto(tmp_path_factory: pytest.TempPathFactory) -> LLM:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
         llm = LLM(speculation="auto")
     assert isinstance(llm.engine.policy, Adaptive)
-    llm.engine.policy.costs = Flat()
+    llm.engine.policy = Adaptive(llm.engine.policy.arms, Flat())
     return llm
 
 

@@ -8,7 +8,7 @@ of the target's forward (`select`). Gains come from what was accepted, times fro
 from __future__ import annotations
 
 import math
-from bisect import bisect, bisect_left
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.control.allowance import Allowance
+from outrider.control.beginnings import Beginnings
 from outrider.control.costs import Costs
 from outrider.control.policy import Load, RoundStats
+from outrider.control.prices import REPLAN, PriceList, Prices
 from outrider.control.record import LENGTHS, Record
 from outrider.core import Arm, Drafts, Plan
 
@@ -30,17 +32,14 @@ _REPRICE = 128  # rounds for which prices stand, when many have been seen
 _WORTH = 1.05  # a draft must promise this much more than none: catching up and changing course cost too
 _WORTH_TOGETHER = 0.06  # more for twice as many: they end one by one, and who is left shares its rounds with fewer
 _HEARD = 8  # sequences whose verdicts a round thinks over, in turn
-_THOUGHTS = 32  # rounds over which the time they take is averaged
 _TRIAL, _NEARLY = 4, 0.95  # rounds in which all try what does not quite seem to pay, and how near to that it must be
 _PROBE_LENGTHS = (8, 2)  # in turn
-_REPLAN = 12  # rounds a plan stands
 _STEADY = 24  # where thinking it over changed nothing
 _LONGEST = 128  # where nothing has paid for long
 _FEWER = 0.75  # of the sequences that a plan was made for: where many do not pay, few may
 _FEW = 4  # sequences among which one newcomer is planned for at once, or as many in proportion
 _POOR, _ENOUGH = 0.8, 4  # of the rate promised, and the rounds over which less than that calls for another plan
 _HIGHEST = 0.7  # floor under a draft
-_BEGINNINGS = 8.0  # over which the time that beginning takes is averaged
 _SHORT = 8  # tokens left to a sequence for which drafting is not begun any more
 _NEVER = (0, 0)
 
@@ -54,14 +53,6 @@ class _Timed(NamedTuple):
     asked: list[tuple[str, int, int]]  # arms that drafted, for how many, how many nodes each
     began: bool  # somebody had not used its arm in the round before
     newcomers: int  # sequences that had never used theirs
-
-
-class _Prices(NamedTuple):
-    """What rounds cost when so many sequences draft, in seconds."""
-
-    base: float  # a plain one
-    each: list[list[float]]  # by arm and length: what it costs one of the sequences when all draft so
-    hopes: list[float]  # by arm: tokens a second if every guess came true
 
 
 class Adaptive:
@@ -87,10 +78,9 @@ class Adaptive:
         self._gains: dict[Hashable, float] = {}  # seconds that the standing plan saves each sequence
         self._hopes = [math.inf] * len(arms)  # by arm, the rate if every guess came true
         self._promising: Seq[int] = ()  # arms that may be better than what is used, for all that has been seen of them
-        self._price_lists: dict[tuple[int, ...], _Prices] = {}
+        self._prices = PriceList(arms, costs, self._record)
         self._proposed: dict[int, int] = {}  # most nodes of a sequence, by arm, this round
         self._priced = 0  # rounds
-        self._times: dict[tuple[int, int, int], list[float]] = {}  # of a round with 0, 1, ... further rows, by load
         self._spent = 0.0  # seconds that the plan's proposals take, as expected
         self._brought = [0, 0.0, 0.0]  # by the standing plan: rounds, tokens, seconds
         self._allowance = Allowance()
@@ -105,12 +95,7 @@ class Adaptive:
         self._pondered = False  # while its forward ran: that may have ended long before it was heard of
         self._steady = False  # thinking it over changed nothing last time
         self._timed: list[_Timed] = []  # rounds not entered in the costs yet
-        self._thought: dict[tuple[int, bool], float] = {}  # seconds of deciding in a round, by sequences and whether it plans
-        self._drafted: set[tuple[Hashable, int]] = set()  # who uses which arm
-        self._began = False  # somebody did not in the round before
-        self._met: dict[int, set[Hashable]] = {}  # sequences that have used an arm
-        self._newcomers = 0  # those who use theirs for the first time
-        self._beginning: dict[int, float] = {}  # seconds it takes a sequence to begin to use an arm
+        self._beginnings = Beginnings()
         self._load: Load | None = None
         self._plan = Plan(())
         self._users: dict[int, list[int]] = {}  # sequences that draft by it, by arm
@@ -137,7 +122,7 @@ class Adaptive:
         self._load, self._probe = load, None
         self._age += 1
         if self._stands(load):
-            self._began, self._newcomers = False, 0
+            self._beginnings.none()
         else:
             self._plan = self._anew(load)
             self._note_users(load)
@@ -165,23 +150,13 @@ class Adaptive:
         if len(users) != 1 or self._probe is not None:
             return 0.0
         ((arm, own),) = users.items()
-        few, many = self.costs.proposals(self.arms[arm].name, len(own), (2, 8), load.context)
-        more = self.costs.forward(load.rows + 8 * len(own), load.context) - self.costs.forward(
-            load.rows + 2 * len(own), load.context
-        )
-        return min(self._rate * (many - few + more) / (6 * len(own)), _HIGHEST)
+        return min(self._rate * self._prices.node(load, arm, len(own)), _HIGHEST)
 
     def _note_users(self, load: Load) -> None:
         """Who drafts by which arm in this round's plan, who of them begins, and what their proposals should take."""
         self._users = self._drafting(self._plan)
-        drafted = {(load.keys[b], arm) for arm, own in self._users.items() for b in own}
-        self._began, self._drafted = not drafted <= self._drafted, drafted
-        self._newcomers = 0
-        for arm, own in self._users.items():
-            met = self._met.setdefault(arm, set())
-            self._newcomers += sum(load.keys[b] not in met for b in own)
-            met.update(load.keys[b] for b in own)
-        self._spent = self._thinking(len(load.keys))
+        self._beginnings.note(self._users, load.keys)
+        self._spent = self._prices.thinking(len(load.keys))
         for arm, own in self._users.items():
             length = max(self._plan.lengths[b] for b in own)
             nodes = self._record.nodes(load.keys[own[0]], arm)[bisect_left(LENGTHS, length)]
@@ -202,9 +177,9 @@ class Adaptive:
         if self._tried or any(key in before and not before[key][1] for key in drafting):
             self._every = _TRIAL  # what was begun anew is soon looked at
         elif drafting:
-            self._every = max(_STEADY if self._steady else _REPLAN, len(load.keys) // 2)
+            self._every = max(_STEADY if self._steady else REPLAN, len(load.keys) // 2)
         else:
-            self._every = min(2 * max(self._every, _REPLAN), _LONGEST)
+            self._every = min(2 * max(self._every, REPLAN), _LONGEST)
 
     def _is_whole(self, plan: Plan) -> bool:
         """Whether the drafts may go on unseen: to be pruned they would have to be waited for."""
@@ -230,7 +205,7 @@ class Adaptive:
         if self._complete:
             return False
         new = sum(room > 0 and key not in self._standing for key, room in zip(keys, load.room, strict=True))
-        return new > 0 and (new * _FEW >= len(keys) or self._age >= _REPLAN)
+        return new > 0 and (new * _FEW >= len(keys) or self._age >= REPLAN)
 
     def _stood(self, load: Load) -> Plan:
         """The standing plan for those who run now, as far as they have room."""
@@ -300,18 +275,16 @@ class Adaptive:
         pondered, self._pondered = self._pondered, False
         if self._priced % often == 0 and (drafted or before) and stats.rows and not pondered:
             asked = [(self.arms[arm].name, len(own), self._proposed.get(arm, 0)) for arm, own in self._users.items()]
-            self._timed.append(_Timed(stats, load.context, many, asked, self._began, self._newcomers))
+            self._timed.append(_Timed(stats, load.context, many, asked, self._beginnings.begun, self._beginnings.newcomers))
         if self._priced % _REPRICE == 0 or self._priced in (8, 16, 32, 64):
-            self._price_lists, self._times = {}, {}
+            self._prices.drop()
         if self._probe is not None:  # it cost what it took: a drafter that sat out long has much to read
             self._probes += 1
             tokens = load.emitting + sum(map(len, stats.paths))
             self._allowance.pay(seconds + stats.think_s - tokens / self._usual - self._paid, many, granted=True)
         if not drafted:
             return
-        when = many, self._age == 0
-        usual = self._thought.get(when, 0.0)  # at first it is taken to cost nothing: else it would never be tried
-        self._thought[when] = usual + (stats.think_s - usual) / _THOUGHTS
+        self._prices.note_thinking(many, self._age == 0, stats.think_s)
         if load.rows == load.emitting:
             self._judge_plan(seconds, stats, load)
         for key, path in zip(load.keys, stats.paths, strict=True):
@@ -324,16 +297,16 @@ class Adaptive:
         """Charge a trial what it lost against plain rounds; call for another plan after poor rounds."""
         tokens = load.emitting + sum(map(len, stats.paths))
         if self._tried:
-            plain = self._round_times(load, 1)[0] * tokens / load.emitting
+            plain = self._prices.times(load, 1)[0] * tokens / load.emitting
             self._allowance.pay(max(seconds + stats.think_s - plain, 0.0), len(load.keys), granted=False)
-        elif not self._began:
+        elif not self._beginnings.begun:
             brought = self._brought
             brought[0] += 1
             brought[1] += tokens
-            brought[2] += seconds + self._thinking(len(load.keys))
+            brought[2] += seconds + self._prices.thinking(len(load.keys))
             if brought[0] >= _ENOUGH and brought[1] < _POOR * self._rate * brought[2]:
                 self._every = 0  # think again at once, and of what things cost too
-                self._price_lists, self._times = {}, {}
+                self._prices.drop()
 
     def _enter(self, timed: _Timed) -> None:
         """What a round's parts took; arms that drafted side by side share the time as they were expected to.
@@ -352,29 +325,20 @@ class Adaptive:
         expected = [self.costs.proposal(*one, context) for one in asked]
         known = began and all(self.costs.knows_proposal(name) for name, _, _ in asked)
         if asleep or (known and drafts_s > sum(expected)):
-            self._note_beginning(asked, newcomers, drafts_s - sum(expected))
+            extra = drafts_s - sum(expected)
+            if len(asked) == 1 and newcomers and extra > 0.0:
+                (arm,) = self.arms_named(asked[0][0])
+                self._beginnings.learn(arm, newcomers, extra)
             return
         for one, share in zip(asked, expected, strict=True):
             part = share / sum(expected) if sum(expected) > 0 else 1 / len(asked)
             self.costs.observe_proposal(*one, drafts_s * part)
 
-    def _note_beginning(self, asked: Seq[tuple[str, int, int]], newcomers: int, extra: float) -> None:
-        """What reading all that came before took each of those who did so."""
-        if len(asked) == 1 and newcomers and extra > 0.0:
-            (arm,) = self.arms_named(asked[0][0])
-            usual = self._beginning.get(arm, 0.0)
-            self._beginning[arm] = usual + (extra / newcomers - usual) / _BEGINNINGS
-
-    def _to_begin(self, key: Hashable, arm: int) -> float:
-        """Seconds it takes a sequence to use an arm that it has not used yet."""
-        return 0.0 if key in self._met.get(arm, ()) else self._beginning.get(arm, 0.0)
-
     def forget(self, key: Hashable) -> None:
         """A sequence is over; nothing here may keep its text alive."""
         self._record.forget(key)
-        self._who, self._again, self._drafted, self._settled = (), None, set(), False
-        for met in self._met.values():
-            met.discard(key)
+        self._beginnings.forget(key)
+        self._who, self._again, self._settled = (), None, False
         self._standing.pop(key, None)
         self._gains.pop(key, None)
 
@@ -395,7 +359,7 @@ class Adaptive:
             curves = {b: self._record.curves(load.keys[b]) for b in able}
             if len(able) > 1:
                 self._leave_out_strangers(load, curves)
-            prices = self._prices(load, len(able))
+            prices = self._prices.of(load, len(able))
             rates = self._rates(load, list(curves.values()), prices)
             steps = [max(range(len(own)), key=own.__getitem__) for own in rates]  # who shares an arm shares its length
             plain = load.emitting / prices.base
@@ -414,7 +378,7 @@ class Adaptive:
                 self._usual = max(map(max, rates))
             if not chosen and not any(load.arms):
                 arm = max(range(len(rates)), key=lambda a: max(rates[a]))
-                beginning = sum(self._to_begin(load.keys[b], arm) for b in able)
+                beginning = sum(self._beginnings.seconds(load.keys[b], arm) for b in able)
                 if self._nearly_pays(plain, rates[arm][steps[arm]], prices.base, beginning):
                     self._tried = True
                     chosen = dict.fromkeys(able, (arm, steps[arm]))
@@ -429,7 +393,7 @@ class Adaptive:
                 if self._record.is_strange(load.keys[b], arm):
                     own[arm] = [0.0] * len(LENGTHS)
 
-    def _rates(self, load: Load, curves: Seq[Seq[Seq[float]]], prices: _Prices) -> list[list[float]]:
+    def _rates(self, load: Load, curves: Seq[Seq[Seq[float]]], prices: Prices) -> list[list[float]]:
         """By arm and length: tokens a second when all draft so."""
         rates: list[list[float]] = []
         for arm, each in enumerate(prices.each):
@@ -439,14 +403,14 @@ class Adaptive:
             ])  # fmt: skip
         return rates
 
-    def _worth_most(self, load: Load, b: int, curves: list[list[float]], prices: _Prices, steps: list[int]) -> tuple[int, float]:
+    def _worth_most(self, load: Load, b: int, curves: list[list[float]], prices: Prices, steps: list[int]) -> tuple[int, float]:
         """The arm that brings a sequence most beyond the price of its time, in tokens."""
         allowed = load.arms[b] if load.arms else None
         best, most = 0, 0.0
         for arm, step in enumerate(steps):
             worth = curves[arm][step] - self._rate * prices.each[arm][step]
             if worth > most:  # it is brought for as many tokens as are left
-                worth -= self._rate * self._to_begin(load.keys[b], arm) / load.room[b]
+                worth -= self._rate * self._beginnings.seconds(load.keys[b], arm) / load.room[b]
             if worth > most and (allowed is None or arm in allowed):
                 best, most = arm, worth
         return best, most
@@ -473,37 +437,6 @@ class Adaptive:
             self._enter(timed)
         self._timed.clear()
 
-    def _thinking(self, many: int) -> float:
-        """Seconds that deciding about drafts takes in a round."""
-        return self._thought.get((many, False), 0.0) + self._thought.get((many, True), 0.0) / _REPLAN
-
-    def _prices(self, load: Load, able: int) -> _Prices:
-        kind = load.kinds[0] if load.kinds else 0
-        found = self._price_lists.get(key := (load.rows, load.emitting, able, load.context.bit_length(), kind))
-        if found is None:
-            found = self._price_lists[key] = self._price(load, able)
-        return found
-
-    def _base(self, load: Load) -> float:
-        """Seconds of a plain round of those who emit. Prompts read beside them make no draft worth more."""
-        rest = self.costs.rest(len(load.keys))
-        return self.costs.forward(min(load.emitting or load.rows, load.rows), load.context) + rest
-
-    def _price(self, load: Load, able: int) -> _Prices:
-        base, read = self._base(load), self.costs.forward(load.rows, load.context)
-        read -= self._thinking(len(load.keys))
-        each = []
-        for a, arm in enumerate(self.arms):
-            nodes = self._record.nodes(load.keys[0], a)[: bisect(LENGTHS, arm.most)]
-            rows = [self.costs.forward(load.rows + own * able, load.context) - read for own in nodes]
-            drafts = self.costs.proposals(arm.name, able, nodes, load.context)
-            each.append([(seconds + extra) / able for seconds, extra in zip(drafts, rows, strict=True)])
-        hopes = [
-            max((load.emitting + able * length) / (base + price * able) for length, price in zip(LENGTHS, own, strict=False))
-            for own in each
-        ]
-        return _Prices(base, each, hopes)
-
     def _drop_the_lonely(self, load: Load, curves: Mapping[int, list[list[float]]], chosen: dict[int, tuple[int, int]]) -> None:
         """An arm that few chose costs each of them more than its share among all."""
         for arm in {arm for arm, _ in chosen.values()}:
@@ -511,20 +444,15 @@ class Adaptive:
             if len(own) < len(curves):
                 step = chosen[own[0]][1]
                 gain = sum(curves[b][arm][step] for b in own)
-                if gain < self._rate * self._extra_time(load, arm, step, len(own)):
+                if gain < self._rate * self._prices.drafts(load, arm, LENGTHS[step], len(own)):
                     for b in own:
                         del chosen[b]
 
-    def _extra_time(self, load: Load, arm: int, step: int, many: int) -> float:
-        """Seconds that drafts of so many sequences add to a round."""
-        extra = self.costs.forward(load.rows + LENGTHS[step] * many, load.context) - self.costs.forward(load.rows, load.context)
-        return extra + self.costs.proposal(self.arms[arm].name, many, LENGTHS[step], load.context)
-
     def _worthwhile(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drafting them is paid for already."""
-        times, spent = self._round_times(load, len(survival) + 1), self._spent
+        times, spent = self._prices.times(load, len(survival) + 1), self._spent
         if load.rows > load.emitting:
-            spent -= times[0] - self._base(load)
+            spent -= times[0] - self._prices.base(load)
         tokens, count = float(load.emitting), 0
         best = tokens / (times[0] + spent)
         for n, own in enumerate(survival, 1):
@@ -532,14 +460,6 @@ class Adaptive:
             if (rate := tokens / (times[n] + spent)) > best:
                 best, count = rate, n
         return count
-
-    def _round_times(self, load: Load, count: int) -> list[float]:
-        """Seconds of a round with 0, 1, ... further rows."""
-        known = self._times.setdefault((load.rows, len(load.keys), load.context.bit_length()), [])
-        if len(known) < count:
-            rest = self.costs.rest(len(load.keys))
-            known += (self.costs.forward(load.rows + n, load.context) + rest for n in range(len(known), max(count, 17)))
-        return known
 
     def _drafting(self, plan: Plan) -> dict[int, list[int]]:
         """Sequences that draft, by arm."""
@@ -619,7 +539,7 @@ class Adaptive:
             proposal -= self.costs.proposal(name, len(users), length, load.context)
         rows = load.rows + sum(plan.lengths)
         extra = self.costs.forward(rows + length, load.context) - self.costs.forward(rows, load.context)
-        return self._gains.get(load.keys[b], 0.0) + max(proposal, 0.0) + extra + self._to_begin(load.keys[b], arm)
+        return self._gains.get(load.keys[b], 0.0) + max(proposal, 0.0) + extra + self._beginnings.seconds(load.keys[b], arm)
 
 
 def _worth(load: Load) -> float:
