@@ -125,3 +125,15 @@ def test_a_slower_machine_is_slower_at_every_size() -> None:
         costs.observe_forward(8, 100, 0.008)  # and in a quick one, in which only the others are seen
     assert costs.forward(8, 100) == pytest.approx(0.008, rel=0.02)
     assert 0.0009 < costs.forward(1, 100) < 0.0013
+
+
+def test_a_drafter_is_known_well_after_a_few_proposals_or_from_an_earlier_start() -> None:
+    costs = Costs()
+    found = []
+    for _ in range(4):
+        found.append((costs.knows_proposal("a"), costs.knows_proposal("a", well=True)))
+        costs.observe_proposal("a", 1, 4, 0.001)
+    assert found == [(False, False), (True, False), (True, False), (True, True)]
+    once = Costs()
+    once.observe_proposal("a", 1, 4, 0.001)
+    assert Costs.from_dict(once.as_dict()).knows_proposal("a", well=True)

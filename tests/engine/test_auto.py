@@ -106,13 +106,16 @@ def test_what_was_measured_is_kept_for_the_next_start(tmp_path: Path, monkeypatc
 
 
 def test_the_first_start_knows_what_the_model_s_drafters_are_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its folder says counts until rounds on this machine say something else, and nothing is tried only to find out."""
+    """What its folder says counts until rounds on this machine say something else. What drafts cost here must be found out."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    first = LLM(speculation="auto").engine.policy
+    fresh = LLM(speculation="auto")
+    first = fresh.engine.policy
     assert isinstance(first, Adaptive)
     for kind in (0, 1, 2, 3):
         first._record.meet([kind], [kind])
         assert not any(first._record.is_strange(kind, arm) for arm in range(len(first.arms)))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
+    assert fresh.generate(PROMPTS[0], params)[0].outputs[0].speculation["drafted"] > 0
     kept = LLM(speculation="auto")
     kept.engine.policy._record.restore({"0": {"suffix": _spoilt(first.accepted["0"]["suffix"])}})  # type: ignore[attr-defined]
     kept.save_costs()

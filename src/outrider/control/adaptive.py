@@ -367,7 +367,8 @@ class Adaptive:
             self._usual = plain
             self._hopes = prices.hopes
             promised = self._rates(load, [self._record.hopes(load.keys[able[0]])] * len(able), prices)
-            self._promising = [arm for arm, own in enumerate(promised) if max(own, default=0.0) > self._rate]
+            untimed = self._untimed()
+            self._promising = [a for a, own in enumerate(promised) if a in untimed or max(own, default=0.0) > self._rate]
             for b, own in curves.items():
                 arm, worth = self._worth_most(load, b, own, prices, steps)
                 self._gains[load.keys[b]] = worth / self._rate
@@ -385,6 +386,10 @@ class Adaptive:
         settings = {b: (arm, LENGTHS[step]) for b, (arm, step) in chosen.items()}
         self._standing = {key: settings.get(b, _NEVER) for b, key in enumerate(load.keys) if load.room[b]}
         self._complete = len(self._standing) == len(load.keys)
+
+    def _untimed(self) -> list[int]:
+        """Arms that have hardly drafted on this machine."""
+        return [a for a, arm in enumerate(self.arms) if not self.costs.knows_proposal(arm.name, well=True)]
 
     def _leave_out_strangers(self, load: Load, curves: Mapping[int, list[list[float]]]) -> None:
         """What is hardly known is tried by one, not by all."""
@@ -476,7 +481,8 @@ class Adaptive:
         """
         allowance, many = self._allowance, len(load.keys)
         if not allowance.begun:
-            allowance.begin(self.costs.forward(1, load.context), 1.0 - self._record.known)
+            unknown = max(1.0 - self._record.known, len(self._untimed()) / max(len(self.arms), 1))
+            allowance.begin(self.costs.forward(1, load.context), unknown)
         able = self._able(load)
         if not able or not self.arms:
             return plan

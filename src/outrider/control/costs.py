@@ -21,6 +21,7 @@ _SLOWLY = 1 / 32  # how readily a context's share is learnt
 _READILY = 1 / 16  # how readily the pace is
 _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
+_OFTEN = 3  # observations after which a drafter's times are known
 _FLOOR = 0.25  # of the time at the smallest size seen
 _TOLERANCE = 3.0  # an observation this many times off the mean counts as this many: a stall is not a cost
 
@@ -101,6 +102,7 @@ class Costs:
         self._context: dict[int, float] = {}  # seconds that a longer context adds, by bin
         self._rest = Curve()
         self._propose: dict[str, dict[int, Curve]] = {}  # by drafter, then by batch step; the curve is by length
+        self._timed: dict[str, int] = {}  # observations of each drafter
         self.accepted: dict[str, Any] = {}  # a controller's record, kept beside them
 
     def observe_forward(self, rows: int, context: int, seconds: float) -> None:
@@ -120,6 +122,7 @@ class Costs:
 
     def observe_proposal(self, drafter: str, batch: int, length: int, seconds: float) -> None:
         curves, step = self._propose.setdefault(drafter, {}), _step(int(self._run_as(batch)))
+        self._timed[drafter] = self._timed.get(drafter, 0) + 1
         if step not in curves:  # it begins as its neighbours say: one observation may be a stall
             known = sorted({size for curve in curves.values() for size in curve.means})
             curves[step] = _curve(
@@ -157,8 +160,9 @@ class Costs:
         at = bisect_left(self.sizes, count)
         return self.sizes[at] if at < len(self.sizes) else count
 
-    def knows_proposal(self, drafter: str) -> bool:
-        return drafter in self._propose
+    def knows_proposal(self, drafter: str, well: bool = False) -> bool:
+        """Whether a proposal of it was ever timed; `well`: so often that one stall counts for little."""
+        return self._timed.get(drafter, 0) >= (_OFTEN if well else 1)
 
     @property
     def knows_forward(self) -> bool:
@@ -184,6 +188,7 @@ class Costs:
         costs._context = {_context(int(context)): float(seconds) for context, seconds in data["context"].items()}
         for name, curves in data["propose"].items():
             costs._propose[name] = {int(batch): _curve(curve) for batch, curve in curves.items()}
+            costs._timed[name] = _OFTEN
         costs.accepted = dict(data.get("accepted", {}))
         return costs
 
