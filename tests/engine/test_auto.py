@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ class Flat(Costs):
     def forward(self, rows: float, context: int) -> float:
         return 1.0
 
-    def proposal(self, drafter: str, batch: int, length: int, context: int = 0) -> float:
-        return 0.01 * length
+    def proposals(self, drafter: str, batch: int, lengths: Sequence[float], context: int = 0) -> list[float]:
+        return [0.01 * length for length in lengths]
 
 
 @pytest.fixture(scope="module")

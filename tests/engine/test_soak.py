@@ -28,5 +28,5 @@ def test_a_crowd_equals_solo_runs(
     assert report.finished > 0.7 * len(asked)
     assert report.cancelled > 0
     assert report.preemptions > 0 or together == 1, "memory was meant to run out"
-    assert report.drafted > 0 or method == "auto", "`auto` may find that nothing pays"
+    assert report.drafted > 0 or (method == "auto" and together > 1), "among many `auto` may find that nothing pays"
     assert report.prefix_hits > 0
