@@ -9,7 +9,7 @@ EMULATED := build/emulated/_core_amx.so
 COMPILE = $(CXX) -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthread -DOUTRIDER_SOURCES="\"$$(cat \
   $(sort $(wildcard src/outrider/ops/cpu/*.h) $(wildcard src/outrider/ops/cpu/*.cpp)) | sha256sum | cut -d' ' -f1)\"" src/outrider/ops/cpu/core.cpp
 
-.PHONY: test check demo doctor sanitize emulate clean
+.PHONY: test test-fast test-all check demo doctor sanitize emulate clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
@@ -19,13 +19,21 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 	touch $@
 
 check: $(STAMP)
-	$(BIN)/ruff check setup.py src tests recipes
-	$(BIN)/ruff format --check setup.py src tests recipes
+	$(BIN)/ruff check setup.py src tests recipes benchmarks
+	$(BIN)/ruff format --check setup.py src tests recipes benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
 test: check
 	$(BIN)/python -m pytest -n 2
+
+# For the inner loop: no tests marked slow, grids of parameters thinned to pairs.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# Every combination of every grid.
+test-all: check
+	$(BIN)/python -m pytest -n 2 --whole-grids
 
 demo: $(STAMP)
 	$(BIN)/outrider compare "$$(printf 'import json\nfrom pathlib import Path\n\n\ndef load_config(path: Path) -> dict:\n    ')"
@@ -37,7 +45,8 @@ $(SANITIZED): setup.py $(CORE)
 
 sanitize: $(STAMP) $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/sampling/test_choice.py tests/draft/test_draft_model.py
+	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py \
+	  tests/engine/test_same_windows.py tests/sampling/test_choice.py tests/draft/test_draft_model.py
 
 # The amx build with tiles in plain C++, for a processor with AVX-512 and none.
 $(EMULATED): setup.py tests/ops/emulated_tiles.h $(CORE)

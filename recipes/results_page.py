@@ -36,12 +36,14 @@ def _sections() -> Iterator[str]:
     yield from _section(
         "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _plan
     )
-    yield from _section("Beside other engines", "peers.json", "outrider peers > results/peers.json", _peers)
-    sizes = "outrider peers --models 40m,150m,1.1b > results/peers_sizes.json"
-    yield from _section("Beside other engines, by size", "peers_sizes.json", sizes, _peers)
+    yield from _section("Beside other engines", "peers.json", "python -m benchmarks.baselines > results/peers.json", _baselines)
+    sizes = "python -m benchmarks.baselines --models 40m,150m,1.1b > results/peers_sizes.json"
+    yield from _section("Beside other engines, by size", "peers_sizes.json", sizes, _baselines)
     yield from _section("Acceptance", "drafters.json", "", _drafters)
     yield from _section("Acceptance on all HumanEval stubs", "pyrite_acceptance.json", "", _pyrite)
     yield from _section("Never slower", "never_slower.json", "", _never_slower)
+    cold = "python benchmarks/cold_start.py --out results/cold_start.json"
+    yield from _section("A first start", "cold_start.json", cold, _cold_start)
     yield from _section("A forward by its rows", "cpu_forward.json", "", _forward)
     yield from _section("A plain round", "round_cost.json", "", _round)
     yield from _section("A lookup's proposal", "proposal_cost.json", "", _proposal)
@@ -63,7 +65,7 @@ def _section(title: str, name: str, command: str, body: Callable[[dict[str, Any]
 
 
 def _bench(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     yield _table(
         data["rows"],
         {
@@ -81,7 +83,7 @@ def _bench(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _serve(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     latencies = {
         f"{name.upper()} ms, median / p99": lambda row, name=name: (
             f"{_number(row[f'median_{name}_ms'], 1)} / {_number(row[f'p99_{name}_ms'], 1)}"
@@ -98,7 +100,7 @@ def _serve(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _plan(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     pairs = {
         "tokens a round": ("tokens_per_round", "tokens_per_round_measured"),
         "speed-up": ("predicted", "measured"),
@@ -111,13 +113,15 @@ def _plan(data: dict[str, Any]) -> Iterator[str]:
     yield _table(data["rows"], columns | {"error of the speed-up": lambda row: f"{row['error']:+.1%}"})
 
 
-def _peers(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
-    ratios = [
-        {"model": model, "ratio": name, "value": own} for model, all_ in data["ratios"].items() for name, own in all_.items()
+def _baselines(data: dict[str, Any]) -> Iterator[str]:
+    yield _environment(data)
+    rows = [
+        {"model": model, "ratio": name, "value": ratio}
+        for model, ratios in data["ratios"].items()
+        for name, ratio in ratios.items()
     ]
     columns: dict[str, Cell] = {name: lambda row, name=name: row[name] for name in ("model", "ratio")}
-    yield _table(ratios, columns | {"times": lambda row: _number(row["value"])})
+    yield _table(rows, columns | {"times": lambda row: _number(row["value"])})
     columns = {
         title: lambda row, name=name: row[name] for title, name in {"model": "model", "peer": "peer", "weights": "kind"}.items()
     }
@@ -143,7 +147,7 @@ def _peers(data: dict[str, Any]) -> Iterator[str]:
 def _drafters(data: dict[str, Any]) -> Iterator[str]:
     for run in data["runs"]:
         yield f"{run['what'][0].upper()}{run['what'][1:]}:\n"
-        yield _conditions(run)
+        yield _environment(run)
         yield _table(
             run["rows"],
             {
@@ -160,7 +164,7 @@ def _drafters(data: dict[str, Any]) -> Iterator[str]:
 
 def _pyrite(data: dict[str, Any]) -> Iterator[str]:
     for run in data["runs"]:
-        yield _conditions(run)
+        yield _environment(run)
         yield _table(
             run["rows"],
             {
@@ -174,7 +178,7 @@ def _pyrite(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _never_slower(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     yield _table(
         data["rows"],
         {
@@ -188,8 +192,23 @@ def _never_slower(data: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def _cold_start(data: dict[str, Any]) -> Iterator[str]:
+    yield _environment(data)
+    yield _table(
+        [{"temperature": temperature} | row for temperature, row in data["speedups"].items()],
+        {
+            "temperature": lambda row: row["temperature"],
+            "starts": lambda row: str(len(row["each"])),
+            "median": lambda row: _number(row["median"]),
+            "goal": lambda row: _number(row["goal"]),
+            "lowest": lambda row: _number(row["lowest"]),
+        },
+    )
+    yield f"No start shall give less than {data['floor']}.\n"
+
+
 def _forward(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     counts = list(data["results"][0]["ms"])
     columns: dict[str, Cell] = {"model": lambda row: row["model"], "dtype": lambda row: row["dtype"]}
     times: dict[str, Cell] = {f"{n} rows, ms": lambda row, n=n: _number(row["ms"][n]) for n in counts}
@@ -202,7 +221,7 @@ def _forward(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _round(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     names = {"total_us": "round, µs", "forward_us": "forward", "choice_us": "choice", "outside_us": "the rest"}
     names |= {"bookkeeping_us": "of it bookkeeping", "bookkeeping_us_per_sequence": "for each sequence"}
     columns: dict[str, Cell] = {"temperature": lambda row: f"{row['temperature']:g}"}
@@ -211,7 +230,7 @@ def _round(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _proposal(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     yield _table(
         data["rows"],
         {
@@ -224,7 +243,7 @@ def _proposal(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _loss(data: dict[str, Any]) -> Iterator[str]:
-    yield _conditions(data)
+    yield _environment(data)
     yield _table(
         data["rows"],
         {
@@ -236,7 +255,7 @@ def _loss(data: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _conditions(data: dict[str, Any]) -> str:
+def _environment(data: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     note = f" {data['note']}" if "note" in data else ""
     return f"`{data['command']}`; {data['device']}; {versions}.{note}\n"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
 import outrider  # noqa: F401  (first: it makes bf16 safe before torch is used)
 import pytest
 import torch
@@ -18,9 +22,57 @@ settings.register_profile(
 settings.load_profile("outrider")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole-grids", action="store_true", help="Run every combination of a grid's parameters, not a pairwise cover of them."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "grid: a grid of parameters; by default a pairwise cover of it runs")
+    config.addinivalue_line("markers", "slow: takes seconds; left out by `make test-fast`")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: tests of Ctrl-C need it heard
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--whole-grids"):
+        return
+    grids: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("grid") is not None:
+            assert item.parent is not None
+            grids.setdefault((item.parent.nodeid, item.originalname), []).append(item)
+    kept = {id(item) for grid in grids.values() for item in pairwise_cover(grid)}
+    left_out = {id(item) for grid in grids.values() for item in grid} - kept
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pairwise_cover(grid: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Items of a grid that together hold every pair of values of any two parameters: the greedy choice, in order."""
+    values = {item: [(name, id(value)) for name, value in item.callspec.params.items()] for item in grid}
+    pairs = {item: set(combinations(values[item], 2)) for item in grid}
+    missing = set().union(*pairs.values())
+    chosen: list[pytest.Function] = []
+    while missing:
+        best = max(grid, key=lambda item: len(pairs[item] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen or list(grid)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Costs measured by tests are kept away from the user's, and the user's from tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(params=["torch", "native"])

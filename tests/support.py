@@ -16,7 +16,7 @@ from outrider.control import FixedLength
 from outrider.core import Batch, Drafts, Needs, Plan, Request, Scores, Sequence, Verdict
 from outrider.draft import Drafter
 from outrider.draft.none import NoDrafter
-from outrider.engine.commit import Writer
+from outrider.engine.commit import OutputProcessor
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, LoadOptions, ModelConfig, Runner, load_decoder
 from outrider.sampling import SamplingParams
@@ -76,16 +76,17 @@ def random_decoder(directory: Path, seed: int = 0) -> Decoder:
     return decoder
 
 
-def make_pool(decoder: Decoder, page_size: int = 16) -> KVPool:
+def make_pool(decoder: Decoder, page_size: int = 16, pages: int = 160) -> KVPool:
     c = decoder.config
-    return KVPool(c.layers, 160, c.kv_heads, page_size, c.head_dim)
+    return KVPool(c.layers, pages, c.kv_heads, page_size, c.head_dim)
 
 
-def make_engine(decoder: Decoder, drafter: Drafter | None = None, length: int = 0, rule: str = "match", **sizes: Any) -> Engine:
+def make_engine(
+    decoder: Decoder, drafter: Drafter | None = None, length: int = 0, rule: str = "match", pages: int = 160, **sizes: Any
+) -> Engine:
     config = EngineConfig(**({"page_size": 16, "max_num_seqs": 8, "max_batch_rows": 40} | sizes))
-    return Engine(
-        Runner(decoder, make_pool(decoder, config.page_size)), None, drafter or NoDrafter(), FixedLength(length, rule), config
-    )
+    runner = Runner(decoder, make_pool(decoder, config.page_size, pages))
+    return Engine(runner, None, drafter or NoDrafter(), FixedLength(length, rule), config)
 
 
 def make_request(
@@ -95,16 +96,11 @@ def make_request(
     return Request(name, tuple(prompt), params, params.seed or 0, stop, params.max_tokens or 16, index, tenant=tenant)
 
 
-def run(engine: Engine, requests: list[Request], method: str = "test") -> list[Writer]:
+def run(engine: Engine, requests: list[Request], method: str = "test") -> list[OutputProcessor]:
     writers = [engine.submit(request, method) for request in requests]
     while engine.has_work:
         engine.round()
     return writers
-
-
-def changed(drafts: Drafts, **own: Any) -> Drafts:
-    """The same drafts as arrays, some of them others."""
-    return Drafts(**{name: getattr(drafts, name) for name in ("tokens", "parents", "survival", "counts", "q", "resume")} | own)
 
 
 @dataclass
@@ -131,7 +127,7 @@ class Oracle:
     def end(self, seq: Sequence) -> None: ...
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        counts = drafts.counts.tolist()
+        counts = drafts.counts
         self.accepted |= {len(verdict.path) for b, verdict in enumerate(verdicts) if counts[b]}
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
@@ -171,7 +167,7 @@ class Oracle:
         return [tokens[n] for n in out], [new_index[parents[n]] for n in out]
 
 
-def solo_answers(decoder: Decoder, requests: list[Request]) -> list[Writer]:
+def solo_answers(decoder: Decoder, requests: list[Request]) -> list[OutputProcessor]:
     """Plain decoding, one request at a time."""
     return [run(make_engine(decoder), [request], "none")[0] for request in requests]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from outrider.config import EngineConfig, SpeculationConfig, parse_method
+from outrider.config import EngineConfig, SpeculationConfig, parse_method, resolve_speculation
 from outrider.control import FixedLength, Load
 from outrider.errors import InvalidParameter
 
@@ -12,7 +14,10 @@ from outrider.errors import InvalidParameter
 @pytest.mark.parametrize(
     ("given", "method", "model", "tokens"),
     [
-        (None, "none", None, 5),
+        (None, "auto", None, 256),
+        (True, "auto", None, 256),
+        (False, "none", None, 5),
+        ({"draft_tokens": 3}, "auto", None, 3),
         ("ngram", "ngram", None, 5),
         ({"method": "ngram", "num_speculative_tokens": 8}, "ngram", None, 8),
         ({"model": "a/b", "num_speculative_tokens": 3}, "draft_model", "a/b", 3),
@@ -26,6 +31,42 @@ def test_spellings(given, method, model, tokens) -> None:  # type: ignore[no-unt
     assert (config.method, config.model, config.draft_tokens) == (method, model, tokens)
 
 
+@pytest.mark.parametrize(
+    ("speculation", "others", "settings"),
+    [
+        (None, {}, ("auto", None, 256, {})),
+        (None, {"num_speculative_tokens": None}, ("auto", None, 256, {})),
+        (None, {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}, ("eagle", None, 3, {})),
+        (None, {"speculative_model": "a/b", "num_speculative_tokens": 3}, ("draft_model", "a/b", 3, {})),
+        (None, {"assistant_model": "a/b", "num_assistant_tokens": 4}, ("draft_model", "a/b", 4, {})),
+        (None, {"prompt_lookup_num_tokens": 7}, ("ngram", None, 7, {})),
+        (None, {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 3}, ("ngram", None, 7, {"ngram_max": 3})),
+        ("ngram", {"num_speculative_tokens": 3, "prompt_lookup_max": 5}, ("ngram", None, 3, {"ngram_max": 5})),
+        ("eagle:9:beam=2", {"num_assistant_tokens": 3}, ("eagle", None, 3, {"beam": 2})),
+    ],
+)
+def test_spellings_of_other_engines(speculation: Any, others: dict[str, Any], settings: tuple[object, ...]) -> None:
+    config = resolve_speculation(speculation, others)
+    assert (config.method, config.model, config.draft_tokens, dict(config.options)) == settings
+
+
+@pytest.mark.parametrize(
+    ("speculation", "others", "message"),
+    [
+        ("eagle", {"speculative_model": "a/b"}, "speculative_model: was given beside speculation; pass one"),
+        ("eagle", {"prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens: was given beside speculation"),
+        ("eagle", {"speculative_config": {}}, "speculative_config: was given beside speculation"),
+        (None, {"assistant_model": "a", "speculative_model": "b"}, "was given beside"),
+        (None, {"num_assistant_tokens": 3, "num_speculative_tokens": 4}, "both mean 'draft_tokens'; pass one"),
+        (None, {"speculative_config": "eagle"}, "must be a mapping"),
+        (None, {"num_speculative_tokens": "x"}, "draft_tokens: must be an integer"),
+    ],
+)
+def test_spellings_that_contradict_each_other(speculation: Any, others: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        resolve_speculation(speculation, others)
+
+
 def test_options_reach_the_drafter() -> None:
     config = SpeculationConfig.parse({"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3})
     assert dict(config.options) == {"ngram_min": 1, "ngram_max": 3}
@@ -34,7 +75,6 @@ def test_options_reach_the_drafter() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "ngram", "typo": 1}, "unknown setting 'typo'.*ngram_min"),
         ({"method": "ngram", "draft_tokens": -1}, r"draft_tokens.*\[0, 256\]"),
         ({"method": "ngram", "draft_tokens": True}, "draft_tokens"),
         ({"method": "ngram", "rule": "typical"}, "rule: unknown 'typical'; known: block, lossy_typical, match"),
@@ -90,10 +130,10 @@ def test_drafters_made_of_drafters() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("mixture", "members: method 'mixture' needs its drafters"),
+        ({"method": "mixture", "members": []}, "members: must name drafters"),
+        ("mixture:members=suffix+auto", "'auto' chooses among drafters itself"),
         ({"method": "cascade", "levels": []}, "levels"),
         ({"method": "cascade", "levels": ["ngram", 7]}, "7 is neither"),
-        ("mixture:members=(ngram:typo=1)", "unknown setting 'typo' for method 'ngram'"),
         ("mixture:members=(ngram:rule=block)", "'rule' belongs to 'mixture'"),
         ("cascade:levels=ngram+(draft_model:dtype=float32)", "'dtype' belongs to 'cascade'"),
     ],

@@ -1,4 +1,4 @@
-"""The AMX trap is seen and avoided before torch can meet it."""
+"""The AMX trap is detected and avoided before torch runs a product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.platform import amx_state, cpu_flags, cpuid
+from outrider.platform import amx_state, cpu_flags, cpuid, memory_bytes
 
 AMX = frozenset({"amx_tile", "amx_bf16", "avx512f", "hypervisor"})
 PALETTE = (0x04002000, 0x00080040, 0x10, 0)
@@ -83,3 +83,23 @@ def test_products_are_widened_when_it_is_too_late() -> None:
 
 def test_a_users_setting_is_respected() -> None:
     assert trapped(ONEDNN_MAX_CPU_ISA="AVX2") == "AVX2 True"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "share"),
+    [
+        ("0::/\n", {"memory.max": "1048576"}, 2**20),
+        ("0::/a/b\n", {"memory.max": "max", "a/memory.max": "4096", "a/b/memory.max": "8192"}, 4096),
+        ("3:cpu:/a\n2:memory:/a\n", {"memory/a/memory.limit_in_bytes": "4096", "cpu/a/memory.limit_in_bytes": "1"}, 4096),
+        ("0::/gone\n", {"memory.max": "max"}, None),
+        ("2:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("", {}, None),
+    ],
+)
+def test_memory_is_what_a_container_may_take(tmp_path: Path, own: str, limits: dict[str, str], share: int | None) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, text in limits.items():
+        (tmp_path / "cgroups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroups" / name).write_text(text + "\n")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory_bytes(tmp_path / "cgroups", tmp_path / "own") == (share or machine)

@@ -54,7 +54,7 @@ METHODS = {
 @functools.cache
 def plain(kind: str) -> list[CompletionOutput]:
     """One request at a time, nothing drafted."""
-    llm = LLM()
+    llm = LLM(speculation="none")
     return [llm.generate(prompt, PARAMS[kind])[0].outputs[0] for prompt in PROMPTS]
 
 
@@ -92,7 +92,7 @@ def test_the_tree_stays_small() -> None:
 
 
 def test_chat_template(tmp_path: Path) -> None:
-    llm = LLM()
+    llm = LLM(speculation="none")
     result = llm.chat([{"role": "user", "content": "write a loop"}], SamplingParams(temperature=0, max_tokens=3))[0]
     assert "<|assistant|>" in llm.tokenizer.decode(result.prompt_token_ids, skip_special_tokens=False)
 

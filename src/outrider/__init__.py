@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from outrider.sampling.params import SamplingParams
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Load the heavy parts when first used, so that `outrider --help` is quick."""
     if name == "LLM":

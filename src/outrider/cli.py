@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from outrider._version import __version__
+from outrider.bench.cli import add_moved
 from outrider.bench.cli import app as bench_app
-from outrider.bench.http import bench_http
-from outrider.bench.peers.cli import peers
 from outrider.bench.plan.cli import plan
-from outrider.bench.soak import bench_load
-from outrider.errors import InvalidParameter, OutriderError
+from outrider.environment import known_variables, tidy
+from outrider.errors import EngineDead, InvalidParameter, OutriderError
 from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, set_threads
 from outrider.serve.chat import chat
 from outrider.serve.cli import register as register_serve
+from outrider.terminal import PlainConsole, print_error
 from outrider.train.cli import app as train_app
 
 __all__ = ["app", "main"]
@@ -36,31 +36,29 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command()(chat)
 register_serve(app)
-bench_app.command("load")(bench_load)
-bench_app.command("http")(bench_http)
 app.command()(plan)
-app.command()(peers)
-_errors = Console(stderr=True)
+add_moved(app, "peers", "benchmarks.baselines")
+_errors = PlainConsole(stderr=True)
 
 Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
 Method = Annotated[
     str | None,
     typer.Option(
-        help="How to guess: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, early_exit, cascade, "
+        help="Drafting method: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, early_exit, cascade, "
         "mixture, auto (a controller chooses round by round), or "
         'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
         "Default: auto."
     ),
 ]
 DraftModel = Annotated[
-    str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: what came with the model.")
+    str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: those in the model's folder.")
 ]
-DraftTokens = Annotated[int | None, typer.Option(min=0, max=256, help="Most tokens guessed per round. Default: 5.")]
+DraftTokens = Annotated[int | None, typer.Option(min=0, max=256, help="Maximum tokens drafted per round. Default: 5.")]
 Rule = Annotated[str, typer.Option(help="Verification rule: match (same tokens), rejection, block, lossy_typical.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much of the mass.")]
+TopP = Annotated[float, typer.Option(help="Keep the most probable tokens whose probabilities add up to this.")]
 TopK = Annotated[int, typer.Option(help="Keep this many most probable tokens; 0 keeps all.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this share of the best.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn and reported.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")]
@@ -75,13 +73,37 @@ Memory = Annotated[float, typer.Option(help="Share of the GPU's memory that weig
 def main() -> None:
     """Run the command line; errors are one line, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("outrider.progress").setLevel(logging.INFO)
     try:
+        if any(name.startswith("OUTRIDER_") for name in os.environ):
+            tidy(os.environ, known_variables(typer.main.get_command(app)))
         app()
     except OutriderError as error:
-        _errors.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
-        sys.exit(2)
+        print_error(error)
+        sys.exit(1 if isinstance(error, EngineDead) else 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
+        sys.exit(1)
+    except OSError as error:  # a full disk, a file that may not be written
+        print_error(error)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Speculative decoding whose text is the same text."""
 
 
 @app.command()
@@ -124,11 +146,11 @@ def generate(
     llm = _load(locals())
     params, text = _params(locals()), _prompt(prompt)
     if stream:
-        for piece in llm.stream(text, params):
-            print(piece.text, end="", flush=True)
-            if piece.output is not None:
+        for chunk in llm.stream(text, params):
+            print(chunk.text, end="", flush=True)
+            if chunk.output is not None:
                 print()
-                print_summary(piece.output)
+                print_summary(chunk.output)
         return
     output = llm.generate(text, params)[0].outputs[0]
     if as_json:
@@ -161,6 +183,7 @@ def compare(
     memory: Memory = 0.9,
     threads: Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each, interleaved; medians are shown.")] = 3,
+    svg: Annotated[Path | None, typer.Option(help="Also write what is shown to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode the same request plainly and speculatively, check that the tokens are equal, show both speeds."""
@@ -172,7 +195,7 @@ def compare(
     if as_json:
         print(json.dumps(result.as_dict()))
     else:
-        print_comparison(result, llm)
+        print_comparison(result, llm, svg)
     if not result.identical:
         raise typer.Exit(1)
 
@@ -180,7 +203,7 @@ def compare(
 @app.command()
 def doctor(
     costs: Annotated[
-        bool, typer.Option("--costs", help="Measure instead what rounds and proposals cost the controller.")
+        bool, typer.Option("--costs", help="Measure the cost of rounds and proposals for the controller instead.")
     ] = False,
     model: Annotated[
         str | None, typer.Option(help="With --costs: model directory or hub id. Default: the bundled model.")
@@ -188,18 +211,18 @@ def doctor(
     plot: Annotated[Path | None, typer.Option(help="With --costs: an HTML file for the curves.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine offers, which kernels are in use, whether rows are invariant and what that costs."""
+    """Report what this machine supports, which kernels are in use, whether rows are invariant and what that costs."""
     if costs:
         return _doctor_costs(model, plot, as_json)
     from outrider.bench.doctor import diagnose
-    from outrider.engine.terminal import print_findings
+    from outrider.engine.terminal import print_checks
 
     with _errors.status("measuring"):
         findings = diagnose()
     if as_json:
         print(json.dumps([{"section": f.section, "name": f.name, "value": f.value, "good": f.good} for f in findings]))
     else:
-        print_findings([(f.section, f.name, f.value, f.good) for f in findings])
+        print_checks([(f.section, f.name, f.value, f.good) for f in findings])
     if not all(finding.good for finding in findings):
         raise typer.Exit(1)
     return None
@@ -209,18 +232,18 @@ def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:
     from outrider.bench.costs import measured_costs, show_costs, write_plot
 
     with _errors.status("measuring rounds and proposals"):
-        found = measured_costs(model)
+        costs = measured_costs(model)
     if as_json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps(costs.as_dict()))
     else:
-        show_costs(found, Console())
+        show_costs(costs, PlainConsole())
     if plot is not None:
-        write_plot(found, plot)
+        write_plot(costs, plot)
         _errors.print(f"curves in {plot}", highlight=False, markup=False)
 
 
 def _default_method(options: dict[str, Any]) -> str:
-    """`auto`, unless something was asked for that it does not do."""
+    """`auto`, unless an option needs another method."""
     if options["draft_model"] is not None:
         return "draft_model"
     if options["rule"] != "match":
@@ -230,16 +253,12 @@ def _default_method(options: dict[str, Any]) -> str:
 
 def _load(options: dict[str, Any]) -> Any:
     """An LLM from command-line options, with its settings checked before anything is loaded."""
-    from outrider.config import SpeculationConfig, parse_method
+    from outrider.config import speculation_of_flags
     from outrider.engine.llm import LLM
 
     set_threads(options["threads"])
-    settings = parse_method(options["method"] or _default_method(options))
-    draft, method = options["draft_model"], settings["method"]
-    if draft is not None and method not in ("draft_model", "eagle", "medusa"):
-        raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {method!r} has none")
-    given = {"model": draft, "draft_tokens": options["draft_tokens"], "rule": options["rule"]}
-    speculation = SpeculationConfig.parse(settings | {name: value for name, value in given.items() if value is not None})
+    method, draft = options["method"] or _default_method(options), options["draft_model"]
+    speculation = speculation_of_flags(method, draft, options["draft_tokens"], options["rule"])
     names = ("dtype", "load_format", "device", "numerics", "memory")
     return LLM(options["model"], speculation=speculation, **{name: options[name] for name in names})
 
@@ -252,7 +271,13 @@ def _params(options: dict[str, Any]) -> Any:
 
 
 def _prompt(prompt: str) -> str:
-    return sys.stdin.read() if prompt == "-" else prompt
+    """The prompt, or standard input where it is "-"."""
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidParameter("prompt", f"standard input is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _as_json(output: Any) -> dict[str, Any]:

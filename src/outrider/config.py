@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any
 
+from outrider import checks
 from outrider.errors import InvalidParameter, UnknownMethod
 
-__all__ = ["RULES", "EngineConfig", "RequestSpeculation", "SpeculationConfig", "parse_method"]
+__all__ = [
+    "FIELDS",
+    "METHODS",
+    "RULES",
+    "SPELLINGS",
+    "EngineConfig",
+    "RequestSpeculation",
+    "SpeculationConfig",
+    "parse_method",
+    "resolve_speculation",
+    "speculation_of_flags",
+]
 
 RULES = ("match", "rejection", "block", "lossy_typical")
 DEFAULT_DRAFT_TOKENS = 5
-MOST_DRAFT_TOKENS = 256
-_ALIASES = {
-    "num_speculative_tokens": "draft_tokens",
+MAX_DRAFT_TOKENS = 256
+_MAX_SEQUENCES = 2**16
+_MAX_PAGE = 2**12
+_MAX_SIZE = 2**63 - 1
+_MAX_DEPTH = 8  # of parentheses in one word
+_MAX_DIGITS = 9  # of a number of draft tokens in one word
+SPELLINGS = {  # other engines' names for settings of speculation, and ours
+    "num_speculative_tokens": "draft_tokens",  # vLLM
+    "speculative_model": "model",
     "prompt_lookup_min": "ngram_min",
     "prompt_lookup_max": "ngram_max",
+    "num_assistant_tokens": "draft_tokens",  # Transformers
+    "assistant_model": "model",
+    "prompt_lookup_num_tokens": "draft_tokens",
+    "max_matching_ngram_size": "ngram_max",
 }
-_FIELDS = ("method", "model", "draft_tokens", "rule")
-_OPTIONS = {
-    "ngram": ("ngram_min", "ngram_max"),
-    "suffix": ("min_match", "max_match", "factor", "offset", "min_prob", "branch", "shared_tokens"),
-    "recycle": ("top", "table_tokens", "shared", "tenants"),
-    "lookahead": ("window", "ngram", "pool_tokens", "from_prompt"),
-    "draft_model": ("dtype", "load_format", "beam", "branch", "depth", "vocabulary"),
-    "eagle": ("beam", "branch", "depth"),
-    "medusa": ("dynamic",),
-    "early_exit": ("exit_layer", "tail"),
-    "cascade": ("levels", "dtype", "load_format"),
-    "mixture": ("members", "merge", "splice", "enough", "dtype", "load_format"),
-    "auto": ("members", "dtype", "load_format"),
-}
+_IMPLIED = {"prompt_lookup_num_tokens": "ngram"}  # spellings that name a method too
+FIELDS = ("method", "model", "draft_tokens", "rule")
+METHODS = (  # built in; draft/registry.py has their classes
+    "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa",
+    "early_exit", "cascade", "mixture", "auto",
+)  # fmt: skip
+WITH_WEIGHTS = ("draft_model", "eagle", "medusa")  # methods for which `model` names a directory
 _NESTED = {"cascade": "levels", "mixture": "members", "auto": "members"}  # options that hold drafters
 
 
@@ -46,13 +62,17 @@ class EngineConfig:
     kv_bytes: int | None = None
     prefix_cache: bool = True  # full pages stay findable by their tokens until their memory is needed
     max_queue: int | None = None  # requests that may wait; more are refused
+    calibration_s: float = 3.0  # at a model's first start on a machine, seconds to time rounds and drafts with `auto`; 0: none
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_batch_rows", "page_size"):
-            if getattr(self, name) < 1:
-                raise InvalidParameter(name, f"must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise InvalidParameter("max_model_len", f"must be at least 2, got {self.max_model_len}")
+        for name in ("max_num_seqs", "max_batch_rows"):
+            checks.integer(name, getattr(self, name), 1, _MAX_SEQUENCES)
+        checks.integer("page_size", self.page_size, 1, _MAX_PAGE)
+        for name, low in (("max_model_len", 2), ("kv_bytes", 1), ("max_queue", 0)):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), low, _MAX_SIZE)
+        checks.boolean("prefix_cache", self.prefix_cache)
+        checks.real("calibration_s", self.calibration_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +86,14 @@ class SpeculationConfig:
     options: Mapping[str, Any] = field(default_factory=dict)  # the drafter's own settings
 
     def __post_init__(self) -> None:
+        checks.text("method", self.method)
+        if isinstance(self.model, PathLike):
+            object.__setattr__(self, "model", str(self.model))
+        if self.model is not None:
+            checks.text("model", self.model)
         if self.rule not in RULES:
-            raise UnknownMethod("rule", self.rule, list(RULES))
-        if (
-            isinstance(self.draft_tokens, bool)
-            or not isinstance(self.draft_tokens, int)
-            or not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS
-        ):
-            raise InvalidParameter("draft_tokens", f"must be an integer in [0, {MOST_DRAFT_TOKENS}], got {self.draft_tokens!r}")
+            raise UnknownMethod("rule", checks.text("rule", self.rule), list(RULES))
+        checks.integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
 
     def nested(self) -> tuple[SpeculationConfig, ...]:
         """The drafters this one is made of: a cascade's levels, a mixture's members."""
@@ -82,40 +102,43 @@ class SpeculationConfig:
     def flat(self) -> Iterator[SpeculationConfig]:
         """This method and all it is made of."""
         yield self
-        for own in self.nested():
-            yield from own.flat()
+        for config in self.nested():
+            yield from config.flat()
 
     def methods(self) -> Iterator[str]:
         """Their names."""
-        return (own.method for own in self.flat())
+        return (config.method for config in self.flat())
 
     @classmethod
-    def parse(cls, speculation: str | Mapping[str, Any] | SpeculationConfig | None) -> SpeculationConfig:
-        """From a method as `parse_method` reads it, a mapping of settings (vLLM's names included), or nothing."""
+    def parse(cls, speculation: str | bool | Mapping[str, Any] | SpeculationConfig | None) -> SpeculationConfig:
+        """From a method as `parse_method` reads it, or a mapping of settings (vLLM's names included).
+
+        What names no method is `auto`, and False is `none`.
+        """
         if isinstance(speculation, SpeculationConfig):
             return speculation
-        if speculation is None:
-            return cls()
+        if speculation is None or isinstance(speculation, bool):
+            return cls.parse({"method": "none" if speculation is False else "auto"})
         if isinstance(speculation, str):
             return cls.parse(parse_method(speculation))
-        if not isinstance(speculation, Mapping):
-            raise InvalidParameter("speculation", f"must be a method's name or a mapping, got {type(speculation).__name__}")
-        settings = {_ALIASES.get(key, key): value for key, value in speculation.items()}
+        try:
+            return cls._from_settings(_settings("speculation", speculation))
+        except RecursionError:
+            raise InvalidParameter("speculation", "holds drafters inside drafters without end") from None
+
+    @classmethod
+    def _from_settings(cls, settings: dict[str, Any]) -> SpeculationConfig:
         model = settings.get("model")
         if model in ("ngram", "[ngram]"):  # vLLM's older spelling
             settings |= {"method": "ngram", "model": None}
-        method = settings.setdefault("method", "draft_model" if settings.get("model") else "none")
+        method = checks.text("method", settings.setdefault("method", "draft_model" if settings.get("model") else "auto"))
         if method == "auto":
-            settings.setdefault("draft_tokens", MOST_DRAFT_TOKENS)
-        known = _OPTIONS.get(method, ())
-        unknown = sorted(set(settings) - set(_FIELDS) - set(known))
-        if unknown and method in ("none", *_OPTIONS):
-            allowed = ", ".join((*_FIELDS, *known, *_ALIASES))
-            raise InvalidParameter("speculation", f"unknown setting {unknown[0]!r} for method {method!r}; allowed: {allowed}")
-        options = {key: value for key, value in settings.items() if key not in _FIELDS}
-        if method in _NESTED and (method != "auto" or "members" in options):
-            options[_NESTED[method]] = _parse_nested(method, options.get(_NESTED[method]))
-        return cls(**{key: settings[key] for key in _FIELDS if key in settings}, options=options)
+            settings.setdefault("draft_tokens", MAX_DRAFT_TOKENS)
+        options = {key: value for key, value in settings.items() if key not in FIELDS and value is not None}
+        if method in _NESTED and _NESTED[method] in options:
+            options[_NESTED[method]] = _parse_nested(method, options[_NESTED[method]])
+        fields = {key: settings[key] for key in FIELDS if settings.get(key) is not None}
+        return cls(**fields, options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,31 +148,74 @@ class RequestSpeculation:
     enabled: bool = True
     method: str | None = None
     draft_tokens: int | None = None
+    return_rejected: bool = False  # the answer also lists the drafted tokens that were not accepted
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise InvalidParameter("speculation", f"enabled must be True or False, got {self.enabled!r}")
+        for name in ("enabled", "return_rejected"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidParameter("speculation", f"{name} must be True or False, got {checks.shown(value)}")
         if self.method is not None and not isinstance(self.method, str):
-            raise InvalidParameter("speculation", f"method must be a name, got {self.method!r}")
-        most = self.draft_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= MOST_DRAFT_TOKENS):
-            raise InvalidParameter("speculation", f"max_tokens must be an integer in [0, {MOST_DRAFT_TOKENS}], got {most!r}")
+            raise InvalidParameter("speculation", f"method must be a name, got {checks.shown(self.method)}")
+        if self.draft_tokens is not None:
+            try:
+                checks.integer("max_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
+            except InvalidParameter as error:
+                raise InvalidParameter("speculation", str(error)) from None
 
     @classmethod
-    def parse(cls, given: bool | Mapping[str, Any] | RequestSpeculation | None) -> RequestSpeculation:
-        """From True or False, or {"enabled": ..., "method": ..., "max_tokens": ...}."""
-        if isinstance(given, RequestSpeculation):
-            return given
-        if given is None or isinstance(given, bool):
-            return cls(given is not False)
-        if not isinstance(given, Mapping):
-            raise InvalidParameter("speculation", f"must be True, False or a mapping, got {type(given).__name__}")
-        names = {"max_tokens": "draft_tokens", "num_speculative_tokens": "draft_tokens"}
-        settings = {names.get(key, key): value for key, value in given.items()}
-        unknown = sorted(set(settings) - {"enabled", "method", "draft_tokens"})
-        if unknown:
-            raise InvalidParameter("speculation", f"unknown setting {unknown[0]!r}; allowed: enabled, method, max_tokens")
+    def parse(cls, settings: bool | Mapping[str, Any] | RequestSpeculation | None) -> RequestSpeculation:
+        """From True or False, or {"enabled": ..., "method": ..., "max_tokens": ..., "return_rejected": ...}."""
+        if isinstance(settings, RequestSpeculation):
+            return settings
+        if settings is None or isinstance(settings, bool):
+            return cls(settings is not False)
+        if not isinstance(settings, Mapping):
+            raise InvalidParameter("speculation", f"must be True, False or a mapping, got {type(settings).__name__}")
+        settings = _settings("speculation", settings, SPELLINGS | {"max_tokens": "draft_tokens"})
+        for name in settings:
+            if name not in ("enabled", "method", "draft_tokens", "return_rejected"):
+                allowed = ("enabled", "method", "max_tokens", "return_rejected")
+                hint = checks.nearest(name, allowed)
+                raise InvalidParameter("speculation", f"unknown setting {name!r}{hint}; allowed: {', '.join(allowed)}")
         return cls(**settings)
+
+
+def resolve_speculation(
+    speculation: str | bool | Mapping[str, Any] | SpeculationConfig | None = None, others: Mapping[str, Any] | None = None
+) -> SpeculationConfig:
+    """The settings of speculation from `speculation` and from what others call it: the one place that knows both.
+
+    `others` are keywords of other engines, None where one is not set: vLLM's `speculative_config` in place of `speculation`,
+    and the names of SPELLINGS, which change or replace single settings.
+    """
+    extra = {name: value for name, value in (others or {}).items() if value is not None}
+    config = extra.pop("speculative_config", None)
+    if config is not None and not isinstance(config, Mapping):
+        raise InvalidParameter("speculative_config", f"must be a mapping of settings, got {checks.shown(config)}")
+    base = {"speculation": speculation, "speculative_config": config}
+    base |= {name: value for name, value in extra.items() if SPELLINGS[name] == "model" or name in _IMPLIED}
+    passed = [name for name, value in base.items() if value is not None]
+    if len(passed) > 1:
+        raise InvalidParameter(passed[1], f"was given beside {passed[0]}; pass one of them")
+    parsed = SpeculationConfig.parse(speculation if config is None else config)
+    if not extra:
+        return parsed
+    if not passed or passed[0] in extra:  # nothing else names a method
+        return SpeculationConfig.parse(extra)
+    changes = _settings("speculation", extra)
+    draft_tokens = changes.pop("draft_tokens", parsed.draft_tokens)
+    return replace(parsed, draft_tokens=draft_tokens, options={**parsed.options, **changes})
+
+
+def speculation_of_flags(
+    method: str | None, draft_model: str | None, draft_tokens: int | None, rule: str | None = None
+) -> SpeculationConfig:
+    """The settings of speculation from the command line's flags, None where one is not set."""
+    settings = parse_method(method or ("draft_model" if draft_model else "auto"))
+    if draft_model is not None and settings["method"] not in WITH_WEIGHTS:
+        raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {settings['method']!r} has none")
+    flags = {"model": draft_model, "draft_tokens": draft_tokens, "rule": rule}
+    return SpeculationConfig.parse(settings | {name: value for name, value in flags.items() if value is not None})
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -158,19 +224,38 @@ def parse_method(text: str) -> dict[str, Any]:
     Several values are joined by plus signs, and settings among them stand in parentheses:
     "mixture:24:members=(suffix:min_match=2)+eagle". A class is named with its module: "package.module:Class".
     """
-    method, *parts = _split(text, ":")
-    if parts and parts[0].isidentifier() and method not in ("none", *_OPTIONS):
+    method, *parts = _split(checks.text("method", text), ":")
+    if parts and parts[0].isidentifier() and method not in METHODS:
         method = f"{method}:{parts.pop(0)}"
     settings: dict[str, Any] = {"method": method}
     for part in parts:
         name, is_option, value = part.partition("=")
         if is_option:
             settings[name] = value if name == "model" else _value(value)
-        elif part.isdigit():
+        elif part.isascii() and part.isdigit() and len(part) <= _MAX_DIGITS:
             settings["draft_tokens"] = int(part)
         else:
-            raise InvalidParameter("method", f"{part!r} in {text!r} is neither a number of draft tokens nor name=value")
+            raise InvalidParameter(
+                "method", f"{checks.shown(part)} in {checks.shown(text)} is neither a number of draft tokens nor name=value"
+            )
     return settings
+
+
+def _settings(name: str, settings: Any, spellings: Mapping[str, str] = SPELLINGS) -> dict[str, Any]:
+    """Settings under our names."""
+    if not isinstance(settings, Mapping):
+        raise InvalidParameter(name, f"must be a method's name or a mapping, got {type(settings).__name__}")
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        if not isinstance(key, str):
+            raise InvalidParameter(name, f"names of settings are strings, got {checks.shown(key)}")
+        ours = spellings.get(key, key)
+        if ours in out and value is not None:
+            raise InvalidParameter(name, f"{key!r} and another setting both mean {ours!r}; pass one of them")
+        out[ours] = value
+        if key in _IMPLIED and value is not None:
+            out.setdefault("method", _IMPLIED[key])
+    return out
 
 
 def _value(text: str) -> Any:
@@ -195,21 +280,23 @@ def _split(text: str, mark: str) -> list[str]:
         depth += (letter == "(") - (letter == ")")
         if depth < 0:
             break
+        if depth > _MAX_DEPTH:
+            raise InvalidParameter("method", f"{checks.shown(text)} holds drafters inside drafters without end")
         if letter == mark and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter
     if depth:
-        raise InvalidParameter("method", f"parentheses in {text!r} do not match")
+        raise InvalidParameter("method", f"parentheses in {checks.shown(text)} do not match")
     return parts
 
 
-def _parse_nested(method: str, given: Any) -> tuple[SpeculationConfig, ...]:
+def _parse_nested(method: str, drafters: Any) -> tuple[SpeculationConfig, ...]:
     """Drafters inside another's settings. Their draft tokens are limits of their own; none by default."""
     name = _NESTED[method]
-    items = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    items = drafters if isinstance(drafters, list | tuple) else [drafters]
     if not items:
-        raise InvalidParameter(name, f'method {method!r} needs its drafters, such as {name}=["suffix", "eagle"]')
+        raise InvalidParameter(name, f'must name drafters, such as {name}=["suffix", "draft_model"]')
     parsed = []
     for item in items:
         if isinstance(item, SpeculationConfig):
@@ -217,9 +304,11 @@ def _parse_nested(method: str, given: Any) -> tuple[SpeculationConfig, ...]:
             continue
         settings = parse_method(item) if isinstance(item, str) else item
         if not isinstance(settings, Mapping):
-            raise InvalidParameter(name, f"{item!r} is neither a method's name nor a mapping of settings")
+            raise InvalidParameter(name, f"{checks.shown(item)} is neither a method's name nor a mapping of settings")
         for outer in ("rule", "dtype", "load_format"):
             if outer in settings:
                 raise InvalidParameter(name, f"{outer!r} belongs to {method!r} as a whole, not to one of its {name}")
-        parsed.append(SpeculationConfig.parse({"draft_tokens": MOST_DRAFT_TOKENS} | dict(settings)))
+        parsed.append(SpeculationConfig.parse({"draft_tokens": MAX_DRAFT_TOKENS} | dict(settings)))
+    if any(config.method == "auto" for config in parsed):
+        raise InvalidParameter(name, "'auto' chooses among drafters itself; name the drafters instead")
     return tuple(parsed)

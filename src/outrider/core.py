@@ -9,14 +9,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from outrider.sampling.grammar import Guide
+    from outrider.sampling.guide import Guide
     from outrider.sampling.params import SamplingParams
 
 __all__ = [
@@ -24,18 +24,27 @@ __all__ = [
     "Arm",
     "Batch",
     "Drafts",
+    "Listener",
     "Needs",
+    "Phases",
     "Plan",
     "Request",
     "Resume",
+    "RoundProfile",
+    "RoundReport",
     "Scores",
     "Sequence",
+    "SequenceReport",
     "SpeculationStats",
     "Tree",
     "Verdict",
+    "ancestors",
+    "depths",
     "integers",
+    "paths",
 ]
 
+T = TypeVar("T")
 ROOT = -1  # parent index of a node that hangs from the last committed token
 
 
@@ -55,6 +64,8 @@ class Request:
     priority: int = 0  # lower ones go first
     method: str | None = None  # where several are loaded: the only one that may draft for it
     draft_tokens: int | None = None  # most nodes a round may draft for it
+    return_rejected: bool = False  # keep the drafted nodes that were not accepted, to show them
+    client: str | None = None  # who sent it: slots and prompt rows are shared fairly between clients
 
 
 @dataclass(slots=True)
@@ -187,10 +198,69 @@ class Plan(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """One sequence's draft on the host."""
+    """One sequence's draft: nodes in topological order, so parents[i] < i, or ROOT. A chain is a tree with one branch."""
 
     tokens: list[int]
     parents: list[int]
+    survival: list[float]  # draft confidence: estimate that the node is accepted
+
+    @classmethod
+    def chain(cls, tokens: list[int], survival: list[float] | None = None) -> Tree:
+        """Tokens one after another."""
+        return cls(tokens, list(range(-1, len(tokens) - 1)), [1.0] * len(tokens) if survival is None else survival)
+
+    @property
+    def depths(self) -> Seq[int]:
+        return depths(self.parents)
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root down to a node."""
+        return [self.tokens[above] for above in ancestors(self.parents, node)]
+
+    def paths(self) -> list[list[int]]:
+        """The path of the root, which is empty, and of every node."""
+        return paths(self.tokens, self.parents)
+
+    def subset(self, nodes: Seq[int]) -> Tree:
+        """Only these nodes, in order; a kept node's parent is kept."""
+        place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+        return Tree(
+            [self.tokens[node] for node in nodes],
+            [place[self.parents[node]] for node in nodes],
+            [self.survival[node] for node in nodes],
+        )
+
+
+def depths(parents: Seq[int]) -> Seq[int]:
+    """Depth of every node of a tree, the root's children at 0."""
+    if parents == _chain_parents(len(parents)):
+        return range(len(parents))
+    out: list[int] = []
+    for parent in parents:
+        out.append(0 if parent < 0 else out[parent] + 1)
+    return out
+
+
+@lru_cache(maxsize=256)
+def _chain_parents(nodes: int) -> list[int]:
+    return list(range(-1, nodes - 1))
+
+
+def ancestors(parents: Seq[int], node: int) -> list[int]:
+    """Nodes of a tree from the root's child down to a node, which is the last; none for the root."""
+    out: list[int] = []
+    while node != ROOT:
+        out.append(node)
+        node = parents[node]
+    return out[::-1]
+
+
+def paths(tokens: Seq[int], parents: Seq[int], before: Seq[int] = ()) -> list[list[int]]:
+    """Tokens from the root down to the root itself and to every node of a tree, each after the tokens `before`."""
+    out = [list(before)]
+    for token, parent in zip(tokens, parents, strict=True):
+        out.append([*out[parent + 1], token])
+    return out
 
 
 class Resume(NamedTuple):
@@ -201,44 +271,25 @@ class Resume(NamedTuple):
     counts: Seq[int]  # such rows of each sequence, 0 where there are none
 
 
+@dataclass(slots=True)
 class Drafts:
-    """Proposed tokens as trees, one struct of arrays per batch; a chain has one branch.
+    """Proposed tokens: one tree for each sequence of a batch, as plain lists on the host.
 
-    Nodes of a sequence are in topological order: parents[b, i] < i, or ROOT. Drafters on the host give lists and the host reads
-    lists: arrays are made of them when somebody asks, for a few small arrays cost more than the rest of a proposal.
+    Lists and not arrays, because everything that reads a draft is Python or one call of the native core, and after a forward
+    has swept the caches a small tensor costs several microseconds.
     """
 
-    __slots__ = ("_says", "_trees", "ahead", "arrays", "q", "resume")
-
-    def __init__(
-        self,
-        tokens: Tensor,
-        parents: Tensor,
-        survival: Tensor,
-        counts: Tensor,
-        q: Tensor | None = None,
-        resume: Resume | None = None,
-    ) -> None:
-        self.arrays: tuple[Tensor, Tensor, Tensor, Tensor] | None = (tokens, parents, survival, counts)
-        self.q = q  # (B, D, V), the law each token was drawn from; None = one-hot
-        self.resume = resume  # only from drafters that run the target's own layers
-        self.ahead: Callable[[], Drafts] | None = None  # set while the target's device still draws the tokens: gives them when
-        # drawn. Until then -1 - i stands for the i-th token of the runner's `promised`, which a forward there can read.
-        self._trees: list[Tree] | None = None
-        self._says: list[list[float]] | None = None
-
-    @classmethod
-    def _of(cls, trees: list[Tree], says: list[list[float]]) -> Drafts:
-        drafts = cls.__new__(cls)
-        drafts.arrays = drafts.q = drafts.resume = drafts.ahead = None
-        drafts._trees, drafts._says = trees, says
-        return drafts
+    per_sequence: list[Tree]
+    q: Tensor | None = None  # (B, D, V), the distribution each token was drawn from, D the longest draft; None = one-hot
+    resume: Resume | None = None  # taken only where the target's runner has made it: see Runner.resume
+    # Set while the target's device still draws the tokens: gives them when drawn. Until then -1 - i stands for the i-th token
+    # of the runner's `promised`, which a forward there can read.
+    ahead: Callable[[], Drafts] | None = None
 
     @staticmethod
-    @lru_cache(maxsize=64)
     def empty(batch: int) -> Drafts:
         """No guesses: plain decoding."""
-        return Drafts._of([Tree([], [])] * batch, [[]] * batch)
+        return Drafts([Tree([], [], [])] * batch)
 
     @classmethod
     def chains(cls, chains: Seq[Seq[int]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None) -> Drafts:
@@ -247,83 +298,36 @@ class Drafts:
 
     @classmethod
     def trees(
-        cls,
-        trees: Seq[tuple[Seq[int], Seq[int]]],
-        q: Tensor | None = None,
-        survival: Seq[Seq[float]] | None = None,
-        resume: Resume | None = None,
+        cls, trees: Seq[tuple[Seq[int], Seq[int]]], q: Tensor | None = None, survival: Seq[Seq[float]] | None = None
     ) -> Drafts:
-        """One (tokens, parents) pair per sequence, and the survival of its nodes where the drafter knows better than 1."""
-        if resume is None and not any(tokens for tokens, _ in trees):
-            return cls.empty(len(trees))
-        own = [Tree(list(map(int, tokens)), list(map(int, parents))) for tokens, parents in trees]
+        """One (tokens, parents) pair per sequence, and the survival of its nodes where the drafter knows better than 1.
+
+        Whatever holds numbers will do, tensors and arrays too: plain lists are made of it.
+        """
         if survival is None:
-            says = [[1.0] * len(tokens) for tokens, _ in own]
-        else:
-            says = [list(map(float, chances)) for chances in survival]
-        drafts = cls._of(own, says)
-        drafts.q, drafts.resume = q, resume
-        return drafts
+            survival = [[1.0] * len(tokens) for tokens, _ in trees]
+        rows = zip(trees, survival, strict=True)
+        made = [Tree(list(map(int, tree[0])), list(map(int, tree[1])), list(map(float, chances))) for tree, chances in rows]
+        return cls(made, q)
 
     @classmethod
     def promised(cls, chains: Seq[list[int]], ahead: Callable[[], Drafts]) -> Drafts:
         """Chains of promises, whose tokens `ahead` will give."""
-        drafts = cls._of([Tree(chain, list(range(-1, len(chain) - 1))) for chain in chains], [[1.0] * len(own) for own in chains])
-        drafts.ahead = ahead
-        return drafts
+        return cls(list(map(Tree.chain, chains)), ahead=ahead)
 
     def subset(self, kept: Seq[Seq[int]]) -> Drafts:
-        """The same drafts with only these nodes, in order; a kept node's parent is kept."""
-        trees: list[tuple[list[int], list[int]]] = []
-        for (tokens, parents), nodes in zip(self.on_host(), kept, strict=True):
-            place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
-            trees.append(([tokens[node] for node in nodes], [place[parents[node]] for node in nodes]))
-        return Drafts.trees(trees, survival=[[own[node] for node in nodes] for own, nodes in zip(self.says(), kept, strict=True)])
-
-    def on_host(self) -> list[Tree]:
-        """Each sequence's nodes as plain lists: the round's one look at the draft from the host."""
-        if self._trees is None:
-            rows = zip(self.counts.tolist(), self.tokens.tolist(), self.parents.tolist(), strict=True)
-            self._trees = [Tree(tokens[:n], parents[:n]) for n, tokens, parents in rows]
-        return self._trees
-
-    def says(self) -> list[list[float]]:
-        """The survival of each sequence's nodes, likewise."""
-        if self._says is None:
-            self._says = [own[:n] for n, own in zip(self.counts.tolist(), self.survival.tolist(), strict=True)]
-        return self._says
+        """The same drafts with only these nodes of each sequence, in order; a kept node's parent is kept."""
+        return Drafts([tree.subset(nodes) for tree, nodes in zip(self.per_sequence, kept, strict=True)])
 
     @property
-    def tokens(self) -> Tensor:
-        """(B, D) int64."""
-        return self._as_arrays()[0]
+    def counts(self) -> list[int]:
+        """Nodes of each sequence."""
+        return [len(tree.tokens) for tree in self.per_sequence]
 
     @property
-    def parents(self) -> Tensor:
-        """(B, D) int64."""
-        return self._as_arrays()[1]
-
-    @property
-    def survival(self) -> Tensor:
-        """(B, D) float32, estimate that the node is accepted."""
-        return self._as_arrays()[2]
-
-    @property
-    def counts(self) -> Tensor:
-        """(B,) int64."""
-        return self._as_arrays()[3]
-
-    def _as_arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if self.arrays is None:
-            trees, says = self.on_host(), self.says()
-            counts = [len(tokens) for tokens, _ in trees]
-            width = max(counts, default=0)
-            tokens = integers([[*own, *[0] * (width - len(own))] for own, _ in trees])
-            parents = integers([[*own, *[ROOT] * (width - len(own))] for _, own in trees])
-            survival = torch.tensor([[*own, *[0.0] * (width - len(own))] for own in says])
-            shape = len(trees), width
-            self.arrays = tokens.view(shape), parents.view(shape), survival.view(shape), integers(counts)
-        return self.arrays
+    def survival(self) -> list[list[float]]:
+        """The draft confidence of each sequence's nodes."""
+        return [tree.survival for tree in self.per_sequence]
 
 
 def integers(values: Seq[Any]) -> Tensor:
@@ -368,3 +372,71 @@ class Batch:
         """Whether sequence b has read all of its tokens after this round and so emits."""
         seq = self.sequences[b]
         return seq.cached + self.feeds[b] == len(seq.tokens)
+
+
+@dataclass(slots=True)
+class SequenceReport:
+    """What one sequence got out of a round."""
+
+    kept: int = 0  # tokens emitted
+    accepted: int = 0  # of them, drafted
+    depths: Seq[int] = ()  # of every verified node; the root's children have depth 0
+    drafter: str = ""  # who drafted them
+    emits: bool = False  # False while it reads its prompt
+    last_token: float = 0.0  # when its tokens before these came; 0 where these are its first
+
+
+class Phases(NamedTuple):
+    """Seconds of a round's parts. Their sum is the round's wall time."""
+
+    schedule: float  # choosing who runs
+    plan: float  # by the controller
+    propose: float
+    select: float  # by the controller: which nodes are verified
+    forward: float  # the target's
+    verify: float  # the target's choices, and the walk through each tree
+    commit: float  # tokens, text, pages
+    record: float  # the drafter's commit
+    learn: float  # by the controller, from the report of the round before
+
+    @property
+    def wall(self) -> float:
+        return sum(self)
+
+
+class RoundReport(NamedTuple):
+    """One round: who ran, what was planned, drafted and accepted, and what each part took.
+
+    Listeners get it when the round is committed. The sequences go on changing afterwards.
+    """
+
+    batch: Batch
+    plan: Plan
+    drafts: Drafts  # those that were verified
+    verdicts: Seq[Verdict]
+    sequences: Seq[SequenceReport]
+    room: Seq[int]  # draft nodes each sequence had room for
+    rows: int  # of the target's forward, drafts included
+    prefill: bool  # somebody read more than one token of a prompt
+    phases: Phases
+    began: float  # on the clock of time.perf_counter
+    tokens_at: float  # when the tokens came
+
+
+class Listener(Protocol):
+    """Is told of every round: the controller, metrics, benchmarks, a profiler."""
+
+    def observe(self, report: RoundReport) -> None: ...
+
+
+class RoundProfile(Protocol):
+    """Runs rounds for a profiler, and may halt their clock while it runs something that is not part of them."""
+
+    def clock(self) -> float:
+        """Seconds, without those spent in the profile."""
+
+    def around(self, round_: Callable[[], T]) -> T:
+        """Run a round."""
+
+    def scored(self) -> None:
+        """The target's forward is over, and nothing is committed yet."""

@@ -1,8 +1,17 @@
-"""Every error a user can meet. Each message names what is wrong and what would be right."""
+"""Every error a user can see. Each message names the fault and the fix."""
 
 from __future__ import annotations
 
-__all__ = ["DrafterFault", "EngineDead", "InvalidParameter", "ModelError", "OutriderError", "QueueFull", "UnknownMethod"]
+__all__ = [
+    "DrafterFault",
+    "EngineDead",
+    "InvalidParameter",
+    "ModelError",
+    "OutriderError",
+    "QueueFull",
+    "RequestFailed",
+    "UnknownMethod",
+]
 
 
 class OutriderError(Exception):
@@ -10,18 +19,20 @@ class OutriderError(Exception):
 
 
 class InvalidParameter(OutriderError, ValueError):
-    """A request or setting that cannot be honoured; `param` names it."""
+    """A request or setting that cannot be honoured; `param` names it, and `code` is the API's word for it where it has one."""
 
-    def __init__(self, param: str, message: str) -> None:
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
+        self.code = code
 
 
 class UnknownMethod(InvalidParameter):
     """A drafter, rule or family that does not exist."""
 
     def __init__(self, param: str, name: str, known: list[str]) -> None:
-        super().__init__(param, f"unknown {name!r}; known: {', '.join(sorted(known))}")
+        short = name if len(name) <= 80 else f"{name[:77]}..."
+        super().__init__(param, f"unknown {short!r}; known: {', '.join(sorted(known))}")
 
 
 class ModelError(OutriderError):
@@ -33,8 +44,12 @@ class DrafterFault(OutriderError):
 
 
 class QueueFull(OutriderError):
-    """More requests are waiting than the engine was told to hold."""
+    """More requests are waiting than the limit allows."""
+
+
+class RequestFailed(OutriderError):
+    """A request could not be prepared because of an unexpected error. Other requests are not affected."""
 
 
 class EngineDead(OutriderError):
-    """The engine's thread has ended; nothing more can be asked of it."""
+    """The engine's thread has ended or its LLM was closed. It accepts no more requests."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from outrider.errors import InvalidParameter
 
-__all__ = ["AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "Threads", "numbers", "set_threads"]
+__all__ = ["AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "numbers", "set_threads"]
 
 Number = TypeVar("Number", int, float)
 
@@ -19,6 +20,21 @@ Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weig
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class ModelFirst(TyperCommand):
+    """A command whose first argument, the model, may be passed as --model too, as other engines have it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for place, word in enumerate(args):
+            name, is_joined, value = word.partition("=")
+            if word == "--":
+                break
+            if name == "--model" and (is_joined or place + 1 < len(args)):
+                after = place + (1 if is_joined else 2)
+                args = [*args[:place], *args[after:], value if is_joined else args[place + 1]]
+                break
+        return super().parse_args(ctx, args)
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:

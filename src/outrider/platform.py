@@ -1,4 +1,4 @@
-"""What the processor really offers, asked before torch is loaded.
+"""What the processor supports, checked before torch is loaded.
 
 Some virtual machines advertise AMX but hide the CPUID leaves that describe its tiles.
 oneDNN then configures nothing and the first bf16 matrix product dies with an illegal
@@ -30,7 +30,7 @@ _CPUID_CODE = bytes.fromhex("5389f889f14989d00fa24189004189580441894808418950 0c
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What was found and done about the AMX trap."""
+    """The state of the AMX trap and the action taken against it."""
 
     amx: Amx
     action: str
@@ -38,7 +38,7 @@ class Guard:
 
 
 def cpuid(leaf: int, subleaf: int = 0) -> tuple[int, int, int, int] | None:
-    """EAX, EBX, ECX, EDX of a CPUID leaf, or None where it cannot be asked."""
+    """EAX, EBX, ECX, EDX of a CPUID leaf, or None where it cannot be read."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         return None
     try:
@@ -57,14 +57,33 @@ def cpuid(leaf: int, subleaf: int = 0) -> tuple[int, int, int, int] | None:
 def amx_state(flags: frozenset[str], tile_leaf: tuple[int, int, int, int] | None) -> Amx:
     """Classify a processor from its /proc/cpuinfo flags and CPUID leaf 0x1D, palette 1.
 
-    Where the leaf cannot be read at all, a machine under a hypervisor counts as hidden:
-    losing AMX costs speed, meeting the trap costs the process.
+    Where the leaf cannot be read at all, a machine under a hypervisor counts as hidden: without AMX it is slower, but the
+    trap would kill the process.
     """
     if "amx_tile" not in flags:
         return "absent"
     if tile_leaf is None:
         return "hidden" if "hypervisor" in flags else "usable"
     return "usable" if any(tile_leaf) else "hidden"
+
+
+def memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory that this process may take: the machine's, or less where a container's limit (cgroup v1 or v2) says so."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in _lines(own):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers in ("", "memory"):
+            root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+            place = root / path.lstrip("/")
+            limits += [int(text) for above in (place, *place.parents) for text in _lines(above / name) if text.isdigit()]
+    return min(limits)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
 
 
 @lru_cache(maxsize=1)

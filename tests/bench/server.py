@@ -1,4 +1,4 @@
-"""A stand-in for an OpenAI-compatible server: streams words, several tokens a piece, and can be told to fail."""
+"""A stand-in for an OpenAI-compatible server: streams words, several tokens a piece, and can fail on demand."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ class _Handler(BaseHTTPRequestHandler):
         self._whole(200, {"object": "list", "data": [{"id": "stand-in", "object": "model"}]})
 
     def do_POST(self) -> None:
-        own = self.server
+        stub = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with own.lock:
-            own.bodies.append(body)
-            own.keys.append(self.headers.get("Authorization"))
-            number = len(own.bodies)
-            own.busy += 1
-            own.busiest = max(own.busiest, own.busy)
-            own.lock.notify_all()
+        with stub.lock:
+            stub.bodies.append(body)
+            stub.keys.append(self.headers.get("Authorization"))
+            number = len(stub.bodies)
+            stub.busy += 1
+            stub.busiest = max(stub.busiest, stub.busy)
+            stub.lock.notify_all()
             if number > 1:  # the first warms up, alone
-                own.lock.wait_for(lambda: own.busiest >= own.faults.get("together", 0), timeout=10)
-            if number > own.faults.get("stall", number):
-                own.lock.wait_for(lambda: own.ended, timeout=60)
+                stub.lock.wait_for(lambda: stub.busiest >= stub.faults.get("together", 0), timeout=10)
+            if number > stub.faults.get("stall", number):
+                stub.lock.wait_for(lambda: stub.ended, timeout=60)
                 return
-            if number > 1 and "together" in own.faults:
-                own.lock.wait_for(lambda: own.busiest > own.faults["together"], timeout=0.1)  # any beyond would show here
+            if number > 1 and "together" in stub.faults:
+                stub.lock.wait_for(lambda: stub.busiest > stub.faults["together"], timeout=0.1)  # any beyond would show here
         try:
-            every = own.faults.get("refuse")
+            every = stub.faults.get("refuse")
             if every and number % every == 0:
                 self._whole(503, {"error": {"message": "too busy", "type": "overloaded", "param": None, "code": None}})
             else:
                 self._stream(body)
         finally:
-            with own.lock:
-                own.busy -= 1
+            with stub.lock:
+                stub.busy -= 1
 
     def _whole(self, status: int, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()

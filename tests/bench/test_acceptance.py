@@ -13,6 +13,7 @@ from outrider.config import SpeculationConfig
 from outrider.draft import method_names
 from outrider.engine import llm as llm_module
 from outrider.engine.acceptance import read_prompts
+from outrider.errors import InvalidParameter
 from outrider.sampling import SamplingParams
 
 PROMPTS = ["import os\n", "def f(x):\n    return"]
@@ -51,14 +52,25 @@ def test_a_difference_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["equal"] == 0.5
 
 
+def test_prompts_that_do_not_fit_are_left_out_and_counted() -> None:
+    long = "x = 1\n" * 2000
+    (row,) = bench_methods(Workload([PROMPTS[0], long, PROMPTS[1]], 6, shaped=2), None, "ngram:4", [(0.0, 1)], check=True)
+    assert (row["outputs"], row["skipped"], row["compared"], row["equal"]) == (2, 1, 4, 1.0)
+    text = io.StringIO()
+    show_rows([row], Console(file=text, width=160))
+    assert "do not fit the context: 1" in text.getvalue()
+    with pytest.raises(InvalidParameter, match="no prompt leaves room for 6 tokens"):
+        next(bench_methods(Workload([long], 6), None, "ngram:4", [(0.0, 1)]))
+
+
 def test_shaped_requests_come_after_the_plain_ones() -> None:
     requests = Workload(PROMPTS, 9, shaped=5, seed=4).requests(0.8)
     assert [prompt for prompt, _ in requests] == [*PROMPTS, *PROMPTS, *PROMPTS, PROMPTS[0]]
-    assert {own for _, own in requests[:2]} == {SamplingParams(temperature=0.8, seed=4, max_tokens=9)}
-    shaped = [own for _, own in requests[2:]]
-    assert any(own.stop_strings for own in shaped)
-    assert any(own.repetition_penalty != 1.0 for own in shaped)
-    assert any(own.frequency_penalty for own in shaped)
+    assert {params for _, params in requests[:2]} == {SamplingParams(temperature=0.8, seed=4, max_tokens=9)}
+    shaped = [params for _, params in requests[2:]]
+    assert any(params.stop_strings for params in shaped)
+    assert any(params.repetition_penalty != 1.0 for params in shaped)
+    assert any(params.frequency_penalty for params in shaped)
 
 
 def test_every_drafter_is_measured_by_default() -> None:
@@ -70,9 +82,9 @@ def test_bundled_prompts() -> None:
     prompts = read_prompts(find_prompts("editing"))
     assert len(prompts) == len(set(prompts)) == 20
     for prompt in prompts:
-        code, _, rest = prompt.partition("\n\n\n# ")
-        asked, _, copy = rest.rpartition("# ")[2].partition("\n")
-        assert asked.startswith("The same")
+        code, _, request = prompt.partition("\n\n\n# ")
+        change, _, copy = request.rpartition("# ")[2].partition("\n")
+        assert change.startswith("The same")
         assert copy
         assert code.startswith(copy.split("(")[0].splitlines()[0][:8])
     assert str(find_prompts("other.jsonl")) == "other.jsonl"

@@ -40,9 +40,9 @@ def test_whoever_is_behind_goes_on_and_all_share_weights_and_pages() -> None:
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     )
     turns = _in_turns((plain, fast), prompts, [params] * 2)
-    assert [own.emitted for own in turns] == [80, 80]
+    assert [each.emitted for each in turns] == [80, 80]
     assert turns[1].rounds < turns[0].rounds == 80
     assert plain.engine.pages is fast.engine.pages
     assert plain.engine.pages.used == 0
-    outputs = [[own.outputs[0].token_ids for own in llm.generate(prompts, params)] for llm in (plain, fast)]
+    outputs = [[each.outputs[0].token_ids for each in llm.generate(prompts, params)] for llm in (plain, fast)]
     assert outputs[0] == outputs[1]

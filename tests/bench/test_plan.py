@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.plan.adviser import advise, rank_candidates
 from outrider.bench.plan.check import check, halves
+from outrider.bench.plan.costs import RoundCosts
 from outrider.bench.plan.planner import given_costs, plan_chain, plan_rows, read_costs
-from outrider.bench.plan.prices import Prices
 from outrider.bench.plan.profile import Profile
+from outrider.bench.plan.recommend import rank_candidates, recommend
 from outrider.bench.plan.simulate import Traffic, simulate
 from outrider.bench.plan.subject import Subject
-from outrider.bench.plan.trace import Guess, Trace, read_traces, write_traces
+from outrider.bench.plan.trace import DraftRecord, Trace, read_traces, write_traces
 from outrider.cli import app
 from outrider.control import Costs
 from outrider.errors import InvalidParameter
@@ -26,69 +26,71 @@ PROMPTS = ["def add(a, b):\n    ", "import os\n\n\ndef walk(path):\n    ", "clas
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, seed=0, ignore_eos=True)
 
 
-def prices(propose: float, rows: float = 0.0001, host: float = 0.0002) -> Prices:
-    own = Prices()
+def make_costs(propose: float, rows: float = 0.0001, host: float = 0.0002) -> RoundCosts:
+    costs = RoundCosts()
     for count in (1, 2, 3, 5, 9, 17, 33, 65, 513):
-        own.add("forward", 1, count, 0.003 + rows * (count - 1))
+        costs.add("forward", 1, count, 0.003 + rows * (count - 1))
     for batch in (1, 64):
-        own.add("host", batch, batch, host)
+        costs.add("host", batch, batch, host)
         for length in (1, 2, 4, 8, 16):
-            own.add("propose", batch, length, propose * length)
-    return own
+            costs.add("propose", batch, length, propose * length)
+    return costs
 
 
 def constant(accepted: int, most: int, method: str = "twin", rounds: int = 40) -> Trace:
-    """A drafter whose first so many guesses always come true, and who says so."""
+    """A drafter whose first `accepted` tokens are always accepted, with confidence that says so."""
     survival = [0.999**i if i < accepted else 0.001 for i in range(most)]
-    guess = [Guess(list(range(-1, most - 1)), survival, list(range(accepted)), i * (accepted + 1), 99) for i in range(rounds)]
-    return Trace(method, 8, most, guess)
+    draft = [
+        DraftRecord(list(range(-1, most - 1)), survival, list(range(accepted)), i * (accepted + 1), 99) for i in range(rounds)
+    ]
+    return Trace(method, 8, most, draft)
 
 
 def test_given_costs_give_the_formulas_speed_up() -> None:
-    own, plain = given_costs(draft=0.1, row=0.0, host=0.0)
-    found = plan_chain(own, plain, 0.8, most=8)
-    assert found["speedup"][4] == pytest.approx((1 - 0.8**5) / 0.2 / 1.4)
-    assert found["best_length"] == max(range(9), key=lambda k: (1 - 0.8 ** (k + 1)) / 0.2 / (1 + 0.1 * k))
+    costs, plain = given_costs(draft=0.1, row=0.0, host=0.0)
+    result = plan_chain(costs, plain, 0.8, max_length=8)
+    assert result["speedup"][4] == pytest.approx((1 - 0.8**5) / 0.2 / 1.4)
+    assert result["best_length"] == max(range(9), key=lambda k: (1 - 0.8 ** (k + 1)) / 0.2 / (1 + 0.1 * k))
 
 
 def test_a_batch_pays_for_the_rows_of_all() -> None:
-    own = prices(0.0002)
-    assert own.round_s(4, 3, batch=4) == pytest.approx(4 * 0.0002 + 0.003 + 15 * 0.0001 + 0.0002)
-    assert own.round_s(0, 0, batch=16) == pytest.approx(0.003 + 15 * 0.0001 + 0.0002)
+    costs = make_costs(0.0002)
+    assert costs.round_s(4, 3, batch=4) == pytest.approx(4 * 0.0002 + 0.003 + 15 * 0.0001 + 0.0002)
+    assert costs.round_s(0, 0, batch=16) == pytest.approx(0.003 + 15 * 0.0001 + 0.0002)
 
 
 def test_rows_that_cost_end_it_at_some_batch() -> None:
-    own, plain = given_costs(draft=0.0, row=0.1, host=0.0)
-    few, many = (plan_chain(own, plain, chance, most=4)["break_even_batch"] for chance in (0.5, 0.9))
+    costs, plain = given_costs(draft=0.0, row=0.1, host=0.0)
+    few, many = (plan_chain(costs, plain, chance, max_length=4)["break_even_batch"] for chance in (0.5, 0.9))
     assert 0 < few < many
     free, base = given_costs(draft=0.0, row=0.0, host=0.0)
-    assert plan_chain(free, base, 0.5, most=4)["break_even_batch"] >= 4096
+    assert plan_chain(free, base, 0.5, max_length=4)["break_even_batch"] >= 4096
 
 
 def test_a_profile_expects_what_its_traces_say() -> None:
-    own = Profile("twin", 8, [constant(3, 8)], prices(0.0002))
-    plain = Profile("none", 0, prices=prices(0.0))
-    assert [own.tokens(k) for k in (1, 2, 3, 8)] == [2.0, 3.0, 4.0, 4.0]
-    assert own.best_length() == 3
-    row = plan_rows(plain, [own])[0]
+    profile = Profile("twin", 8, [constant(3, 8)], make_costs(0.0002))
+    plain = Profile("none", 0, costs=make_costs(0.0))
+    assert [profile.tokens(k) for k in (1, 2, 3, 8)] == [2.0, 3.0, 4.0, 4.0]
+    assert profile.best_length() == 3
+    row = plan_rows(plain, [profile])[0]
     assert row.best_speedup == pytest.approx(4 * 0.0032 / (0.0032 + 3 * 0.0002 + 3 * 0.0001))
     assert row.tree is None
-    assert own.by_position()[:4] == [1.0, 1.0, 1.0, 0.0]
+    assert profile.by_position()[:4] == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_a_trees_ranks_are_counted_by_claim() -> None:
-    guess = Guess([-1, -1, 0, 0], [0.6, 0.3, 0.2, 0.4], [0, 2], 0, 9)
-    own = Profile("tree", 4, [Trace("tree", 1, 4, [guess])])
-    assert own.ranks(3) == [0.5, 0.5, 0.0]  # the root's first child, then the second by claim; the leaf has none
-    assert guess.best(2) == (2, 1)
-    assert guess.best(3) == (3, 1)
-    assert guess.best(4) == (4, 2)
+    draft = DraftRecord([-1, -1, 0, 0], [0.6, 0.3, 0.2, 0.4], [0, 2], 0, 9)
+    profile = Profile("tree", 4, [Trace("tree", 1, 4, [draft])])
+    assert profile.ranks(3) == [0.5, 0.5, 0.0]  # the root's first child, then the second by confidence; the leaf has none
+    assert draft.best(2) == (2, 1)
+    assert draft.best(3) == (3, 1)
+    assert draft.best(4) == (4, 2)
 
 
 def test_the_simulation_of_a_constant_trace_is_the_formula() -> None:
-    traces, table = [constant(4, 4)], {"none": prices(0.0), "twin": prices(0.0002)}
+    traces, table = [constant(4, 4)], {"none": make_costs(0.0), "twin": make_costs(0.0002)}
     tokens = 1 + 5 * 20
-    plain, fixed, auto = (simulate(traces, table, Traffic(30, tokens, 1), own) for own in ("none", "twin", "auto"))
+    plain, fixed, auto = (simulate(traces, table, Traffic(30, tokens, 1), profile) for profile in ("none", "twin", "auto"))
     read = 0.003 + 7 * 0.0001 + 0.0002
     per_round = 0.0032 + 4 * (0.0002 + 0.0001)
     assert plain.seconds == pytest.approx(30 * (read + 100 * 0.0032))
@@ -98,14 +100,14 @@ def test_the_simulation_of_a_constant_trace_is_the_formula() -> None:
 
 
 def test_the_simulated_controller_stops_drafting_that_does_not_pay() -> None:
-    traces, table = [constant(0, 8)], {"none": prices(0.0), "twin": prices(0.002)}
-    plain, fixed, auto = (simulate(traces, table, Traffic(20, 100, 2), own) for own in ("none", "twin", "auto"))
+    traces, table = [constant(0, 8)], {"none": make_costs(0.0), "twin": make_costs(0.002)}
+    plain, fixed, auto = (simulate(traces, table, Traffic(20, 100, 2), profile) for profile in ("none", "twin", "auto"))
     assert fixed.tok_s < 0.7 * plain.tok_s
     assert auto.tok_s > 0.97 * plain.tok_s
 
 
 def test_requests_wait_for_their_turn() -> None:
-    traces, table = [constant(4, 4)], {"none": prices(0.0), "twin": prices(0.0002)}
+    traces, table = [constant(4, 4)], {"none": make_costs(0.0), "twin": make_costs(0.0002)}
     slow = simulate(traces, table, Traffic(10, 50, 1, rate=0.5), "none")
     assert slow.seconds > 10  # it is idle between arrivals
     together = simulate(traces, table, Traffic(10, 50, 10), "none")
@@ -139,12 +141,14 @@ def test_the_controllers_own_file_serves_as_costs(tmp_path: Path) -> None:
 
 
 def test_a_request_is_its_rounds_and_its_prompt() -> None:
-    own = Profile("twin", 3, [constant(3, 3)], prices(0.0002), firsts=[(10, 0.01), (20, 0.02), (30, 0.03)], entries=[(10, 0.005)])
-    first, total = own.request_s(40, 1 + 5 * 4 + 2, 3)
+    profile = Profile(
+        "twin", 3, [constant(3, 3)], make_costs(0.0002), firsts=[(10, 0.01), (20, 0.02), (30, 0.03)], entries=[(10, 0.005)]
+    )
+    first, total = profile.request_s(40, 1 + 5 * 4 + 2, 3)
     assert first == pytest.approx(0.04)
-    full, short = own.prices.round_s(3, 3), own.prices.round_s(1, 1)  # at the end there is room for one
+    full, short = profile.costs.round_s(3, 3), profile.costs.round_s(1, 1)  # at the end there is room for one
     assert total == pytest.approx(0.04 + 0.005 + 5 * full + short)
-    plain = Profile("none", 0, prices=prices(0.0))
+    plain = Profile("none", 0, costs=make_costs(0.0))
     assert plain.request_s(40, 11, 0)[1] == pytest.approx(10 * 0.0032)
 
 
@@ -161,28 +165,28 @@ def test_halves_are_alike() -> None:
 def test_one_half_is_learnt_from_and_the_other_measured() -> None:
     subjects = [Subject(None, method) for method in ("none", "eagle:4")]
     (row,) = check(subjects, [*PROMPTS, PROMPTS[0]], GREEDY, 2, lambda _: None)
-    own = subjects[1].profile
+    profile = subjects[1].profile
     assert row.method == "eagle:4"
-    assert len(own.traces) == 2  # of every other prompt one run
-    for trace in own.traces:
-        places = [guess.at for guess in trace.guesses]
+    assert len(profile.traces) == 2  # of every other prompt one run
+    for trace in profile.traces:
+        places = [draft.at for draft in trace.drafts]
         assert places[0] == 1  # the first token comes with the prompt
-        assert all(b - a == len(guess.path) + 1 for a, b, guess in zip(places, places[1:], trace.guesses, strict=False))
+        assert all(b - a == len(draft.path) + 1 for a, b, draft in zip(places, places[1:], trace.drafts, strict=False))
     assert 1.0 < row.tokens_per_round <= 5.0
     assert row.predicted > 0
     assert row.measured > 0
 
 
 def test_what_a_drafter_needs_beside_the_target() -> None:
-    own = Subject(None, "draft_model:4").profile.memory
-    assert own.weights == 2 * 3_572_992
-    assert own.kv_per_token > 0
+    profile = Subject(None, "draft_model:4").profile.memory
+    assert profile.weights == 2 * 3_572_992
+    assert profile.kv_per_token > 0
     assert Subject(None, "ngram:4").profile.memory.weights == 0
 
 
 def test_the_adviser_reads_configurations_and_tokenizers() -> None:
     pyrite = bundled_model()
-    advice = advise(pyrite, [pyrite / "draft", pyrite], bandwidth=20e9)
+    advice = recommend(pyrite, [pyrite / "draft", pyrite], bandwidth=20e9)
     assert advice.sizes == (advice.parameters // 100, advice.parameters // 10)
     draft, itself = advice.fits
     assert draft.tokens == itself.tokens == "same"
@@ -196,23 +200,23 @@ def test_the_adviser_reads_configurations_and_tokenizers() -> None:
 def test_the_adviser_tells_tokenizers_apart(tmp_path: Path) -> None:
     pyrite = bundled_model()
     part = _other_tokenizer(tmp_path / "part", keep=6000)
-    fits = advise(pyrite, [part], bandwidth=20e9).fits
+    fits = recommend(pyrite, [part], bandwidth=20e9).fits
     assert fits[0].tokens == "shared"
     assert "of 8192 tokens" in fits[0].says
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text(json.dumps(json.loads((pyrite / "config.json").read_text()) | {"vocab_size": 77}))
-    fit = advise(pyrite, [bare], bandwidth=20e9).fits[0]
+    fit = recommend(pyrite, [bare], bandwidth=20e9).fits[0]
     assert fit.tokens == "none"
     assert "holds no tokenizer" in fit.says
 
 
 def test_candidates_are_ranked_by_a_run() -> None:
     pyrite = bundled_model()
-    advice = advise(pyrite, [pyrite, pyrite / "draft"], bandwidth=20e9)
+    advice = recommend(pyrite, [pyrite, pyrite / "draft"], bandwidth=20e9)
     ranked = rank_candidates(pyrite, advice.fits, PROMPTS[:1], 12, lambda _: None)
     by_path = {row["path"]: row for row in ranked}
-    assert by_path[str(pyrite)]["by_position"][0] == 1.0  # it is its own best guesser
+    assert by_path[str(pyrite)]["by_position"][0] == 1.0  # no drafter agrees with it more
     assert by_path[str(pyrite / "draft")]["weights_bytes"] * 10 < by_path[str(pyrite)]["weights_bytes"]
 
 
@@ -222,9 +226,9 @@ def test_the_command_plans_from_what_is_given(tmp_path: Path) -> None:
         app, ["plan", "--acceptance", "0.8", "--ranks", "0.7,0.2", "--draft-cost", "0.05", "--json", "--html", str(page)]
     )
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found["tree"]["tokens"] > 1.0
-    assert len(found["what_if"]["speedup"]["0.8"]) == 12
+    result = json.loads(result.stdout.splitlines()[-1])
+    assert result["tree"]["tokens"] > 1.0
+    assert len(result["what_if"]["speedup"]["0.8"]) == 12
     assert "<svg" in page.read_text()
     assert "src=" not in page.read_text()
     assert "href=" not in page.read_text()
@@ -242,7 +246,11 @@ def test_the_command_records_and_replays(tmp_path: Path) -> None:
     assert len(read_traces(files[0])) == 2
     replay = CliRunner().invoke(app, ["plan", "--simulate", str(files[0]), "--costs", str(files[1]), "--requests", "4", "--json"])
     assert replay.exit_code == 0, replay.output
-    assert [own["policy"] for own in json.loads(replay.stdout.splitlines()[-1])["outcomes"]] == ["none", "suffix:6", "auto"]
+    assert [profile["policy"] for profile in json.loads(replay.stdout.splitlines()[-1])["outcomes"]] == [
+        "none",
+        "suffix:6",
+        "auto",
+    ]
 
 
 def _other_tokenizer(directory: Path, keep: int) -> Path:

@@ -11,7 +11,7 @@ from outrider.bench.plan.formulas import (
     best_length,
     best_tree,
     break_even,
-    chain_law,
+    chain_outcomes,
     closed_form_length,
     expected_time,
     expected_tokens,
@@ -56,7 +56,7 @@ def test_a_trees_tokens_are_those_of_walks_through_it() -> None:
 def test_no_tree_beats_the_best_one(ranks: list[float], depth: int | None) -> None:
     nodes = 5
     tokens, parents = best_tree(ranks, nodes, depth)
-    every = [tree_tokens(own, _ranked(own, ranks)) for own in _trees(nodes) if _fits(own, ranks, depth)]
+    every = [tree_tokens(tree, _ranked(tree, ranks)) for tree in _trees(nodes) if _fits(tree, ranks, depth)]
     assert tokens == pytest.approx(max(every))
     assert tree_tokens(parents, _ranked(parents, ranks)) == pytest.approx(tokens)
     assert _fits(parents, ranks, depth)
@@ -95,14 +95,16 @@ def test_break_even_of_a_roofline_is_the_textbooks() -> None:
     def forward(rows: int) -> float:
         return max(1.0, rows / knee)
 
-    found = break_even(lambda b: tokens * forward(b) / (forward(b * (1 + length)) + cost))
-    assert found == pytest.approx(knee * (tokens - cost) / (1 + length), abs=1.0)
+    batch = break_even(lambda b: tokens * forward(b) / (forward(b * (1 + length)) + cost))
+    assert batch == pytest.approx(knee * (tokens - cost) / (1 + length), abs=1.0)
 
 
 def test_a_request_takes_the_time_of_its_rounds() -> None:
     """Against dice, with drafts cut where the request ends."""
     chance, length, tokens = 0.7, 4, 23
-    seconds, rounds = expected_time(tokens, chain_law(chance, length), lambda room, nodes: 1.0 + 0.1 * min(room, length) + nodes)
+    seconds, rounds = expected_time(
+        tokens, chain_outcomes(chance, length), lambda room, nodes: 1.0 + 0.1 * min(room, length) + nodes
+    )
     rng, spent, count, runs = random.Random(2), 0.0, 0, 20_000
     for _ in range(runs):
         left = tokens
@@ -117,7 +119,7 @@ def test_a_request_takes_the_time_of_its_rounds() -> None:
 
 
 def _trees(nodes: int) -> list[list[int]]:
-    return [list(own) for own in itertools.product(*(range(-1, i) for i in range(nodes)))]
+    return [list(tree) for tree in itertools.product(*(range(-1, i) for i in range(nodes)))]
 
 
 def _ranked(parents: list[int], ranks: list[float]) -> list[float]:
@@ -134,4 +136,4 @@ def _fits(parents: list[int], ranks: list[float], depth: int | None) -> bool:
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
-    return (depth is None or max(depths) <= depth) and all(parents.count(own) <= len(ranks) for own in set(parents))
+    return (depth is None or max(depths) <= depth) and all(parents.count(tree) <= len(ranks) for tree in set(parents))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.plots import Series, bars, lines, stacked
 from outrider.bench.record import write_report
 from outrider.bench.report import render_report
 from outrider.bench.suite import Suite, expand_methods, run_suite
+from outrider.charts import Series, bars, lines, stacked
 
 SECTIONS = ("speedup", "acceptance", "time", "batch", "costs", "rows", "meaning")
 MARKS = {
@@ -41,9 +41,9 @@ def browser() -> Iterator[Any]:
         pytest.skip("there is no Chromium on this machine; on Debian: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     with api.sync_playwright() as play:
-        own = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield own
-        own.close()
+        element = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield element
+        element.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -52,14 +52,14 @@ def test_the_report_opens_offline_and_its_plots_are_drawn(
 ) -> None:
     path = write_report(rows, tmp_path)
     context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1100, "height": 900})
-    page, asked, troubles = context.new_page(), [], []
-    page.on("request", lambda request: asked.append(request.url))
+    page, urls, troubles = context.new_page(), [], []
+    page.on("request", lambda request: urls.append(request.url))
     page.on("console", lambda message: troubles.append(message.text))
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto(path.as_uri())
-    assert asked == [path.as_uri()]
+    assert urls == [path.as_uri()]
     assert troubles == []
-    assert [own.get_attribute("id") for own in page.query_selector_all("section")] == list(SECTIONS)
+    assert [element.get_attribute("id") for element in page.query_selector_all("section")] == list(SECTIONS)
     for name in SECTIONS[:5]:
         drawn = page.query_selector_all(f"#{name} svg .mark")
         assert drawn, name
@@ -68,13 +68,13 @@ def test_the_report_opens_offline_and_its_plots_are_drawn(
             assert box["x"] >= picture["x"] - 1, name
             assert box["x"] + box["width"] <= picture["x"] + picture["width"] + 1, name
             assert box["y"] + box["height"] <= picture["y"] + picture["height"] + 1, name
-        assert all(own.inner_html().strip() for own in page.query_selector_all(f"#{name} svg title"))
-        assert all(own.get_attribute("aria-label") for own in page.query_selector_all(f"#{name} svg"))
+        assert all(element.inner_html().strip() for element in page.query_selector_all(f"#{name} svg title"))
+        assert all(element.get_attribute("aria-label") for element in page.query_selector_all(f"#{name} svg"))
     assert page.query_selector("text=failed: <planted>")
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(21, 23, 27)") == (scheme == "dark")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")  # only the table scrolls sideways
-    fills = {own.evaluate("node => getComputedStyle(node).fill") for own in page.query_selector_all("#speedup rect")}
+    fills = {element.evaluate("node => getComputedStyle(node).fill") for element in page.query_selector_all("#speedup rect")}
     assert len(fills) == 2  # one colour for each method beside plain decoding
     context.close()
 
@@ -95,7 +95,7 @@ def test_rows_that_all_failed_still_make_a_report(rows: list[dict[str, Any]]) ->
 
 def test_a_bar_is_as_high_as_its_number() -> None:
     drawn = bars("t", ["a"], [Series("m", 1, [(0.0, 2.0)], [(1.0, 4.0)]), Series("n", 2, [(0.0, 4.0)])], "x", 4.0)
-    heights = [float(found) for found in re.findall(r'height="([\d.]+)" rx', drawn)]
+    heights = [float(value) for value in re.findall(r'height="([\d.]+)" rx', drawn)]
     assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
     assert "m, a: 2.00 x (1.00 to 4.00)" in drawn
     assert drawn.count("whisker") == 1
@@ -111,8 +111,8 @@ def test_a_line_goes_through_its_points() -> None:
 
 def test_stacked_parts_follow_each_other() -> None:
     drawn = stacked("t", [("m", [1.0, 3.0], "note"), ("n", [0.0, 2.0], "")], ["a", "b"], "ms")
-    found = [(float(x), float(w)) for x, w in re.findall(r'<rect class="mark" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', drawn)]
-    (x0, w0), (x1, w1), _, (_, w3) = found
+    value = [(float(x), float(w)) for x, w in re.findall(r'<rect class="mark" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', drawn)]
+    (x0, w0), (x1, w1), _, (_, w3) = value
     assert x1 == pytest.approx(x0 + w0, abs=0.2)
     assert w1 == pytest.approx(3 * w0, abs=0.3)
     assert w3 == pytest.approx(2 * w0, abs=0.3)

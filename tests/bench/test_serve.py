@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.bench.load import Answer, Level, Target
+from outrider.bench.client import Level, ServedAnswer, Target
 from outrider.bench.serve import bench_server, parse_goodput, summarise_level
 from outrider.cli import app
 from outrider.errors import InvalidParameter, OutriderError
@@ -118,11 +118,11 @@ def test_nobody_there_is_one_line() -> None:
 
 def test_goodput_counts_requests_within_every_limit() -> None:
     answers = [
-        Answer(first_s=0.1, total_s=0.1 + 0.01 * 10, tokens=11, counted=True),  # 10 ms per token
-        Answer(first_s=0.3, total_s=0.4, tokens=11, counted=True),  # late
-        Answer(first_s=0.1, total_s=1.1, tokens=11, counted=True),  # slow
-        Answer(first_s=0.1, total_s=0.1, tokens=1, counted=True),  # one token: no time per token
-        Answer(failed="HTTP 500"),
+        ServedAnswer(first_s=0.1, total_s=0.1 + 0.01 * 10, tokens=11, counted=True),  # 10 ms per token
+        ServedAnswer(first_s=0.3, total_s=0.4, tokens=11, counted=True),  # late
+        ServedAnswer(first_s=0.1, total_s=1.1, tokens=11, counted=True),  # slow
+        ServedAnswer(first_s=0.1, total_s=0.1, tokens=1, counted=True),  # one token: no time per token
+        ServedAnswer(failed="HTTP 500"),
     ]
     row = summarise_level(Level(rate=2.0), answers, 2.0, parse_goodput(["ttft:200,tpot:50"]))
     assert (row["completed"], row["failed"]) == (4, 1)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from outrider.bench.record import read_rows, record_suite
 from outrider.bench.suite import Suite, expand_methods, run_suite
-from outrider.bench.workloads import BUNDLED, load_prompts
+from outrider.bench.workloads import BUNDLED, Conversation, TurnReader, load_prompts
 from outrider.cli import app
 from outrider.engine import llm as llm_module
 from outrider.errors import InvalidParameter
@@ -55,12 +55,13 @@ def test_bundled_workloads_hold_texts_of_their_own() -> None:
 
 
 def test_files_by_category_and_plain_fields(mixed: Path, tmp_path: Path) -> None:
-    found = load_prompts(str(mixed))
-    assert found.name == "mixed"
-    assert found.categories == {"writing": ["def greet(name):\n", "class Poem:\n"], "math": ["def add(a, b):\n"]}
-    own = tmp_path / "own.jsonl"
-    own.write_text('{"task_id": "HumanEval/0", "prompt": "def f():\\n"}\n{"text": "import os\\n"}\n')
-    assert load_prompts(str(own)).categories == {"own": ["def f():\n", "import os\n"]}
+    loaded = load_prompts(str(mixed))
+    assert loaded.name == "mixed"
+    greeting = Conversation(("def greet(name):\n", "and now in French"))
+    assert loaded.categories == {"writing": [greeting, "class Poem:\n"], "math": ["def add(a, b):\n"]}
+    simple = tmp_path / "own.jsonl"
+    simple.write_text('{"task_id": "HumanEval/0", "prompt": "def f():\\n"}\n{"text": "import os\\n"}\n')
+    assert load_prompts(str(simple)).categories == {"own": ["def f():\n", "import os\n"]}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,7 @@ def test_rows_by_category_and_batch(mixed: Path) -> None:
     for row in rows:
         assert row["failed"] is None
         assert row["equal"] == 1.0
-        assert (
-            row["requests"] == (3 if row["batch"] == 3 else 2 if row["category"] == "writing" else 1) or row["category"] is None
-        )
+        assert row["requests"] == (3 if row["category"] == "writing" or row["batch"] == 3 else 1) or row["category"] is None
         assert row["compared"] >= 2 * row["requests"]
         assert row["tok_s"] > 0
         assert row["speedup_interval"][0] <= row["speedup_interval"][1]
@@ -175,6 +174,70 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path: Path) -> None
     rows = rows_of(small("ngram", [str(path)]))
     assert {(row["skipped"], row["requests"]) for row in rows} == {(1, 1)}
     assert all("no prompt leaves room" in row["failed"] for row in rows_of(small("ngram", ["random:2040"])))
+
+
+SPEC_BENCH = (
+    "multi-turn conversation", "translation", "summarization", "question answering", "mathematical reasoning",
+    "retrieval-augmented generation",
+)  # fmt: skip
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+@pytest.fixture
+def spec_bench(tmp_path: Path) -> Path:
+    """A file with the categories of Spec-Bench, whose retrieval prompts are longer than Pyrite's context."""
+    lines = [{"category": name, "turns": [f"def {name}(x):\n", "# and back\n"]} for name in MT_BENCH]
+    lines += [
+        {"category": name, "turns": [f"def {name}(x):\n"]} for name in ("translation", "summarization", "qa", "math_reasoning")
+    ]
+    path = tmp_path / "spec_bench.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*lines, {"category": "rag", "turns": ["x = 1\n" * 2000]}])))
+    return path
+
+
+def test_spec_bench_is_reported_by_its_published_categories_and_in_all(spec_bench: Path) -> None:
+    assert tuple(load_prompts(str(spec_bench)).categories) == SPEC_BENCH
+    rows = {
+        row["category"]: row
+        for row in rows_of(small("ngram", [str(spec_bench)], limit=2, max_tokens=6))
+        if row["method"] != "none"
+    }
+    assert tuple(rows) == (*SPEC_BENCH, None)
+    assert rows["multi-turn conversation"]["requests"] == 4, "both turns of two conversations"
+    assert "no prompt leaves room" in rows["retrieval-augmented generation"]["failed"]
+    assert rows[None]["failed"] is None
+    assert rows[None]["left_out"] == ["retrieval-augmented generation"]
+    assert rows[None]["requests"] == 8
+
+
+def test_a_few_conversations_of_spec_bench_are_of_all_its_kinds(spec_bench: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in spec_bench.read_text().splitlines()]
+    again = [line | {"turns": ["class Second:\n", *line["turns"][1:]]} for line in lines]
+    both = sorted([*lines, *again], key=lambda line: lines.index(line) if line in lines else again.index(line))
+    path = tmp_path / "sorted.jsonl"
+    path.write_text("\n".join(map(json.dumps, both)))
+    firsts = [item.turns[0] for item in load_prompts(str(path)).categories[SPEC_BENCH[0]] if isinstance(item, Conversation)]
+    assert firsts == [f"def {name}(x):\n" for name in MT_BENCH] + ["class Second:\n"] * len(MT_BENCH)
+
+
+def test_a_later_turn_follows_the_turns_and_answers_before_it() -> None:
+    heard: list[tuple[int, ...]] = []
+
+    def answer(ids: tuple[int, ...]) -> str:
+        heard.append(ids)
+        return "Z"
+
+    class Letters:
+        def encode(self, text: str) -> list[int]:
+            return list(map(ord, text))
+
+    reader = TurnReader(Letters(), chat=False, answer=answer, room=8)  # type: ignore[arg-type]
+    requests, skipped = reader.requests(Conversation(("a", "b", "ccccccc")))
+    assert ["".join(map(chr, ids)) for ids in requests] == ["a", "a\n\nZ\n\nb"]
+    assert skipped == 1
+    assert heard == requests
+    assert reader.requests((1, 2)) == ([(1, 2)], 0)
+    assert reader.requests((1,) * 9) == ([], 1)
 
 
 def test_the_bare_command_is_run_and_its_json_line_is_last(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page table keeps its books whatever is asked of it."""
+"""The page table's reference counts and cache stay consistent under random use."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def disown(self, data: st.DataObject) -> None:
         pages = data.draw(st.sampled_from(self.owned))
-        own = self.table.disown(pages)
-        assert all(self.table.references(page) == 1 for page in own)
+        unshared = self.table.disown(pages)
+        assert all(self.table.references(page) == 1 for page in unshared)
 
     @invariant()
     def references_are_owners(self) -> None:

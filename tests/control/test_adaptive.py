@@ -48,7 +48,7 @@ class World:
                 for arm, n in zip(plan.arms, plan.lengths, strict=True)
             ]
             drafts = self.policy.select(Drafts.chains(chains, survival=says), load)
-            counts = drafts.counts.tolist()
+            counts = drafts.counts
             accepted = [self._accepted(self.names[arm], n) for arm, n in zip(plan.arms, counts, strict=True)]
             asked = [(self.names[arm], n) for arm, n in zip(plan.arms, plan.lengths, strict=True) if n]
             self.drafted += asked

@@ -145,7 +145,7 @@ def test_catching_up_never_raises_the_price_of_an_arm() -> None:
         assert length, "the arm is worth using here"
         price = policy.costs.proposal("a", 1, length)
         drafts = policy.select(Drafts.chains([[1] * length], survival=[[0.9**i for i in range(1, length + 1)]]), load)
-        (count,) = drafts.counts.tolist()
+        (count,) = drafts.counts
         policy.observe(RoundStats([count], [range(count)], 1 + count, price * factor, 0.005))
         policy._think()  # costs are entered when a plan is made
         return price, policy.costs.proposal("a", 1, length)

@@ -1,4 +1,4 @@
-"""Members of `auto` that nobody asks sleep, and wake without harm."""
+"""Members of `auto` that nobody asks are detached, and attached again without harm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Script:
         return Plan(tuple(min(length, room) for room in load.room), arms=(self._arm,) * len(load.room))
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:
-        self.drafted[self.round] = int(drafts.counts.sum())
+        self.drafted[self.round] = sum(drafts.counts)
         self.taps.append(self._drafter.needs.taps)
         return drafts
 
@@ -93,8 +93,8 @@ def test_sequences_of_one_round_may_have_different_drafters(llm: LLM, monkeypatc
     assert all(accepted[b] for b in range(3))
 
 
-def test_those_asleep_are_not_begun(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new sequence costs a sleeping member nothing."""
+def test_detached_members_are_not_begun(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new sequence costs a detached member nothing."""
     drafter = llm.engine.drafter.drafter
     assert isinstance(drafter, AutoDrafter)
     monkeypatch.setattr(llm.engine, "policy", Script(llm, "suffix", set()))
@@ -109,12 +109,12 @@ def test_those_asleep_are_not_begun(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_sequence_that_begins_before_anybody_is_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members awake from the sequence before follow the next one from its prompt on, with or without a draft."""
+    """Members attached since the sequence before follow the next one from its prompt on, with or without a draft."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     for asked in ({2, 3, 4, 5}, set(), {8, 9}):
         script = Script(llm, "eagle", asked)
         monkeypatch.setattr(llm.engine, "policy", script)
         output = llm.generate(PROMPT, params)[0].outputs[0]
         assert output.speculation["fallback_reason"] is None
-        assert script.taps[0] or 2 in asked, "awake since the first"
+        assert script.taps[0] or 2 in asked, "attached since the first"
         assert (sum(script.drafted.values()) > 0) == bool(asked)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.core import Batch, Drafts, Plan, Sequence
+from outrider.core import Batch, Drafts, Plan, Sequence, Tree
 from outrider.draft.cascade import CascadeDrafter, ModelLevel
 from outrider.draft.draft_model import DraftModel
-from outrider.draft.ngram import NGramDrafter
+from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.draft.recycle import RecycleDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.errors import InvalidParameter
@@ -21,7 +21,12 @@ from outrider.sampling import SamplingParams
 from tests.engine.test_same_tokens import random_params
 from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
 
-LOOKUPS = {"none": lambda: None, "ngram": lambda: NGramDrafter(1, 3), "suffix": SuffixDrafter, "recycle": RecycleDrafter}
+LOOKUPS = {
+    "none": lambda: None,
+    "ngram": lambda: NGramDrafter(NGramOptions(1, 3)),
+    "suffix": SuffixDrafter,
+    "recycle": RecycleDrafter,
+}
 
 
 class Counting(Runner):
@@ -52,7 +57,7 @@ def watched(drafter: Any, seen: list[list[list[int]]]) -> Any:
 
     def watching(batch: Batch, plan: Plan) -> Drafts:
         drafts: Drafts = propose(batch, plan)
-        seen.append([tree.tokens for tree in drafts.on_host()])
+        seen.append([tree.tokens for tree in drafts.per_sequence])
         return drafts
 
     drafter.propose = watching
@@ -86,12 +91,12 @@ def test_what_lies_below_changes_no_draft(models: list[Decoder], lookup: str) ->
 def test_a_draft_is_the_models_own_continuation(models: list[Decoder]) -> None:
     """By definition: the model, started afresh on the text so far, writes what was drafted."""
     seen: list[tuple[list[int], list[int]]] = []
-    drafter = CascadeDrafter([level(models[2], 2)[0], level(models[1])[0]], NGramDrafter(1, 3))
+    drafter = CascadeDrafter([level(models[2], 2)[0], level(models[1])[0]], NGramDrafter(NGramOptions(1, 3)))
     propose = drafter.propose
 
     def watching(batch: Batch, plan: Plan) -> Drafts:
         drafts = propose(batch, plan)
-        seen.extend((list(seq.tokens), tree.tokens) for seq, tree in zip(batch.sequences, drafts.on_host(), strict=True))
+        seen.extend((list(seq.tokens), tree.tokens) for seq, tree in zip(batch.sequences, drafts.per_sequence, strict=True))
         return drafts
 
     drafter.propose = watching  # type: ignore[method-assign]
@@ -106,13 +111,13 @@ def test_a_draft_is_the_models_own_continuation(models: list[Decoder]) -> None:
 
 def test_text_that_others_drafted_is_read_first(models: list[Decoder]) -> None:
     """The text went on differently, and by several tokens, since this drafter was asked."""
-    drafter = CascadeDrafter([level(models[1])[0]], NGramDrafter(1, 3))
+    drafter = CascadeDrafter([level(models[1])[0]], NGramDrafter(NGramOptions(1, 3)))
     seq = Sequence(make_request([5, 9, 2, 5, 9], SamplingParams(temperature=0.0)))
     seq.pages = list(range(20))
     drafter.begin(seq)
     for new in ([], [7, 8, 1, 5], [9], [2, 2, 2, 2, 2, 2, 2]):
         seq.tokens += new
-        draft = drafter.propose(Batch([seq], [1]), Plan((5,))).on_host()[0].tokens
+        draft = drafter.propose(Batch([seq], [1]), Plan((5,))).per_sequence[0].tokens
         request = make_request(seq.tokens, SamplingParams(temperature=0.0, max_tokens=5))
         assert run(make_engine(models[1]), [request])[0].seq.tokens == seq.tokens + draft
 
@@ -123,7 +128,7 @@ def test_levels_of_models(models: list[Decoder]) -> None:
     alone: list[list[list[int]]] = []
     deep: list[list[list[int]]] = []
     run(make_engine(models[0], watched(CascadeDrafter([level(models[1])[0]]), alone), 7), wanted)
-    drafter = CascadeDrafter([level(models[2], 3)[0], level(models[1])[0]], NGramDrafter(1, 3), 2)
+    drafter = CascadeDrafter([level(models[2], 3)[0], level(models[1])[0]], NGramDrafter(NGramOptions(1, 3)), 2)
     fast = run(make_engine(models[0], watched(drafter, deep), 7), wanted)
     assert [writer.seq.tokens for writer in fast] == plain
     assert alone == deep
@@ -137,36 +142,34 @@ def test_one_forward_checks_a_whole_copy(models: list[Decoder]) -> None:
 
     class Knowing(NGramDrafter):
         def follow(self, seq, path, nodes):  # type: ignore[no-untyped-def]
-            from outrider.draft.protocol import Guess
-
             right = [41, 42, 43, 44, 45]  # replaced below by what the model says
             rest = (answer or right)[len(path) : len(path) + nodes]
-            return Guess(rest, list(range(-1, len(rest) - 1)), [1.0] * len(rest))
+            return Tree.chain(rest)
 
     answer: list[int] = []
     own, runner = level(decoder)
     drafter = CascadeDrafter([own], Knowing())
     drafter.begin(seq)
-    answer += drafter.propose(Batch([seq], [1]), Plan((6,))).on_host()[0].tokens
+    answer += drafter.propose(Batch([seq], [1]), Plan((6,))).per_sequence[0].tokens
     assert len(answer) == 6
     slow, runner.calls = runner.calls, 0
-    assert drafter.propose(Batch([seq], [1]), Plan((6,))).on_host()[0].tokens == answer
+    assert drafter.propose(Batch([seq], [1]), Plan((6,))).per_sequence[0].tokens == answer
     assert runner.calls == 1 < slow
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ratio_tests_get_the_draft_models_own_draws(models: list[Decoder], temperature: float) -> None:
-    """Same draws and same laws as the draft model without a cascade."""
+    """Same draws and same probabilities as the draft model without a cascade."""
     seq = Sequence(make_request([5, 6, 7, 5, 6], SamplingParams(temperature=temperature, seed=3)))
     seq.pages = list(range(20))
     found = []
     for drafter in (
         DraftModel(Runner(models[1], make_pool(models[1]))),
-        CascadeDrafter([level(models[1])[0]], NGramDrafter(1, 3)),
+        CascadeDrafter([level(models[1])[0]], NGramDrafter(NGramOptions(1, 3))),
     ):
         drafter.begin(seq)
         found.append(drafter.propose(Batch([seq], [1]), Plan((5,), "rejection", keep_q=True)))
-    assert found[0].on_host() == found[1].on_host()
+    assert [tree[:2] for tree in found[0].per_sequence] == [tree[:2] for tree in found[1].per_sequence]
     assert found[0].q is not None
     assert found[1].q is not None
     assert torch.equal(found[0].q, found[1].q)
@@ -174,7 +177,7 @@ def test_ratio_tests_get_the_draft_models_own_draws(models: list[Decoder], tempe
 
 def test_the_small_models_context_is_kept(tmp_path: Path, models: list[Decoder]) -> None:
     short = random_decoder(write_family(tmp_path / "short", "llama2", max_position_embeddings=40))
-    drafter = CascadeDrafter([level(short)[0]], NGramDrafter(1, 3))
+    drafter = CascadeDrafter([level(short)[0]], NGramDrafter(NGramOptions(1, 3)))
     request = make_request([1, 2, 3] * 8, SamplingParams(temperature=0.0, max_tokens=40))
     fast = run(make_engine(models[0], drafter, 6), [request])[0]
     assert fast.seq.tokens == run(make_engine(models[0]), [request])[0].seq.tokens

@@ -57,7 +57,7 @@ def test_a_chain_may_stop_where_nothing_is_likely_enough(decoder, temperature: f
                 seq.pages = [i + 1]
                 drafter.begin(seq)
             drafts = drafter.propose(batch, Plan((8, 5), floor=floor))
-            found.append([(tree.tokens, says) for tree, says in zip(drafts.on_host(), drafts.says(), strict=True)])
+            found.append([(tree.tokens, says) for tree, says in zip(drafts.per_sequence, drafts.survival, strict=True)])
             for seq in batch.sequences:
                 drafter.end(seq)
     for own, short in zip(whole, stopped, strict=True):
@@ -75,7 +75,7 @@ def test_feeds_after_full_partial_and_no_acceptance(decoder) -> None:  # type: i
 
     def propose() -> list[int]:
         runner.fed = []
-        return drafter.propose(Batch([seq], [1]), Plan((3,))).on_host()[0].tokens
+        return drafter.propose(Batch([seq], [1]), Plan((3,))).per_sequence[0].tokens
 
     first = propose()
     assert runner.fed == [(0, [1, 2, 3]), (3, first[:1]), (4, first[1:2])]
@@ -136,6 +136,7 @@ TREES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trees_change_nothing(tmp_path, dtype: str, shape: str) -> None:  # type: ignore[no-untyped-def]
@@ -154,7 +155,7 @@ def test_trees_change_nothing(tmp_path, dtype: str, shape: str) -> None:  # type
         assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
         assert engine.pages.used == 0
         assert not drafter._reader._states
-        assert not drafter._laws
+        assert not drafter._draft_logits
     assert sum(w.seq.stats.accepted for w in fast) > 0
 
 
@@ -180,7 +181,7 @@ def test_a_tree_is_the_best_nodes_of_all(decoder, temperature: float, branch: in
         for path in [path for path in worth if len(path) == level]:
             worth |= {(*path, token): worth[path] * chance for token, chance in children(list(path)).items()}
     best = sorted(worth.values(), reverse=True)[:room]
-    tree, survival = drafts.on_host()[0], drafts.survival[0].tolist()
+    tree, survival = drafts.per_sequence[0], drafts.survival[0]
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((token,) if parent < 0 else (*paths[parent], token))
@@ -198,10 +199,10 @@ def test_accepted_branches_are_read_again(decoder) -> None:  # type: ignore[no-u
     drafter = DraftModel(Runner(decoder, make_pool(decoder)), TREES["tree"])
     drafter.begin(seq)
     for _ in range(8):
-        tree = drafter.propose(Batch([seq], [1]), Plan((8,))).on_host()[0]
+        tree = drafter.propose(Batch([seq], [1]), Plan((8,))).per_sequence[0]
         fresh = DraftModel(Runner(decoder, make_pool(decoder)), TREES["tree"])
         fresh.begin(seq)
-        assert fresh.propose(Batch([seq], [1]), Plan((8,))).on_host()[0] == tree
+        assert fresh.propose(Batch([seq], [1]), Plan((8,))).per_sequence[0] == tree
         node, path = rng.randrange(8), []
         while node >= 0:
             path, node = [tree.tokens[node], *path], tree.parents[node]
@@ -242,8 +243,8 @@ def test_one_call_drafts_what_growing_does(decoder, temperature: float, monkeypa
         for _ in range(5):
             plan = Plan(tuple(lengths.randrange(6) for _ in sequences))
             drafts = drafter.propose(Batch(sequences, [1] * 4), plan)
-            rounds.append((drafts.on_host(), drafts.survival))
-            for seq, tree in zip(sequences, drafts.on_host(), strict=True):
+            rounds.append(([tree[:2] for tree in drafts.per_sequence], drafts.survival))
+            for seq, tree in zip(sequences, drafts.per_sequence, strict=True):
                 seq.tokens += [*tree.tokens[: lengths.randrange(6)], lengths.randrange(30)]
         for seq in sequences:
             seq.tokens[:] = text[seq]

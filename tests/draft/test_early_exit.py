@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.core import Batch, Drafts, Plan, Resume, Sequence
 from outrider.draft import check_drafts
-from outrider.draft.early_exit import Costs, EarlyExit, best_length, measure_costs
+from outrider.draft.deadline import Deadline
+from outrider.draft.early_exit import Costs, EarlyExit, EarlyExitOptions, best_length, measure_costs
+from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.engine.engine import Engine
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Decoder, Feed, Rows, Runner
 from outrider.sampling import SamplingParams
 from tests.engine.test_same_tokens import random_params
-from tests.support import VOCAB, changed, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
 
 LAYERS = 4
 
@@ -39,7 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def early_exit_engine(decoder: Decoder, length: int, exit_layer: int | None, tail: int = 0, **sizes: int) -> Engine:
     engine = make_engine(decoder, None, length, **sizes)
-    engine.drafter.drafter = EarlyExit(engine.runner, exit_layer, tail, Costs(1.0, 0.01))
+    engine.drafter.drafter = EarlyExit(engine.runner, EarlyExitOptions(exit_layer, tail), Costs(1.0, 0.01))
     return engine
 
 
@@ -73,10 +77,10 @@ def test_resumed_logits_and_kv_are_the_same_bits(both_paths: str, decoder: Decod
         runner.forward([Feed(seq.pages, 0, seq.tokens[:-1]) for seq in (sequences[0], sequences[2])])
         sequences[0].cached, sequences[2].cached = 20, 1
         batch = Batch(sequences, [1, 30, 1])
-        drafts = EarlyExit(runner, exit_layer).propose(batch, Plan((4, 0, 0)))
+        drafts = EarlyExit(runner, EarlyExitOptions(exit_layer)).propose(batch, Plan((4, 0, 0)))
         assert drafts.resume is not None
         assert list(drafts.resume.counts) == [4, 0, 0]
-        scores = runner.score(batch, drafts if resumed else changed(drafts, resume=None), (exit_layer, LAYERS))
+        scores = runner.score(batch, drafts if resumed else replace(drafts, resume=None), (exit_layer, LAYERS))
         assert scores.taps is not None
         used = [page for seq in sequences for page in seq.pages]
         results.append((scores.logits, scores.taps[: 1 + 4 + 30 + 1], runner.pool.keys[:, used], runner.pool.values[:, used]))
@@ -114,22 +118,46 @@ def test_wrong_rows_would_change_the_text(small: Decoder) -> None:
     seq = Sequence(make_request([5, 6, 7], SamplingParams(temperature=0)))
     seq.pages, seq.cached = list(range(4)), 2
     runner.forward([Feed(seq.pages, 0, seq.tokens[:-1])])
-    drafts = EarlyExit(runner, 2).propose(Batch([seq], [1]), Plan((3,)))
+    drafts = EarlyExit(runner, EarlyExitOptions(2)).propose(Batch([seq], [1]), Plan((3,)))
     assert drafts.resume is not None
     good = runner.score(Batch([seq], [1]), drafts).logits
-    wrong = changed(drafts, resume=drafts.resume._replace(hidden=drafts.resume.hidden + 0.5))
-    assert not torch.equal(runner.score(Batch([seq], [1]), wrong).logits, good)
+    hidden = drafts.resume.hidden + 0.5
+
+    def wrong(hidden: Tensor) -> Drafts:
+        return replace(drafts, resume=runner.resume(2, hidden, [3]))
+
+    assert not torch.equal(runner.score(Batch([seq], [1]), wrong(hidden)).logits, good)
     # where a tap lies below the exit, or the rows do not fit the model, every layer is run
-    assert torch.equal(runner.score(Batch([seq], [1]), wrong, (1,)).logits, good)
-    shorter = changed(wrong, counts=torch.tensor([1]))  # pruned after it was proposed
+    assert torch.equal(runner.score(Batch([seq], [1]), wrong(hidden), (1,)).logits, good)
+    shorter = replace(wrong(hidden), per_sequence=drafts.subset([[0]]).per_sequence)  # pruned after it was proposed
     assert torch.equal(runner.score(Batch([seq], [1]), shorter).logits, good[:2])
-    narrow = changed(drafts, resume=drafts.resume._replace(hidden=drafts.resume.hidden[:, :-1]))
-    assert torch.equal(runner.score(Batch([seq], [1]), narrow).logits, good)
+    assert torch.equal(runner.score(Batch([seq], [1]), wrong(hidden[:, :-1])).logits, good)
+
+
+def test_rows_of_another_s_making_are_not_taken(both_paths: str, small: Decoder) -> None:
+    """A drafter that hands over rows for the target's layers changes no token, behind a deadline or not."""
+
+    class Forger(NGramDrafter):
+        forged = 0
+
+        def propose(self, batch: Batch, plan: Plan) -> Drafts:
+            tree = [([1] * n, range(-1, n - 1)) for n in plan.lengths]
+            counts = [1 + n if n and fed == 1 else 0 for n, fed in zip(plan.lengths, batch.feeds, strict=True)]
+            self.forged += sum(counts)
+            return replace(Drafts.trees(tree), resume=Resume(2, torch.randn(sum(counts), small.config.hidden), counts))
+
+    request = make_request([5, 6, 7], SamplingParams(temperature=0.8, seed=3, max_tokens=20))
+    plain = run(make_engine(small), [request])[0]
+    for drafter in (Forger(NGramOptions(1, 3)), Deadline(Forger(NGramOptions(1, 3)))):
+        engine = make_engine(small, drafter, 3)
+        forged = run(engine, [request])[0]
+        assert forged.seq.tokens == plain.seq.tokens
+        assert forged.seq.stats.drafted > 0
 
 
 def test_rows_to_resume_from_are_checked() -> None:
     drafts, plan = Drafts.chains([[1, 2], []]), Plan((3, 3))
-    check_drafts(changed(drafts, resume=Resume(1, torch.zeros(3, 4), [3, 0])), plan, VOCAB)
+    check_drafts(replace(drafts, resume=Resume(1, torch.zeros(3, 4), [3, 0])), plan, VOCAB)
     for resume in (
         Resume(1, torch.zeros(4, 4), [4, 0]),
         Resume(1, torch.zeros(3, 4), [2, 2]),
@@ -138,7 +166,7 @@ def test_rows_to_resume_from_are_checked() -> None:
         Resume(1, torch.full((3, 4), float("nan")), [3, 0]),
     ):
         with pytest.raises(DrafterFault, match="resume"):
-            check_drafts(changed(drafts, resume=resume), plan, VOCAB)
+            check_drafts(replace(drafts, resume=resume), plan, VOCAB)
 
 
 def silenced(decoder: Decoder, layers: range) -> Decoder:
@@ -206,4 +234,4 @@ def test_costs_are_measured(small: Decoder) -> None:
 @pytest.mark.parametrize("settings", [{"exit_layer": 0}, {"exit_layer": 4}, {"exit_layer": 3, "tail": 2}, {"tail": -1}])
 def test_settings_are_checked(small: Decoder, settings: dict[str, int]) -> None:
     with pytest.raises(InvalidParameter, match=next(iter(set(settings) - ({"exit_layer"} if "tail" in settings else set())))):
-        EarlyExit(Runner(small, make_pool(small)), **settings)
+        EarlyExit(Runner(small, make_pool(small)), EarlyExitOptions(**settings))

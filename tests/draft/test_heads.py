@@ -14,7 +14,6 @@ from outrider.core import Batch, Drafts, Plan
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import TreeShape
 from outrider.draft.medusa import MedusaDrafter, best_paths
-from outrider.errors import InvalidParameter
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, ModelConfig
 from outrider.ops import Plain, serving_ops
@@ -119,7 +118,7 @@ def test_a_greedy_chain_is_the_head_run_by_definition(decoder: Decoder, form: st
 
     def watching(batch: Batch, plan: Plan):  # type: ignore[no-untyped-def]
         drafts = propose(batch, plan)
-        for seq, tree in zip(batch.sequences, drafts.on_host(), strict=True):
+        for seq, tree in zip(batch.sequences, drafts.per_sequence, strict=True):
             seen.append((list(seq.tokens), tree.tokens))
         return drafts
 
@@ -139,7 +138,7 @@ def test_trees_hold_the_chain_and_are_ranked(decoder: Decoder) -> None:
 
     def watching(batch: Batch, plan: Plan):  # type: ignore[no-untyped-def]
         drafts = propose(batch, plan)
-        trees.extend(drafts.on_host())
+        trees.extend(drafts.per_sequence)
         return drafts
 
     drafter.propose = watching  # type: ignore[method-assign]
@@ -184,12 +183,12 @@ def test_medusa_says_how_likely_each_node_is(decoder: Decoder, dynamic: bool) ->
     drafter.propose = lambda batch, plan: drawn.append(propose(batch, plan)) or drawn[-1]  # type: ignore[method-assign, func-returns-value]
     run(make_engine(decoder, drafter, 10), [make_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))])
     for drafts in drawn:
-        (tree,), (says,) = drafts.on_host(), drafts.says()
+        (tree,), (says,) = drafts.per_sequence, drafts.survival
         for parent in {*tree.parents}:
             above = 1.0 if parent < 0 else says[parent]
             assert 0.0 < sum(own for own, of in zip(says, tree.parents, strict=True) if of == parent) <= above + 1e-6
         assert not dynamic or says == sorted(says, reverse=True)
-    assert any(drafts.on_host()[0].tokens for drafts in drawn)
+    assert any(drafts.per_sequence[0].tokens for drafts in drawn)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 9, 30])
@@ -203,8 +202,3 @@ def test_best_paths_are_the_best(nodes: int) -> None:
     paths = best_paths(chances, nodes)
     assert [worth[path] for path in paths] == pytest.approx(sorted(worth.values(), reverse=True)[:nodes])
     assert all(path[:-1] in ((), *paths[:i]) for i, path in enumerate(paths))
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(InvalidParameter, match="beam"):
-        TreeShape(beam=0)

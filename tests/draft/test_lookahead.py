@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.lookahead import LookaheadDrafter, NGramPool
-from outrider.errors import InvalidParameter
+from outrider.draft.lookahead import LookaheadDrafter, LookaheadOptions, NGramPool
 from outrider.sampling import SamplingParams
 from tests.support import make_engine, make_request, random_decoder, run, write_family
 
@@ -42,7 +40,7 @@ def said(path: tuple[int, ...], salt: int = 0) -> int:
 
 def judged(drafter: LookaheadDrafter, seq: Sequence, drafts: Drafts) -> Verdict:
     """Verify by the target above, and commit."""
-    tree = drafts.on_host()[0]
+    tree = drafts.per_sequence[0]
     text = tuple(seq.tokens)
     paths = [(), *paths_of(tree)]
     choices = [said(text + path) for path in paths]
@@ -59,9 +57,9 @@ def judged(drafter: LookaheadDrafter, seq: Sequence, drafts: Drafts) -> Verdict:
 
 
 def test_the_window_is_a_trunk_with_a_column_below_each_token() -> None:
-    drafter = LookaheadDrafter(window=4, ngram=4, from_prompt=0)
+    drafter = LookaheadDrafter(LookaheadOptions(window=4, ngram=4, from_prompt=0))
     seq = started(drafter, [1, 2, 3])
-    tree = proposed(drafter, seq, 40).on_host()[0]
+    tree = proposed(drafter, seq, 40).per_sequence[0]
     levels = drafter._states[seq].levels
     assert [len(level) for level in levels] == [4, 4, 4]
     paths = set(paths_of(tree))
@@ -73,7 +71,7 @@ def test_the_window_is_a_trunk_with_a_column_below_each_token() -> None:
 
 def test_the_window_iterates() -> None:
     """The newest level holds the target's choices below the columns' ends; the older levels move up."""
-    drafter = LookaheadDrafter(window=5, ngram=4, from_prompt=0)
+    drafter = LookaheadDrafter(LookaheadOptions(window=5, ngram=4, from_prompt=0))
     seq = started(drafter, [1, 2, 3])
     for _ in range(12):
         drafts = proposed(drafter, seq, 40)
@@ -86,19 +84,19 @@ def test_the_window_iterates() -> None:
 
 
 def test_what_was_said_at_rejected_nodes_is_drafted_later() -> None:
-    drafter = LookaheadDrafter(window=2, ngram=3, from_prompt=0)
+    drafter = LookaheadDrafter(LookaheadOptions(window=2, ngram=3, from_prompt=0))
     seq = started(drafter, [1, 2])
     drafts = Drafts.trees([([30, 31], [-1, 0])])
     verdict = Verdict([], [9], [9, 31, 32])
     seq.tokens += [9]
     drafter.commit(Batch([seq], [1]), drafts, [verdict], Scores(torch.empty(0), [0]))
     seq.tokens.append(30)
-    assert proposed(drafter, seq, 10).on_host()[0].tokens[:2] == [31, 32]
+    assert proposed(drafter, seq, 10).per_sequence[0].tokens[:2] == [31, 32]
 
 
 def test_what_is_not_said_is_not_learnt() -> None:
     """Choices that do not exist (spoilt logits) and rules that make none."""
-    drafter = LookaheadDrafter(ngram=3, from_prompt=0)
+    drafter = LookaheadDrafter(LookaheadOptions(ngram=3, from_prompt=0))
     seq = started(drafter, [1, 2])
     seq.tokens += [3]
     drafter.commit(Batch([seq], [1]), Drafts.chains([[7]]), [Verdict([], [3], [3, -1])], Scores(torch.empty(0), [0]))
@@ -112,7 +110,7 @@ def test_what_is_not_said_is_not_learnt() -> None:
 def test_other_rules_get_chains() -> None:
     drafter = LookaheadDrafter()
     seq = started(drafter, [1, 2, 3, 1, 2, 4, 1, 2])
-    assert proposed(drafter, seq, 12, "block").on_host()[0].parents == list(range(-1, 11))
+    assert proposed(drafter, seq, 12, "block").per_sequence[0].parents == list(range(-1, 11))
 
 
 def test_longer_contexts_and_later_ones_come_first() -> None:
@@ -137,11 +135,3 @@ def test_guesses_are_accepted(tmp_path: Path) -> None:
     request = make_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=200, logit_bias={7: 30.0}))
     stats = run(make_engine(decoder, LookaheadDrafter(), 20), [request])[0].seq.stats
     assert stats.tokens_per_round > 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"), [({"window": -1}, "window"), ({"ngram": 1}, "ngram"), ({"pool_tokens": 3}, "pool_tokens")]
-)
-def test_settings_are_checked(settings: dict[str, int], name: str) -> None:
-    with pytest.raises(InvalidParameter, match=name):
-        LookaheadDrafter(**settings)

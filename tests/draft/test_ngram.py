@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import Batch, Plan, Sequence
-from outrider.draft.ngram import NGramDrafter
-from outrider.errors import InvalidParameter
+from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.sampling import SamplingParams
 from tests.support import make_request
 
@@ -34,29 +32,24 @@ def expected(tokens: list[int], low: int, high: int, length: int) -> list[int]:
     length=st.integers(1, 9),
 )
 def test_drafts_are_the_definition(tokens: list[int], grow: list[int], low: int, extra: int, length: int) -> None:
-    drafter = NGramDrafter(low, low + extra)
+    drafter = NGramDrafter(NGramOptions(low, low + extra))
     seq = Sequence(make_request(tokens, SamplingParams()))
     drafter.begin(seq)
     for token in [None, *grow]:
         if token is not None:
             seq.tokens.append(token)
         drafts = drafter.propose(Batch([seq], [1]), Plan((length,)))
-        assert drafts.on_host()[0].tokens == expected(seq.tokens, low, low + extra, length)
+        assert drafts.per_sequence[0].tokens == expected(seq.tokens, low, low + extra, length)
     drafter.end(seq)
     assert not drafter._indexes
 
 
 def test_rounds_sat_out_are_caught_up() -> None:
-    drafter = NGramDrafter(1, 2)
+    drafter = NGramDrafter(NGramOptions(1, 2))
     a, b = (Sequence(make_request([1, 2, 3, 1, 2], SamplingParams())) for _ in range(2))
     drafter.begin(a)
     drafter.begin(b)
     drafts = drafter.propose(Batch([a, b], [1, 1]), Plan((2, 0)))
-    assert [tree.tokens for tree in drafts.on_host()] == [[3, 1], []]
+    assert [tree.tokens for tree in drafts.per_sequence] == [[3, 1], []]
     b.tokens += [3, 9, 1]
-    assert drafter.propose(Batch([b], [1]), Plan((2,))).on_host()[0].tokens == [2, 3]
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(InvalidParameter, match="ngram_min"):
-        NGramDrafter(3, 2)
+    assert drafter.propose(Batch([b], [1]), Plan((2,))).per_sequence[0].tokens == [2, 3]

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Verdict
-from outrider.draft.recycle import CHANCES, RecycleDrafter, SuccessorTable, read_tree
-from outrider.errors import InvalidParameter
+from outrider.draft.recycle import CHANCES, RecycleDrafter, RecycleOptions, SuccessorTable, read_tree
 from outrider.sampling import SamplingParams
 from tests.support import make_engine, make_request, random_decoder, run, write_family
 
@@ -32,13 +31,13 @@ def rows(*best: list[int]) -> torch.Tensor:
 
 
 def drafted(drafter: RecycleDrafter, seq: Sequence, length: int, rule: str = "match") -> tuple[list[int], list[int]]:
-    tree = drafter.propose(Batch([seq], [1]), Plan((length,), rule)).on_host()[0]
+    tree = drafter.propose(Batch([seq], [1]), Plan((length,), rule)).per_sequence[0]
     return tree.tokens, tree.parents
 
 
 def test_every_row_lands_under_the_token_it_followed() -> None:
     """Roots, accepted and rejected nodes, beside a prompt still being read and a sequence that ended."""
-    drafter = RecycleDrafter(top=2)
+    drafter = RecycleDrafter(RecycleOptions(top=2))
     reading, going, ended = started(drafter, [1]), started(drafter, [20, 21]), started(drafter, [30])
     drafts = Drafts.trees([([], []), ([5, 6, 7], [-1, 0, -1]), ([8, 9], [-1, 0])])
     logits = rows([5, 40], [41, 42], [43, 44], [45, 46], [8, 47], [9, 48], [49, 11])
@@ -56,7 +55,7 @@ def test_every_row_lands_under_the_token_it_followed() -> None:
 
 def test_what_was_chosen_comes_first_whatever_the_logits_say() -> None:
     """Penalties and bias move the choice, not the logits; a spoilt row's choice is no token."""
-    drafter = RecycleDrafter(top=3)
+    drafter = RecycleDrafter(RecycleOptions(top=3))
     seq = started(drafter, [1])
     seq.tokens += [5, 12]
     drafts = Drafts.trees([([5, 6], [-1, 0])])
@@ -146,13 +145,13 @@ def test_other_rules_get_chains() -> None:
 
 def test_sequences_keep_to_themselves_unless_shared() -> None:
     for shared in (0, 1):
-        drafter = RecycleDrafter(shared=shared)
+        drafter = RecycleDrafter(RecycleOptions(shared=shared))
         started(drafter, [1, 2, 3])
         assert drafted(drafter, started(drafter, [9, 1]), 2)[0] == ([2, 3] if shared else [])
 
 
 def test_a_shared_table_is_of_one_tenant_alone() -> None:
-    drafter = RecycleDrafter(shared=1)
+    drafter = RecycleDrafter(RecycleOptions(shared=1))
     started(drafter, [1, 2, 3], "a")
     assert drafted(drafter, started(drafter, [9, 1], "a"), 2)[0] == [2, 3]
     assert drafted(drafter, started(drafter, [9, 1], "b"), 2)[0] == []
@@ -160,14 +159,14 @@ def test_a_shared_table_is_of_one_tenant_alone() -> None:
 
 
 def test_tables_of_many_tenants_are_bounded() -> None:
-    drafter = RecycleDrafter(shared=1, tenants=3)
+    drafter = RecycleDrafter(RecycleOptions(shared=1, tenants=3))
     for tenant in "abcadb":
         drafter.end(started(drafter, [1, 2, 3], tenant))
     assert list(drafter._common) == ["a", "d", "b"]
 
 
 def test_a_shared_table_stays_bounded_and_warm() -> None:
-    drafter = RecycleDrafter(table_tokens=5, shared=True)
+    drafter = RecycleDrafter(RecycleOptions(table_tokens=5, shared=True))
     for i in range(20):
         seq = started(drafter, [i, i + 1, i + 2])
         drafter.end(seq)
@@ -176,7 +175,7 @@ def test_a_shared_table_stays_bounded_and_warm() -> None:
 
 
 def test_a_sequence_with_spoilt_logits_teaches_nothing() -> None:
-    drafter = RecycleDrafter(shared=True)
+    drafter = RecycleDrafter(RecycleOptions(shared=True))
     seq = started(drafter, [1])
     seq.finish_reason = "error"
     nan = torch.full((2, 50), float("nan"))
@@ -190,12 +189,3 @@ def test_guesses_are_accepted(tmp_path: Path) -> None:
     request = make_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=200, logit_bias={7: 30.0}))
     stats = run(make_engine(decoder, RecycleDrafter(), 12), [request])[0].seq.stats
     assert stats.tokens_per_round > 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [({"top": 0}, "top"), ({"top": 9}, "top"), ({"table_tokens": 0}, "table_tokens"), ({"tenants": 0}, "tenants")],
-)
-def test_settings_are_checked(settings: dict[str, int], name: str) -> None:
-    with pytest.raises(InvalidParameter, match=name):
-        RecycleDrafter(**settings)

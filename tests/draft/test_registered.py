@@ -11,7 +11,7 @@ import outrider
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculationConfig
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
-from outrider.draft import check_method, method_names, registry
+from outrider.draft import check_speculation, method_names, registry
 from outrider.errors import InvalidParameter, UnknownMethod
 from tests.support import write_family, write_tokenizer
 
@@ -101,7 +101,7 @@ def test_a_registered_name(model: Path, forgetful: None) -> None:
     assert stats["accepted"]
     outrider.register_drafter("echo", lambda context: Echo(2))  # again: replaced
     with pytest.raises(UnknownMethod, match="known: .*echo.*package.module:Class"):
-        check_method("ecko")
+        check_speculation(SpeculationConfig("ecko"))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_unfit_names_fail_before_loading(method: str, message: str) -> None:
     ("speculation", "message"),
     [
         (f"{__name__}:NoNeeds", "no attribute `needs`"),
-        ({"method": ECHO, "forth": 1}, r"does not take these settings \(forth\).*forth"),
+        ({"method": ECHO, "forth": 1}, f"unknown setting 'forth' for method '{ECHO}'.*its options: back, deadline_s"),
     ],
 )
 def test_unfit_drafters_fail_when_built(model: Path, speculation: object, message: str) -> None:
@@ -139,11 +139,94 @@ def test_factories_must_give_drafters(model: Path, forgetful: None) -> None:
         tokens(model, "hollow")
 
 
+@pytest.mark.parametrize("taps", [(3,), (-1,), (0.5,), (True,), "ab", None, [1]])
+def test_layers_to_tap_must_exist(model: Path, forgetful: None, taps: object) -> None:
+    """A layer that the model lacks has no rows: memory that was never written would be handed over."""
+    drafter = Echo()
+    outrider.register_drafter("tapping", lambda context: drafter)
+    drafter.needs = Needs(taps=(0, 1, 2))  # the model has two layers; the last one's output may be read
+    assert tokens(model, "tapping")[1]["fallback_reason"] is None
+    drafter.needs = Needs(taps=taps)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match=r"needs.taps must be a tuple of layers in \[0, 2\]"):
+        tokens(model, "tapping")
+
+
+class Following(Echo):
+    """Can also guess after a path; `odd` is what it says instead."""
+
+    needs = Needs(follows=True)
+
+    def __init__(self, odd: object = None) -> None:
+        super().__init__()
+        self.odd, self.asked = odd, 0
+
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        """One token: what comes behind it is for `follow` to say."""
+        return Drafts.chains([seq.tokens[-1:][:n] for seq, n in zip(batch.sequences, plan.lengths, strict=True)])
+
+    def follow(self, seq: Sequence, path: list[int], nodes: int) -> object:
+        self.asked += 1
+        last = path[-1] if path else seq.tokens[-1]
+        path.clear()
+        seq.tokens.clear()
+        return ([last] * nodes, list(range(-1, nodes - 1)), [0.9] * nodes) if self.odd is None else self.odd
+
+
+@pytest.fixture(scope="module")
+def drafted(model: Path) -> Path:
+    write_family(model / "draft", "llama2", vocab_size=300, num_hidden_layers=1)
+    write_tokenizer(model / "draft")
+    return model
+
+
+COMPOUND = [
+    {"method": "mixture", "members": ["ngram", "following"]},
+    {"method": "cascade", "levels": ["following", "draft_model"]},
+]
+ODD = [
+    *([[10**9], [-1], [0.9]], [[-1], [-1], [0.9]], [[1], [0], [0.9]], [[1] * 500, [*range(-1, 499)], [0.9] * 500]),
+    *([[1, 2], [-1], [0.9]], [[1], [-1], [float("nan")]], 7, [[1.5], ["x"], [0.9]], "abc", [[], [], []]),
+]
+
+
+@pytest.mark.parametrize("speculation", COMPOUND, ids=lambda own: own["method"])
+def test_a_registered_drafter_can_follow(drafted: Path, forgetful: None, speculation: dict[str, object]) -> None:
+    drafter = Following()
+    outrider.register_drafter("following", lambda context: drafter)  # type: ignore[arg-type, return-value]
+    fast, stats = tokens(drafted, speculation)
+    assert fast == tokens(drafted, "none")[0]
+    assert stats["fallback_reason"] is None
+    assert stats["drafted"]
+    assert drafter.asked
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("speculation", COMPOUND, ids=lambda own: own["method"])
+def test_nonsense_after_a_path_changes_nothing(
+    drafted: Path, forgetful: None, speculation: dict[str, object], odd: object
+) -> None:
+    """A draft model would read it, and write its rows, before the engine could check it."""
+    drafter = Following(odd)
+    outrider.register_drafter("following", lambda context: drafter)  # type: ignore[arg-type, return-value]
+    fast, stats = tokens(drafted, speculation)
+    assert fast == tokens(drafted, "none")[0]
+    assert drafter.asked
+    assert stats["fallback_reason"] is None if odd == [[], [], []] else "Fault" in str(stats) or "Error" in str(stats)
+
+
+def test_who_follows_has_follow(model: Path, forgetful: None) -> None:
+    drafter = Echo()
+    drafter.needs = Needs(follows=True)
+    outrider.register_drafter("lame", lambda context: drafter)
+    with pytest.raises(InvalidParameter, match="'lame' needs `follow`"):
+        tokens(model, "lame")
+
+
 @pytest.mark.parametrize("name", ["ngram", "none", "a:b", "", "two words"])
 def test_names_that_cannot_be_registered(name: str) -> None:
     with pytest.raises(InvalidParameter, match="name"):
         outrider.register_drafter(name, lambda context: Echo())
-    assert method_names() == sorted(registry._FACTORIES)
+    assert method_names() == sorted(registry._CLASSES)
 
 
 def test_a_factory_is_called() -> None:
@@ -162,13 +245,13 @@ def test_lookup_drafters_take_their_settings(model: Path, speculation: dict[str,
     llm = LLM(str(model), load_format="dummy", speculation=speculation)
     assert type(llm.engine.drafter.drafter).__name__ == kind
     with pytest.raises(InvalidParameter, match="unknown setting 'typo'"):
-        SpeculationConfig.parse(speculation | {"typo": 1})
+        check_speculation(SpeculationConfig.parse(speculation | {"typo": 1}))
 
 
 def test_the_readme_s_drafter_runs() -> None:
     """The example as printed, on the bundled model: same tokens, and its guesses were judged."""
     text = (Path(__file__).parents[2] / "README.md").read_text()
-    code = text.split("## A drafter of your own")[1].split("```python\n")[1].split("```")[0]
+    code = next(part for part in text.split("```python\n")[1:] if "register_drafter" in part).split("```")[0]
     names: dict[str, object] = {}
     try:
         exec(compile(code, "README.md", "exec"), names)

@@ -20,15 +20,15 @@ from outrider.draft import Drafter
 from outrider.draft.cascade import CascadeDrafter, ModelLevel
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.early_exit import EarlyExit
+from outrider.draft.early_exit import EarlyExit, EarlyExitOptions
 from outrider.draft.growth import TreeShape
 from outrider.draft.lookahead import LookaheadDrafter
 from outrider.draft.medusa import MedusaDrafter
 from outrider.draft.mixture import Member, MixtureDrafter
-from outrider.draft.ngram import NGramDrafter
+from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.draft.recycle import RecycleDrafter
-from outrider.draft.suffix import SuffixDrafter, SuffixShape
-from outrider.engine.commit import Writer
+from outrider.draft.suffix import SuffixDrafter, SuffixOptions
+from outrider.engine.commit import OutputProcessor
 from outrider.engine.engine import Engine
 from outrider.heads import Borrowed, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, Runner
@@ -60,8 +60,8 @@ def medusa(engine: Engine, dynamic: bool) -> MedusaDrafter:
 
 
 DRAFTERS: dict[str, Make] = {
-    "ngram": lambda _e, _d: NGramDrafter(1, 3),
-    "suffix": lambda _e, _d: SuffixDrafter(SuffixShape(min_prob=0.0, branch=2)),
+    "ngram": lambda _e, _d: NGramDrafter(NGramOptions(1, 3)),
+    "suffix": lambda _e, _d: SuffixDrafter(SuffixOptions(min_prob=0.0, branch=2)),
     "recycle": lambda _e, _d: RecycleDrafter(),
     "draft_model": lambda _e, d: DraftModel(Runner(d, make_pool(d))),
     "draft_model tree": lambda _e, d: DraftModel(Runner(d, make_pool(d)), TREE),
@@ -71,11 +71,11 @@ DRAFTERS: dict[str, Make] = {
     "eagle1": lambda e, _d: eagle(e, "eagle1", TreeShape()),
     "medusa": lambda e, _d: medusa(e, True),
     "medusa static": lambda e, _d: medusa(e, False),
-    "early_exit": lambda e, _d: EarlyExit(e.runner, 2),
-    "early_exit tail": lambda e, _d: EarlyExit(e.runner, 1, 1),
+    "early_exit": lambda e, _d: EarlyExit(e.runner, EarlyExitOptions(2)),
+    "early_exit tail": lambda e, _d: EarlyExit(e.runner, EarlyExitOptions(1, 1)),
     "lookahead": lambda _e, _d: LookaheadDrafter(),
-    "cascade": lambda _e, d: CascadeDrafter([ModelLevel(Runner(d, make_pool(d)), 4)], NGramDrafter(1, 3), 4),
-    "mixture": lambda e, _d: MixtureDrafter([Member(SuffixDrafter(SuffixShape())), Member(eagle(e, "eagle3", TREE))]),
+    "cascade": lambda _e, d: CascadeDrafter([ModelLevel(Runner(d, make_pool(d)), 4)], NGramDrafter(NGramOptions(1, 3)), 4),
+    "mixture": lambda e, _d: MixtureDrafter([Member(SuffixDrafter(SuffixOptions())), Member(eagle(e, "eagle3", TREE))]),
 }
 # guesses of these depend on nothing but the text, and they are wrong often enough for rounds to meet again
 FROM_TEXT = [name for name in DRAFTERS if name not in ("recycle", "draft_model perfect", "lookahead", "mixture")]
@@ -130,15 +130,15 @@ def hits(engine: Engine) -> int:
 
 
 def watch(engine: Engine) -> dict[tuple[int, ...], Tree]:
-    """What is proposed after which text."""
+    """What is proposed after which text, without its confidence: a lookup learns that from every text it saw."""
     seen: dict[tuple[int, ...], Tree] = {}
     propose = engine.drafter.drafter.propose
 
     def watching(batch: Batch, plan: Plan) -> Drafts:
         drafts = propose(batch, plan)
-        for seq, tree, planned in zip(batch.sequences, drafts.on_host(), plan.lengths, strict=True):
+        for seq, tree, planned in zip(batch.sequences, drafts.per_sequence, plan.lengths, strict=True):
             if planned:
-                seen[tuple(seq.tokens)] = tree
+                seen[tuple(seq.tokens)] = tree._replace(survival=[])
         return drafts
 
     engine.drafter.drafter.propose = watching  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ def plainly(decoders: tuple[Decoder, Decoder], wanted: list[Request]) -> list[li
     return [run(make_engine(decoders[0]), [request])[0].seq.tokens for request in wanted]
 
 
-def check_crowd(engine: Engine, writers: list[Writer], answers: list[list[int]]) -> None:
+def check_crowd(engine: Engine, writers: list[OutputProcessor], answers: list[list[int]]) -> None:
     """The tokens of plain decoding, by drafting, and nothing left behind."""
     assert [w.seq.tokens for w in writers] == answers
     assert [w.seq.stats.fallback_reason for w in writers] == [None] * len(answers)
@@ -291,7 +291,7 @@ def test_a_hit_on_pages_the_drafter_never_saw(name: str, decoders: tuple[Decoder
     """It reads them, or goes on without; it does not fail, and it drafts."""
     prefix = [1, 2, 3, 4, 5, 1, 2, 6] * 4
     engine = engine_with(name, decoders)
-    drafter, engine.drafter.drafter = engine.drafter.drafter, NGramDrafter(1, 3)
+    drafter, engine.drafter.drafter = engine.drafter.drafter, NGramDrafter(NGramOptions(1, 3))
     writer = engine.submit(greedy(prefix, "a", 40), "t")
     while writer.seq.output_len < 6:
         engine.round()

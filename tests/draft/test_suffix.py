@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import Batch, Plan, Sequence
-from outrider.draft.suffix import SharedTexts, SuffixAutomaton, SuffixDrafter, SuffixShape
-from outrider.errors import InvalidParameter
+from outrider.draft.suffix import SharedTexts, SuffixAutomaton, SuffixDrafter, SuffixOptions
 from outrider.sampling import SamplingParams
 from tests.support import make_request
 
@@ -27,8 +24,8 @@ def started(drafter: SuffixDrafter, prompt: list[int], output: list[int] | None 
 
 def draft(drafter: SuffixDrafter, seq: Sequence, length: int, rule: str = "match") -> tuple[list[int], list[int], list[float]]:
     drafts = drafter.propose(Batch([seq], [1]), Plan((length,), rule))
-    tree = drafts.on_host()[0]
-    return tree.tokens, tree.parents, drafts.survival[0].tolist()[: len(tree.tokens)]
+    tree = drafts.per_sequence[0]
+    return tree.tokens, tree.parents, drafts.survival[0][: len(tree.tokens)]
 
 
 def followed(text: list[int], part: list[int]) -> Followed:
@@ -76,7 +73,7 @@ def test_found_suffixes_and_their_counts(text: list[int], probe: list[int], reac
         assert seen == followed(text, probe[len(probe) - match.length :])
 
 
-def children(text: list[int], context: list[int], shape: SuffixShape) -> tuple[list[int], list[tuple[int, float]]]:
+def children(text: list[int], context: list[int], shape: SuffixOptions) -> tuple[list[int], list[tuple[int, float]]]:
     """The context actually used, and the best continuations with their chances."""
     context = context[max(len(context) - shape.max_match, 0) :]
     while len(context) >= shape.min_match and not followed(text, context):
@@ -89,7 +86,7 @@ def children(text: list[int], context: list[int], shape: SuffixShape) -> tuple[l
     return context, [(token, times / total) for times, _, token in best]
 
 
-def every_node(text: list[int], shape: SuffixShape, deepest: int) -> dict[tuple[int, ...], float]:
+def every_node(text: list[int], shape: SuffixOptions, deepest: int) -> dict[tuple[int, ...], float]:
     """Survival of every path that could be drafted."""
     matched = longest_earlier(text, shape.max_match)
     nodes: dict[tuple[int, ...], float] = {}
@@ -118,7 +115,7 @@ def every_node(text: list[int], shape: SuffixShape, deepest: int) -> dict[tuple[
     nodes=st.integers(1, 6),
 )
 def test_drafts_are_the_definition(text, grow, sizes, follow, min_prob, branch, nodes) -> None:  # type: ignore[no-untyped-def]
-    shape = SuffixShape(sizes[0], sum(sizes), *follow, min_prob, branch)
+    shape = SuffixOptions(sizes[0], sum(sizes), *follow, min_prob, branch)
     drafter = SuffixDrafter(shape)
     seq = started(drafter, text)
     for token in [None, *grow]:
@@ -143,12 +140,12 @@ def test_counts_decide_and_the_latest_among_equals() -> None:
 
 
 def test_loops_are_drafted_whole() -> None:
-    drafter = SuffixDrafter(SuffixShape(min_prob=0.0))
+    drafter = SuffixDrafter(SuffixOptions(min_prob=0.0))
     assert draft(drafter, started(drafter, [7, 8, 9, 1, 2, 3, 1, 2, 3]), 10)[0] == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
 
 
 def test_longer_matches_earn_longer_drafts() -> None:
-    drafter = SuffixDrafter(SuffixShape(factor=1.0, offset=0.0, min_prob=0.0))
+    drafter = SuffixDrafter(SuffixOptions(factor=1.0, offset=0.0, min_prob=0.0))
     text = list(range(10, 40))
     for matched in (1, 3, 5):
         seq = started(drafter, [*text, *text[2 : 2 + matched]])
@@ -156,7 +153,7 @@ def test_longer_matches_earn_longer_drafts() -> None:
 
 
 def test_other_rules_get_chains() -> None:
-    drafter = SuffixDrafter(SuffixShape(min_prob=0.0, branch=3))
+    drafter = SuffixDrafter(SuffixOptions(min_prob=0.0, branch=3))
     seq = started(drafter, [1, 2, 1, 3, 1, 4, 1])
     assert draft(drafter, seq, 6)[1].count(-1) == 3
     assert draft(drafter, seq, 6, "rejection")[1] == [-1, 0, 1, 2, 3, 4]
@@ -182,7 +179,7 @@ def guess_for(drafter: SuffixDrafter, name: str, tokens: list[int], length: int 
 
 
 def test_outputs_are_shared_within_a_tenant_alone() -> None:
-    drafter = SuffixDrafter(shared_tokens=100)
+    drafter = SuffixDrafter(SuffixOptions(shared_tokens=100))
     finished(drafter, "a-1", [1, 2, 3, 4, 5, 6])
     assert guess_for(drafter, "a-2", [9, 2, 3]) == [4, 5, 6]
     assert guess_for(drafter, "b-1", [9, 2, 3]) == []
@@ -190,14 +187,14 @@ def test_outputs_are_shared_within_a_tenant_alone() -> None:
 
 
 def test_nothing_is_shared_by_default() -> None:
-    for drafter, tenant in ((SuffixDrafter(), "a"), (SuffixDrafter(shared_tokens=100), "")):
+    for drafter, tenant in ((SuffixDrafter(), "a"), (SuffixDrafter(SuffixOptions(shared_tokens=100)), "")):
         finished(drafter, f"{tenant}-1", [1, 2, 3, 4])
         assert guess_for(drafter, f"{tenant}-2", [9, 1, 2]) == []
         assert drafter._shared.size == 0
 
 
 def test_no_match_runs_across_two_outputs() -> None:
-    drafter = SuffixDrafter(shared_tokens=100)
+    drafter = SuffixDrafter(SuffixOptions(shared_tokens=100))
     finished(drafter, "a-1", [1, 2, 3])
     finished(drafter, "a-2", [4, 5, 6])
     assert guess_for(drafter, "a-3", [9, 2, 3]) == []
@@ -205,7 +202,7 @@ def test_no_match_runs_across_two_outputs() -> None:
 
 
 def test_the_better_expected_draft_wins() -> None:
-    drafter = SuffixDrafter(shared_tokens=100)
+    drafter = SuffixDrafter(SuffixOptions(shared_tokens=100))
     finished(drafter, "a-1", [1, 2, 3, 4, 5])
     assert guess_for(drafter, "a-2", [3, 7, 1, 2, 3], 2) == [4, 5]  # three tokens matched there, one here
     assert guess_for(drafter, "a-2", [2, 3, 7, 7, 2, 3, 7, 7, 2, 3], 2) == [7, 7]
@@ -230,25 +227,7 @@ def test_shared_texts_stay_small_apart_and_fresh(limit: int, added: list[tuple[s
 
 
 def test_the_oldest_output_goes_first() -> None:
-    drafter = SuffixDrafter(shared_tokens=12)
+    drafter = SuffixDrafter(SuffixOptions(shared_tokens=12))
     for i in range(4):
         finished(drafter, f"a-{i}", [10 * i, 10 * i + 1, 10 * i + 2])
     assert [guess_for(drafter, "a-x", [9, 10 * i]) for i in range(4)] == [[], [11, 12], [21, 22], [31, 32]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"min_match": 0}, "min_match"),
-        ({"min_match": 5, "max_match": 4}, "min_match"),
-        ({"factor": -1.0}, "factor"),
-        ({"factor": 0.0, "offset": 0.0}, "factor"),
-        ({"min_prob": 1.5}, "min_prob"),
-        ({"branch": 0}, "branch"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(InvalidParameter, match=name):
-        SuffixShape(**settings)
-    with pytest.raises(InvalidParameter, match="shared_tokens"):
-        SuffixDrafter(shared_tokens=-1)

@@ -14,19 +14,23 @@ from outrider.core import Batch, Plan, Scores, Sequence, Verdict
 from outrider.draft import Drafter
 from outrider.draft.lookahead import LookaheadDrafter
 from outrider.draft.mixture import Member, MixtureDrafter
-from outrider.draft.ngram import NGramDrafter
-from outrider.draft.recycle import RecycleDrafter
-from outrider.draft.suffix import SuffixDrafter, SuffixShape
+from outrider.draft.ngram import NGramDrafter, NGramOptions
+from outrider.draft.recycle import RecycleDrafter, RecycleOptions
+from outrider.draft.suffix import SuffixDrafter, SuffixOptions
 from tests.support import make_request, write_family
 
 COMMON = 5  # tokens everyone uses, so that contexts match across tenants
 EACH = 20
 WORDS = {tenant: range(COMMON + i * EACH, COMMON + (i + 1) * EACH) for i, tenant in enumerate(("a", "b", None))}
 SHARING: dict[str, Callable[[], Drafter]] = {
-    "suffix": lambda: SuffixDrafter(SuffixShape(min_prob=0.0, branch=3), shared_tokens=400),
-    "recycle": lambda: RecycleDrafter(shared=1),
+    "suffix": lambda: SuffixDrafter(SuffixOptions(min_prob=0.0, branch=3, shared_tokens=400)),
+    "recycle": lambda: RecycleDrafter(RecycleOptions(shared=1)),
     "mixture": lambda: MixtureDrafter(
-        [Member(SuffixDrafter(shared_tokens=400)), Member(RecycleDrafter(shared=1)), Member(NGramDrafter(1, 2))]
+        [
+            Member(SuffixDrafter(SuffixOptions(shared_tokens=400))),
+            Member(RecycleDrafter(RecycleOptions(shared=1))),
+            Member(NGramDrafter(NGramOptions(1, 2))),
+        ]
     ),
     "lookahead": LookaheadDrafter,
 }
@@ -44,7 +48,7 @@ def lived(drafter: Drafter, tenant: str | None, rng: random.Random) -> set[int]:
     for _ in range(12):
         batch = Batch([seq], [1])
         drafts = drafter.propose(batch, Plan((12,)))
-        tree = drafts.on_host()[0]
+        tree = drafts.per_sequence[0]
         drafted |= set(tree.tokens)
         new = text(rng, tenant, 1)
         logits = torch.full((1 + len(tree.tokens), COMMON + 3 * EACH), -9.0)

@@ -269,7 +269,7 @@ def test_too_little_in_common_goes_by_text_or_not_at_all(root: Path, tmp_path: P
 def test_through_the_front_door(root: Path, way: str) -> None:
     speculation = {"method": "draft_model", "model": str(root / "draft"), "draft_tokens": 4, "vocabulary": way}
     llm = LLM(root / "target", load_format="dummy", speculation=speculation)
-    plain = LLM(root / "target", load_format="dummy")
+    plain = LLM(root / "target", speculation="none", load_format="dummy")
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     fast, slow = (own.generate([TEXT, "日本"], params) for own in (llm, plain))
     assert [o.outputs[0].token_ids for o in fast] == [o.outputs[0].token_ids for o in slow]

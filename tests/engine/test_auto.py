@@ -60,7 +60,7 @@ def test_auto_emits_what_plain_decoding_does(auto: LLM, temperature: float) -> N
 
 def test_where_prompts_run_by_code_of_their_own_they_say_nothing_of_rounds(auto: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(auto.engine.runner, "prompts_apart", True)
+    monkeypatch.setattr(auto.engine.runner, "separate_prefill", True)
     monkeypatch.setattr(auto.engine.policy, "observe", lambda stats: seen.append(stats.rows))
     ids(auto, SamplingParams(temperature=0.0, max_tokens=8))
     assert seen[0] == 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from outrider.core import Batch, Drafts, Plan
+from outrider.core import Batch, Drafts, Plan, Tree
+from outrider.draft.deadline import Deadline
 from outrider.model import Decoder
 from outrider.sampling import SamplingParams
-from tests.support import VOCAB, Oracle, changed, make_engine, make_request, random_decoder, run, write_family
+from tests.support import VOCAB, Oracle, make_engine, make_request, random_decoder, run, write_family
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 
@@ -29,30 +32,48 @@ def answers(decoder: Decoder) -> list[list[int]]:
     return [run(make_engine(decoder), [request])[0].seq.tokens for request in REQUESTS]
 
 
+SPOILED: dict[str, Callable[[Tree], tuple[object, object, object]]] = {  # of a good tree, the fields of a bad one
+    "too few parents": lambda tree: (tree.tokens, tree.parents[1:], tree.survival),
+    "too few chances": lambda tree: (tree.tokens, tree.parents, tree.survival[1:]),
+    "too many": lambda tree: (tree.tokens * 9, [-1] * 9 * len(tree.tokens), [1.0] * 9 * len(tree.tokens)),
+    "id too large": lambda tree: ([token + VOCAB for token in tree.tokens], tree.parents, tree.survival),
+    "negative id": lambda tree: ([token - VOCAB for token in tree.tokens], tree.parents, tree.survival),
+    "forward parent": lambda tree: (tree.tokens, [parent + 1 for parent in tree.parents], tree.survival),
+    "parent below the root": lambda tree: (tree.tokens, [parent - 1 for parent in tree.parents], tree.survival),
+    "float tokens": lambda tree: (list(map(float, tree.tokens)), tree.parents, tree.survival),
+    "float parents": lambda tree: (tree.tokens, list(map(float, tree.parents)), tree.survival),
+    "nan survival": lambda tree: (tree.tokens, tree.parents, [math.nan] * len(tree.tokens)),
+    "tensors": lambda tree: (torch.tensor(tree.tokens), torch.tensor(tree.parents), torch.tensor(tree.survival)),
+}
+
+
 def spoil(drafts: Drafts, kind: str) -> Drafts:
     """Break a good draft in one way."""
     if kind == "wrong batch":
-        return changed(drafts, tokens=drafts.tokens[:1], parents=drafts.parents[:1], survival=drafts.survival[:1])
-    if kind == "wrong shape":
-        return changed(drafts, tokens=drafts.tokens.flatten())
-    if kind == "too many":
-        wide = torch.cat([drafts.tokens] * 9, 1)
-        return Drafts(wide, torch.full_like(wide, -1), torch.ones(wide.shape), torch.full_like(drafts.counts, wide.shape[1]))
-    if kind == "id too large":
-        return changed(drafts, tokens=drafts.tokens + VOCAB)
-    if kind == "negative id":
-        return changed(drafts, tokens=drafts.tokens - VOCAB)
-    if kind == "forward parent":
-        return changed(drafts, parents=drafts.parents + 1)
-    if kind == "float tokens":
-        return changed(drafts, tokens=drafts.tokens.float())
-    if kind == "nan survival":
-        return changed(drafts, survival=drafts.survival * float("nan"))
-    if kind == "nan q":
-        return changed(drafts, q=torch.full((*drafts.tokens.shape, VOCAB), float("nan")))
-    if kind == "negative count":
-        return changed(drafts, counts=drafts.counts - 10)
+        return replace(drafts, per_sequence=drafts.per_sequence * 2)
+    if kind.endswith(" q"):
+        value = {"nan": math.nan, "negative": -1.0, "integer": 1, "complex": 1j}[kind.removesuffix(" q")]
+        return replace(drafts, q=torch.full((len(drafts.counts), max(drafts.counts), VOCAB), value))
+    if kind == "q too short":
+        return replace(drafts, q=torch.full((len(drafts.counts), max(drafts.counts) - 1, VOCAB), 1 / VOCAB))
+    if kind in SPOILED:
+        return Drafts([Tree(*SPOILED[kind](tree)) for tree in drafts.per_sequence])  # type: ignore[arg-type]
+    if kind in NONSENSE:
+        return NONSENSE[kind]  # type: ignore[return-value]
     raise RuntimeError("boom")
+
+
+NONSENSE: dict[str, object] = {
+    "list": [[1, 2]],
+    "empty list": [],
+    "tuple": ([1], [-1]),
+    "string": "drafts",
+    "integer": 7,
+    "zero": 0,
+    "None": None,
+    "class": Drafts,
+    "unmade": Drafts.__new__(Drafts),
+}
 
 
 class Faulty(Oracle):
@@ -81,19 +102,7 @@ class Faulty(Oracle):
             raise RuntimeError("boom")
 
 
-KINDS = [
-    "raises",
-    "wrong batch",
-    "wrong shape",
-    "too many",
-    "id too large",
-    "negative id",
-    "forward parent",
-    "float tokens",
-    "nan survival",
-    "nan q",
-    "negative count",
-]
+KINDS = ["raises", "wrong batch", "nan q", "negative q", "integer q", "complex q", "q too short", *SPOILED, *NONSENSE]
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -108,6 +117,45 @@ def test_broken_drafts_change_nothing(decoder, answers, caplog, kind: str, after
     assert all(w.output().speculation["fallback_reason"] for w in writers)
     assert len(caplog.records) == 1
     assert engine.pages.used == 0
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_fault_is_logged_once_with_the_drafter_s_class_and_a_traceback(decoder, answers, caplog, behind: bool) -> None:  # type: ignore[no-untyped-def]
+    drafter = Faulty({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4)
+    engine = make_engine(decoder, Deadline(drafter) if behind else drafter, 4)
+    with caplog.at_level(logging.WARNING, "outrider"):
+        run(engine, REQUESTS)
+        run(engine, [replace(REQUESTS[0], id="r1"), REQUESTS[1]])
+    (record,) = (r for r in caplog.records if "rests" not in r.getMessage())
+    assert "Faulty.propose: RuntimeError: boom" in record.getMessage()
+    assert "in spoil" in caplog.text
+
+
+def test_a_stranger_cannot_change_its_draft_after_the_check(decoder, answers) -> None:  # type: ignore[no-untyped-def]
+    """A drafter's thread goes on, and what it still writes to is a list that nobody reads."""
+
+    class Late(Oracle):
+        def propose(self, batch: Batch, plan: Plan) -> Drafts:
+            texts = [
+                self.answers[seq.request.id][len(seq.tokens) :][:n] for seq, n in zip(batch.sequences, plan.lengths, strict=True)
+            ]
+            self.right, self.drafts = texts, Drafts.chains([[(token + 1) % VOCAB for token in text] for text in texts])
+            return self.drafts
+
+    late = Late({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4)
+    engine = make_engine(decoder, Deadline(late), 4)
+    score = engine.runner.score
+
+    def meanwhile(batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
+        found = score(batch, drafts, taps)
+        for tree, right in (
+            zip(late.drafts.per_sequence, late.right, strict=True) if any(batch.feeds) and hasattr(late, "right") else ()
+        ):
+            tree.tokens[:] = right
+        return found
+
+    engine.runner.score = meanwhile  # type: ignore[method-assign,assignment]
+    assert [w.seq.tokens for w in run(engine, REQUESTS)] == answers
 
 
 @pytest.mark.parametrize("verb", ["begin", "commit", "end"])

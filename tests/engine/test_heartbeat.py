@@ -1,4 +1,4 @@
-"""The log line under load: what it says, and when it says nothing."""
+"""The throughput log under load: its content, and when it is silent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine.heartbeat import Heartbeat
 
 
-def test_every_ten_seconds_and_not_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_throughput_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     llm, now = LLM(speculation="suffix:8", max_model_len=256), [0.0]
     heart = Heartbeat(llm.engine, lambda: now[0])
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -34,12 +34,12 @@ def test_every_ten_seconds_and_not_before(caplog: pytest.LogCaptureFixture) -> N
         assert len(caplog.records) == 1, "nothing was drafted"
 
 
-def test_a_request_says_why_nothing_was_drafted() -> None:
+def test_an_output_states_why_nothing_was_drafted() -> None:
     llm = LLM(speculation="suffix:8", max_model_len=256)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     drafted = llm.generate("x = 1\nx = 1\nx = 1\n", params)[0].outputs[0].speculation
-    asked_off = llm.generate("x = 1\nx = 1\nx = 1\n", params, speculation=False)[0].outputs[0].speculation
+    off = llm.generate("x = 1\nx = 1\nx = 1\n", params, speculation=False)[0].outputs[0].speculation
     assert drafted["off_reason"] is None
-    assert asked_off["off_reason"] == "no drafter was asked for"
-    nothing = llm.generate([5, 900, 77], SamplingParams(temperature=0.0, max_tokens=1))[0].outputs[0].speculation
-    assert nothing["off_reason"] == "nothing was worth drafting"
+    assert off["off_reason"] == "no drafter was asked for"
+    undrafted = llm.generate([5, 900, 77], SamplingParams(temperature=0.0, max_tokens=1))[0].outputs[0].speculation
+    assert undrafted["off_reason"] == "nothing was worth drafting"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,49 @@ def test_a_drawn_seed_replays(llm: LLM) -> None:
     assert again.token_ids == first.token_ids
 
 
+def test_sampling_parameters_by_keyword(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=7, ignore_eos=True)
+    keywords = {"temperature": 0.9, "seed": 3, "max_tokens": 7, "ignore_eos": True}
+    wanted = llm.generate("a b c", params)[0].outputs[0].token_ids
+    assert len(wanted) == 7
+    assert llm.generate("a b c", **keywords)[0].outputs[0].token_ids == wanted
+    changed = replace(params, seed=4)
+    assert llm.generate("a b c", changed, seed=3)[0].outputs[0].token_ids == wanted
+    both = llm.generate(["a b c", "a b c"], [changed, replace(params, max_tokens=2)], seed=3)
+    assert [own.outputs[0].token_ids for own in both] == [wanted, wanted[:2]]
+    assert [token for piece in llm.stream("a b c", **keywords) for token in piece.token_ids] == wanted
+    assert llm.chat(messages, **keywords)[0].outputs[0].token_ids == llm.chat(messages, params)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"max_token": 3}, r"max_token: is not a sampling parameter \(did you mean 'max_tokens'\?\); known: n, temperature"),
+        ({"telepathy": 1}, "telepathy: is not a sampling parameter; known"),
+        ({"greedy": True}, "greedy: is not a sampling parameter"),
+        ({"temperature": "hot"}, "temperature: must be a number"),
+    ],
+)
+def test_unknown_keywords_are_typed_errors(llm: LLM, keywords: dict[str, Any], message: str) -> None:
+    calls = (
+        lambda: llm.generate("a", **keywords),
+        lambda: llm.chat([{"role": "user", "content": "a"}], **keywords),
+        lambda: list(llm.stream("a", **keywords)),
+    )
+    for call in calls:
+        with pytest.raises(InvalidParameter, match=message):
+            call()
+
+
+@pytest.mark.parametrize("missing", [{"speculation": "draft_model"}, {"kv_bytes": 10}, {"speculation": "ngram:ngram_min=0"}])
+def test_what_cannot_be_built_leaves_nothing_behind(model: Path, missing: dict[str, Any]) -> None:
+    llm = LLM.__new__(LLM)
+    with pytest.raises(InvalidParameter):
+        llm.__init__(model, load_format="dummy", **missing)  # type: ignore[misc]
+    assert vars(llm) == {}
+
+
 def test_chat(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4)
     messages = [{"role": "user", "content": "hello"}]
@@ -91,8 +136,18 @@ def test_streams_may_be_interleaved(llm: LLM) -> None:
     assert got == wanted
 
 
+@pytest.mark.parametrize("passed", [{}, {"speculation": None}, {"speculation": True}, {"speculation": "auto"}])
+def test_it_speculates_unless_it_is_told_not_to(model: Path, passed: dict[str, Any]) -> None:
+    llm = LLM(model, load_format="dummy", **passed)
+    assert llm.speculation == LLM(model, load_format="dummy", speculation="auto").speculation
+    assert set(llm.speculation.methods()) == {"auto", "suffix", "recycle"}
+    for off in (False, "none"):
+        assert list(LLM(model, load_format="dummy", speculation=off).speculation.methods()) == ["none"]
+    assert LLM(model, load_format="dummy", num_speculative_tokens=3).speculation.draft_tokens == 3
+
+
 def test_more_requests_than_slots(model: Path) -> None:
-    small = LLM(model, load_format="dummy", max_num_seqs=2)
+    small = LLM(model, speculation="none", load_format="dummy", max_num_seqs=2)
     params = [SamplingParams(temperature=0, max_tokens=3 + i % 4, ignore_eos=True) for i in range(7)]
     together = small.generate([[i + 1, i + 2] for i in range(7)], params)
     alone = [small.generate([[i + 1, i + 2]], params[i])[0] for i in range(7)]
@@ -152,12 +207,12 @@ def test_bad_settings(model: Path, tmp_path: Path) -> None:
         LLM(model, load_format="dummy", speculation="draft_model")
     with pytest.raises(InvalidParameter, match="pass one of them"):
         LLM(model, load_format="dummy", speculation="ngram", speculative_config={"method": "ngram"})
-    with pytest.raises(InvalidParameter, match="max_num_sequences: is not a setting.*max_num_seqs"):
+    with pytest.raises(InvalidParameter, match="max_num_sequences: is not a setting.*did you mean 'max_num_seqs'"):
         LLM(model, load_format="dummy", max_num_sequences=3)
     with pytest.raises(InvalidParameter, match="kv_bytes"):
         LLM(model, load_format="dummy", kv_bytes=10)
     with pytest.raises(InvalidParameter, match="sets of parameters"):
-        LLM(model, load_format="dummy").generate([[1], [2]], [SamplingParams()])
+        LLM(model, speculation="none", load_format="dummy").generate([[1], [2]], [SamplingParams()])
     with pytest.raises(OutriderError, match="not a model directory"):
         LLM(tmp_path / "nothing")
 
@@ -169,14 +224,15 @@ def test_vocabularies_without_a_common_token_are_refused(model: Path, tmp_path: 
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
-    llm = LLM(write_family(tmp_path, "llama2"), load_format="dummy")
+    llm = LLM(write_family(tmp_path, "llama2"), speculation="none", load_format="dummy")
     with pytest.raises(ModelError, match="holds no tokenizer; pass token ids"):
         llm.generate("text")
     assert llm.generate([[1, 2]], SamplingParams(max_tokens=3))[0].outputs[0].text == ""
 
 
 def test_kv_memory_bounds_requests(model: Path) -> None:
-    llm = LLM(model, load_format="dummy", kv_bytes=2 * 64 * 2 * 4 * 2 * 4 * 16, page_size=64)
+    token_bytes = LLM(model, speculation="none", load_format="dummy").engine.runner.pool.token_bytes
+    llm = LLM(model, speculation="none", load_format="dummy", kv_bytes=128 * token_bytes, page_size=64)
     with pytest.raises(InvalidParameter, match="do not fit the KV memory, which holds 128"):
         llm.generate([[1]], SamplingParams(max_tokens=200))
 
@@ -198,4 +254,17 @@ def test_bad_words_never_appear(llm: LLM) -> None:
 def test_a_draft_stored_in_int8_is_served_so(method: str, dtype: str) -> None:
     bundled = LLM(speculation=method)
     assert bundled.config.dtype == "bfloat16"
-    assert [own.decoder.config.dtype for own in bundled._companions] == [dtype]
+    assert [own.decoder.config.dtype for own in bundled._built.draft_runners] == [dtype]
+
+
+def test_no_end_of_a_prompt_appears_in_the_text(llm: LLM) -> None:
+    tokenizer = llm.tokenizer
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+    smile = list(tokenizer.encode_bare("🚀"))
+    assert len(smile) > 2
+    for prompt in ([5, *tokenizer.encode_bare("return \ufffd")], [5, *smile[:1]], [5, *smile[:-1]], [5, *smile]):
+        output = llm.generate([prompt], params)[0].outputs[0]
+        before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *output.token_ids])
+        assert whole.startswith(before) or before.endswith("\ufffd")
+        assert output.text == (whole[len(before) :] if whole.startswith(before) else whole[len(before.rstrip("\ufffd")) :])
+        assert "".join(piece.text for piece in llm.stream(prompt, params)) == output.text

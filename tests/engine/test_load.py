@@ -13,10 +13,10 @@ from outrider.config import EngineConfig
 from outrider.control import FixedLength
 from outrider.core import Request
 from outrider.draft import Drafter
-from outrider.draft.ngram import NGramDrafter
+from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.draft.recycle import RecycleDrafter
-from outrider.draft.suffix import SuffixDrafter, SuffixShape
-from outrider.engine.commit import Writer
+from outrider.draft.suffix import SuffixDrafter, SuffixOptions
+from outrider.engine.commit import OutputProcessor
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
@@ -61,7 +61,7 @@ def requests(rng: random.Random, count: int) -> list[Request]:
     return out
 
 
-def run_crowd(engine: Engine, wanted: list[Request], rng: random.Random) -> tuple[list[Writer], set[int]]:
+def run_crowd(engine: Engine, wanted: list[Request], rng: random.Random) -> tuple[list[OutputProcessor], set[int]]:
     """Submit a few at a time while others run, and give some up."""
     left, writers, dropped = list(wanted), [], set()
     while left or engine.has_work:
@@ -77,8 +77,8 @@ def run_crowd(engine: Engine, wanted: list[Request], rng: random.Random) -> tupl
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": lambda: NGramDrafter(1, 3),
-    "suffix": lambda: SuffixDrafter(SuffixShape(min_match=1), 500),
+    "ngram": lambda: NGramDrafter(NGramOptions(1, 3)),
+    "suffix": lambda: SuffixDrafter(SuffixOptions(min_match=1, shared_tokens=500)),
     "recycle": lambda: RecycleDrafter(),
 }
 
@@ -93,7 +93,7 @@ def test_a_crowd_in_few_pages_emits_what_each_emits_alone(decoder: Decoder, meth
     if method == "oracle":
         drafter: Drafter = _ByIndex(answers, 5, branches=2, seed=seed)
     else:
-        drafter = DRAFTERS[method]() if method != "none" else NGramDrafter(1, 3)
+        drafter = DRAFTERS[method]() if method != "none" else NGramDrafter(NGramOptions(1, 3))
     engine = crowded(decoder, drafter, 0 if method == "none" else 5)
     writers, dropped = run_crowd(engine, wanted, rng)
     for i, (own, alone) in enumerate(zip(writers, solo, strict=True)):
@@ -127,7 +127,7 @@ def test_a_text_is_continued_from_the_pages_of_the_one_before(decoder: Decoder, 
     for output in range(5, 5 + SIZE + 1):
         params = SamplingParams(temperature=0.8, seed=3, max_tokens=output)
         first = make_request([5, 6, 7, 8, 9, 10, 11], params, "first")
-        engine = crowded(decoder, NGramDrafter(1, 3), length)
+        engine = crowded(decoder, NGramDrafter(NGramOptions(1, 3)), length)
         tokens = run(engine, [first])[0].seq.tokens
         again = make_request([*tokens, 3], params, "again")
         writer = engine.submit(again, "test")

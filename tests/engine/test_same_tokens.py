@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.draft.draft_model import DraftModel
-from outrider.draft.ngram import NGramDrafter
+from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.engine import engine as engine_module
 from outrider.engine.commit import advance
 from outrider.model import Decoder, Runner
@@ -78,6 +78,7 @@ def assert_equal_runs(plain, fast, seen_plain, seen_fast) -> None:  # type: igno
             assert torch.equal(x, y)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", range(12))
 @pytest.mark.parametrize("branches", [0, 5], ids=["chains", "trees"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,6 +104,7 @@ def test_oracle_drafts_change_nothing(root, logits_seen, family, dtype, branches
     assert not any(writer.seq.stats.fallback_reason for writer in fast)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,7 +118,7 @@ def test_ngram_and_draft_model_change_nothing(root, logits_seen, family, dtype, 
     plain = [run(make_engine(decoder), [request])[0] for request in requests]
     seen_plain = dict(logits_seen)
     draft = decoder if case % 2 else decoder_of(root, family, dtype, seed=9)
-    for drafter in (NGramDrafter(1, 3), DraftModel(Runner(draft, make_pool(draft)))):
+    for drafter in (NGramDrafter(NGramOptions(1, 3)), DraftModel(Runner(draft, make_pool(draft)))):
         logits_seen.clear()
         engine = make_engine(decoder, drafter, rng.randint(1, 12))
         fast = run(engine, requests)

@@ -1,4 +1,4 @@
-"""Who runs when. No model needed."""
+"""The scheduler, without a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def submit(work: Scheduler, *sequences: Sequence) -> None:
 
 
 def play(work: Scheduler, token: int = 7) -> Turn:
-    """One round in which every sequence that may emit emits one token; the finished leave."""
+    """One round: every sequence that has read its tokens emits one, and finished sequences are removed."""
     turn = work.next()
     for seq, fed in zip(turn.batch.sequences, turn.batch.feeds, strict=True):
         seq.cached += fed
@@ -50,7 +50,7 @@ def test_admission_is_in_order_and_by_the_pages_needed_now() -> None:
     work = scheduler(pages=10, rows=100, prefix_cache=False)
     first, large, small = sequence(12), sequence(24), sequence(4)
     submit(work, first, large, small)
-    assert work.next().started == [first]  # 4 pages with its next token; large needs 7; small waits behind it
+    assert work.next().started == [first]  # it needs 4 pages with its next token, large needs 7, and small waits behind large
     work.remove(first)
     assert work.next().started == [large, small]
 
@@ -64,7 +64,7 @@ def test_lower_priority_numbers_go_first() -> None:
     assert work.next().started == [usual]
 
 
-def test_admission_is_within_sequences() -> None:
+def test_admission_stops_at_max_num_seqs() -> None:
     work = scheduler(pages=100, seqs=2)
     queue = [sequence(1, 1) for _ in range(3)]
     submit(work, *queue)
@@ -90,29 +90,29 @@ def test_a_sequence_without_budget_waits_a_round() -> None:
     assert work.next().batch.sequences == [long]
 
 
-def test_the_most_junior_gives_way_and_comes_back_with_its_tokens() -> None:
+def test_the_youngest_sequence_is_preempted_and_resumes_with_its_tokens() -> None:
     work = scheduler(pages=4, rows=100, prefix_cache=False)
-    senior, junior = sequence(4, 12), sequence(4, 8)
-    submit(work, senior, junior)
+    older, younger = sequence(4, 12), sequence(4, 8)
+    submit(work, older, younger)
     stopped: list[Sequence] = []
     while not stopped:
         stopped = play(work).stopped
-    assert stopped == [junior]
-    assert junior.cached == 0
-    assert not junior.pages
-    kept = list(junior.tokens)
+    assert stopped == [younger]
+    assert younger.cached == 0
+    assert not younger.pages
+    kept = list(younger.tokens)
     assert len(kept) > 4
-    while senior.finish_reason is None:
+    while older.finish_reason is None:
         play(work)
     turn = play(work)
-    assert turn.started == [junior]
-    assert turn.batch == Batch([junior], [len(kept)])  # its output is read again, never turned into prompt
-    assert junior.tokens[: len(kept)] == kept
-    assert junior.prompt_len == 4
+    assert turn.started == [younger]
+    assert turn.batch == Batch([younger], [len(kept)])  # its output is recomputed, but does not become part of the prompt
+    assert younger.tokens[: len(kept)] == kept
+    assert younger.prompt_len == 4
     assert work.preemptions == 1
 
 
-def test_drafts_take_only_pages_that_are_left_over() -> None:
+def test_drafts_take_only_free_pages() -> None:
     work = scheduler(pages=4, rows=100, prefix_cache=False)
     one, two = sequence(4, 4), sequence(4, 4)
     submit(work, one, two)
@@ -137,26 +137,26 @@ def test_a_prompt_seen_before_is_not_read_again() -> None:
         play(work)
     assert work.pages.used == 0
     assert work.pages.cached == 4  # 16 of its 17 tokens were read
-    again = sequence(prompt)
-    submit(work, again)
+    repeat = sequence(prompt)
+    submit(work, repeat)
     turn = work.next()
-    assert again.cached == 8
+    assert repeat.cached == 8
     assert turn.batch.feeds == [3]
-    work.remove(again)
+    work.remove(repeat)
     longer = sequence([*first.tokens, 5])
     submit(work, longer)
     assert work.next().batch.feeds == [18 - 16]
 
 
-def test_tenants_never_meet_in_the_prefix_cache() -> None:
+def test_tenants_share_no_prefix_cache_entries() -> None:
     work = scheduler(pages=40, rows=100)
     prompt = list(range(9))
     for tenant in (None, "a", "b", ""):
         seq = sequence(prompt, 1, tenant=tenant)
         submit(work, seq)
         assert play(work).batch.feeds == [9], tenant
-    again = sequence(prompt, 1, tenant="a")
-    submit(work, again)
+    repeat = sequence(prompt, 1, tenant="a")
+    submit(work, repeat)
     assert play(work).batch.feeds == [1]
 
 
@@ -174,7 +174,7 @@ def test_samples_of_one_request_share_the_prompt() -> None:
     samples = [sequence(list(range(13)), 4, "one", index=i) for i in range(3)]
     submit(work, *samples)
     assert play(work).batch.sequences == samples[:1]
-    assert play(work).batch.sequences == samples[:1]  # the rest of its prompt
+    assert play(work).batch.sequences == samples[:1]  # the remaining tokens of its prompt
     turn = play(work)
     assert turn.started == samples[1:]
     assert turn.batch.feeds == [1, 1, 1]
@@ -184,11 +184,11 @@ def test_samples_of_one_request_share_the_prompt() -> None:
     assert work.pages.used == 0
 
 
-def test_samples_go_on_when_the_first_is_aborted() -> None:
+def test_samples_continue_when_the_first_is_aborted() -> None:
     work = scheduler(pages=40, rows=8)
     samples = [sequence(list(range(13)), 4, "one", index=i) for i in range(3)]
     submit(work, *samples)
-    for gone in (samples[2], samples[0]):  # parked, then the one they wait for
+    for gone in (samples[2], samples[0]):  # one that waits for the shared prefix, then the one that computes it
         gone.finish_reason = "abort"
         work.remove(gone)
     assert play(work).batch.sequences == [samples[1]]
@@ -196,7 +196,7 @@ def test_samples_go_on_when_the_first_is_aborted() -> None:
         play(work)
 
 
-def test_the_queue_is_bounded_when_told_so() -> None:
+def test_max_queue_bounds_the_queue() -> None:
     work = scheduler(seqs=1, max_queue=2)
     submit(work, sequence(4), sequence(4))
     with pytest.raises(QueueFull, match="max_queue"):
@@ -216,8 +216,8 @@ def test_waiting_sequences_can_be_removed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_everyone_finishes_and_every_page_returns(seed: int) -> None:
-    """Random arrivals, sizes, drafts and aborts in few pages; shared prefixes; books balanced after every round."""
+def test_every_sequence_finishes_and_every_page_is_released(seed: int) -> None:
+    """Random arrivals, sizes, drafts and aborts in few pages, with shared prefixes. Page counts are checked every round."""
     rng = random.Random(seed)
     work = scheduler(pages=rng.randint(9, 20), seqs=rng.randint(1, 6), rows=rng.randint(2, 30))
     alive: list[Sequence] = []
@@ -232,7 +232,7 @@ def test_everyone_finishes_and_every_page_returns(seed: int) -> None:
         if not work.has_work:
             continue
         turn = work.next()
-        assert turn.batch.sequences, "somebody always runs"
+        assert turn.batch.sequences, "the batch is never empty"
         work.reserve(turn.batch, tuple(rng.randint(0, 9) for _ in turn.batch.sequences))
         for seq, fed in zip(turn.batch.sequences, turn.batch.feeds, strict=True):
             assert len(seq.pages) * SIZE >= seq.cached + fed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,33 @@ def test_sources_agree_with_the_flags_and_the_tally_with_both(decoder: Decoder, 
         summed = [sum(column) for column in zip(*(pad(own[f"{kind}_by_position"], 6) for own in stats), strict=True)]
         assert pad(getattr(tally, f"{kind}_by_position")(), 6) == summed
     assert sum(tally.gaps) == 90 - 3
+
+
+@pytest.mark.parametrize("branches", [0, 3])
+def test_rejected_nodes_are_kept_where_a_request_wants_them(decoder: Decoder, branches: int) -> None:
+    silent = [make_request([5 + i, 9, 3], Params(temperature=0.9, seed=i, max_tokens=30), f"r{i}") for i in range(2)]
+    plain = [writer.output() for writer in run(make_engine(decoder), silent, "none")]
+    answers = {own.id: [*own.prompt_ids, *output.token_ids] for own, output in zip(silent, plain, strict=True)}
+    answers["r1"] = [token if i % 7 else token ^ 1 for i, token in enumerate(answers["r1"])]  # the oracle errs now and then
+    requests = [silent[0], replace(silent[1], return_rejected=True)]
+    quiet, loud = (
+        writer.output() for writer in run(make_engine(decoder, Oracle(answers, 6, branches), length=6), requests, "oracle")
+    )
+    assert [quiet.token_ids, loud.token_ids] == [output.token_ids for output in plain]
+    assert not any(own.rejected for own in quiet.runs)
+    assert any(own.rejected for own in loud.runs)
+    stats, drafted, accepted = loud.speculation, [0] * 6, [0] * 6
+    assert sum(len(own.rejected) for own in loud.runs) == stats["drafted"] - stats["accepted"]
+    for own in loud.runs:
+        for i, node in enumerate(own.rejected):
+            assert node.parent < i
+            assert node.parent < 0 or own.rejected[node.parent].position == node.position - 1
+        reach = max([own.guessed, *(node.position + 1 for node in own.rejected)])
+        for position in range(reach):
+            drafted[position] += 1
+            accepted[position] += position < own.guessed
+    assert drafted == pad(stats["drafted_by_position"], 6)
+    assert accepted == pad(stats["accepted_by_position"], 6)
 
 
 def pad(values: list[int], length: int) -> list[int]:

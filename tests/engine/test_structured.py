@@ -41,6 +41,7 @@ PERSON = Structured(
         "required": ["name", "tags", "size"],
         "additionalProperties": False,
     },
+    whitespace=r"\x20|\x0A(\x20{0,16}|\x09{0,4})",  # lines and indentation: more to choose, and longer texts
 )
 
 
@@ -192,9 +193,7 @@ def test_lookups_are_pruned_under_a_ratio_test() -> None:
 
 def test_preempted_in_the_middle() -> None:
     params = [SamplingParams(seed=i, max_tokens=90, structured=PERSON) for i in range(6)]
-    page = 16 * loaded().engine.runner.pool.bytes_per_token(
-        loaded().config.layers, loaded().config.kv_heads, loaded().config.head_dim
-    )
+    page = 16 * loaded().engine.runner.pool.token_bytes
     llm = LLM(speculation=METHODS["draft_model"], kv_bytes=12 * page, page_size=16, max_model_len=128)
     found = outputs(llm, params)
     assert llm.engine.scheduler.preemptions > 0

@@ -1,4 +1,4 @@
-"""Tests on a GPU; skipped with a reason where there is none, but for those that Triton's interpreter is asked to run."""
+"""Tests on a GPU. Without one they are skipped with a reason, except those that Triton's interpreter can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads on the device give what the processor's runners give. These run in Triton's interpreter too."""
+"""Heads on the device equal the CPU's runners. These tests run in Triton's interpreter too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.control import FixedLength
 from outrider.draft import Drafter
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.none import NoDrafter
-from outrider.engine.commit import Writer
+from outrider.engine.commit import OutputProcessor
 from outrider.engine.engine import Engine
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, EagleRunner, MedusaConfig, MedusaHeads, MedusaRunner
 from outrider.model import Decoder, Feed, ModelConfig
@@ -53,8 +53,8 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 def make_head(decoder: Decoder, form: str, draft_vocab: int | None = None) -> EagleHead:
     c = decoder.config
     shape = ModelConfig(c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.rope)
-    own = {} if draft_vocab is None else {"draft_vocab": draft_vocab, "own_output": True}
-    config = EagleConfig(shape, c.hidden, **FORMS[form], **own)  # type: ignore[arg-type]
+    reduced = {} if draft_vocab is None else {"draft_vocab": draft_vocab, "own_output": True}
+    config = EagleConfig(shape, c.hidden, **FORMS[form], **reduced)  # type: ignore[arg-type]
     head = shuffled(EagleHead(config, Borrowed.of(decoder)))
     assert isinstance(head, EagleHead)
     if draft_vocab is not None:
@@ -73,8 +73,8 @@ def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
     device = CudaEagleRunner(head, CudaRunner(decoder, PAGES, SIZE, DEVICE))
     generator = torch.Generator().manual_seed(1)
     lengths, taps = (20, 3), len(config.taps) * c.hidden
-    given = torch.randn(sum(lengths), taps, generator=generator)
-    assert close(device.fuse(given), host.fuse(given))
+    tap_rows = torch.randn(sum(lengths), taps, generator=generator)
+    assert close(device.fuse(tap_rows), host.fuse(tap_rows))
     pages: list[list[int]] = [[4, 1, 6], [2, 0]]
     texts = [Feed(pages[0], 1, list(range(5, 25))), Feed(pages[1], 2, [9, 8, 7], first_key=2)]
     levels = [
@@ -82,7 +82,7 @@ def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
         [Feed(pages[0], 21, (), [30, 31], [-1, -1]), Feed(pages[1], 5, (), [40], [-1])],  # roots' children
         [Feed(pages[0], 21, (), [32, 33], [-1, -1, 1, 0], 2), Feed(pages[1], 5, (), [41], [-1, 0], 1)],
     ]
-    features = host.fuse(given)
+    features = host.fuse(tap_rows)
     for feeds in levels:
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         got, want = device.forward(feeds, features[:rows].to(DEVICE)), host.forward(feeds, features[:rows])[:rows]
@@ -92,10 +92,10 @@ def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "sizes"), [("eagle3.1", None), ("reduced", (1, 2))])
-def test_a_chain_is_the_head_s_own_choices(
+def test_a_chain_equals_drafting_token_by_token(
     decoder: Decoder, form: str, sizes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One replay for several sequences draws what the head would token by token, greedy and with noise; or several."""
+    """One or several replays for several sequences draft what the head drafts token by token, greedy and sampled."""
     from outrider.heads import cuda_runners
     from outrider.heads.cuda_runners import CudaEagleRunner
     from outrider.model.cuda_runner import CudaRunner
@@ -116,20 +116,21 @@ def test_a_chain_is_the_head_s_own_choices(
         Row(SamplingParams(temperature=heat[i]), 7 + i, 0, feed.start + len(feed.tokens), 1, (), frozenset())
         for i, feed in enumerate(feeds)
     ]
-    drawn = chains.draft(feeds, [own.to(DEVICE) for own in taps], rows, 3)
+    drawn = chains.draft(feeds, [part.to(DEVICE) for part in taps], rows, 3)
     assert ((drawn.chances > 0) & (drawn.chances <= 1)).all()
     for i, feed in enumerate(feeds):
         hidden = steps.forward([feed], steps.fuse(taps[i]))[-1:]
         for step in range(3):
-            own = steps.logits(hidden)
-            logits = own if ids is None else torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, own)
+            logits = steps.logits(hidden)
+            if ids is not None:
+                logits = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, logits)
             token = int(rank(logits, [rows[i]._replace(position=rows[i].position + step)], 1).tokens[0, 0])
             assert drawn.tokens[i, step] == token, (i, step)
             hidden = steps.forward([Feed(feed.pages, rows[i].position + step, [token], first_key=feed.first_key)], hidden)
 
 
 def test_an_eagle_drafter_changes_no_token(decoder: Decoder) -> None:
-    """A round after another: features from prompts, from plain rounds and from accepted chains; penalties too."""
+    """Rounds with features from prompts, plain rounds and accepted chains, with penalties too."""
     from outrider.heads.cuda_runners import CudaEagleRunner
     from outrider.model.cuda_runner import CudaRunner
 
@@ -138,18 +139,18 @@ def test_an_eagle_drafter_changes_no_token(decoder: Decoder) -> None:
         SamplingParams(temperature=0.0, max_tokens=7),
         SamplingParams(temperature=0.8, seed=3, presence_penalty=0.5, max_tokens=7),
     ]
-    asked = [make_request(list(range(5, 25 - 9 * i)), own, f"r{i}") for i, own in enumerate(params)]
+    to_submit = [make_request(list(range(5, 25 - 9 * i)), p, f"r{i}") for i, p in enumerate(params)]
 
-    def texts(drafter: Drafter, length: int) -> list[Writer]:
+    def texts(drafter: Drafter, length: int) -> list[OutputProcessor]:
         config = EngineConfig(page_size=SIZE, max_num_seqs=2, max_batch_rows=24, prefix_cache=False)
-        return run(Engine(target, None, drafter, FixedLength(length), config), asked)
+        return run(Engine(target, None, drafter, FixedLength(length), config), to_submit)
 
     plain = texts(NoDrafter(), 0)
     head, c = make_head(decoder, "eagle3.1"), decoder.config
     pool = KVPool(1, 20, c.kv_heads, SIZE, c.head_dim)
     fast = texts(EagleDrafter(head, pool, Blocked(), runner=CudaEagleRunner(head, target)), 3)
-    assert [own.seq.tokens for own in fast] == [own.seq.tokens for own in plain]
-    assert all(own.seq.stats.drafted > 0 and own.seq.stats.fallback_reason is None for own in fast)
+    assert [writer.seq.tokens for writer in fast] == [writer.seq.tokens for writer in plain]
+    assert all(writer.seq.stats.drafted > 0 and writer.seq.stats.fallback_reason is None for writer in fast)
 
 
 def test_medusa_heads_on_the_device(decoder: Decoder) -> None:
@@ -167,10 +168,10 @@ def test_medusa_heads_on_the_device(decoder: Decoder) -> None:
 
 
 def test_long_texts_are_read_in_parts() -> None:
-    from outrider.heads.cuda_runners import _in_parts
+    from outrider.model.cuda_runner import split_feeds
 
     feeds = [Feed([0], 3, list(range(7))), Feed([1], 0, [1, 2]), Feed([2], 4, (), [5, 6, 7, 8], [-1, 0, 1, 2])]
-    parts = list(_in_parts(feeds, 4))
+    parts = list(split_feeds(feeds, 4))
     assert [sum(len(feed.tokens) + len(feed.nodes) for feed in part) for part in parts] == [4, 4, 1, 4]
     tokens = [(feed.pages[0], feed.start + i, token) for part in parts for feed in part for i, token in enumerate(feed.tokens)]
     assert tokens == [(0, 3 + i, i) for i in range(7)] + [(1, 0, 1), (1, 1, 2)]

@@ -1,4 +1,4 @@
-"""Every kernel against its plain twin, and a row's bits at every row count, place and tile."""
+"""Every kernel equals its plain reference, and a row has the same bits at every row count, place and tile."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_a_row_has_the_same_bits_in_every_tile(launch, shape) -> None:  # type: 
     want = product(x)
     reference = x.double() @ w.double().T
     assert (want - reference).norm() / reference.norm() < 1e-4
-    for count in ROWS:  # the table's own choice, at the start and at the end of the batch
+    for count in ROWS:  # the table's tile, at the start and at the end of the batch
         assert torch.equal(product(x[:count]), want[:count])
         assert torch.equal(product(x[-count:]), want[-count:])
     for tile in every_tile() if shape in EVERY_TILE else ():
         assert torch.equal(product(x[:70], tile), want[:70]), tile
 
 
-def test_what_follows_a_product(launch) -> None:  # type: ignore[no-untyped-def]
+def test_silu_add_and_norm_after_a_product(launch) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(1)
     k, x, w = kernels_of(launch), random(21, 512), random(2816, 512, scale=0.05)
     gate, up = (x.double() @ w.double().T).chunk(2, -1)
@@ -70,27 +70,27 @@ def test_what_follows_a_product(launch) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), *EVERY_TILE])
-def test_parts_computed_apart_add_up_to_the_same_bits(launch, shape) -> None:  # type: ignore[no-untyped-def]
-    """A product that is added to the stream, and its norm: few rows take its parts from programs of their own."""
-    from outrider.ops.cuda.tiles import MOST_SPLIT_ROWS, every_split_tile
+def test_split_k_gives_the_same_bits(launch, shape) -> None:  # type: ignore[no-untyped-def]
+    """Adding a product to the stream and norming it gives equal bits with and without split-K programs."""
+    from outrider.ops.cuda.tiles import MAX_SPLIT_K_ROWS, every_split_tile
 
     torch.manual_seed(4)
     columns, inner = shape
-    rows = MOST_SPLIT_ROWS + 1
+    rows = MAX_SPLIT_K_ROWS + 1
     k, w, x = kernels_of(launch, hidden=columns), random(columns, inner, scale=inner**-0.5), random(rows, inner)
     stream, bias, weight = random(rows, columns, dtype=torch.float32), random(columns), torch.rand(columns, device="cuda")
 
-    def added(first: int, end: int, own_bias, tile=None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
-        own = stream[first:end].clone()
-        return own, k.add_norm(x[first:end], w, own_bias, own, weight, tile)
+    def added(first: int, end: int, used_bias, tile=None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+        rows_added = stream[first:end].clone()
+        return rows_added, k.add_norm(x[first:end], w, used_bias, rows_added, weight, tile)
 
-    for own_bias in (None, bias):
-        want, normed = added(0, rows, own_bias)
+    for used_bias in (None, bias):
+        want, normed = added(0, rows, used_bias)
         for first, end in ((0, 1), (3, 8), (20, 36), (7, 37), (100, 160), (1, rows)):
             for tile in (None, *(every_split_tile() if shape in EVERY_TILE else ())):
-                found, of_it = added(first, end, own_bias, tile)
-                assert torch.equal(found, want[first:end]), tile
-                assert torch.equal(of_it, normed[first:end]), tile
+                got, got_norm = added(first, end, used_bias, tile)
+                assert torch.equal(got, want[first:end]), tile
+                assert torch.equal(got_norm, normed[first:end]), tile
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head", "window"), [(32, 8, 128, None), (8, 4, 64, 100), (4, 4, 32, None)])
@@ -103,9 +103,9 @@ def test_attention_by_rows_and_by_chunks_is_the_same(launch, heads, kv_heads, he
     zero = torch.zeros(length, dtype=torch.int32, device="cuda")
     where = torch.arange(length, dtype=torch.int32, device="cuda")
     table, none = order.int()[None].contiguous(), torch.zeros(length, 4, dtype=torch.int32, device="cuda")
-    paged = launch.Paged(zero, zero, where, where, zero, zero, table, none, zero.float(), zero.long())
+    meta = launch.AttentionMetadata(zero, zero, where, where, zero, zero, table, none, zero.float(), zero.long())
     single = torch.full_like(q, float("nan"))
-    k.attend_rows(q, pool, paged, single, window)
+    k.attend_rows(q, pool, meta, single, window)
     for step in (k.chunk_tokens, 7):
         chunks = [(i, min(step, length - i), i, 0, 0) for i in range(0, length, step)]
         runs = torch.full_like(q, float("nan"))
@@ -124,17 +124,21 @@ def test_attention_by_rows_and_by_chunks_is_the_same(launch, heads, kv_heads, he
     assert (single - want).norm() / want.norm() < 1e-2
 
 
-def test_choices_are_those_of_the_processor(launch) -> None:  # type: ignore[no-untyped-def]
+def test_choices_equal_those_of_the_cpu(launch) -> None:  # type: ignore[no-untyped-def]
     rows = 64
     k, logits = kernels_of(launch), torch.randn(rows, 9001, generator=torch.Generator().manual_seed(3)) * 3
-    own = [SamplingParams(temperature=[0.0, 0.7, 1.0, 1.6][i % 4]) for i in range(rows)]
-    asked = [Row(params, 100 + i, i % 3, 50 + i, 10, (), frozenset()) for i, params in enumerate(own)]
-    prefixes = torch.tensor([prefix_of(row.seed, row.sample) - (prefix_of(row.seed, row.sample) >> 63 << 64) for row in asked])
+    all_params = [SamplingParams(temperature=[0.0, 0.7, 1.0, 1.6][i % 4]) for i in range(rows)]
+    choice_rows = [Row(params, 100 + i, i % 3, 50 + i, 10, (), frozenset()) for i, params in enumerate(all_params)]
+    prefixes = torch.tensor(
+        [prefix_of(row.seed, row.sample) - (prefix_of(row.seed, row.sample) >> 63 << 64) for row in choice_rows]
+    )
     zero = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    positions = torch.tensor([row.position - 1 for row in asked], dtype=torch.int32, device="cuda")
-    heat = torch.tensor([params.temperature for params in own], device="cuda")
-    paged = launch.Paged(zero, zero, positions, zero, zero, zero, zero[None], zero[:, None], heat, prefixes.cuda())
-    assert k.choose(logits.cuda(), paged)[0].tolist() == choose(logits, asked)
+    positions = torch.tensor([row.position - 1 for row in choice_rows], dtype=torch.int32, device="cuda")
+    temperatures = torch.tensor([params.temperature for params in all_params], device="cuda")
+    meta = launch.AttentionMetadata(
+        zero, zero, positions, zero, zero, zero, zero[None], zero[:, None], temperatures, prefixes.cuda()
+    )
+    assert k.choose(logits.cuda(), meta)[0].tolist() == choose(logits, choice_rows)
     spoiled = logits.clone()
     spoiled[0, 17], spoiled[1] = float("nan"), float("-inf")
-    assert k.choose(spoiled.cuda(), paged)[0].tolist()[:3] == choose(spoiled, asked)[:3]
+    assert k.choose(spoiled.cuda(), meta)[0].tolist()[:3] == choose(spoiled, choice_rows)[:3]

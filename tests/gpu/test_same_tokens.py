@@ -35,9 +35,9 @@ def requests(batch: int, tokens: int) -> tuple[list[str], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
     """Plain decoding of 512 tokens, one request at a time."""
-    llm = LLM(device="cuda", max_num_seqs=32)
+    llm = LLM(speculation="none", device="cuda", max_num_seqs=32)
     prompts, params = requests(32, 512)
-    return [llm.generate(prompt, own)[0].outputs[0].token_ids for prompt, own in zip(prompts, params, strict=True)]
+    return [llm.generate(prompt, p)[0].outputs[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model:5", "suffix:12", "auto"])
@@ -47,15 +47,15 @@ def test_speculation_changes_no_token(plain: list[list[int]], method: str) -> No
     for batch in (1, 4, 32):
         for first in range(0, 4 if batch < 32 else 1, batch):
             got = llm.generate(prompts[first : first + batch], params[first : first + batch])
-            assert [own.outputs[0].token_ids for own in got] == plain[first : first + batch]
-            assert all(own.outputs[0].speculation["fallback_reason"] is None for own in got)
+            assert [out.outputs[0].token_ids for out in got] == plain[first : first + batch]
+            assert all(out.outputs[0].speculation["fallback_reason"] is None for out in got)
 
 
 def test_trees_and_parameters() -> None:
-    shaped = SamplingParams(
+    params = SamplingParams(
         temperature=0.8, seed=5, max_tokens=96, top_p=0.9, repetition_penalty=1.1, logprobs=2, ignore_eos=True
     )
-    want = LLM(device="cuda").generate(CODE[0], shaped)[0].outputs[0]
+    want = LLM(speculation="none", device="cuda").generate(CODE[0], params)[0].outputs[0]
     for method in (
         "draft_model:12:beam=3:branch=3:depth=4",
         "eagle:6",
@@ -63,7 +63,7 @@ def test_trees_and_parameters() -> None:
         "medusa:8",
         "ngram:6",
     ):
-        got = LLM(device="cuda", speculation=method).generate(CODE[0], shaped)[0].outputs[0]
+        got = LLM(device="cuda", speculation=method).generate(CODE[0], params)[0].outputs[0]
         assert got.token_ids == want.token_ids
         assert got.logprobs == want.logprobs
 
@@ -71,7 +71,7 @@ def test_trees_and_parameters() -> None:
 @pytest.fixture(scope="module")
 def wide() -> Decoder:
     """Random weights of 8B width, four layers."""
-    from outrider.bench.synthetic import SHAPES
+    from benchmarks.synthetic import SHAPES
 
     config = replace(SHAPES["8b"], layers=4, vocab=32768)
     torch.manual_seed(0)
@@ -85,10 +85,10 @@ def wide() -> Decoder:
 
 
 def test_logits_are_equal_bit_for_bit(wide: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every emitted position's float32 logits, alone and in a batch with chains and trees of any shape."""
+    """The float32 logits of every emitted position are equal alone and in a batch with chains and trees of any shape."""
     from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
-    runner = CudaRunner(wide, 400, 64, "cuda", CudaOptions(most_rows=64))  # the largest rounds take two graphs
+    runner = CudaRunner(wide, 400, 64, "cuda", CudaOptions(max_graph_rows=64))  # the largest rounds take two graphs
     seen: dict[str, list[torch.Tensor]] = {}
 
     def recording(writer, emitted, rows, scores):  # type: ignore[no-untyped-def]
@@ -100,7 +100,7 @@ def test_logits_are_equal_bit_for_bit(wide: Decoder, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine_module, "advance", recording)
     rng, vocab = random.Random(0), wide.config.vocab
     lengths = [1, 3, 40, 63, 64, 65, 120, 128, 130, 200, 300, 450]
-    asked = [
+    to_submit = [
         Request(f"r{i}", tuple(rng.randrange(vocab) for _ in range(n)),
                 SamplingParams(temperature=[0.0, 0.9][i % 2], max_tokens=48), i, frozenset(), 48)
         for i, n in enumerate(lengths)
@@ -110,7 +110,7 @@ def test_logits_are_equal_bit_for_bit(wide: Decoder, monkeypatch: pytest.MonkeyP
         config = EngineConfig(page_size=64, max_num_seqs=together, max_batch_rows=chunk, prefix_cache=False)
         engine = Engine(runner, None, drafter, FixedLength(length), config)
         seen.clear()
-        writers = [engine.submit(request, "test") for request in asked]
+        writers = [engine.submit(request, "test") for request in to_submit]
         while engine.has_work:
             engine.round()
         return {writer.seq.request.id: writer.seq.tokens for writer in writers}, dict(seen)
@@ -122,8 +122,8 @@ def test_logits_are_equal_bit_for_bit(wide: Decoder, monkeypatch: pytest.MonkeyP
         (Oracle(tokens, 5, branches=3, seed=1), 8, 12, 200),
         (Oracle(tokens, 12, branches=6, seed=2), 18, 5, 64),
     ):
-        again, bits = run(drafter, length, together, chunk)
-        assert again == tokens
+        texts, bits = run(drafter, length, together, chunk)
+        assert texts == tokens
         for name, rows in logits.items():
             assert len(rows) == len(bits[name])
             assert all(torch.equal(a, b) for a, b in zip(rows, bits[name], strict=True)), (name, length)

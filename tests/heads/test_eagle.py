@@ -12,9 +12,9 @@ from outrider.cache import KVPool
 from outrider.heads import EAGLE1, EagleHead, default_taps
 from outrider.model import Attend
 from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention
-from outrider.train.companions import EagleShape
 from outrider.train.frozen import Features, FrozenTarget
-from outrider.train.students import EagleStudent
+from outrider.train.networks import EagleNetwork
+from outrider.train.shapes import EagleShape
 from outrider.train.unroll import flash_chain, plain_chain
 from tests.heads.toy import VOCAB, toy_eagle, toy_target
 
@@ -53,12 +53,12 @@ def recursive(head: EagleHead, tokens: Tensor, taps: Tensor, start: int, attend:
     hidden = features[:1]
     for i in range(start + 1):
         hidden = head(tokens[i + 1 : i + 2], features[i : i + 1], torch.tensor([i]), attend, ops)
-    found = [hidden]
+    steps = [hidden]
     for depth in range(1, DEPTHS):
         place = start + depth
         hidden = head(tokens[place + 1 : place + 2], hidden, torch.tensor([place]), attend, ops)
-        found.append(hidden)
-    return found
+        steps.append(hidden)
+    return steps
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -66,19 +66,19 @@ def recursive(head: EagleHead, tokens: Tensor, taps: Tensor, start: int, attend:
 def test_training_unrolls_what_serving_recurs(name: str, fast: bool) -> None:
     target = toy_target()
     head = toy_eagle(target, SHAPES[name])
-    student = EagleStudent(head, depths=DEPTHS, fast=fast)
+    network = EagleNetwork(head, depths=DEPTHS, fast=fast)
     tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
-    features = FrozenTarget(target).reading(student.taps).features(tokens)
+    features = FrozenTarget(target).reading(network.taps).features(tokens)
     span = features.span(DEPTHS)
-    unrolled = [hidden.view(2, span, -1) for hidden in student.chain(features, DEPTHS)]
+    unrolled = [hidden.view(2, span, -1) for hidden in network.chain(features, DEPTHS)]
     for b, start in ((0, 0), (0, 7), (1, 3), (1, span - 1)):
-        taps = torch.cat([features.taps[tap].view(2, 24, -1)[b] for tap in student.taps], dim=-1)
+        taps = torch.cat([features.taps[tap].view(2, 24, -1)[b] for tap in network.taps], dim=-1)
         one_by_one = recursive(head, tokens[b], taps, start, growing_cache())
         for depth, hidden in enumerate(one_by_one):
             torch.testing.assert_close(unrolled[depth][b, start], hidden[0], atol=2e-4, rtol=1e-5)
             served = head.logits(hidden, Plain())[0]
             torch.testing.assert_close(
-                student.logits(unrolled[depth][b, start : start + 1], depth)[0], served, atol=1e-3, rtol=1e-4
+                network.logits(unrolled[depth][b, start : start + 1], depth)[0], served, atol=1e-3, rtol=1e-4
             )
 
 
@@ -88,11 +88,11 @@ def test_a_paged_pool_serves_the_head() -> None:
     head = toy_eagle(target)
     config, ops, pages = head.config.shape, Blocked(), [1, 0, 2]
     pool = KVPool(1, 4, config.kv_heads, BLOCK, config.head_dim)
-    student = EagleStudent(head, depths=DEPTHS)
+    network = EagleNetwork(head, depths=DEPTHS)
     tokens = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(3))
-    features = FrozenTarget(target).reading(student.taps).features(tokens)
-    unrolled = student.chain(features, DEPTHS)
-    taps = torch.cat([features.taps[tap] for tap in student.taps], dim=-1)
+    features = FrozenTarget(target).reading(network.taps).features(tokens)
+    unrolled = network.chain(features, DEPTHS)
+    taps = torch.cat([features.taps[tap] for tap in network.taps], dim=-1)
 
     @torch.inference_mode()
     def feed(ids: Tensor, rows: Tensor, start: int) -> Tensor:
@@ -120,12 +120,12 @@ def test_a_paged_pool_serves_the_head() -> None:
 
 def test_a_row_does_not_see_other_drafts_or_the_future() -> None:
     target = toy_target()
-    student = EagleStudent(toy_eagle(target), depths=DEPTHS)
-    frozen = FrozenTarget(target).reading(student.taps)
+    network = EagleNetwork(toy_eagle(target), depths=DEPTHS)
+    frozen = FrozenTarget(target).reading(network.taps)
     tokens = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(3))
     changed = tokens.clone()
     changed[0, 12:] = (changed[0, 12:] + 1) % VOCAB
-    before, after = (student.chain(frozen.features(text), DEPTHS) for text in (tokens, changed))
+    before, after = (network.chain(frozen.features(text), DEPTHS) for text in (tokens, changed))
     for depth in range(DEPTHS):
         reads_to = 11 - (depth + 1)  # row r reads tokens up to r + depth + 1
         assert torch.equal(before[depth][: reads_to + 1], after[depth][: reads_to + 1])

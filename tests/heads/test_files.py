@@ -16,7 +16,7 @@ from outrider.errors import ModelError, OutriderError
 from outrider.heads import EAGLE1, EagleHead, SaveOptions, load_eagle, load_medusa, save_eagle, save_medusa
 from outrider.model import Decoder, LoadOptions
 from outrider.ops import Plain
-from outrider.train.companions import EagleShape
+from outrider.train.shapes import EagleShape
 from tests.heads.toy import CONTEXT, VOCAB, toy_eagle, toy_head, toy_medusa, toy_target
 
 FULL = LoadOptions(dtype="float32")
@@ -24,7 +24,7 @@ H = 32
 
 
 def rows(head: EagleHead) -> Tensor:
-    """What a head makes of fixed inputs; attention gives back the values."""
+    """A head's outputs for fixed inputs; attention returns its values."""
     generator = torch.Generator().manual_seed(5)
     taps = torch.randn(16, len(head.config.taps) * H, generator=generator)
     tokens, positions = torch.arange(16), torch.arange(16)
@@ -87,7 +87,7 @@ def test_eagle1_survives(tmp_path: Path) -> None:
 
 
 def published_eagle3(directory: Path, prefix: str, draft_vocab: int = 24) -> dict[str, Tensor]:
-    """A checkpoint as others write it: float16, own embedding and head, offsets, keys by hand."""
+    """A checkpoint in another writer's format: float16, with its embedding and output matrix, offsets, keys by hand."""
     generator = torch.Generator().manual_seed(9)
 
     def random(*shape: int) -> Tensor:
@@ -223,10 +223,10 @@ def test_int8_is_close_and_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["medusa", "vllm-medusa"])
-@pytest.mark.parametrize("own", [False, True])
-def test_medusa_survives_its_layouts(layout: str, own: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_output", [False, True])
+def test_medusa_survives_its_layouts(layout: str, own_output: bool, tmp_path: Path) -> None:
     target = toy_target()
-    heads = toy_medusa(target, own)
+    heads = toy_medusa(target, own_output)
     save_medusa(heads, tmp_path, SaveOptions(layout))
     loaded = load_medusa(tmp_path, target, FULL)
     assert loaded.config == heads.config

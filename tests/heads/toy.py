@@ -7,8 +7,7 @@ from torch import nn
 
 from outrider.heads import Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from outrider.model import Decoder
-from outrider.train.companions import EagleShape
-from outrider.train.lm import Shape, new_decoder
+from outrider.train.shapes import DecoderShape, EagleShape, new_decoder
 
 VOCAB, CONTEXT = 64, 40
 
@@ -23,7 +22,7 @@ def randomise(module: nn.Module, seed: int, std: float = 0.2) -> None:
 
 
 def toy_target(seed: int = 0, tied: bool = True) -> Decoder:
-    shape = Shape(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=VOCAB, context=CONTEXT, tied=tied)
+    shape = DecoderShape(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=VOCAB, context=CONTEXT, tied=tied)
     decoder = new_decoder(shape.config(0), seed, torch.device("cpu"))
     randomise(decoder, seed, 0.3)
     return decoder.requires_grad_(False)

@@ -15,16 +15,6 @@ from outrider.model.load import generation_defaults
 from tests.support import family_config, random_decoder, write_family
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    decoder = random_decoder(write_family(tmp_path / "config", "llama2"))
-    out = tmp_path / "model"
-    out.mkdir()
-    save_decoder(decoder, out)
-    write_config(decoder.config, out)
-    return out
-
-
 def edit(path: Path, change) -> None:  # type: ignore[no-untyped-def]
     tensors = load_file(path)
     change(tensors)
@@ -32,9 +22,9 @@ def edit(path: Path, change) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_round_trip(saved: Path, tmp_path: Path) -> None:
-    again = load_decoder(saved)
+    reloaded = load_decoder(saved)
     original = random_decoder(write_family(tmp_path / "config", "llama2"))
-    for (name, a), (_, b) in zip(original.named_parameters(), again.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(original.named_parameters(), reloaded.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 
 
@@ -44,8 +34,8 @@ def test_shards_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     save_decoder(decoder, tmp_path / "out")
     write_config(decoder.config, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    again = load_decoder(tmp_path / "out")
-    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), again.parameters(), strict=True))
+    reloaded = load_decoder(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), reloaded.parameters(), strict=True))
 
 
 def test_int8_is_close_and_stable(saved: Path, tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ def _cores() -> dict[str, Core]:
     """Every build that runs here, or the one the environment names."""
     if "OUTRIDER_CORE" in os.environ:
         return {"chosen": Core(Path(os.environ["OUTRIDER_CORE"]))}
-    found = {}
+    cores = {}
     for name in usable_builds():
         with contextlib.suppress(OSError):
-            found[name] = load_build(name)
-    return found
+            cores[name] = load_build(name)
+    return cores
 
 
 CORES = _cores()
@@ -45,9 +45,9 @@ CORES = _cores()
 
 @pytest.fixture(params=CORES, scope="module")
 def core(request: pytest.FixtureRequest) -> Core:
-    found = CORES[request.param]
-    found.threads = 1
-    return found
+    chosen = CORES[request.param]
+    chosen.threads = 1
+    return chosen
 
 
 def test_the_core_is_built_where_it_can_be() -> None:
@@ -107,26 +107,26 @@ RARE = (0.0, -0.0, 1e-40, -1e-38, 3e38, -77.0, 2.0**-100, float("inf"))  # high 
 
 
 @pytest.mark.parametrize("shape", [(512, 704), (77, 34), (1408, 48), (16, 16)])
-def test_thin_weights_are_the_same_weights(core: Core, shape: tuple[int, int]) -> None:
-    """Bit for bit, with and without values that do not fit, at row counts of one and of several blocks."""
+def test_12_bit_packed_weights_are_lossless(core: Core, shape: tuple[int, int]) -> None:
+    """Products are equal bit for bit, with and without escaped blocks, at row counts of one and of several blocks."""
     inner, columns = shape
     generator = torch.Generator().manual_seed(columns)
     weight, x = torch.randn(columns, inner, generator=generator), torch.randn(35, inner, generator=generator)
     for i, value in enumerate(RARE[: columns // 8]):
         weight[i * 7 % columns, (i * 311 + 5) % inner] = value
     weight = weight.to(torch.bfloat16)
-    thin, plain = (PackedLinear(core, "bfloat16", weight, thin=thin) for thin in (True, False))
+    packed12, plain = (PackedLinear(core, "bfloat16", weight, pack_12bit=packed12) for packed12 in (True, False))
     for rows in (1, 2, 7, 16, 35):
-        assert torch.equal(thin(x[:rows]).view(torch.int32), plain(x[:rows]).view(torch.int32))
-    assert core.name == "amx" or shape == (16, 16) or thin.bytes < 0.85 * plain.bytes
+        assert torch.equal(packed12(x[:rows]).view(torch.int32), plain(x[:rows]).view(torch.int32))
+    assert core.name == "amx" or shape == (16, 16) or packed12.bytes < 0.85 * plain.bytes
 
 
-def test_weights_that_do_not_fit_stay_as_they_are(core: Core) -> None:
+def test_weights_with_many_high_bytes_are_not_packed(core: Core) -> None:
     weight = torch.randint(-(2**14), 2**14, (64, 256), dtype=torch.int16).view(torch.bfloat16)  # exponents of all sizes
-    thin, plain = (PackedLinear(core, "bfloat16", weight, thin=thin) for thin in (True, False))
+    packed12, plain = (PackedLinear(core, "bfloat16", weight, pack_12bit=packed12) for packed12 in (True, False))
     x = torch.randn(3, 256)
-    assert thin.bytes == plain.bytes == weight.numel() * 2
-    assert torch.equal(thin(x).view(torch.int32), plain(x).view(torch.int32))
+    assert packed12.bytes == plain.bytes == weight.numel() * 2
+    assert torch.equal(packed12(x).view(torch.int32), plain(x).view(torch.int32))
 
 
 def test_norm_before_a_product_is_the_norm(core: Core) -> None:
@@ -173,9 +173,9 @@ def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
         group, n = q.shape[1] // k.shape[1], q.shape[0]
         q, k, v = ((x.to(kept).double()) for x in (q * q.shape[-1] ** -0.5, k, v))
         scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(group, 1))
-        apart = torch.arange(n)[:, None] - torch.arange(n)
+        distance = torch.arange(n)[:, None] - torch.arange(n)
         window = windows[layer]
-        hidden = (apart < 0) if window is None else (apart < 0) | (apart >= window)
+        hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
         scores = scores.masked_fill(hidden, -torch.inf)
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
         mixed = torch.einsum("hnm,mhd->nhd", weights.to(kept).double(), v.repeat_interleave(group, 1))
@@ -213,8 +213,9 @@ def test_the_stack_is_the_decoder(core: Core, variant: str, page_size: int) -> N
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_the_stack_rounds_where_it_says(core: Core, kind: str) -> None:
-    """A twin that rounds at the same places. What differs is an ulp before a rounding, which it may turn into
-    one step of bf16 (2^-8) or int8 (2^-7) in one value of a row: well below 1 % of the logits' norm."""
+    """Compares with a reference that rounds at the same places. A difference of an ulp before a rounding may become one step
+    of bf16 (2^-8) or int8 (2^-7) in one value of a row: well below 1 % of the logits' norm.
+    """
     decoder = make_decoder(kind, hidden=128, ffn=192, heads=4, head_dim=32)
     text = [i * 37 % 97 for i in range(LONG)]
     runner = make_runner(core, decoder)
@@ -223,15 +224,15 @@ def test_the_stack_rounds_where_it_says(core: Core, kind: str) -> None:
     assert float((got - want).norm() / want.norm()) < 1e-2
 
 
-def test_a_forward_has_the_same_bits_with_thin_weights(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_has_the_same_bits_with_12_bit_packed_weights(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = make_decoder("bfloat16", hidden=128, ffn=192, heads=4, head_dim=32, tied=True)
-    text, found = [i * 37 % 97 for i in range(LONG)], []
-    for thin in (True, False):
-        monkeypatch.setattr("outrider.model.stack.PackedLinear", partial(PackedLinear, thin=thin))
+    text, results = [i * 37 % 97 for i in range(LONG)], []
+    for pack_12bit in (True, False):
+        monkeypatch.setattr("outrider.model.stack.PackedLinear", partial(PackedLinear, pack_12bit=pack_12bit))
         runner = make_runner(core, decoder)
-        found.append((runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)), runner.weight_bytes))
-    assert torch.equal(found[0][0], found[1][0])
-    assert core.name == "amx" or found[0][1] < 0.85 * found[1][1]
+        results.append((runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG)), runner.weight_bytes))
+    assert torch.equal(results[0][0], results[1][0])
+    assert core.name == "amx" or results[0][1] < 0.85 * results[1][1]
 
 
 # Rows do not know their neighbours
@@ -263,7 +264,7 @@ def test_the_number_of_threads_does_not_matter(core: Core, kind: str, head_dim: 
 
 
 def test_the_quicker_number_of_threads_is_taken(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are tried, then one, then the quicker; after a while the other again. Time is a counter here."""
+    """All threads are tried, then one, then the quicker; after a while the other again. Time is a counter here."""
     monkeypatch.setattr(core, "threads", 4)
     clock, cost, seen = [0.0], {4: 3.0, 1: 2.0}, []
     monkeypatch.setattr("outrider.ops.native.time.perf_counter", lambda: clock[0])
@@ -332,29 +333,29 @@ def test_logits_of_wanted_rows_are_those_of_all(core: Core, kind: str) -> None:
     runner, feed = make_runner(core, decoder), Feed(PAGES, 0, [i * 37 % 97 for i in range(LONG)])
     every = runner.logits(runner.forward([feed]).last, range(LONG))
     for wanted in ([LONG - 1], [3, 66, 3, 0, 65], [*range(LONG), *range(LONG)]):
-        found = runner.forward([feed], wanted=wanted).logits
-        assert found is not None
-        assert torch.equal(found, every[wanted])
+        outputs = runner.forward([feed], wanted=wanted).logits
+        assert outputs is not None
+        assert torch.equal(outputs, every[wanted])
 
 
-def test_a_span_of_layers_and_the_rest_are_the_whole(core: Core) -> None:
+def test_two_spans_of_layers_equal_one_forward(core: Core) -> None:
     from outrider.model.stack import lay_out_rows
     from outrider.ops import Span
 
     decoder = make_decoder("bfloat16", layers=4)
-    runner, again = make_runner(core, decoder), make_runner(core, decoder)
+    runner, resumed = make_runner(core, decoder), make_runner(core, decoder)
     rows = lay_out_rows([Feed(PAGES, 0, list(range(40)))])
     assert runner.stack is not None
-    assert again.stack is not None
-    whole = runner.stack.forward(rows, torch.tensor([0, 3, 4], dtype=torch.int32))
-    early = again.stack.forward(rows, span=Span(0, 3))
-    late = again.stack.forward(rows, span=Span(3), features=early.stream)
-    assert whole.taps is not None
+    assert resumed.stack is not None
+    full = runner.stack.forward(rows, torch.tensor([0, 3, 4], dtype=torch.int32))
+    early = resumed.stack.forward(rows, span=Span(0, 3))
+    late = resumed.stack.forward(rows, span=Span(3), features=early.stream)
+    assert full.taps is not None
     assert late.last is not None
-    assert torch.equal(whole.taps[:, 1], early.stream)
-    assert torch.equal(whole.taps[:, 2], late.stream)
-    assert torch.equal(whole.stream, late.stream)
-    assert torch.equal(whole.last, late.last)  # type: ignore[arg-type]
+    assert torch.equal(full.taps[:, 1], early.stream)
+    assert torch.equal(full.taps[:, 2], late.stream)
+    assert torch.equal(full.stream, late.stream)
+    assert torch.equal(full.last, late.last)  # type: ignore[arg-type]
 
 
 def test_garbage_beyond_a_row_does_not_matter(core: Core) -> None:

@@ -1,4 +1,4 @@
-"""Rows do not know their neighbours: every operation, every row position, odd widths."""
+"""Row invariance: every operation, every row position, odd widths."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import torch
 
 from outrider.bench.doctor import attention_is_invariant, linear_is_invariant
 from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention
+from outrider.ops.row_counts import agreeing_counts, in_counts
 
-ROWS = (16, 32, 48, 112)
+ROWS = (1, 2, 3, 5, 16, 17, 48, 112)
+NARROW = range(1, 131)
 WIDTHS = (10, 60, 77, 96, 512, 1408)
 OPS = Blocked()
 
@@ -49,6 +51,50 @@ def test_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert linear_is_invariant(OPS, dtype, shape)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", NARROW)
+def test_every_width_in_and_out(inner: int, dtype: torch.dtype) -> None:
+    """A row alone, and among others at every place, for an output width that goes through all of them too.
+
+    Terms cancel, so that another order of additions shows in bf16 too.
+    """
+    generator = torch.Generator().manual_seed(inner)
+    columns = (inner * 37) % 130 + 1
+    x = torch.randn(21, inner, generator=generator) * torch.randint(0, 12, (inner,), generator=generator).exp2()
+    weight, half = torch.randn(columns, inner, generator=generator), inner // 2
+    x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half].flip(1), -weight[:, :half].flip(1)
+    x, weight = x.to(dtype), weight.to(dtype)
+    alone = torch.cat([OPS.linear(row[None], weight) for row in x])
+    for count in range(2, 21):
+        for first in {0, 1, 21 - count}:
+            assert torch.equal(OPS.linear(x[first : first + count], weight), alone[first : first + count]), (count, first)
+
+
+@pytest.mark.parametrize("columns", NARROW)
+def test_every_output_width_has_a_bias(columns: int) -> None:
+    weight, bias, x = torch.randn(columns, 24), torch.randn(columns), torch.randn(9, 24)
+    alone = torch.cat([OPS.linear(row[None], weight, bias) for row in x])
+    assert torch.equal(OPS.linear(x, weight, bias), alone)
+    torch.testing.assert_close(alone, Plain().linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+def test_row_counts_that_disagree_are_not_used() -> None:
+    """A library whose kernels add in another order below four rows, or by a row's place in the block."""
+
+    def by_count(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1, keepdim=True) + (len(x) < 4)
+
+    def by_place(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1, keepdim=True) + torch.arange(len(x))[:, None] % 8
+
+    x = torch.randn(64, 5)
+    assert agreeing_counts(x, by_count) == (4, 8, 16, 32, 64)
+    assert agreeing_counts(x, by_place) == (1,)
+    for counts in ((4, 16), (1,), (2, 64)):
+        got = in_counts(x[:37], counts, lambda part: part * 2.0)
+        assert torch.equal(got, x[:37] * 2.0)
+
+
 def test_the_check_can_fail() -> None:
     """Torch as it comes is not row-invariant in float32 on any processor seen; the check must say so."""
     assert not all(linear_is_invariant(Plain(), torch.float32, shape) for shape in ((512, 512), (2048, 384), (100, 77)))
@@ -72,6 +118,7 @@ def reference_attention(q, keys, values, positions, window):  # type: ignore[no-
     return torch.einsum("nht,thd->nhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), v).float()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 16), (2, 3, 64), (4, 2, 32)])
 @pytest.mark.parametrize("fed", [1, 5, 16, 40])
@@ -91,17 +138,51 @@ def test_paged_attention_is_attention(fed: int, kv_heads: int, group: int, head_
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def attended(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], segment: Segment, size: int) -> torch.Tensor:
+    """Attention of a segment's rows over keys and values (T, KV, d), laid into the segment's pages."""
+    pools = [torch.zeros(max(segment.pages) + 1, own.shape[1], size, own.shape[2]) for own in kv]
+    for pool, own in zip(pools, kv, strict=True):
+        for t, row in enumerate(own):
+            pool[segment.pages[t // size], :, t % size] = row
+    return paged_attention(q, *pools, plan_attention([segment], size, frozenset({None})))
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "width"), [(1, 1, 16), (1, 1, 32), (1, 3, 64), (2, 2, 32), (1, 2, 144)])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16])
+def test_where_pages_lie_does_not_matter(size: int, kv_heads: int, group: int, width: int) -> None:
+    """Pages side by side are one product, a page by itself is another, and those of a tree are gathered: all bits are equal."""
+    total = 37
+    count = -(-total // size)
+    kv = torch.randn(total, kv_heads, width), torch.randn(total, kv_heads, width)
+    q = torch.randn(6, kv_heads * group, width)
+    layouts = [range(1, count + 1), range(1, 2 * count + 1, 2), [*range(1, count), count + 3], range(count, 0, -1)]
+    for rows in (1, 2, 6):
+        found = [attended(q[:rows], kv, Segment(0, total - rows, rows, list(pages)), size) for pages in layouts]
+        assert all(torch.equal(own, found[0]) for own in found[1:]), rows
+        alone = attended(q[rows - 1 : rows], kv, Segment(0, total - 1, 1, list(layouts[0])), size)
+        assert torch.equal(alone[0], found[0][-1])
+    moved = [torch.cat((own[:-2], own[-1:])) for own in kv]  # the second of two siblings, where it lies when it is text
+    for pages in layouts:
+        tree = attended(q[:3], kv, Segment(0, total - 3, 1, list(pages), (-1, -1)), size)
+        assert torch.equal(tree[2], attended(q[2:3], (moved[0], moved[1]), Segment(0, total - 2, 1, list(pages)), size)[0])
+
+
 def test_tree_attention_gives_the_bits_of_decoding() -> None:
     assert attention_is_invariant()
 
 
-def test_garbage_beyond_a_row_does_not_matter() -> None:
-    """Slots past a row's position may hold anything finite."""
+@pytest.mark.parametrize("garbage", [1e30, float("nan"), float("inf")])
+def test_garbage_beyond_a_row_does_not_matter(garbage: float) -> None:
+    """Slots past a row's position may hold any keys, and any values that are finite, as all in a pool are."""
     size, pages = 16, [0, 1, 2]
     keys, values = torch.randn(3, 2, size, 16), torch.randn(3, 2, size, 16)
     q = torch.randn(BLOCK, 4, 16)
-    plan = plan_attention([Segment(0, 20, 1, pages)], size, frozenset({None}))
-    before = paged_attention(q, keys, values, plan)[0].clone()
-    keys[1, :, 5:] = 1e30
-    values[1, :, 5:] = -1e30
-    assert torch.equal(paged_attention(q, keys, values, plan)[0], before)
+    plan = plan_attention([Segment(0, 20, 1, pages)], size, frozenset({None, 3}))
+    for window in (None, 3):
+        before = paged_attention(q, keys, values, plan, window)[0].clone()
+        spoiled, weighed = keys.clone(), values.clone()
+        spoiled[1, :, 5:] = garbage
+        weighed[1, :, 5:] = -1e30
+        if window is not None:
+            spoiled[0] = garbage
+        assert torch.equal(paged_attention(q, spoiled, weighed, plan, window)[0], before)

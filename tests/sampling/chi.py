@@ -1,17 +1,17 @@
-"""Pearson's chi-square test of counts against a law."""
+"""Pearson's chi-square test of counts against a distribution."""
 
 import numpy as np
 import torch
 
-UNLIKELY = 1e-6  # a correct law falls below this once in a million seeds; the seeds are fixed
+UNLIKELY = 1e-6  # counts of the right distribution fall below this once in a million seeds; the seeds are fixed
 
 
-def p_value(counts, law):
-    """Chance of counts at least this far from the law. Cells that expect fewer than five are pooled."""
-    counts, law = np.asarray(counts, dtype=float).ravel(), np.asarray(law, dtype=float).ravel()
-    if counts[law == 0].any():
+def p_value(counts, probs):
+    """Probability of counts at least this far from the expected ones. Cells that expect fewer than five are pooled."""
+    counts, probs = np.asarray(counts, dtype=float).ravel(), np.asarray(probs, dtype=float).ravel()
+    if counts[probs == 0].any():
         return 0.0
-    expected = law * counts.sum()
+    expected = probs * counts.sum()
     small = expected < 5
     observed = np.append(counts[~small], counts[small].sum())
     expected = np.append(expected[~small], expected[small].sum())

@@ -1,4 +1,4 @@
-"""The choice: exactly the dense argmax, with the law of softmax, row by row."""
+"""The choice is exactly the dense argmax and follows the softmax distribution, row by row."""
 
 import numpy as np
 import pytest
@@ -14,60 +14,61 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True, params=["core", "numpy"])
 def path(request, monkeypatch):
-    """Everything here holds for the native core and for numpy alike."""
+    """Every test runs with the native core and with numpy."""
     if request.param == "numpy":
-        monkeypatch.setattr(choice, "choosing_core", lambda: None)
-    elif choice.choosing_core() is None:
+        monkeypatch.setattr(choice, "native_core", lambda: None)
+    elif choice.native_core() is None:
         pytest.skip("the native core is not in use here")
     return request.param
 
 
-def dense(law, keys):
-    """The definition: argmax of law + noise over the whole row, in float64."""
-    noise = gumbel(bits(keys_of(keys), law.shape[1]))
-    return (law.double().numpy() + noise).argmax(axis=1).tolist()
+def dense(logits, keys):
+    """The definition: argmax of processed logit + noise over the whole row, in float64."""
+    noise = gumbel(bits(keys_of(keys), logits.shape[1]))
+    return (logits.double().numpy() + noise).argmax(axis=1).tolist()
 
 
-def _holes(law):
-    law[torch.rand(law.shape, generator=torch.Generator().manual_seed(1)) < 0.98] = -INF
-    law[:, law.shape[1] // 2] = 0.0
-    return law
+def _holes(logits):
+    logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.98] = -INF
+    logits[:, logits.shape[1] // 2] = 0.0
+    return logits
 
 
-def _dominant(law):
-    law[:, law.shape[1] // 3] += 15.0
-    return law
+def _dominant(logits):
+    logits[:, logits.shape[1] // 3] += 15.0
+    return logits
 
 
 ROWS = {
-    "normal": lambda law: law,
-    "peaked": lambda law: law * 6,
-    "flat": lambda law: law * 0,
-    "nearly flat": lambda law: law * 1e-6,
-    "ties": lambda law: law.round(),
+    "normal": lambda logits: logits,
+    "peaked": lambda logits: logits * 6,
+    "flat": lambda logits: logits * 0,
+    "nearly flat": lambda logits: logits * 1e-6,
+    "ties": lambda logits: logits.round(),
     "mostly removed": _holes,
     "one dominant": _dominant,
-    "large": lambda law: law * 0.5 + 3e5,
-    "large negative": lambda law: law * 0.5 - 2e6,
-    "wide": lambda law: law * 1e4,
-    "huge": lambda law: law * 1e37,
+    "large": lambda logits: logits * 0.5 + 3e5,
+    "large negative": lambda logits: logits * 0.5 - 2e6,
+    "wide": lambda logits: logits * 1e4,
+    "huge": lambda logits: logits * 1e37,
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("vocab", [1, 2, 37, 3001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draw_is_the_dense_argmax(kind, vocab, dtype):
     rows = 400 if vocab < 100 else 60
     noise = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(vocab))
-    law = ROWS[kind](noise).to(dtype)
+    logits = ROWS[kind](noise).to(dtype)
     keys = [Key(seed=i, position=2 * i, sample=i % 2) for i in range(rows)]
-    assert draw(law, keys) == dense(law, keys)
+    assert draw(logits, keys) == dense(logits, keys)
 
 
 def test_draw_without_noise_takes_the_first_of_equals():
-    law = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-INF, -INF, -5.0, -5.0]])
-    assert draw(law, None) == [1, 0, 2]
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-INF, -INF, -5.0, -5.0]])
+    assert draw(logits, None) == [1, 0, 2]
 
 
 def test_draw_of_no_rows():
@@ -84,17 +85,18 @@ BROKEN = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("noisy", [True, False])
 @pytest.mark.parametrize("places", [[0], [2], [4], [0, 1, 2, 3, 4], [1, 3], [0, 4]])
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_rows_are_told_and_leave_the_others_alone(kind, places, noisy):
-    law = torch.randn((5, 3), generator=torch.Generator().manual_seed(3))
+def test_broken_rows_are_marked_and_leave_the_others_alone(kind, places, noisy):
+    logits = torch.randn((5, 3), generator=torch.Generator().manual_seed(3))
     keys = [Key(8, i) for i in range(5)] if noisy else None
-    want = draw(law, keys)
+    want = draw(logits, keys)
     for place in places:
-        law[place] = torch.tensor(BROKEN[kind])
+        logits[place] = torch.tensor(BROKEN[kind])
         want[place] = CORRUPTED
-    assert draw(law, keys) == want
+    assert draw(logits, keys) == want
 
 
 FILTERS = [
@@ -127,42 +129,42 @@ def row_of(params, seed=1, position=4, sample=0, history=(3, 1, 2, 1)):
 
 
 @pytest.mark.parametrize("vocab", [5, 300])
-def test_draw_has_the_law_of_softmax(vocab):
+def test_draw_follows_the_softmax_distribution(vocab):
     generator = torch.Generator().manual_seed(vocab)
-    law = torch.randn(vocab, generator=generator) * 2
-    law[1::4] = -INF
+    logits = torch.randn(vocab, generator=generator) * 2
+    logits[1::4] = -INF
     keys = [Key(seed=s, position=s % 7) for s in range(30_000)]
     counts = np.zeros(vocab)
     for start in range(0, len(keys), 5000):
         part = keys[start : start + 5000]
-        counts += np.bincount(draw(law.expand(len(part), -1), part), minlength=vocab)
-    assert p_value(counts, torch.softmax(law.double(), 0).numpy()) > UNLIKELY
+        counts += np.bincount(draw(logits.expand(len(part), -1), part), minlength=vocab)
+    assert p_value(counts, torch.softmax(logits.double(), 0).numpy()) > UNLIKELY
 
 
-def test_positions_of_one_text_have_the_law_too():
-    law = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
-    drawn = draw(law.expand(30_000, -1), [Key(seed=42, position=i) for i in range(30_000)])
+def test_pairs_of_positions_follow_the_product_distribution():
+    logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
+    drawn = draw(logits.expand(30_000, -1), [Key(seed=42, position=i) for i in range(30_000)])
     pairs = np.bincount(np.array(drawn[::2]) * 4 + np.array(drawn[1::2]), minlength=16)
-    assert p_value(pairs, np.outer(law.exp(), law.exp())) > UNLIKELY
+    assert p_value(pairs, np.outer(logits.exp(), logits.exp())) > UNLIKELY
 
 
 def test_a_dominant_token_of_a_huge_vocabulary_loses_as_often_as_it_should():
     vocab, rows, lead = 65_536, 1200, 12.0
-    law = torch.zeros((40, vocab))
-    law[:, 777] = lead
+    logits = torch.zeros((40, vocab))
+    logits[:, 777] = lead
     others = (vocab - 1) * np.exp(-lead)
     chance = others / (1 + others)
     lost = 0
     for start in range(0, rows, 40):
-        lost += sum(token != 777 for token in draw(law, [Key(start + i, 6) for i in range(40)]))
+        lost += sum(token != 777 for token in draw(logits, [Key(start + i, 6) for i in range(40)]))
     assert abs(lost - rows * chance) < 5 * np.sqrt(rows * chance * (1 - chance))
 
 
 def test_nothing_beats_a_lead_of_27_nats():
-    law = torch.zeros((20, 100_000))
-    law[:, 99_999] = 27.0
+    logits = torch.zeros((20, 100_000))
+    logits[:, 99_999] = 27.0
     for start in range(0, 200, 20):
-        assert set(draw(law, [Key(start + i, 0) for i in range(20)])) == {99_999}
+        assert set(draw(logits, [Key(start + i, 0) for i in range(20)])) == {99_999}
 
 
 MIXED = [
@@ -180,7 +182,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("vocab", [31, 1031])
-def test_rows_do_not_know_their_neighbours(vocab):
+def test_a_choice_does_not_depend_on_neighbouring_rows(vocab):
     rows = [row_of(MIXED[i % len(MIXED)], seed=i % 5, position=4 + i % 3, sample=i % 2) for i in range(60)]
     logits = torch.randn((len(rows), vocab), generator=torch.Generator().manual_seed(9)) * 3
     before = logits.clone()
@@ -195,9 +197,9 @@ def test_rows_do_not_know_their_neighbours(vocab):
 def test_the_choice_is_the_dense_argmax_of_the_processed_row(params):
     rows = [row_of(params, seed=i, position=4 + i) for i in range(50)]
     logits = torch.randn((50, 301), generator=torch.Generator().manual_seed(4)) * 3
-    law = torch.stack([process(own, row) for own, row in zip(logits, rows, strict=True)])
+    processed = torch.stack([process(raw, row) for raw, row in zip(logits, rows, strict=True)])
     keys = [Key(row.seed, row.position, row.sample) for row in rows]
-    want = law.argmax(1).tolist() if params.greedy else dense(law, keys)
+    want = processed.argmax(1).tolist() if params.greedy else dense(processed, keys)
     assert choose(logits, rows) == want
 
 
@@ -225,7 +227,7 @@ def test_a_temperature_too_small_for_float32_is_greedy():
 @pytest.mark.parametrize("vocab", [3, 17, 700])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.4])
 def test_ranks_are_those_of_the_noisy_scores(vocab, temperature):
-    """Against the definition: the largest of law / sharpness + noise, and their softmax."""
+    """Compares with the definition: the largest of log q / draft temperature + noise, and their softmax."""
     logits = 3 * torch.randn((40, vocab), generator=torch.Generator().manual_seed(vocab))
     rows = [row_of(SamplingParams(temperature=temperature), position=i) for i in range(40)]
     divisor = temperature * 0.7 or 1.0
@@ -252,7 +254,7 @@ def test_a_row_without_tokens_has_no_ranks():
 @pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "ties", "mostly removed", "one dominant", "wide"])
 @pytest.mark.parametrize("vocab", [5, 300, 3001])
 def test_filters_keep_what_the_definition_keeps(kind, vocab):
-    """min_p, top_k and top_p of all strengths, against `process` and the dense argmax of what it leaves."""
+    """Compares min_p, top_k and top_p of all strengths with `process` and the dense argmax of its result."""
     rng = np.random.default_rng(vocab)
     logits = ROWS[kind](torch.randn((120, vocab), generator=torch.Generator().manual_seed(vocab)))
     rows = []
@@ -266,6 +268,6 @@ def test_filters_keep_what_the_definition_keeps(kind, vocab):
         rows.append(row_of(params, seed=i, position=3 * i))
     chosen = choose(logits, rows)
     for i, row in enumerate(rows):
-        law = process(logits[i], row)[None]
-        want = law.argmax().item() if row.params.greedy else dense(law, [Key(row.seed, row.position, row.sample)])[0]
+        processed = process(logits[i], row)[None]
+        want = processed.argmax().item() if row.params.greedy else dense(processed, [Key(row.seed, row.position, row.sample)])[0]
         assert chosen[i] == want, (i, row.params)

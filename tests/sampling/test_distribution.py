@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core import Request, Sequence
-from outrider.sampling import Row, SamplingParams, law, process
+from outrider.sampling import Row, SamplingParams, probs_of, process
 
 INF = float("inf")
 SLACK = 1e-6  # of a cut-off: float32 exp and float64 exp may differ about a token that lies on it
@@ -46,9 +46,9 @@ def kept(x, min_p, top_k, top_p):
     ranked = [i for i in ranked if weight[i] >= min_p] or ranked[:1]
     if top_k > 0:
         ranked = ranked[:top_k]
-    whole, before, out = math.fsum(weight[i] for i in ranked), 0.0, []
+    total, before, out = math.fsum(weight[i] for i in ranked), 0.0, []
     for i in ranked:
-        if top_p < 1 and out and before >= top_p * whole:
+        if top_p < 1 and out and before >= top_p * total:
             break
         out.append(i)
         before += weight[i]
@@ -64,10 +64,10 @@ def check(logits, row):
         assert np.array_equal(got, want)
         return
     want = want / np.float32(p.temperature)
-    fewest = kept(want, p.min_p * (1 + SLACK), p.top_k, p.top_p * (1 - SLACK) if p.top_p < 1 else 1.0)
-    most = kept(want, p.min_p * (1 - SLACK), p.top_k, min(p.top_p * (1 + SLACK), 1.0))
+    narrowest = kept(want, p.min_p * (1 + SLACK), p.top_k, p.top_p * (1 - SLACK) if p.top_p < 1 else 1.0)
+    widest = kept(want, p.min_p * (1 - SLACK), p.top_k, min(p.top_p * (1 + SLACK), 1.0))
     survivors = np.flatnonzero(got > -INF).tolist()
-    assert sorted(fewest) == survivors or (len(fewest) < len(most) and set(fewest) <= set(survivors) <= set(most))
+    assert sorted(narrowest) == survivors or (len(narrowest) < len(widest) and set(narrowest) <= set(survivors) <= set(widest))
     assert np.array_equal(got[survivors], want[survivors])
 
 
@@ -119,6 +119,7 @@ def row_of(params, history=(1, 2), prompt_len=1, stop_ids=frozenset({0})):
     return Row(params, 0, 0, len(history), prompt_len, history, stop_ids)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", [256, 257, 2049, 4999])
 @pytest.mark.parametrize("top_p", [0.03, 0.3, 0.5, 0.95, 0.99999])
@@ -153,7 +154,7 @@ def test_order_of_the_steps():
     # a positive bias turns the sign before the repetition penalty looks at it
     out = process(torch.tensor([-1.0, 0.0]), row_of(SamplingParams(logit_bias={0: 3.0}, repetition_penalty=2.0), history=(0,)))
     assert out.tolist() == [1.0, 0.0]
-    # min_p sees the law after temperature: exp(-1/0.5) = 0.135, exp(-2/0.5) = 0.018
+    # min_p sees the distribution after temperature: exp(-1/0.5) = 0.135, exp(-2/0.5) = 0.018
     out = process(logits, row_of(SamplingParams(temperature=0.5, min_p=0.1)))
     assert out.tolist() == [6.0, 4.0, -INF, -INF]
     # top_p shares out what top_k left: 0.731, 0.269
@@ -188,7 +189,7 @@ def test_a_bad_word_is_banned_only_where_it_would_end_in_the_output():
     assert banned((0, 1), 2) == [5]
 
 
-def test_min_tokens_ends_after_as_many():
+def test_min_tokens_bans_stops_up_to_that_many():
     params = SamplingParams(min_tokens=2)
     for length, removed in ((1, True), (2, True), (3, False)):
         out = process(torch.zeros(3), row_of(params, history=(1,) * length, stop_ids=frozenset({0, 2})))
@@ -208,23 +209,23 @@ def test_penalties_without_history():
     assert process(torch.ones(3), row_of(params, history=(), prompt_len=0)).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_law_is_softmax_of_the_processed_row():
+def test_probs_are_the_softmax_of_the_processed_row():
     logits = torch.randn(500, generator=torch.Generator().manual_seed(2))
     row = row_of(SamplingParams(temperature=0.7, top_p=0.6, presence_penalty=1.0))
-    own = law(logits, row)
+    probs = probs_of(logits, row)
     processed = process(logits, row).double().numpy()
     weights = np.exp(processed - processed.max())
-    assert own.dtype == torch.float64
-    assert np.abs(own.numpy() - weights / weights.sum()).max() < 1e-15
-    point = law(logits, row_of(SamplingParams(temperature=0.0)))
+    assert probs.dtype == torch.float64
+    assert np.abs(probs.numpy() - weights / weights.sum()).max() < 1e-15
+    point = probs_of(logits, row_of(SamplingParams(temperature=0.0)))
     assert point.sum() == 1
     assert int(point.argmax()) == int(logits.argmax())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("broken", [[0.0, float("nan")], [-INF, -INF], [INF, 0.0]])
-def test_a_broken_row_has_no_law(temperature, broken):
-    assert law(torch.tensor(broken), row_of(SamplingParams(temperature=temperature))).isnan().any()
+def test_probs_of_a_broken_row_are_nan(temperature, broken):
+    assert probs_of(torch.tensor(broken), row_of(SamplingParams(temperature=temperature))).isnan().any()
 
 
 def test_row_at_a_drafted_path():

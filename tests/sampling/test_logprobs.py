@@ -10,7 +10,7 @@ from outrider.sampling import logprobs_of
 
 
 def reference(logits, token, top):
-    """{id: (log probability, rank)}, most probable first; the given token last if it is not among them."""
+    """{id: (log probability, rank)}, most probable first; the chosen token last if it is not among them."""
     x = [float(v) for v in logits]
     whole = max(x) + math.log(math.fsum(math.exp(v - max(x)) for v in x))
     ranked = sorted(range(len(x)), key=lambda i: (-x[i], i))
@@ -26,6 +26,7 @@ ROWS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", ROWS)
 @pytest.mark.parametrize("vocab", [1, 4, 90, 1500])
 @pytest.mark.parametrize("top", [0, 1, 3, 20, 100])

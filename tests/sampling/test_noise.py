@@ -12,7 +12,7 @@ COUNT = 40_000
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 151_936])
-def test_twins_have_equal_bits(vocab):
+def test_numpy_and_torch_give_equal_bits(vocab):
     rows = 40 if vocab < 2000 else 3
     words = keys_of([Key(seed * 977 - 5, seed, seed % 3, seed % 4, seed % 5) for seed in range(rows)])
     words = np.concatenate([words, np.array([[0, 0], [2**32 - 1, 2**32 - 1], [0, 2**32 - 1]], dtype=np.uint32)])
@@ -106,13 +106,13 @@ def test_gumbel_has_its_mean_and_variance():
 def test_the_tail_has_its_mass():
     """Chances of 2^-15 to 2^-20 decide at a large vocabulary."""
     words = keys_of([Key(i, 0) for i in range(120)])
-    found = np.zeros(3)
+    observed = np.zeros(3)
     levels = 2.0 ** np.array([17, 14, 12])
     for row in words:
         drawn = bits(row[None], 200_000)
-        found += [(drawn < level).sum() for level in levels]
+        observed += [(drawn < level).sum() for level in levels]
     expected = 120 * 200_000 * levels / 2.0**32
-    assert (np.abs(found - expected) < 5 * np.sqrt(expected)).all()
+    assert (np.abs(observed - expected) < 5 * np.sqrt(expected)).all()
 
 
 def test_coins_are_uniform_and_inside_the_open_interval():

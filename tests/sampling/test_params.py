@@ -101,6 +101,6 @@ def test_min_tokens_is_measured_against_max_tokens():
         ({"min_tokens": 1}, True, False, False),
     ],
 )
-def test_what_a_request_needs(values, adjusts, truncates, history):
+def test_derived_flags(values, adjusts, truncates, history):
     params = SamplingParams(**values)
     assert (params.adjusts, params.truncates, params.uses_history) == (adjusts, truncates, history)

@@ -1,14 +1,20 @@
-"""A real server with the bundled model, on a port of its own; one at a time."""
+"""A real server with the bundled model on a free port. Only one runs at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -20,6 +26,10 @@ from outrider.serve.server import Server
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 from outrider.serve.trace import Tracer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+MAIN = [sys.executable, "-c", "from outrider.cli import main; main()", "serve"]
 
 
 class Running:
@@ -58,27 +68,27 @@ class Running:
         return out
 
     def raw(self, data: bytes = b"") -> socket.socket:
-        """A connection of one's own."""
-        own = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        self.connections.append(own)
-        own.sendall(data)
-        return own
+        """A new connection on which `data` was sent."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        self.connections.append(connection)
+        connection.sendall(data)
+        return connection
 
     def is_idle(self) -> bool:
-        """Nothing is admitted, nothing runs, and every page is back."""
+        """Whether no request is admitted or running, and every page is free."""
         engine = self.service.thread.engine  # type: ignore[union-attr]
-        return self.service.in_flight == 0 and not engine.has_work and engine.pages.used == 0 and not self.service._tickets
+        return self.service.in_flight == 0 and not engine.has_work and engine.pages.used == 0 and not self.service._handles
 
     def close(self) -> None:
-        for own in (self.http, *self.connections):
-            own.close()
+        for client in (self.http, *self.connections):
+            client.close()
         self.server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
 
 
 def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for something to come true, and fail where it does not."""
+    """Wait until a condition holds, and fail if it does not in time."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not happen"
@@ -113,23 +123,113 @@ def _current(llm: LLM) -> Iterator[dict[Settings, Running]]:
 
 @pytest.fixture
 def server_with(llm: LLM, _current: dict[Settings, Running]) -> Iterator[Callable[..., Running]]:
-    """A server with some settings. They share one engine, so the one before is stopped."""
+    """Starts servers with given settings. They share one engine, so the previous server is stopped."""
 
     def start(**changes: Any) -> Running:
         settings = Settings(**changes)
         if settings not in _current:
-            for own in list(_current):
-                _current.pop(own).close()
+            for other in list(_current):
+                _current.pop(other).close()
             _current[settings] = Running(settings, lambda: llm).wait()
         return _current[settings]
 
     yield start
     for running in _current.values():
-        for own in running.connections:
-            own.close()
+        for connection in running.connections:
+            connection.close()
         running.connections.clear()
 
 
 @pytest.fixture
 def server(server_with: Callable[..., Running]) -> Running:
     return server_with()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'outrider[dev]'")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium on this machine; on Debian: apt-get install chromium")
+    with sync_api.sync_playwright() as play:
+        launched = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens the page of a server. The page must send no request elsewhere and raise no error."""
+    contexts: list[BrowserContext] = []
+    faults: list[str] = []
+
+    def show(server: Running, script: str = "", **options: Any) -> Page:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 1000}, "reduced_motion": "reduce"} | options)
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        if script:
+            context.add_init_script(script)
+        page = context.new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: request.url.startswith((server.url, "data:")) or faults.append(request.url))
+        page.goto(server.url)
+        return page
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+@pytest.fixture
+def keep(pytestconfig: pytest.Config) -> Callable[[Page, str], None]:
+    """Saves a screenshot of the full page."""
+    folder = Path(os.environ.get("OUTRIDER_SCREENSHOTS") or pytestconfig.rootpath / "build" / "screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return lambda page, name: page.screenshot(path=folder / f"{name}.png", full_page=True) and None
+
+
+class Process:
+    """`outrider serve` as users start it."""
+
+    def __init__(self, *arguments: str, main: str = MAIN[2], **environment: str) -> None:
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", main, "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, text=True, env=env
+        )
+        self.stderr = ""
+        self.url = ""
+
+    def hear(self, mark: str) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.stderr += line
+            self.url = self.url or (re.findall(r"http://[\d.:]+", line) or [""])[0]
+            if mark in line:
+                return
+        raise AssertionError(self.stderr)
+
+    def end(self, number: int) -> int:
+        self.popen.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code of a process that should end. It is killed after a timeout."""
+        assert self.popen.stderr is not None
+        timer = threading.Timer(60, self.popen.kill)
+        timer.start()
+        self.stderr += self.popen.stderr.read()
+        timer.cancel()
+        return self.popen.wait(60)
+
+
+@pytest.fixture
+def started() -> Iterator[list[Process]]:
+    processes: list[Process] = []
+    yield processes
+    for process in processes:
+        process.popen.kill()
+        process.popen.wait()
+        assert process.popen.stderr is not None
+        process.popen.stderr.close()

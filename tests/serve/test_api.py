@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -21,12 +22,12 @@ def client(server: Running) -> OpenAI:
 
 @pytest.fixture(scope="module")
 def solo(llm: LLM) -> Any:
-    """The same engine's text, without a server: a model of its own, so that no server is in the way."""
-    own = LLM(max_num_seqs=4)
-    return lambda prompt, **given: own.generate(prompt, SamplingParams(**given))[0]
+    """Generates with a separate LLM without a server."""
+    reference = LLM(speculation="none", max_num_seqs=4)
+    return lambda prompt, **params: reference.generate(prompt, SamplingParams(**params))[0]
 
 
-def test_completion_is_what_the_engine_writes_alone(client: OpenAI, solo: Any) -> None:
+def test_a_completion_equals_the_engine_s_output(client: OpenAI, solo: Any) -> None:
     answer = client.completions.create(model="pyrite", prompt=PROMPT, max_tokens=24, temperature=0.8, seed=5)
     alone = solo(PROMPT, max_tokens=24, temperature=0.8, seed=5)
     assert answer.choices[0].text == alone.outputs[0].text
@@ -36,16 +37,16 @@ def test_completion_is_what_the_engine_writes_alone(client: OpenAI, solo: Any) -
     assert answer.usage.total_tokens == len(alone.prompt_token_ids) + 24
 
 
-def test_a_stream_adds_up_to_the_whole(client: OpenAI) -> None:
-    given: dict[str, Any] = {
+def test_a_stream_adds_up_to_the_complete_answer(client: OpenAI) -> None:
+    body: dict[str, Any] = {
         "model": "pyrite",
         "prompt": PROMPT + "# naïve 🙂 日本\n",
         "max_tokens": 40,
         "seed": 3,
         "temperature": 1,
     }
-    whole = client.completions.create(**given)
-    chunks = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    whole = client.completions.create(**body)
+    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices == []
@@ -55,9 +56,9 @@ def test_a_stream_adds_up_to_the_whole(client: OpenAI) -> None:
 
 
 def test_chat_in_a_stream_begins_with_the_role_and_ends_with_done(server: Running, client: OpenAI) -> None:
-    given: dict[str, Any] = {"messages": [{"role": "user", "content": "def main("}], "max_tokens": 12, "temperature": 0}
-    whole = client.chat.completions.create(model="pyrite", **given)
-    events = server.events("/v1/chat/completions", **given)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "def main("}], "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(model="pyrite", **body)
+    events = server.events("/v1/chat/completions", **body)
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"][0] | {"stop_reason": None} == {
@@ -68,7 +69,7 @@ def test_chat_in_a_stream_begins_with_the_role_and_ends_with_done(server: Runnin
     assert "usage" not in events[0]
 
 
-def test_n_samples_differ_and_each_is_its_own(client: OpenAI, solo: Any) -> None:
+def test_n_samples_differ_and_each_equals_its_solo_run(client: OpenAI, solo: Any) -> None:
     answer = client.completions.create(model="pyrite", prompt=PROMPT, n=3, max_tokens=10, temperature=1.0, seed=11)
     alone = solo(PROMPT, n=3, max_tokens=10, temperature=1.0, seed=11)
     assert [choice.text for choice in answer.choices] == [output.text for output in alone.outputs]
@@ -76,7 +77,7 @@ def test_n_samples_differ_and_each_is_its_own(client: OpenAI, solo: Any) -> None
     assert len({choice.text for choice in answer.choices}) == 3
 
 
-def test_the_seed_decides(client: OpenAI) -> None:
+def test_the_same_seed_gives_the_same_text(client: OpenAI) -> None:
     def text(seed: int) -> str:
         return client.completions.create(model="pyrite", prompt=PROMPT, max_tokens=16, temperature=1.0, seed=seed).choices[0].text
 
@@ -91,32 +92,34 @@ def test_stop_strings_end_the_text_and_never_leak(server: Running, client: OpenA
     assert cut.text == free[: free.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.stop_reason == stop  # type: ignore[attr-defined]
-    pieces = server.events("/v1/completions", prompt=PROMPT, max_tokens=32, temperature=0, stop=stop)
-    assert "".join(piece["choices"][0]["text"] for piece in pieces[:-1]) == cut.text
+    chunks = server.events("/v1/completions", prompt=PROMPT, max_tokens=32, temperature=0, stop=stop)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == cut.text
 
 
 def test_logprobs_of_a_completion(client: OpenAI, solo: Any) -> None:
     answer = client.completions.create(model="pyrite", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
     alone = solo(PROMPT, max_tokens=6, temperature=0, logprobs=2).outputs[0]
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert found.token_logprobs == [own[t].logprob for own, t in zip(alone.logprobs, alone.token_ids, strict=True)]
-    assert "".join(found.tokens or ()) == answer.choices[0].text
-    assert all(len(top) == 2 for top in found.top_logprobs or ())
-    assert found.text_offset == [len("".join((found.tokens or [])[:i])) for i in range(6)]
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == [entry[t].logprob for entry, t in zip(alone.logprobs, alone.token_ids, strict=True)]
+    assert "".join(logprobs.tokens or ()) == answer.choices[0].text
+    assert all(len(top) == 2 for top in logprobs.top_logprobs or ())
+    assert logprobs.text_offset == [len("".join((logprobs.tokens or [])[:i])) for i in range(6)]
 
 
 def test_logprobs_of_a_chat_and_in_its_stream(server: Running, client: OpenAI) -> None:
-    given: dict[str, Any] = {"messages": [{"role": "user", "content": "x = "}], "max_tokens": 6, "temperature": 0}
-    answer = client.chat.completions.create(model="pyrite", **given, logprobs=True, top_logprobs=3)
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert found.content is not None
-    assert [own.token for own in found.content] == [own.top_logprobs[0].token for own in found.content], "greedy takes the first"
-    assert b"".join(bytes(own.bytes or []) for own in found.content).decode() == answer.choices[0].message.content
-    events = server.events("/v1/chat/completions", **given, logprobs=True, top_logprobs=3)
-    streamed = [own for event in events[:-1] for own in (event["choices"][0]["logprobs"] or {}).get("content", [])]
-    assert [own["token"] for own in streamed] == [own.token for own in found.content]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x = "}], "max_tokens": 6, "temperature": 0}
+    answer = client.chat.completions.create(model="pyrite", **body, logprobs=True, top_logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [entry.token for entry in logprobs.content] == [entry.top_logprobs[0].token for entry in logprobs.content], (
+        "greedy takes the first"
+    )
+    assert b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode() == answer.choices[0].message.content
+    events = server.events("/v1/chat/completions", **body, logprobs=True, top_logprobs=3)
+    streamed = [entry for event in events[:-1] for entry in (event["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert [entry["token"] for entry in streamed] == [entry.token for entry in logprobs.content]
 
 
 def test_lists_of_prompts_and_of_ids(server: Running, client: OpenAI) -> None:
@@ -147,10 +150,10 @@ def test_echo_puts_the_prompt_first_with_its_logprobs(client: OpenAI, server: Ru
 
 
 def test_speculation_per_request_changes_no_token(server: Running) -> None:
-    given = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
-    on = server.post("/v1/completions", **given).json()
-    off = server.post("/v1/completions", **given, speculation={"enabled": False}).json()
-    short = server.post("/v1/completions", **given, speculation={"max_tokens": 1}).json()
+    body = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
+    on = server.post("/v1/completions", **body).json()
+    off = server.post("/v1/completions", **body, speculation={"enabled": False}).json()
+    short = server.post("/v1/completions", **body, speculation={"max_tokens": 1}).json()
     assert on["choices"][0]["token_ids"] == off["choices"][0]["token_ids"] == short["choices"][0]["token_ids"]
     stats = on["metrics"]["speculative_decoding"]
     assert stats["method"] == "eagle"
@@ -159,41 +162,60 @@ def test_speculation_per_request_changes_no_token(server: Running) -> None:
     assert sum(i * n for i, n in enumerate(stats["acceptance_histogram"])) == stats["num_accepted_draft_tokens"]
     assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     assert short["metrics"]["speculative_decoding"]["acceptance_by_position"][1:] == []
-    refused = server.post("/v1/completions", **given, speculation={"method": "medusa"})
+    refused = server.post("/v1/completions", **body, speculation={"method": "medusa"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "speculation"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_every_token_says_where_it_came_from(server: Running, path: str) -> None:
-    asked = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2}
-    given = asked if "chat" in path else {"prompt": PROMPT, "logprobs": 2}
-    given |= {"max_tokens": 24, "temperature": 0, "return_token_details": True, "return_token_ids": True}
-    choice = server.post(path, **given).json()["choices"][0]
+def test_token_details_name_the_source_of_every_token(server: Running, path: str) -> None:
+    chat_body = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2}
+    body = chat_body if "chat" in path else {"prompt": PROMPT, "logprobs": 2}
+    body |= {"max_tokens": 24, "temperature": 0, "return_token_details": True, "return_token_ids": True}
+    choice = server.post(path, **body).json()["choices"][0]
     details = choice["token_details"]
-    assert [own["id"] for own in details] == choice["token_ids"]
-    assert "".join(own["text"] for own in details) == (choice["text"] if "text" in choice else choice["message"]["content"])
-    assert {own["source"] for own in details} == {"eagle", "target"}
-    for own in details:
-        assert own["accepted"] == (own["source"] == "eagle") == (own["position"] is not None)
-        assert own["logprob"] == own["top"][0]["logprob"]
-        assert len(own["top"]) == 2
-    streamed = server.events(path, **given)
-    assert [own for event in streamed[:-1] for own in event["choices"][0].get("token_details", [])] == details
+    assert [detail["id"] for detail in details] == choice["token_ids"]
+    assert "".join(detail["text"] for detail in details) == (choice["text"] if "text" in choice else choice["message"]["content"])
+    assert {detail["source"] for detail in details} == {"eagle", "target"}
+    for detail in details:
+        assert detail["accepted"] == (detail["source"] == "eagle") == (detail["position"] is not None)
+        assert detail["logprob"] == detail["top"][0]["logprob"]
+        assert len(detail["top"]) == 2
+    streamed = server.events(path, **body)
+    assert [detail for event in streamed[:-1] for detail in event["choices"][0].get("token_details", [])] == details
     assert streamed[-2]["metrics"]["speculative_decoding"]["method"] == "eagle"
 
 
-def test_parameters_reach_the_engine(server: Running, solo: Any) -> None:
-    given: dict[str, Any] = {
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_rejected_draft_tokens_are_returned_on_request(server: Running, path: str) -> None:
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
+    body = prompt | {"max_tokens": 24, "temperature": 0, "return_token_details": True}
+    silent = server.post(path, **body).json()["choices"][0]["token_details"]
+    assert not any("rejected" in detail for detail in silent)
+    answer = server.post(path, **body, speculation={"return_rejected": True}).json()
+    details, spec = answer["choices"][0]["token_details"], answer["metrics"]["speculative_decoding"]
+    rejected = [node for detail in details for node in detail.get("rejected", ())]
+    assert len(rejected) == spec["num_draft_tokens"] - spec["num_accepted_draft_tokens"] > 0
+    assert [detail["id"] for detail in details] == [detail["id"] for detail in silent]
+    for detail in details:
+        for i, node in enumerate(detail.get("rejected", ())):
+            assert node.keys() == {"id", "text", "position", "parent"}
+            assert server.post("/detokenize", tokens=[node["id"]]).json()["prompt"] == node["text"]
+            assert -1 <= node["parent"] < i
+    streamed = server.events(path, **body, speculation={"return_rejected": True})
+    assert [detail for event in streamed[:-1] for detail in event["choices"][0].get("token_details", [])] == details
+
+
+def test_parameters_reach_the_engine(server_with: Callable[..., Running], solo: Any) -> None:
+    server = server_with(allow_priority=True)
+    body: dict[str, Any] = {
         "max_tokens": 20, "min_tokens": 12, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4,
         "ignore_eos": True,
         "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {"5": -50.0},
         "bad_words": ["return"], "stop_token_ids": [7],
     }  # fmt: skip
-    answer = server.post(
-        "/v1/completions", prompt=PROMPT, **given, priority=-3, return_token_ids=True, user="me", unknown_field=1
-    )
-    assert answer.json()["choices"][0]["token_ids"] == solo(PROMPT, **given).outputs[0].token_ids
+    answer = server.post("/v1/completions", prompt=PROMPT, **body, priority=-3, return_token_ids=True, user="me", unknown_field=1)
+    assert answer.json()["choices"][0]["token_ids"] == solo(PROMPT, **body).outputs[0].token_ids
 
 
 def test_usage_may_come_with_every_chunk(server: Running) -> None:
@@ -214,7 +236,7 @@ def test_models_version_and_tokens(client: OpenAI, server: Running) -> None:
     assert chat["count"] == len(chat["tokens"]) > 2
 
 
-def test_a_prefix_that_was_read_before_is_told_in_the_usage(server: Running) -> None:
+def test_usage_reports_cached_prompt_tokens(server: Running) -> None:
     prompt = "# a long beginning that two requests share\n" * 20
     salted = {"prompt": prompt, "max_tokens": 1, "cache_salt": "usage-test"}
     first, second = (server.post("/v1/completions", **salted).json()["usage"] for _ in range(2))
@@ -244,14 +266,14 @@ def test_a_prefix_that_was_read_before_is_told_in_the_usage(server: Running) -> 
         ({"model": "gpt-4"}, 404, "model"),
     ],
 )
-def test_errors_say_which_parameter(server: Running, changes: dict[str, Any], status: int, param: str) -> None:
+def test_errors_name_the_parameter(server: Running, changes: dict[str, Any], status: int, param: str) -> None:
     answer = server.post("/v1/completions", **({"prompt": "x", "max_tokens": 1} | changes))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param)
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_the_client_s_own_exceptions(client: OpenAI) -> None:
+def test_errors_raise_the_client_s_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="pyrite", prompt="x", max_tokens=5000)
     assert caught.value.param == "max_tokens"
@@ -265,14 +287,14 @@ def test_the_client_s_own_exceptions(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     "name", ["best_of", "suffix", "functions", "audio", "prediction", "chat_template", "prompt_embeds", "use_beam_search"]
 )
-def test_what_is_known_but_unsupported_is_refused(server: Running, name: str) -> None:
+def test_unsupported_fields_are_refused(server: Running, name: str) -> None:
     answer = server.post("/v1/completions", prompt="x", max_tokens=1, **{name: "something"})
     assert answer.status_code == 400
     assert name in answer.json()["error"]["message"]
     assert server.post("/v1/completions", prompt="x", max_tokens=1, something_unknown=[1]).status_code == 200
 
 
-def test_a_model_without_a_chat_template_says_so(server: Running, llm: LLM) -> None:
+def test_a_chat_without_a_template_is_refused(server: Running, llm: LLM) -> None:
     assert llm.tokenizer is not None
     template = llm.tokenizer.chat_template
     assert template is not None

@@ -1,8 +1,7 @@
-"""`outrider chat` against a real server and with a model of its own, through pipes and in a terminal."""
+"""`outrider chat` with a real server and with a model in the process, through pipes and in a terminal."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import os
@@ -21,18 +20,20 @@ from typing import Any
 import pytest
 
 from outrider.errors import InvalidParameter, OutriderError
-from outrider.serve.chat import Chat, read_message
+from outrider.serve.chat import Chat
+from outrider.serve.chat_input import piped_message
 from outrider.serve.chat_partner import RemoteModel
 from outrider.serve.chat_screen import printable
 from tests.serve.conftest import Running, until
 
+PROMPT = r">\x08\x1b\[2C"  # as prompt_toolkit draws it
 PARAMS = {"temperature": 0.6, "max_tokens": 16, "seed": 5}
 Talk = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
 def talk(server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
-    """Feeds lines to a chat with the server; what came out, and the remarks."""
+    """Feeds lines to a chat with the server. Returns its standard output and standard error."""
 
     def run(*lines: str, as_text: bool = True) -> tuple[str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
@@ -48,7 +49,7 @@ def complete(server: Running, prompt: str, **changes: Any) -> str:
     return text
 
 
-def test_a_text_goes_on_where_it_ended(server: Running, talk: Talk) -> None:
+def test_text_mode_continues_the_previous_text(server: Running, talk: Talk) -> None:
     first = complete(server, "def add(a, b):")
     second = complete(server, f"def add(a, b):{first}\nclass Sum:\n    x", max_tokens=8)
     out, remarks = talk(
@@ -60,24 +61,24 @@ def test_a_text_goes_on_where_it_ended(server: Running, talk: Talk) -> None:
     assert re.search(r"16 tokens · \d+\.\d tok/s · eagle: \d\.\d\d tokens per round · \d+% of \d+ guesses accepted", remarks)
 
 
-def test_turns_go_through_the_template(server: Running, talk: Talk) -> None:
+def test_messages_go_through_the_chat_template(server: Running, talk: Talk) -> None:
     system = {"role": "system", "content": "Write Python."}
-    said = [system, {"role": "user", "content": "Add numbers."}]
-    first = server.post("/v1/chat/completions", messages=said, **PARAMS).json()["choices"][0]["message"]["content"]
-    said += [{"role": "assistant", "content": first}, {"role": "user", "content": "Again."}]
-    second = server.post("/v1/chat/completions", messages=said, **PARAMS).json()["choices"][0]["message"]["content"]
+    messages = [system, {"role": "user", "content": "Add numbers."}]
+    first = server.post("/v1/chat/completions", messages=messages, **PARAMS).json()["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Again."}]
+    second = server.post("/v1/chat/completions", messages=messages, **PARAMS).json()["choices"][0]["message"]["content"]
     out, _ = talk("/system Write Python.", "Add numbers.", "Again.", as_text=False)
     assert out == f"{first}\n{second}\n"
 
 
-def test_without_a_template_it_says_so_and_goes_on(server: Running, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_template_the_chat_continues_text(server: Running, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.service.llm.tokenizer._hf, "chat_template", None)  # type: ignore[union-attr]
     out, remarks = talk("def add(a, b):", as_text=False)
     assert out == complete(server, "def add(a, b):") + "\n"
     assert "has no chat template: it continues your text" in remarks
 
 
-def test_speculation_is_a_switch(server: Running, talk: Talk) -> None:
+def test_spec_switches_speculation(server: Running, talk: Talk) -> None:
     out, remarks = talk(
         "/spec off", "def add(a, b):", "/reset", "/spec on", "def add(a, b):", "/stats", "/reset", "/spec medusa", "x", "/stats"
     )
@@ -92,7 +93,7 @@ def test_speculation_is_a_switch(server: Running, talk: Talk) -> None:
     assert lines[-2] == "nothing has been answered yet"
 
 
-def test_mistakes_are_told_and_survived(server: Running, talk: Talk) -> None:
+def test_invalid_commands_are_reported_and_the_chat_continues(server: Running, talk: Talk) -> None:
     out, remarks = talk(
         "/nope",
         "/set heat 3",
@@ -108,11 +109,11 @@ def test_mistakes_are_told_and_survived(server: Running, talk: Talk) -> None:
     assert "error: /nope: is no command; there are /help" in remarks
     assert "error: /set: unknown 'heat'; there are temperature" in remarks
     assert "error: /set: seed must be a number, got 'x'" in remarks
-    assert "error: temperature" in remarks  # the server's own words
+    assert "error: temperature" in remarks  # the server's message
     assert "/spec on|off" in remarks
 
 
-def test_servers_that_refuse(server_with: Callable[..., Running]) -> None:
+def test_refusals_of_a_server_are_reported(server_with: Callable[..., Running]) -> None:
     with pytest.raises(InvalidParameter, match="must begin with http"):
         RemoteModel("localhost:8000", None)
     with pytest.raises(OutriderError, match="does not answer .* start one with `outrider serve`"):
@@ -123,14 +124,30 @@ def test_servers_that_refuse(server_with: Callable[..., Running]) -> None:
     assert RemoteModel(server.url + "/v1/", "right").name == "pyrite"
 
 
-def test_model_text_cannot_steer_the_terminal() -> None:
+def test_model_text_cannot_send_control_characters() -> None:
     assert printable("a\x1b[2Jb\x9b1m\rc\td\n\x07é") == "a\ufffd[2Jb\ufffd1m\ufffdc\td\n\ufffdé"
 
 
 def test_input_ends_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('"""one\ntwo'))
-    assert read_message("") == "one\ntwo"
-    assert read_message("") is None
+    assert piped_message() == "one\ntwo"
+    assert piped_message() is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("plain\nnext", "plain"),
+        ("one\\\ntwo\nthree", "one\ntwo"),
+        ('"""one\n\ntwo"""\nthree', "one\n\ntwo"),
+        ('"""\none\n"""\nthree', "one"),
+        ('"""one"""\ntwo', "one"),
+        ('""""""\ntwo', ""),
+    ],
+)
+def test_a_message_may_have_several_lines(typed: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert piped_message() == message
 
 
 class Terminal:
@@ -140,7 +157,8 @@ class Terminal:
         self._master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         command = [sys.executable, "-m", "outrider.cli", "chat", "--seed", "3", "--max-tokens", "900", "--threads", "1", *options]
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+        # no terminal answers the cursor queries of prompt_toolkit
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, preexec_fn=lambda: os.login_tty(slave)
         )
@@ -150,27 +168,14 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def insist(self, key: str, pattern: str) -> str:
-        """Press until it shows.
-
-        Python's readline misses a signal that comes between its last look and its wait for a key; and where the terminal
-        drops its input with the signal just while readline asks for some, readline waits for a key and hears no signal at all.
-        """
-        for _ in range(10):
-            self.type(key)
-            with contextlib.suppress(AssertionError):
-                return self.wait(pattern, seconds=6.0)
-            self.type(" ")
-        raise AssertionError(self.seen)
-
     def wait(self, pattern: str, seconds: float = 60.0) -> str:
-        """Read until something shows; what came since the last one."""
+        """Read until a pattern appears. Returns the output since the last match."""
         deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.seen)):
+        while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, self.seen
             if select.select([self._master], [], [], 0.2)[0]:
                 self.seen += os.read(self._master, 4096).decode(errors="replace")
-        seen, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        seen, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return seen
 
     def close(self) -> None:
@@ -188,14 +193,14 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         return opened[-1]
 
     yield start
-    for own in opened:
-        own.close()
+    for process in opened:
+        process.close()
 
 
 @pytest.mark.parametrize("where", ["server", "process"])
-def test_in_a_terminal(where: str, server: Running, terminal: Callable[..., Terminal]) -> None:
+def test_status_row_history_and_interrupts_in_a_terminal(where: str, server: Running, terminal: Callable[..., Terminal]) -> None:
     chat = terminal("--url", server.url) if where == "server" else terminal()
-    chat.wait("> ")
+    chat.wait(PROMPT)
     chat.type("def load(path):\n")
     seen = chat.wait(
         r"\x1b\[24;1H\x1b\[2K\x1b\[2m\d+ tokens · \d+\.\d tok/s · \d\.\d\d per round · \d+% guessed"
@@ -206,22 +211,21 @@ def test_in_a_terminal(where: str, server: Running, terminal: Callable[..., Term
     assert "\x1b[r" in after  # the whole terminal scrolls again
     if where == "server":
         until(server.is_idle)
-    chat.wait("> ")
+    chat.wait(PROMPT)
     chat.type("/set max_tokens 6\n")
-    chat.wait("max_tokens 6(.|\n)*> ")
-    chat.type("lost")
-    chat.wait("lost")
-    time.sleep(0.2)  # it reads by now: the signal finds it at the prompt
-    chat.insist("\x03", "Ctrl-D or /quit leaves(.|\n)*> ")
-    chat.type("\x1b[A\x1b[A\n")  # the line before the last one, out of readline's history
-    chat.wait(r"def load\(path\):(.|\n)*6 tokens · \d+\.\d tok/s · eagle")
-    chat.wait("> ")
+    chat.wait("max_tokens 6(.|\n)*" + PROMPT)
+    chat.type("lost\x03")
+    chat.wait("Ctrl-D or /quit leaves(.|\n)*" + PROMPT)
+    chat.type("\x1b[A\x1b[A\n")  # the second last line of the history
+    method = "eagle" if where == "server" else "auto"  # the server's method, and the default of a local chat
+    chat.wait(rf"def load\(path\):(.|\n)*6 tokens · \d+\.\d tok/s · {method}")
+    chat.wait(PROMPT)
     chat.type("/quit\n")
     assert chat.process.wait(30) == 0
 
 
 class Silent(BaseHTTPRequestHandler):
-    """A server that has a model and then says nothing until it is let go."""
+    """A server that lists a model and then sends nothing until it is released."""
 
     released = threading.Event()
 
@@ -243,12 +247,12 @@ def test_ctrl_c_ends_the_wait_for_a_silent_server(terminal: Callable[..., Termin
         threading.Thread(target=silent.serve_forever).start()
         try:
             chat = terminal("--url", f"http://127.0.0.1:{silent.server_port}")
-            chat.wait("> ")
+            chat.wait(PROMPT)
             chat.type("hello\n")
             chat.wait("hello")
-            time.sleep(0.5)  # long enough to be waiting
+            time.sleep(0.5)  # long enough that the chat waits for the answer
             chat.type("\x03")
-            chat.wait("stopped · 0 tokens(.|\n)*> ", 20)
+            chat.wait("stopped · 0 tokens(.|\n)*" + PROMPT, 20)
             chat.type("\x04")
             assert chat.process.wait(30) == 0
         finally:

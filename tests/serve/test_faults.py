@@ -1,4 +1,4 @@
-"""Clients that leave, crawl, shout or lie; queues that fill; engines that die. The others never notice."""
+"""Clients that disconnect, are slow or send invalid requests; full queues; dead engines. Other clients are not affected."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ def running(server: Running) -> int:
     return len(server.service.thread.engine.scheduler.running)  # type: ignore[union-attr]
 
 
-def read_until(own: socket.socket, mark: bytes) -> bytes:
-    found = b""
-    while mark not in found:
-        data = own.recv(4096)
-        assert data, found
-        found += data
-    return found
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    received = b""
+    while mark not in received:
+        data = connection.recv(4096)
+        assert data, received
+        received += data
+    return received
 
 
-def test_leaving_a_stream_frees_its_pages(server: Running) -> None:
+def test_disconnecting_from_a_stream_frees_its_pages(server: Running) -> None:
     before = aborted(server)
-    own = server.raw(request_bytes("/v1/completions", LONG | {"stream": True}))
-    read_until(own, b"data: ")
-    own.close()
+    connection = server.raw(request_bytes("/v1/completions", LONG | {"stream": True}))
+    read_until(connection, b"data: ")
+    connection.close()
     until(server.is_idle)
     assert aborted(server) == before + 1
 
 
-def test_leaving_while_it_waits_in_the_queue(server: Running) -> None:
+def test_disconnecting_while_queued(server: Running) -> None:
     before = aborted(server)
     busy = [server.raw(request_bytes("/v1/completions", LONG | {"stream": True})) for _ in range(4)]
-    for own in busy:
-        read_until(own, b"data: ")
+    for connection in busy:
+        read_until(connection, b"data: ")
     waiting = server.raw(request_bytes("/v1/completions", LONG | {"stream": True}))
     until(lambda: server.service.in_flight == 5)
     waiting.close()
     until(lambda: aborted(server) == before + 1)
     assert running(server) == 4
-    for own in busy:
-        own.close()
+    for connection in busy:
+        connection.close()
     until(server.is_idle)
     assert aborted(server) == before + 5
 
 
-def test_leaving_while_the_prompt_is_read(server: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnecting_during_prefill(server: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before, score = aborted(server), llm.engine.runner.score
     read: list[int] = []
 
@@ -72,52 +72,54 @@ def test_leaving_while_the_prompt_is_read(server: Running, llm: LLM, monkeypatch
         return score(batch, drafts, taps)
 
     monkeypatch.setattr(llm.engine.runner, "score", slow)
-    ids = [30 + i % 2000 for i in range(1900)]  # fifteen rounds of reading
-    own = server.raw(request_bytes("/v1/completions", {"prompt": ids, "max_tokens": 2, "stream": True, "cache_salt": "prefill"}))
+    ids = [30 + i % 2000 for i in range(1900)]  # fifteen rounds of prefill
+    connection = server.raw(
+        request_bytes("/v1/completions", {"prompt": ids, "max_tokens": 2, "stream": True, "cache_salt": "prefill"})
+    )
     until(lambda: len(read) > 2)
-    own.close()
+    connection.close()
     until(server.is_idle)
     assert max(read) < 1800, "it was left in the middle of its prompt"
     assert aborted(server) == before + 1
 
 
-def test_leaving_a_request_that_does_not_stream(server: Running) -> None:
+def test_disconnecting_from_a_request_without_a_stream(server: Running) -> None:
     before = aborted(server)
-    own = server.raw(
+    connection = server.raw(
         request_bytes("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True})
     )
     until(lambda: running(server) == 1)
-    own.close()
+    connection.close()
     until(server.is_idle)
     assert aborted(server) == before + 1
 
 
-def test_a_slow_reader_holds_nobody_up_and_is_left_in_the_end(server_with: Starter) -> None:
+def test_a_slow_reader_blocks_no_other_and_is_disconnected(server_with: Starter) -> None:
     server = server_with(limits=Limits(write_s=1.0, backlog=4))
     before = aborted(server)
-    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that little fills it
-    own = socket.socket()
-    server.connections.append(own)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    own.connect(("127.0.0.1", server.port))
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a small buffer is soon full
+    connection = socket.socket()
+    server.connections.append(connection)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.connect(("127.0.0.1", server.port))
     wide = LONG | {"stream": True, "logprobs": 20, "return_token_details": True}  # several kilobytes a token
-    own.sendall(request_bytes("/v1/completions", wide))
-    (ticket,) = iter_until(lambda: list(server.service._tickets))
-    until(lambda: len(ticket._pieces) >= 4)
-    begun = len(ticket.jobs[0].writers[0].from_draft)
+    connection.sendall(request_bytes("/v1/completions", wide))
+    (handle,) = iter_until(lambda: list(server.service._handles))
+    until(lambda: len(handle._chunks) >= 4)
+    tokens = len(handle.jobs[0].processors[0].from_draft)
     assert server.post("/v1/completions", prompt="x = ", max_tokens=8).status_code == 200
-    assert len(ticket._pieces) <= 4 + 1, "what waits for the reader is bounded; the last piece always comes"
-    until(lambda: ticket.open == 0 or len(ticket.jobs[0].writers[0].from_draft) > begun + 8)  # the engine goes on
+    assert len(handle._chunks) <= 4 + 1, "chunks that wait for the reader are bounded; the last chunk is always delivered"
+    until(lambda: handle.open == 0 or len(handle.jobs[0].processors[0].from_draft) > tokens + 8)  # the engine continues
     until(server.is_idle)
     assert aborted(server) == before + 1
 
 
-def iter_until(found: Callable[[], list[Any]]) -> list[Any]:
-    until(lambda: bool(found()))
-    return found()
+def iter_until(look: Callable[[], list[Any]]) -> list[Any]:
+    until(lambda: bool(look()))
+    return look()
 
 
-def test_a_reader_that_lags_loses_nothing(server_with: Starter) -> None:
+def test_a_slow_reader_gets_every_token(server_with: Starter) -> None:
     server = server_with(limits=Limits(backlog=1))
     whole = server.post("/v1/completions", prompt=PROMPT, max_tokens=80, temperature=0).json()["choices"][0]["text"]
     events = server.events("/v1/completions", prompt=PROMPT, max_tokens=80, temperature=0)
@@ -129,13 +131,13 @@ def test_a_reader_that_lags_loses_nothing(server_with: Starter) -> None:
     [b"", b"GET /health HTTP/1.1\r\nHost: local", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nPOST /v1/comp"],
     ids=["nothing", "half a head", "half of a second head"],
 )
-def test_slow_heads_are_cut_off(server_with: Starter, sent: bytes) -> None:
+def test_slow_headers_are_cut_off(server_with: Starter, sent: bytes) -> None:
     server = server_with(limits=Limits(header_s=0.3, body_s=0.3))
-    own = server.raw(sent)
-    found = b""
-    while data := own.recv(4096):  # ends: the server closes it
-        found += data
-    assert b" 408 " in found
+    connection = server.raw(sent)
+    received = b""
+    while data := connection.recv(4096):  # ends when the server closes the connection
+        received += data
+    assert b" 408 " in received
     assert server.http.get("/health").status_code == 200
 
 
@@ -143,15 +145,15 @@ def test_many_idle_connections_do_not_block(server_with: Starter) -> None:
     server = server_with(limits=Limits(header_s=0.3, body_s=0.3))
     idle = [server.raw(b"GET / HT") for _ in range(200)]
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
-    for own in idle:
-        assert b" 408 " in own.recv(4096)
-        own.close()
+    for connection in idle:
+        assert b" 408 " in connection.recv(4096)
+        connection.close()
 
 
 def test_slow_bodies_are_cut_off(server_with: Starter) -> None:
     server = server_with(limits=Limits(header_s=0.3, body_s=0.3))
-    own = server.raw(request_bytes("/v1/completions", {"prompt": "x"})[:-5])
-    answer = read_until(own, b"}}")
+    connection = server.raw(request_bytes("/v1/completions", {"prompt": "x"})[:-5])
+    answer = read_until(connection, b"}}")
     assert b" 408 " in answer
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
@@ -179,7 +181,7 @@ def test_slow_bodies_are_cut_off(server_with: Starter) -> None:
     ],
     ids=lambda body: repr(body[:40]),
 )
-def test_what_is_not_sound_json_gets_400(server: Running, body: bytes) -> None:
+def test_invalid_json_gets_400(server: Running, body: bytes) -> None:
     answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -206,11 +208,11 @@ def test_bodies_beyond_the_limit_get_413(server_with: Starter) -> None:
     assert b" 413 " in read_until(early, b"}}"), "refused before it is sent"
 
 
-def test_heads_beyond_the_limit_get_431(server: Running) -> None:
+def test_headers_beyond_the_limit_get_431(server: Running) -> None:
     assert server.http.get("/version", headers={f"x-{i}": "1" for i in range(150)}).status_code == 431
     assert server.http.get("/version", headers={"x-long": "a" * 70_000}).status_code == 431
-    own = server.raw(b"GET /version HTTP/1.1\r\nx-endless: " + b"a" * 200_000)
-    assert b" 431 " in own.recv(4096)
+    connection = server.raw(b"GET /version HTTP/1.1\r\nx-endless: " + b"a" * 200_000)
+    assert b" 431 " in connection.recv(4096)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def test_heads_beyond_the_limit_get_431(server: Running) -> None:
         ({"bad_words": ["a"] * 2000}, "bad_words"),
         ({"cache_salt": "a" * 300}, "cache_salt"),
     ],
-    ids=lambda own: str(own)[:40],
+    ids=lambda case: str(case)[:40],
 )
 def test_parameters_beyond_their_limits_get_400(server: Running, changes: dict[str, Any], param: str) -> None:
     answer = server.post("/v1/completions", **({"prompt": "x", "max_tokens": 1} | changes))
@@ -247,9 +249,9 @@ def test_a_full_queue_answers_429_without_asking_the_engine(
 
     held = threading.Event()
 
-    def stuck(*given: Any) -> Any:
-        held.wait(60)  # whoever needs the engine for an answer does not get one
-        return score(*given)
+    def stuck(*args: Any) -> Any:
+        held.wait(60)  # a request that needs the engine gets no answer
+        return score(*args)
 
     monkeypatch.setattr(llm.engine.runner, "score", stuck)
     streams = [server.raw(request_bytes("/v1/completions", LONG | {"stream": True})) for _ in range(5)]
@@ -261,22 +263,22 @@ def test_a_full_queue_answers_429_without_asking_the_engine(
         assert answer.json()["error"]["code"] == "queue_full"
     assert not held.is_set()
     held.set()
-    for own in streams:
-        own.close()
+    for stream in streams:
+        stream.close()
     monkeypatch.undo()
     until(server.is_idle)
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
 
 
-def test_keep_alive_comments_while_nothing_comes(server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_alive_comments_without_output(server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_with(ping_s=0.05)
     score = llm.engine.runner.score
-    monkeypatch.setattr(llm.engine.runner, "score", lambda *given: time.sleep(0.2) or score(*given))
-    own = server.raw(request_bytes("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "stream": True}))
-    found = read_until(own, b"[DONE]")
-    assert b": keep-alive\n\n" in found
-    assert found.index(b": keep-alive") < found.index(b"data: ")
-    own.close()
+    monkeypatch.setattr(llm.engine.runner, "score", lambda *args: time.sleep(0.2) or score(*args))
+    connection = server.raw(request_bytes("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "stream": True}))
+    received = read_until(connection, b"[DONE]")
+    assert b": keep-alive\n\n" in received
+    assert received.index(b": keep-alive") < received.index(b"data: ")
+    connection.close()
 
 
 def test_stream_interval_gathers_tokens(server_with: Starter) -> None:
@@ -287,13 +289,13 @@ def test_stream_interval_gathers_tokens(server_with: Starter) -> None:
     assert all(count >= 16 for count in counts[:-1])
 
 
-def test_a_forward_that_fails_costs_its_own_request_only(server: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_forward_fails_only_its_request(server: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     score = llm.engine.runner.score
 
-    def broken(batch: Any, *given: Any) -> Any:
+    def broken(batch: Any, *args: Any) -> Any:
         if any(seq.request.prompt_ids[0] == 77 for seq in batch.sequences):
             raise RuntimeError("secret detail")
-        return score(batch, *given)
+        return score(batch, *args)
 
     monkeypatch.setattr(llm.engine.runner, "score", broken)
     answer = server.post("/v1/completions", prompt=[77, 5], max_tokens=4)
@@ -306,7 +308,7 @@ def test_a_forward_that_fails_costs_its_own_request_only(server: Running, llm: L
     until(server.is_idle)
 
 
-def test_a_dead_engine_is_told_to_everybody(llm: LLM, server_with: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_fails_all_requests(llm: LLM, server_with: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_with(drain_s=0.1)
     stream = server.raw(request_bytes("/v1/completions", LONG | {"stream": True}))
     read_until(stream, b"data: ")
@@ -315,8 +317,8 @@ def test_a_dead_engine_is_told_to_everybody(llm: LLM, server_with: Starter, monk
         raise MemoryError("no more")
 
     monkeypatch.setattr(llm.engine.scheduler, "next", broken)
-    found = read_until(stream, b"[DONE]")
-    assert b'"engine_dead"' in found
+    received = read_until(stream, b"[DONE]")
+    assert b'"engine_dead"' in received
     until(lambda: server.http.get("/health").status_code == 503)
     assert server.http.get("/health").json() == {"status": "dead"}
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 503

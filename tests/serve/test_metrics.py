@@ -1,4 +1,4 @@
-"""Metrics in the field's names, counts that add up, the dashboard's snapshot, and traces."""
+"""Metrics with vLLM's names, counts that add up, the dashboard's snapshot, and traces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import LLM
+from outrider._version import __version__
+from outrider.serve.latency import bucket_quantile
 from outrider.serve.settings import Settings
 from outrider.serve.trace import Tracer
 from tests.serve.conftest import Running
@@ -22,7 +24,7 @@ NAMES = (
 
 
 def read(server: Running) -> dict[str, float]:
-    """Every sample by its name and its labels beside the model's."""
+    """Every sample by its name and its labels, without the model's label."""
     out = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
         for sample in family.samples:
@@ -31,7 +33,7 @@ def read(server: Running) -> dict[str, float]:
     return out
 
 
-def test_names_and_sums(server: Running) -> None:
+def test_metrics_have_vllm_s_names_and_add_up(server: Running) -> None:
     before = read(server)
     tokens = 0
     for seed in range(3):
@@ -41,7 +43,7 @@ def test_names_and_sums(server: Running) -> None:
     now = read(server)
     families = {name.removeprefix("outrider:").split("{")[0] for name in now}
     for name in NAMES:
-        assert any(own == name or own.startswith(f"{name}_") for own in families), name
+        assert any(family == name or family.startswith(f"{name}_") for family in families), name
 
     def grown(name: str) -> float:
         return now[f"outrider:{name}"] - before.get(f"outrider:{name}", 0.0)
@@ -61,6 +63,39 @@ def test_names_and_sums(server: Running) -> None:
     assert now["outrider:num_requests_running"] == now["outrider:kv_cache_usage_perc"] == 0
 
 
+def test_answers_are_counted_by_route_and_status(server: Running) -> None:
+    def count(route: str, status: int) -> float:
+        return read(server).get(f"outrider:http_requests_total{{route={route},status={status}}}", 0.0)
+
+    requests = [
+        ("/v1/completions", 200),
+        ("/v1/completions", 400),
+        ("/v1/models/{name:path}", 404),
+        ("other", 404),
+        ("/version", 403),
+    ]
+    before = [count(*one) for one in requests]
+    server.post("/v1/completions", prompt="x", max_tokens=1)
+    server.post("/v1/completions", prompt="x", max_tokens=-1)
+    server.http.get("/v1/models/nobody/knows/this")
+    server.http.get("/no/such/path")
+    server.http.get("/version", headers={"Origin": "http://evil.example"})
+    assert [count(*one) for one in requests] == [value + 1 for value in before]
+
+
+def test_the_phases_of_a_request_and_the_process_are_measured(server: Running) -> None:
+    before = read(server)
+    server.post("/v1/completions", prompt="def main(", max_tokens=8, n=2, seed=1)
+    now = read(server)
+    for phase, count in (("preparation", 1), ("prefill", 2), ("decode", 2)):
+        name = f"outrider:request_{phase}_time_seconds"
+        assert now[f"{name}_count"] - before.get(f"{name}_count", 0) == count, phase
+        assert now[f"{name}_sum"] >= before.get(f"{name}_sum", 0)
+    assert now["process_resident_memory_bytes"] > 0
+    assert now["process_open_fds"] > 0
+    assert any(name.startswith("outrider:build_info{") and f"version={__version__}" in name for name in now)
+
+
 def test_a_drafter_s_faults_are_counted_by_kind(server: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError(f"at {id(object())}")
@@ -70,11 +105,11 @@ def test_a_drafter_s_faults_are_counted_by_kind(server: Running, llm: LLM, monke
     answer = server.post("/v1/completions", prompt="def main(", max_tokens=12, temperature=0).json()
     assert answer["choices"][0]["text"] == plain["choices"][0]["text"]
     assert "RuntimeError" in answer["metrics"]["speculative_decoding"]["fallback_reason"]
-    found = [name for name in read(server) if name.startswith("outrider:spec_decode_fallbacks_total")]
-    assert found == ["outrider:spec_decode_fallbacks_total{reason=EagleDrafter.propose: RuntimeError}"]
+    fallbacks = [name for name in read(server) if name.startswith("outrider:spec_decode_fallbacks_total")]
+    assert fallbacks == ["outrider:spec_decode_fallbacks_total{reason=EagleDrafter.propose: RuntimeError}"]
 
 
-def test_the_snapshot_for_the_dashboard(server: Running) -> None:
+def test_stats_has_the_dashboard_s_fields(server: Running) -> None:
     server.post("/v1/completions", prompt="def main(", max_tokens=16, temperature=0)
     stats = server.http.get("/stats").json()
     assert set(stats) >= {
@@ -88,24 +123,52 @@ def test_the_snapshot_for_the_dashboard(server: Running) -> None:
     assert stats["finished"]["length"] > 0
 
 
-def test_traces_say_what_a_request_did(llm: LLM, server_with: Callable[..., Running]) -> None:
+def test_spans_describe_a_request(llm: LLM, server_with: Callable[..., Running]) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    server_with(drain_s=0.5)  # stops the one before, which shares the engine
+    server_with(drain_s=0.5)  # stops the previous server, which shares the engine
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     other = server_with(drain_s=0.4)
     other.app.state.tracer = Tracer(provider)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     body = {"prompt": "def main(", "max_tokens": 9, "temperature": 0}
-    other.http.post("/v1/completions", json=body, headers={"traceparent": parent})
+    other.http.post("/v1/completions", json=body, headers={"traceparent": parent, "X-Request-Id": "mine-1"})
     (span,) = exporter.get_finished_spans()
     assert span.attributes is not None
     assert span.attributes["gen_ai.usage.output_tokens"] == 9
+    assert span.attributes["http.request.header.x-request-id"] == ("mine-1",)
     assert span.attributes["gen_ai.request.model"] == Settings().model_name
     assert span.parent is not None
     assert f"{span.parent.trace_id:032x}" in parent
     assert "def main(" not in str(span.to_json()), "no prompts in traces"
     provider.shutdown()
+
+
+def test_stats_has_latencies(server_with: Callable[..., Running]) -> None:
+    server = server_with(model_name="timed")  # a server without finished requests
+    assert server.http.get("/stats").json()["latency"]["requests"] == 0
+    firsts, totals = [], []
+    for seed in range(5):
+        timings = server.post("/v1/completions", prompt="def main(", max_tokens=8 + seed, seed=seed).json()["metrics"]["timings"]
+        firsts.append(timings["first_token_ms"])
+        totals.append(timings["total_ms"])
+    latency = server.http.get("/stats").json()["latency"]
+    assert latency["requests"] == 5
+    assert latency["first_token_ms"] == pytest.approx({"p50": sorted(firsts)[2], "p95": sorted(firsts)[4]}, abs=0.01)
+    assert latency["total_ms"] == pytest.approx({"p50": sorted(totals)[2], "p95": sorted(totals)[4]}, abs=0.01)
+    assert 0 <= latency["queue_ms"]["p50"] <= latency["queue_ms"]["p95"] <= latency["first_token_ms"]["p95"]
+    assert 0 < latency["inter_token_ms"]["p50"] <= latency["inter_token_ms"]["p95"] <= max(totals)
+
+
+def test_bucket_quantile_interpolates() -> None:
+    assert bucket_quantile((1.0, 2.0, 4.0), [0, 0, 0, 0], 0.5) is None
+    assert bucket_quantile((1.0, 2.0, 4.0), [0, 10, 0, 0], 0.5) == 1.5
+    assert bucket_quantile((1.0, 2.0, 4.0), [5, 0, 5, 0], 0.95) == 3.8
+    assert bucket_quantile((1.0, 2.0, 4.0), [0, 0, 0, 3], 0.5) == 4.0  # values beyond the last bound count as the bound
+
+
+def test_stats_states_whether_the_model_is_bundled(server: Running) -> None:
+    assert server.http.get("/stats").json()["bundled"] is True

@@ -1,4 +1,4 @@
-"""The files in deploy/ fit the server: every metric the dashboard names is served, and the other way round."""
+"""The files in deploy/ match the server: the dashboard's metrics are exactly the server's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
+    return content
 
 
 def queries(dashboard: dict[str, Any]) -> list[str]:
@@ -40,11 +40,11 @@ def test_dashboard_groups_by_labels_that_exist(server: Running, dashboard: dict[
     server.post("/v1/completions", prompt="def f(", max_tokens=16, seed=1)
     text = server.http.get("/metrics").text
     labels = {
-        name: set(re.findall(r"(\w+)=\"", given)) for name, given in re.findall(r"^(outrider:\w+)\{(.*)\}", text, re.MULTILINE)
+        name: set(re.findall(r"(\w+)=\"", pairs)) for name, pairs in re.findall(r"^(outrider:\w+)\{(.*)\}", text, re.MULTILINE)
     }
     for expr in queries(dashboard):
         for wanted, name in re.findall(r"by \(([\w, ]+)\) \((?:rate\()?(outrider:\w+)", expr):
-            if name in labels:  # those without a value yet, such as fallbacks, show no labels
+            if name in labels:  # metrics without a value yet, such as fallbacks, have no labels
                 assert set(wanted.split(", ")) - {"instance"} <= labels[name], expr
     assert {"position", "method", "finished_reason", "state", "reason"} <= set().union(*labels.values())
 
@@ -54,14 +54,14 @@ def test_dashboard_is_well_formed(dashboard: dict[str, Any]) -> None:
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = [(x, y) for panel in panels for x, y in _cells(panel["gridPos"])]
-    assert len(set(taken)) == len(taken)  # no panel lies on another
+    assert len(set(taken)) == len(taken)  # no two panels overlap
     assert max(x for x, _ in taken) == 23
-    variables = {own["name"] for own in dashboard["templating"]["list"]}
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(panels))) - {"__rate_interval"}
     assert used == variables
 
 
-def test_prometheus_asks_where_the_server_listens() -> None:
+def test_prometheus_scrapes_the_default_address() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
     settings = Settings()

@@ -1,4 +1,4 @@
-"""Tools: requests checked, prompts rendered, calls forced by grammars and read back, whole and in pieces."""
+"""Tools: checked requests, rendered prompts, calls forced by grammars, and calls parsed from complete and streamed text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.errors import InvalidParameter
-from outrider.serve.tools import (
-    FAMILIES,
-    ToolStream,
-    check_tools,
-    family_of,
-    parse_tool_calls,
-    tool_grammar,
-    with_tools,
-)
+from outrider.serve.tool_calls import ToolStream, parse_tool_calls
+from outrider.serve.tools import FAMILIES, check_tools, family_of, tool_grammar, with_tools
 from outrider.text import Tokenizer
 from tests.support import write_tokenizer
 
@@ -49,7 +42,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 LOOSE = FLAGS | {"properties": {"on": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}}
-ENFORCED = SCHEMAS | {"set_flags": LOOSE}  # uniqueItems is not
+ENFORCED = SCHEMAS | {"set_flags": LOOSE}  # uniqueItems cannot be enforced
 NAMED = {"type": "function", "function": {"name": "set_flags"}}
 ARGUMENTS = '{"city": "a } \\" b", "path": "C:\\\\", "deep": [{"x": "]"}], "é": 1.5}'
 
@@ -77,7 +70,7 @@ def read(text: str, family: str) -> tuple[str | None, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("tools", "choice", "said"),
+    ("tools", "choice", "message"),
     [
         ([{}], None, "tools: must hold"),
         (["now"], None, "tools: must hold"),
@@ -93,12 +86,12 @@ def read(text: str, family: str) -> tuple[str | None, list[tuple[str, str]]]:
         (TOOLS, {"type": "function"}, "tool_choice: names None"),
     ],
 )
-def test_malformed_tools(tools: Any, choice: Any, said: str) -> None:
-    with pytest.raises(InvalidParameter, match=said):
+def test_malformed_tools_are_refused(tools: Any, choice: Any, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
         check_tools(tools, choice)
 
 
-def test_choices_in_short() -> None:
+def test_check_tools_normalises_the_choice() -> None:
     assert [check_tools(TOOLS, choice) for choice in (None, "auto", "none", "required", NAMED)] == [
         "auto",
         "auto",
@@ -124,7 +117,7 @@ def test_choices_in_short() -> None:
         ('{% if tools %}{"name": x, "parameters": y}{% endif %}ipython', "llama3"),
     ],
 )
-def test_families(template: str | None, family: str) -> None:
+def test_family_of_recognises_templates(template: str | None, family: str) -> None:
     assert family_of(template) == family
 
 
@@ -132,7 +125,7 @@ def test_families(template: str | None, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_are_read(family: str) -> None:
+def test_calls_are_parsed(family: str) -> None:
     one, two = ("get_weather", ARGUMENTS), ("now", "{}")
     assert read(written(family, one), family) == (None, [one])
     assert read(written(family, one, two, one), family) == (None, [one, two, one])
@@ -144,7 +137,7 @@ def test_calls_are_read(family: str) -> None:
         assert read(f"{written(family, two)}\nDone.", family) == ("Done.", [two])
 
 
-def test_other_spellings() -> None:
+def test_other_spellings_of_calls_are_parsed() -> None:
     assert read('<|python_tag|>{"type": "function", "name": "now", "parameters": {}}', "llama3") == (None, [("now", "{}")])
     backwards = '<tool_call>{"arguments": {"on": []}, "name": "set_flags"}</tool_call>'
     assert read(backwards, "hermes") == (None, [("set_flags", '{"on": []}')])
@@ -172,41 +165,41 @@ def test_other_spellings() -> None:
         ("marked", "<|tool|> is a token"),
     ],
 )
-def test_what_is_no_call_stays_text(family: str, text: str) -> None:
+def test_malformed_calls_stay_text(family: str, text: str) -> None:
     assert read(text, family) == (text, [])
     if text.endswith(">"):
         assert read(f"{text} then {written('hermes', ('now', '{}'))}", "hermes")[1][-1:] == [("now", "{}")]
 
 
-def test_arguments_cut_short_are_told_as_far_as_they_go() -> None:
+def test_incomplete_arguments_are_returned_as_written() -> None:
     text = written("hermes", ("get_weather", ARGUMENTS))
     assert read(text[: text.index("deep")], "hermes") == (None, [("get_weather", ARGUMENTS[: ARGUMENTS.index("deep")])])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_pieces_tell_the_same(family: str) -> None:
-    """Names come once and first, arguments flow, and the whole is what the text gives at once."""
+def test_a_stream_in_any_chunks_gives_the_same_calls(family: str) -> None:
+    """Names come once and first, arguments are streamed, and the result equals that of the complete text."""
     rng = random.Random(family)
     calls = written(family, ("get_weather", ARGUMENTS), ("set_flags", '{"on":\n[true]}'))
     bad = written(family, ("rm", "{}"))
     for text in (calls, f"Hm.\n\n{calls} so", f"{bad}\n{calls}", f"a <tool_ {calls}", f" {bad} "):
         for size in (1, 2, 5, 40):
-            stream, content, found = ToolStream(TOOLS, family), "", []
-            rest, deltas = text, []
-            while rest:
+            stream, content, parsed = ToolStream(TOOLS, family), "", []
+            remaining, deltas = text, []
+            while remaining:
                 cut = rng.randint(1, size)
-                deltas += stream.push(rest[:cut])
-                rest = rest[cut:]
+                deltas += stream.push(remaining[:cut])
+                remaining = remaining[cut:]
             for delta in [*deltas, *stream.finish()]:
                 if delta.index is None:
                     content += delta.content
                     continue
-                assert (delta.id is not None) == (delta.name is not None) == (delta.index == len(found))
+                assert (delta.id is not None) == (delta.name is not None) == (delta.index == len(parsed))
                 if delta.id is not None:
-                    found.append([delta.name, ""])
-                found[delta.index][1] += delta.arguments
-            assert (content, [tuple(own) for own in found]) == (read(text, family)[0] or "", read(text, family)[1])
-            assert stream.called == bool(found)
+                    parsed.append([delta.name, ""])
+                parsed[delta.index][1] += delta.arguments
+            assert (content, [tuple(call) for call in parsed]) == (read(text, family)[0] or "", read(text, family)[1])
+            assert stream.called == bool(parsed)
     one_by_one = ToolStream(TOOLS, family)
     assert sum(bool(one_by_one.push(letter)) for letter in calls) > 20
 
@@ -248,7 +241,7 @@ def test_a_template_that_knows_none_gets_text(tmp_path: Path) -> None:
     assert read(messages[2]["content"], "default") == (None, [("now", '{"a": 1}')])
     assert all(tool["function"]["name"] in tokenizer.decode(tokenizer.chat(messages)) for tool in TOOLS)
     assert with_tools(MESSAGES[1:2], TOOLS, "default")[0]["role"] == "system"
-    assert MESSAGES[2]["content"] is None, "the request's own messages stay as they are"
+    assert MESSAGES[2]["content"] is None, "the request's messages are not modified"
 
 
 def test_templates_are_sandboxed(tmp_path: Path) -> None:
@@ -271,8 +264,8 @@ def loaded() -> LLM:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_required_and_named_calls_come(family: str) -> None:
-    """In each family's own format, with arguments that fit the schema, and the same tokens without speculation."""
+def test_required_and_named_tools_are_called(family: str) -> None:
+    """The call has the family's format and arguments that fit the schema, and the tokens are the same without speculation."""
     llm = loaded()
     assert llm.tokenizer is not None
     prompt = llm.tokenizer.chat(with_tools(MESSAGES[:2], TOOLS, family), tools=TOOLS)
@@ -303,3 +296,30 @@ def test_control_tokens_are_used_where_they_exist() -> None:
     assert by_token is not None
     assert f"<[{tokenizer.table()['<|tool|>']}]>" in by_token.value
     assert '"<|tool|>"' in tool_grammar(TOOLS, NAMED, "marked").value  # type: ignore[union-attr]
+
+
+# calls cut short
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_cut_anywhere_leaves_no_marker(family: str) -> None:
+    """The text is cut at every letter. The text before the call stays, the call is reported as far as it is known."""
+    one, two = ("get_weather", ARGUMENTS), ("now", "{}")
+    for before in ("",) if family == "llama3" else ("", "Let me see.\n"):
+        text = before + written(family, one, two)
+        for end in range(len(text) + 1):
+            content, calls = parse_tool_calls(text[:end], TOOLS, family, cut=True)
+            assert before.rstrip().startswith((content or "").rstrip()), (end, content)
+            assert all(call.name in SCHEMAS for call in calls)
+            assert [call.arguments for call in calls[:-1]] == [ARGUMENTS] * len(calls[:-1])
+            stream, streamed = ToolStream(TOOLS, family), ""
+            for letter in text[:end]:
+                streamed += "".join(delta.content for delta in stream.push(letter))
+            assert streamed + "".join(delta.content for delta in stream.finish(cut=True)) == (content or "")
+        assert read(text, family)[1] == [one, two]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_without_a_call_is_never_cut(family: str) -> None:
+    for text in ("No call.", " spaced \n", "a < b", "x [TOOLS] y", "", "{}" if family != "llama3" else "x {}"):
+        assert parse_tool_calls(text, TOOLS, family, cut=True) == (text, [])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import InvalidParameter, ModelError
-from outrider.train.data import Rows, TokenStore, write_store
+from outrider.train.data import TokenStore, TrainingRows, write_store
 
 LENGTHS = [7, 1, 12, 30, 3, 9, 21]
 
@@ -36,7 +36,7 @@ def test_wide_vocabularies_take_wide_ids(tmp_path: Path) -> None:
 
 
 def test_an_epoch_reads_every_position_once(store: TokenStore) -> None:
-    rows = Rows(store, 8, seed=3)
+    rows = TrainingRows(store, 8, seed=3)
     inputs = np.concatenate([rows.batch(i, 1)[0, :-1] for i in range(rows.per_epoch)])
     words = inputs[inputs != 0]
     assert len(set(words.tolist())) == words.size
@@ -45,7 +45,7 @@ def test_an_epoch_reads_every_position_once(store: TokenStore) -> None:
 
 def test_boundaries_hold(store: TokenStore) -> None:
     """Within a row a token is followed by its successor in the document, or by the end of it."""
-    rows = Rows(store, 8, seed=1)
+    rows = TrainingRows(store, 8, seed=1)
     ends = {i * 100 + n for i, n in enumerate(LENGTHS)}
     for row in rows.batch(0, rows.per_epoch):
         for left, right in pairwise(row.tolist()):
@@ -58,20 +58,20 @@ def test_boundaries_hold(store: TokenStore) -> None:
 
 
 def test_batches_are_a_function_of_seed_and_step(store: TokenStore) -> None:
-    first, second = Rows(store, 8, seed=5), Rows(store, 8, seed=5)
+    first, second = TrainingRows(store, 8, seed=5), TrainingRows(store, 8, seed=5)
     later = [second.batch(step, 4) for step in range(6)]
     assert np.array_equal(first.batch(5, 4), later[5])  # without the steps before it
     assert np.array_equal(first.batch(0, 4), later[0])
-    assert not np.array_equal(Rows(store, 8, seed=6).batch(0, 4), later[0])
+    assert not np.array_equal(TrainingRows(store, 8, seed=6).batch(0, 4), later[0])
     epoch = first.per_epoch
     assert not np.array_equal(first.batch(0, epoch), first.batch(1, epoch))
 
 
 def test_a_corpus_too_small_is_refused(store: TokenStore) -> None:
     with pytest.raises(InvalidParameter, match="90 tokens to train on, one batch needs 1025"):
-        Rows(store, 64, seed=0).require(16)
+        TrainingRows(store, 64, seed=0).require(16)
 
 
 def test_a_missing_store_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="prepare the corpus again"):
+    with pytest.raises(ModelError, match="read the text again"):
         TokenStore.open(tmp_path, "train")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -20,22 +19,26 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from outrider.errors import InvalidParameter, ModelError, OutriderError
+from outrider.train import loop as loop_module
 from outrider.train.checkpoint import Position, guarded_write, load_checkpoint, save_checkpoint
-from outrider.train.data import Rows
-from outrider.train.lm import LmTask, Shape, new_decoder
-from outrider.train.loop import Budget, LoopOptions, Outcome, Schedule, train
+from outrider.train.corpus import TokenCorpus
+from outrider.train.data import TrainingRows
+from outrider.train.loop import Budget, LoopOptions, Schedule, TrainingOutcome, train
 from outrider.train.optim import OptimOptions, build_optimizers
-from outrider.train.prepare import Prepared
+from outrider.train.progress import Report, plot_panels
+from outrider.train.shapes import DecoderShape, new_decoder
+from recipes.pyrite.lm import LmTask
+from recipes.pyrite.packages import environment as recipe_environment
 
 CPU = torch.device("cpu")
 
 
-def run(prepared: Prepared, options: LoopOptions, seed: int = 0, lr: float = 0.02) -> tuple[Outcome, torch.nn.Module]:
-    shape = Shape(layers=1, hidden=32, heads=2, kv_heads=1, ffn=48, vocab=prepared.vocab, context=32)
+def run(prepared: TokenCorpus, options: LoopOptions, seed: int = 0, lr: float = 0.02) -> tuple[TrainingOutcome, torch.nn.Module]:
+    shape = DecoderShape(layers=1, hidden=32, heads=2, kv_heads=1, ffn=48, vocab=prepared.vocab, context=32)
     decoder = new_decoder(shape.config(0), seed, CPU)
     task = LmTask(decoder, {"heldout": prepared.store("heldout_packages")}, eval_rows=4)
     optimizers = build_optimizers(decoder, OptimOptions(lr=lr, adam_lr=0.01))
-    return train(task, Rows(prepared.store("train"), 32, seed), optimizers, options), decoder
+    return train(task, TrainingRows(prepared.store("train"), 32, seed), optimizers, options), decoder
 
 
 def steps(directory: Path, count: int, **fields: object) -> LoopOptions:
@@ -67,7 +70,37 @@ def test_a_budget_is_steps_or_seconds() -> None:
     assert Budget(seconds=10.0).progress(Position(99, 5.0)) == 0.5
 
 
-def test_loss_falls_and_metrics_are_written(prepared: Prepared, tmp_path: Path) -> None:
+def test_the_first_step_is_reported_at_once(prepared: TokenCorpus, tmp_path: Path) -> None:
+    run(prepared, steps(tmp_path, 3, log_every_s=1e6))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 3]
+
+
+@pytest.mark.parametrize(("speed", "shown"), [(412.6, " 413 tok/s"), (8200.0, " 8,200 tok/s"), (123456.0, " 123k tok/s")])
+def test_the_speed_of_a_cpu_is_a_number_too(speed: float, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Report("lm", None).train({"step": 1, "loss": 3.0, "tokens_per_s": speed}, 0.1, 9.0)
+    assert shown in capsys.readouterr().out
+
+
+def test_a_step_is_evaluated_once(prepared: TokenCorpus, tmp_path: Path) -> None:
+    run(prepared, steps(tmp_path, 3, eval_every_s=1e-9))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "eval"] == [1, 2, 3]
+
+
+def test_the_plot_has_a_panel_for_each_unit() -> None:
+    records = [
+        {"kind": "train", "step": 1, "loss": 3.0},
+        {"kind": "eval", "step": 1, "eagle_loss": 2.5, "eagle_first": 0.4, "eagle_tokens_per_round": 1.8},
+    ]
+    assert plot_panels(records) == {
+        "nats per token": {"train": [(1, 3.0)], "eagle_loss": [(1, 2.5)]},
+        "share of first tokens right": {"eagle_first": [(1, 0.4)]},
+        "tokens per round": {"eagle_tokens_per_round": [(1, 1.8)]},
+    }
+
+
+def test_loss_falls_and_metrics_are_written(prepared: TokenCorpus, tmp_path: Path) -> None:
     outcome, _ = run(prepared, steps(tmp_path, 60, log_every_s=0.0))
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["kind"] == "train"]
@@ -78,32 +111,59 @@ def test_loss_falls_and_metrics_are_written(prepared: Prepared, tmp_path: Path) 
     assert outcome.position.tokens == 60 * 4 * 32
 
 
-def test_micro_batches_give_the_same_update(prepared: Prepared, tmp_path: Path) -> None:
-    _, whole = run(prepared, steps(tmp_path / "a", 3))
+def test_micro_batches_give_the_same_update(prepared: TokenCorpus, tmp_path: Path) -> None:
+    _, full = run(prepared, steps(tmp_path / "a", 3))
     _, parts = run(prepared, steps(tmp_path / "b", 3, micro_rows=1))
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+    for one, other in zip(full.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
 
-def test_a_time_budget_ends_in_time(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_time_budget_ends_in_time(prepared: TokenCorpus, tmp_path: Path) -> None:
     begin = time.monotonic()
     outcome, _ = run(prepared, LoopOptions(Budget(seconds=0.5), tmp_path, rows=4))
     assert 0.5 <= outcome.position.seconds < 1.0
     assert time.monotonic() - begin < 3.0
 
 
+def test_a_step_ends_when_the_time_is_up(prepared: TokenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step longer than the whole budget: it ends after the forward in which the time runs out, with the mean of what it saw."""
+    now, losses = [100.0], list[float]()
+    monkeypatch.setattr(loop_module.time, "monotonic", lambda: now[0])
+    task_loss = LmTask.loss
+
+    def slow(self: LmTask, tokens: torch.Tensor) -> torch.Tensor:
+        now[0] += 1.0
+        found = task_loss(self, tokens)
+        losses.append(float(found.detach()))
+        return found
+
+    def descent(module: torch.nn.Module, options: OptimOptions) -> list[torch.optim.Optimizer]:
+        """Steps as long as the gradients are, which those of Muon and Adam are not."""
+        return [torch.optim.SGD([{"params": list(module.parameters()), "peak": 100.0}], lr=100.0)]
+
+    monkeypatch.setattr(LmTask, "loss", slow)
+    monkeypatch.setattr(sys.modules[__name__], "build_optimizers", descent)
+    options = LoopOptions(Budget(seconds=2.5), tmp_path, rows=16, micro_rows=2, clip=0.0)
+    outcome, partly = run(prepared, options)
+    assert (outcome.position.step, outcome.position.tokens) == (1, 3 * 2 * 32)
+    assert outcome.loss == pytest.approx(sum(losses) / 3)
+    _, whole = run(prepared, steps(tmp_path / "whole", 1, rows=6, micro_rows=2, clip=0.0))
+    for one, other in zip(partly.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 def test_an_interrupted_run_resumes_to_the_same_weights(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: TokenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, straight = run(prepared, steps(tmp_path / "straight", 17))
-    batch = Rows.batch
+    batch = TrainingRows.batch
 
-    def fail_at_12(self: Rows, step: int, rows: int) -> object:
+    def fail_at_12(self: TrainingRows, step: int, rows: int) -> object:
         if step == 12:
             raise MemoryError("gone")
         return batch(self, step, rows)
 
-    monkeypatch.setattr(Rows, "batch", fail_at_12)
+    monkeypatch.setattr(TrainingRows, "batch", fail_at_12)
     with pytest.raises(MemoryError):
         run(prepared, steps(tmp_path / "broken", 17))
     monkeypatch.undo()
@@ -114,15 +174,15 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert not same(straight, other)
 
 
-def test_a_killed_process_resumes_to_the_same_weights(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_killed_process_resumes_to_the_same_weights(prepared: TokenCorpus, tmp_path: Path) -> None:
     """SIGKILL at a random moment after the first checkpoint, then the same command again."""
 
     def command(name: str) -> list[str]:
         size = "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn 48 --context 32 --rows 4 --steps 200 --checkpoint-steps 7"
         where = ["--data", str(prepared.directory), "--out", str(tmp_path / name), "--work", str(tmp_path / f"{name}.work")]
-        return [sys.executable, "-m", "outrider.train", "lm", *where, *size.split(), "--no-compile", "--device", "cpu"]
+        return [sys.executable, "-m", "recipes.pyrite", "lm", *where, *size.split(), "--no-compile", "--device", "cpu"]
 
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = recipe_environment() | {"OMP_NUM_THREADS": "1"}
     victim = subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL)
     checkpoint = tmp_path / "killed.work" / "checkpoint.safetensors"
     deadline = time.monotonic() + 120
@@ -147,17 +207,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 @contextmanager
-def small_disk(most: int) -> Iterator[None]:
-    """Writes beyond `most` bytes of a file fail, as on a full disk."""
+def small_disk(max_bytes: int) -> Iterator[None]:
+    """Writes beyond `max_bytes` bytes of a file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_intact(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint_intact(prepared: TokenCorpus, tmp_path: Path) -> None:
     run(prepared, steps(tmp_path, 5))
     before = (tmp_path / "checkpoint.safetensors").read_bytes()
     with small_disk(20_000), pytest.raises(OutriderError, match=r"checkpoint\.safetensors.*last good one is intact"):
@@ -184,6 +244,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, large, [])
 
 
-def test_a_loss_that_explodes_is_an_error(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_loss_that_explodes_is_an_error(prepared: TokenCorpus, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="not finite"):
         run(prepared, steps(tmp_path, 30, log_every_s=0.0, clip=0.0), lr=float("inf"))

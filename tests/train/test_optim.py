@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outrider.train.attention import causal_attend, fastest_kernel
-from outrider.train.lm import Shape, new_decoder
 from outrider.train.optim import Muon, OptimOptions, build_optimizers, orthogonalise, scale_rates
+from outrider.train.shapes import DecoderShape, new_decoder
 
-SHAPE = Shape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64, context=16)
+SHAPE = DecoderShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64, context=16)
 CPU = torch.device("cpu")
 
 

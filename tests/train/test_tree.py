@@ -16,10 +16,12 @@ from outrider.heads import load_medusa
 from outrider.model import load_decoder
 from outrider.train.acceptance import served, written_for
 from outrider.train.cli import app
-from outrider.train.companions import MedusaShape, Trial, export, judge, measure_tree, new_medusa
+from outrider.train.corpus import TokenCorpus
+from outrider.train.evaluation import EvaluationText, evaluate_drafter, measure_tree
+from outrider.train.export import export
 from outrider.train.frozen import FrozenTarget
-from outrider.train.prepare import Prepared
-from outrider.train.students import DraftStudent
+from outrider.train.networks import DraftModelNetwork
+from outrider.train.shapes import MedusaShape, new_medusa
 from outrider.train.tree import expected, static_tree, token_ranks, tree_rounds
 
 CPU = torch.device("cpu")
@@ -48,37 +50,37 @@ def test_rounds_follow_the_tree() -> None:
     assert tree_rounds(ranks, ()) == (6, 6)
 
 
-def test_ranks_count_the_tokens_before_the_right_one(target: Path, prepared: Prepared) -> None:
+def test_ranks_count_the_tokens_before_the_right_one(target: Path, prepared: TokenCorpus) -> None:
     frozen = FrozenTarget.load(target, CPU)
-    itself = DraftStudent(load_decoder(target), reach=2)
-    for temperature in (0.0, 0.8):  # with the draw's noise the target foresees its own draws
+    itself = DraftModelNetwork(load_decoder(target), reach=2)
+    for temperature in (0.0, 0.8):  # with the draw's noise the target predicts its draws
         written = written_for(frozen, prepared.store("heldout_packages"), 3, 16, temperature)
         ranks = token_ranks(itself, frozen, written, temperature)
         assert ranks.shape == (3, 14, 2)  # starts with both tokens inside the text
         assert (ranks == 0).mean() > 0.95
 
 
-def test_a_tree_of_one_branch_is_a_chain(target: Path, prepared: Prepared) -> None:
-    """Walked through by its ranks, it gives what the chain's own figures say."""
+def test_a_tree_of_one_branch_is_a_chain(target: Path, prepared: TokenCorpus) -> None:
+    """Walked through by its ranks, it has the figures of the chain."""
     frozen = FrozenTarget.load(target, CPU)
     written = written_for(frozen, prepared.store("heldout_packages"), 4, 16, 0.8)
-    student = new_medusa(frozen, MedusaShape(2, 1), "kl")
-    frozen = frozen.reading(student.taps)
-    tokens, rounds = tree_rounds(token_ranks(student, frozen, written, 0.8), ((0,), (0, 0)))
-    assert tokens / rounds == pytest.approx(served(student, frozen, written, 0.8).tokens_per_round_all)
+    network = new_medusa(frozen, MedusaShape(2, 1), "kl")
+    frozen = frozen.reading(network.taps)
+    tokens, rounds = tree_rounds(token_ranks(network, frozen, written, 0.8), ((0,), (0, 0)))
+    assert tokens / rounds == pytest.approx(served(network, frozen, written, 0.8).tokens_per_round_all)
 
 
-def test_trees_are_chosen_on_other_text_than_they_are_judged_on(target: Path, prepared: Prepared) -> None:
+def test_trees_are_chosen_and_evaluated_on_different_text(target: Path, prepared: TokenCorpus) -> None:
     frozen = FrozenTarget.load(target, CPU)
     store = prepared.store("heldout_packages")
     written = {0.8: written_for(frozen, store, 3, 16, 0.8)}
     fit = {0.0: written_for(frozen, store, 3, 16, 0.0)}
-    student = new_medusa(frozen, MedusaShape(2, 1), "kl")
+    network = new_medusa(frozen, MedusaShape(2, 1), "kl")
     rows = torch.zeros(1, 32, dtype=torch.int64)
-    measure_tree(student, frozen, Trial(rows, written, fit))
-    ranks = token_ranks(student, frozen.reading(student.taps), fit[0.0])
-    assert student.module.config.choices == static_tree(ranks, 64)
-    figures = judge(student, frozen, Trial(rows, written, fit))["temperature 0.8"]
+    measure_tree(network, frozen, EvaluationText(rows, written, fit))
+    ranks = token_ranks(network, frozen.reading(network.taps), fit[0.0])
+    assert network.module.config.choices == static_tree(ranks, 64)
+    figures = evaluate_drafter(network, frozen, EvaluationText(rows, written, fit))["temperature 0.8"]
     assert set(figures["trees"]) == {8, 16, 24, 32, 48, 64}
     assert len(figures["first_ranks"]) == 2
 

@@ -8,11 +8,11 @@ import torch
 
 from outrider.sampling import CORRUPTED, Key, Stream, draw, uniform
 from outrider.verify import block, rejection
-from outrider.verify.rejection import Law
+from outrider.verify.rejection import Acceptance
 from tests.sampling.chi import UNLIKELY, p_value
 from tests.verify.toy import PARAMS, Rule, counts, dirichlet, drafters, drafts, error, judged, processed
 
-RULES = {"rejection": Rule(rejection.law, rejection.count), "block": Rule(block.law, block.count)}
+RULES = {"rejection": Rule(rejection.acceptance, rejection.count), "block": Rule(block.acceptance, block.count)}
 SIZES = [(vocab, length) for vocab in (2, 3, 4) for length in (1, 2, 3)]
 
 
@@ -26,23 +26,23 @@ def test_the_text_has_the_target_s_law(rule, params):
 
 
 def _accept_always(rule):
-    def law(p, q, tokens):
-        own = rule.law(p, q, tokens)
-        return Law(torch.ones_like(own.accept), own.next)
+    def acceptance(p, q, tokens):
+        own = rule.acceptance(p, q, tokens)
+        return Acceptance(torch.ones_like(own.accept), own.next)
 
-    return Rule(law, rule.count)
+    return Rule(acceptance, rule.count)
 
 
 def _with_next(rule, change):
-    def law(p, q, tokens):
-        own = rule.law(p, q, tokens)
-        return Law(own.accept, change(own.next.clone(), p, q))
+    def acceptance(p, q, tokens):
+        own = rule.acceptance(p, q, tokens)
+        return Acceptance(own.accept, change(own.next.clone(), p, q))
 
-    return Rule(law, rule.count)
+    return Rule(acceptance, rule.count)
 
 
 def _with_inputs(rule, change):
-    return Rule(lambda p, q, tokens: rule.law(*change(p, q), tokens), rule.count)
+    return Rule(lambda p, q, tokens: rule.acceptance(*change(p, q), tokens), rule.count)
 
 
 def _tempered(q, temperature):
@@ -79,9 +79,13 @@ def test_wrong_rules_are_found(rule, mutant):
 
 
 BLOCK_MUTANTS = {
-    "stops at the first failure": Rule(block.law, rejection.count),
-    "residual with r = 1": Rule(lambda *own: Law(block.law(*own).accept, rejection.law(*own).next), block.count),
-    "coins of token-level rejection": Rule(lambda *own: Law(rejection.law(*own).accept, block.law(*own).next), block.count),
+    "stops at the first failure": Rule(block.acceptance, rejection.count),
+    "residual with r = 1": Rule(
+        lambda *own: Acceptance(block.acceptance(*own).accept, rejection.acceptance(*own).next), block.count
+    ),
+    "coins of token-level rejection": Rule(
+        lambda *own: Acceptance(rejection.acceptance(*own).accept, block.acceptance(*own).next), block.count
+    ),
 }
 
 
@@ -93,7 +97,7 @@ def test_wrong_block_rules_are_found(mutant):
 @pytest.mark.parametrize("rule", RULES)
 def test_no_draft_is_plain_sampling(rule):
     p = torch.tensor([[0.2, 0.8]], dtype=torch.float64)
-    verdict = RULES[rule].law(p, torch.empty((0, 2), dtype=torch.float64), torch.empty(0, dtype=torch.int64))
+    verdict = RULES[rule].acceptance(p, torch.empty((0, 2), dtype=torch.float64), torch.empty(0, dtype=torch.int64))
     assert RULES[rule].count(verdict, torch.empty(0, dtype=torch.float64)) == 0
     assert torch.equal(verdict.next, p)
 
@@ -101,7 +105,7 @@ def test_no_draft_is_plain_sampling(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_equal_laws_accept_everything_and_fall_back_to_p(rule):
     p = torch.tensor([[0.3, 0.7], [0.6, 0.4], [0.5, 0.5]], dtype=torch.float64)
-    verdict = RULES[rule].law(p, p[:-1], torch.tensor([1, 0]))
+    verdict = RULES[rule].acceptance(p, p[:-1], torch.tensor([1, 0]))
     assert verdict.accept.tolist() == [1.0, 1.0]
     assert torch.equal(verdict.next, p)
     assert RULES[rule].count(verdict, torch.tensor([0.99, 0.99], dtype=torch.float64)) == 2
@@ -111,7 +115,7 @@ def test_equal_laws_accept_everything_and_fall_back_to_p(rule):
 def test_a_token_q_could_not_draw_is_refused(rule):
     p = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
     q = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    verdict = RULES[rule].law(p, q, torch.tensor([1]))
+    verdict = RULES[rule].acceptance(p, q, torch.tensor([1]))
     assert verdict.accept.tolist() == [0.0]
 
 
@@ -121,14 +125,14 @@ def test_a_broken_target_row_is_told_and_never_passed(rule, broken):
     p = torch.full((3, 2), 0.5, dtype=torch.float64)
     p[broken] = float("nan")
     q = torch.full((2, 2), 0.5, dtype=torch.float64)
-    verdict = RULES[rule].law(p, q, torch.tensor([0, 1]))
+    verdict = RULES[rule].acceptance(p, q, torch.tensor([0, 1]))
     accepted = RULES[rule].count(verdict, torch.full((2,), 1e-9, dtype=torch.float64))
     assert accepted <= broken
     assert draw(verdict.next[broken].log()[None], [Key(0, 0)]) == [CORRUPTED]
 
 
 def test_counts_by_hand():
-    verdict = Law(torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), torch.empty((4, 2)))
+    verdict = Acceptance(torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), torch.empty((4, 2)))
     table = {
         (0.1, 0.1, 0.1): (3, 3),
         (0.1, 0.9, 0.1): (1, 3),
@@ -199,7 +203,7 @@ def _one_round(rule, residual_stream, samples=20_000):
         return draw(law.log(), [Key(seed, 7, 0, stream, 3) for seed in range(samples)])
 
     drafted = noise(Q.expand(samples, -1), Stream.DRAFT)
-    verdicts = [rule.law(torch.stack([P, P]), Q[None], torch.tensor([x])) for x in range(3)]
+    verdicts = [rule.acceptance(torch.stack([P, P]), Q[None], torch.tensor([x])) for x in range(3)]
     corrected = noise(verdicts[0].next[0].expand(samples, -1), residual_stream)
     out = np.zeros(3)
     for seed, (x, y) in enumerate(zip(drafted, corrected, strict=True)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.core import Batch, Drafts, Plan, Request, Scores, Sequence
-from outrider.sampling import Key, Row, SamplingParams, Stream, draw, law
+from outrider.sampling import Key, Row, SamplingParams, Stream, draw, probs_of
 from outrider.sampling.noise import bits, gumbel, keys_of
 from outrider.verify import verify
 from tests.sampling.chi import UNLIKELY, p_value
@@ -29,7 +29,7 @@ def target(params):
 
     def model(prefix):
         history = (*PROMPT, *prefix)
-        return law(TARGET[history[-1]], Row(params, 0, 0, len(history), len(PROMPT), history, frozenset()))
+        return probs_of(TARGET[history[-1]], Row(params, 0, 0, len(history), len(PROMPT), history, frozenset()))
 
     return model
 
@@ -79,7 +79,7 @@ def coupled_trees(sequences, length):
 def scored(sequences, drafts):
     """The target's logits at every root and node."""
     rows, roots = [], []
-    for seq, tree in zip(sequences, drafts.on_host(), strict=True):
+    for seq, tree in zip(sequences, drafts.per_sequence, strict=True):
         roots.append(len(rows))
         rows += [TARGET[seq.tokens[-1]], *(TARGET[token] for token in tree.tokens)]
     return Scores(torch.stack(rows), roots)
@@ -94,7 +94,7 @@ def texts(rule, propose, params, samples, turn=1):
     accepted = Counter()
     while active := [seq for seq in sequences if seq.output_len < LENGTH]:
         drafts = propose(active, 2)
-        plan = Plan(tuple(drafts.counts.tolist()), rule, keep_q=drafts.q is not None)
+        plan = Plan(tuple(drafts.counts), rule, keep_q=drafts.q is not None)
         verdicts = verify(drafts, scored(active, drafts), Batch(active, [1] * len(active)), plan)
         for seq, length, tokens in zip(active, [len(v.path) for v in verdicts], [v.tokens for v in verdicts], strict=True):
             accepted[length] += 1

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from outrider.sampling import Row, SamplingParams, law
+from outrider.sampling import Row, SamplingParams, probs_of
 
 PARAMS = {
     "plain": SamplingParams(),
@@ -43,7 +43,7 @@ def processed(model, params):
     def target(prefix):
         history = (*PROMPT, *prefix)
         row = Row(params, 0, 0, len(history), len(PROMPT), history, frozenset())
-        return law(model(prefix).log(), row)
+        return probs_of(model(prefix).log(), row)
 
     return target
 
@@ -62,9 +62,9 @@ def drafters(target, vocab, seed):
 
 
 class Rule(NamedTuple):
-    """A verification rule: `law(p, q, tokens)` and `count(law, coins)`."""
+    """A verification rule: `acceptance(p, q, tokens)` and `count(acceptance, coins)`."""
 
-    law: Any
+    acceptance: Any
     count: Any
 
 
@@ -73,7 +73,7 @@ def judged(rule, target, drafter, tokens):
     prefixes = [tuple(tokens[:i]) for i in range(len(tokens) + 1)]
     p = torch.stack([target(prefix) for prefix in prefixes])
     q = torch.stack([drafter(prefix) for prefix in prefixes[:-1]])
-    return rule.law(p, q, torch.tensor(tokens))
+    return rule.acceptance(p, q, torch.tensor(tokens))
 
 
 def drafts(drafter, vocab, length):

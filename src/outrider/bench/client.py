@@ -1,146 +1,182 @@
-"""A server of one's own and a client that costs little, for benchmarks through HTTP."""
+"""Load on a running OpenAI-compatible server: streamed requests at a rate or at a concurrency, and what came of each."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 from outrider.errors import OutriderError
 
-__all__ = ["Connection", "Reply", "Server"]
+__all__ = ["Level", "ServedAnswer", "Target", "find_model", "http_client", "run_level"]
 
 
-class Server:
-    """`outrider serve` as a process, on any free port of this machine."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and how to ask it."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "outrider.cli", "serve", *arguments, "--port", "0"]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.port = 0
-        self._said: list[str] = []
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._said.append(line)
-            found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", line)
-            if found is not None:
-                self.port = int(found[1])
-            if line.startswith("ready on"):
-                break
-        else:
-            raise OutriderError(f"the server did not start: {''.join(self._said[-3:]).strip()}")
+    url: str  # up to and without /v1
+    model: str = ""
+    chat: bool = False
+    api_key: str | None = None
+    timeout_s: float = 300.0
+    body: dict[str, Any] = field(default_factory=dict)  # max_tokens, temperature, ...
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
-    def resident_mib(self) -> float:
-        """Memory the process holds now."""
-        with open(f"/proc/{self.pid}/status", encoding="ascii") as status:
-            return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
 
-    def stop(self) -> int:
-        """Tell it to stop; how it exited."""
-        self._process.send_signal(signal.SIGTERM)
-        assert self._process.stderr is not None
-        self._process.stderr.read()
-        code = self._process.wait(60)
-        self._process.stderr.close()
-        return code
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One load: Poisson arrivals at a rate per second, or a constant number of requests in flight."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} per s"
 
 
 @dataclass(slots=True)
-class Reply:
-    """What came of one streamed request."""
+class ServedAnswer:
+    """One request: when its pieces came, in seconds after it was sent, and how many tokens they held."""
 
-    status: int = 0
-    text: str = ""
-    tokens: int = 0
-    finish_reason: str | None = None
-    done: bool = False  # the stream ended as it should
-    cancelled: bool = False
-    first_s: float = 0.0  # until the first token
+    first_s: float = 0.0
     total_s: float = 0.0
-    error: str | None = None
-    chunks: list[str] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # between pieces
+    prompt_tokens: int = 0
+    tokens: int = 0
+    counted: bool = False  # by the server; else pieces stand in for tokens
+    failed: str | None = None
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds per output token after the first."""
+        return (self.total_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
 
 
-class Connection:
-    """One connection, one request at a time."""
+def http_client() -> ModuleType:
+    """httpx, or how to get it."""
+    try:
+        import httpx
+    except ImportError:
+        raise OutriderError("bench serve needs httpx: pip install 'outrider[bench]'") from None
+    return httpx
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        reader, status, length = await self._ask(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        return status, await reader.readexactly(length or 0)
+async def find_model(target: Target) -> str:
+    """The first model the server names."""
+    httpx = http_client()
+    url = f"{target.url}/v1/models"
+    try:
+        async with httpx.AsyncClient(timeout=target.timeout_s, trust_env=False) as client:
+            answer = await client.get(url, headers=target.headers)
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        raise OutriderError(f"{url} names no model ({reason}); is a server running and ready there?") from None
 
-    async def stream(self, body: dict[str, Any], leave_after: int | None = None) -> Reply:
-        """A streamed completion, read to its end or left after some chunks."""
-        data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        reply, begun = Reply(), time.perf_counter()
-        try:
-            reader, reply.status, length = await self._ask(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            if length is not None:
-                reply.error = (await reader.readexactly(length)).decode()
+
+async def run_level(
+    target: Target, level: Level, prompts: Sequence[str], seed: int, done: Callable[[ServedAnswer], None]
+) -> tuple[list[ServedAnswer], float]:
+    """Every prompt once under this load; the answers in the order of the prompts, and the seconds it took."""
+    httpx = http_client()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    slots = asyncio.Semaphore(level.concurrency or len(prompts))
+    async with httpx.AsyncClient(timeout=target.timeout_s, limits=limits, trust_env=False) as client:
+
+        async def one(prompt: str) -> ServedAnswer:
+            async with slots:
+                answer = await _ask(client, target, prompt)
+            done(answer)
+            return answer
+
+        begun = perf_counter()
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            async for prompt in _arriving(prompts, level.rate, seed):
+                tasks.append(group.create_task(one(prompt)))
+        return [task.result() for task in tasks], perf_counter() - begun
+
+
+async def _arriving(prompts: Sequence[str], rate: float | None, seed: int) -> AsyncIterator[str]:
+    """Prompts at the times of a Poisson process, kept to however long the requests take; all at once without a rate."""
+    rng, due = random.Random(seed), perf_counter()
+    for prompt in prompts:
+        if rate is not None:
+            await asyncio.sleep(max(due - perf_counter(), 0.0))
+            due += rng.expovariate(rate)
+        yield prompt
+
+
+async def _ask(client: Any, target: Target, prompt: str) -> ServedAnswer:
+    httpx, answer = http_client(), ServedAnswer()
+    path = "/v1/chat/completions" if target.chat else "/v1/completions"
+    question = {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
+    body = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}} | question | target.body
+    begun = perf_counter()
+    try:
+        async with client.stream("POST", target.url + path, json=body, headers=target.headers) as response:
+            if response.status_code != 200:
+                answer.failed = f"HTTP {response.status_code}: {_message(await response.aread())}"
+                return answer
+            await _read(response, answer, begun)
+    except httpx.HTTPError as error:
+        answer.failed = f"{type(error).__name__}: {error}".rstrip(": ")
+    except ValueError as error:
+        answer.failed = f"an event is not JSON: {error}"
+    return answer
+
+
+async def _read(response: Any, answer: ServedAnswer, begun: float) -> None:
+    """Follow the events of one answer to their end."""
+    pieces, last, ended = 0, begun, False
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            ended = True
+            break
+        event, now = json.loads(data), perf_counter()
+        if "error" in event:
+            answer.failed = _message(data)
+            return
+        if usage := event.get("usage"):
+            answer.prompt_tokens, answer.tokens, answer.counted = usage["prompt_tokens"], usage["completion_tokens"], True
+        if any(_has_text(choice) for choice in event.get("choices") or []):
+            if pieces:
+                answer.gaps.append(now - last)
             else:
-                await self._read(reader, reply, begun, leave_after)
-        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-            reply.error = f"{type(error).__name__}: {error}"
-            self.close()
-        except asyncio.CancelledError:
-            self.close()
-            raise
-        reply.total_s = time.perf_counter() - begun
-        return reply
+                answer.first_s = now - begun
+            pieces, last = pieces + 1, now
+    answer.total_s = last - begun
+    if not answer.counted:
+        answer.tokens = pieces
+    if not ended:
+        answer.failed = "the stream broke off"
+    elif not pieces:
+        answer.failed = "the answer is empty"
 
-    def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
 
-    async def _ask(self, data: bytes) -> tuple[asyncio.StreamReader, int, int | None]:
-        if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=2**20)
-        reader, writer = self._streams
-        writer.write(data)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        length = re.search(r"content-length: (\d+)", head)
-        return reader, int(head.split(" ", 2)[1]), None if length is None else int(length[1])
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"))
 
-    async def _read(self, reader: asyncio.StreamReader, reply: Reply, begun: float, leave_after: int | None) -> None:
-        left, chunks = b"", 0
-        while size := int(await reader.readuntil(b"\r\n"), 16):
-            left += (await reader.readexactly(size + 2))[:-2]
-            *events, left = left.split(b"\n\n")
-            for event in events:
-                if event.startswith(b"data: {"):
-                    reply.first_s = reply.first_s or time.perf_counter() - begun
-                    self._take(json.loads(event[6:]), reply)
-                    chunks += 1
-                reply.done |= event == b"data: [DONE]"
-            if leave_after is not None and chunks >= leave_after and not reply.done:
-                reply.cancelled = True
-                self.close()
-                return
-        await reader.readexactly(2)
 
-    @staticmethod
-    def _take(chunk: dict[str, Any], reply: Reply) -> None:
-        if "error" in chunk:
-            reply.error = chunk["error"]["message"]
-        for choice in chunk.get("choices", ()):
-            reply.chunks.append(choice["text"])
-            reply.finish_reason = choice["finish_reason"] or reply.finish_reason
-        if chunk.get("usage"):
-            reply.tokens = chunk["usage"]["completion_tokens"]
-            reply.text = "".join(reply.chunks)
+def _message(raw: bytes | str) -> str:
+    """The message of an error in the shape OpenAI gave it, or the beginning of whatever it is."""
+    try:
+        error = json.loads(raw)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        text = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
+        return text[:200]

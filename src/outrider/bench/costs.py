@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.plots import Series, legend, lines
-from outrider.bench.report import page
+from outrider.charts import Series, legend, lines, page
 from outrider.control import Adaptive, Costs
 from outrider.engine.llm import LLM
 
@@ -20,8 +19,8 @@ _BAR = 36  # characters
 
 
 def measured_costs(model: str | None) -> Costs:
-    """The table after a fresh survey; it is kept for later starts."""
-    llm = LLM(model, speculation="auto")
+    """The table after a fresh calibration; it is kept for later starts."""
+    llm = LLM(model, speculation="auto", calibration_s=0)
     assert isinstance(llm.engine.policy, Adaptive)
     llm.engine.policy.costs = Costs(llm.engine.policy.costs.sizes)
     llm.measure_costs()
@@ -58,10 +57,10 @@ def write_plot(costs: Costs, path: Path) -> None:
     if table["forward"]:
         content += lines("A forward by rows", [Series("forward", 0, _points(table["forward"]))], ("rows", "ms"))
     content += "</section>"
-    for batch in sorted({int(batch) for own in table["propose"].values() for batch in own}):
-        own = {name: curves[str(batch)] for name, curves in table["propose"].items() if str(batch) in curves}
-        drawn = [Series(name, i, _points(curve)) for i, (name, curve) in enumerate(own.items())]
-        content += f"<section><h2>A proposal for {batch} sequences</h2>{legend(list(own))}"
+    for batch in sorted({int(batch) for curves in table["propose"].values() for batch in curves}):
+        by_drafter = {name: curves[str(batch)] for name, curves in table["propose"].items() if str(batch) in curves}
+        drawn = [Series(name, i, _points(curve)) for i, (name, curve) in enumerate(by_drafter.items())]
+        content += f"<section><h2>A proposal for {batch} sequences</h2>{legend(list(by_drafter))}"
         content += lines("A proposal by nodes", drawn, ("nodes", "ms")) + "</section>"
     path.write_text(page("Outrider costs", content), encoding="utf-8")
 

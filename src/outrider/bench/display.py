@@ -109,7 +109,8 @@ def _line(row: dict[str, Any]) -> str:
     if row["failed"]:
         return f"{head}failed: {row['failed']}"
     rate = f"{row['tok_s']:.0f} tok/s, speed-up {row['speedup']:.2f}, {_number(row['tokens_per_round'])} tokens per round"
-    return f"{head}{rate}, {row['equal']:.0%} equal"
+    left_out = f", without {' and '.join(row['left_out'])}, which do not fit the context" if row.get("left_out") else ""
+    return f"{head}{rate}, {row['equal']:.0%} equal{left_out}"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

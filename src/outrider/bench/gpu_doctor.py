@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import statistics
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.bench.findings import Finding
+from outrider.bench.bandwidth import device_seconds, gpu_bandwidth
+from outrider.bench.checks import Check
 from outrider.engine.device import missing_gpu
 
-__all__ = ["device_seconds", "diagnose_gpu", "gpu_attention", "gpu_linear_is_invariant"]
+__all__ = ["diagnose_gpu", "gpu_attention", "gpu_linear_is_invariant"]
 
 _SHAPES = ((1024, 512), (512, 1408), (6144, 4096), (4096, 14336))  # columns, inner
 _ROW_COUNTS = (1, 2, 3, 8, 16, 17, 33, 64, 130)
@@ -22,35 +21,35 @@ _LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # of an 8B 
 _LAYERS = 4
 
 
-def diagnose_gpu() -> list[Finding]:
+def diagnose_gpu() -> list[Check]:
     """Findings about the GPU that would serve; one line where there is none."""
     missing = missing_gpu()
     if missing:
-        return [Finding("gpu", "device", f"none: {missing}; the processor serves")]
+        return [Check("gpu", "device", f"none: {missing}; the processor serves")]
     return [*_device(), *_invariance(), *_cost()]
 
 
-def _device() -> list[Finding]:
+def _device() -> list[Check]:
     free, total = torch.cuda.mem_get_info()
     major, minor = torch.cuda.get_device_capability()
     return [
-        Finding("gpu", "device", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"),
-        Finding("gpu", "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"),
-        Finding("gpu", "software", f"CUDA {torch.version.cuda}, Triton {importlib.metadata.version('triton')}"),
+        Check("gpu", "device", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"),
+        Check("gpu", "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"),
+        Check("gpu", "software", f"CUDA {torch.version.cuda}, Triton {importlib.metadata.version('triton')}"),
     ]
 
 
-def _invariance() -> list[Finding]:
+def _invariance() -> list[Check]:
     equal = sum(gpu_linear_is_invariant(shape, "cuda", torch.bfloat16) for shape in _SHAPES)
     text = f"{equal} of {len(_SHAPES)} shapes give a row the same bits at any row count"
-    same = gpu_attention("cuda", torch.bfloat16)
-    told = [
-        f"{name} {'equal' if own else 'differ from'} decoding one by one"
-        for name, own in zip(("prompts", "tree nodes"), same, strict=True)
+    both = gpu_attention("cuda", torch.bfloat16)
+    results = [
+        f"{name} {'equal' if same else 'differ from'} decoding one by one"
+        for name, same in zip(("prompts", "tree nodes"), both, strict=True)
     ]
     return [
-        Finding("gpu", "linear bfloat16", text, equal == len(_SHAPES)),
-        Finding("gpu", "attention bfloat16", "; ".join(told), all(same)),
+        Check("gpu", "linear bfloat16", text, equal == len(_SHAPES)),
+        Check("gpu", "attention bfloat16", "; ".join(results), all(both)),
     ]
 
 
@@ -87,7 +86,7 @@ class Attention(NamedTuple):
 
 def gpu_attention(device: str, dtype: torch.dtype, root: int = 77) -> Attention:
     """A prompt's rows and a tree's last node against decoding."""
-    from outrider.ops.cuda.launch import Paged
+    from outrider.ops.cuda.launch import AttentionMetadata
 
     kernels, width = _kernels(dtype), 64
     pool = (_random(3, 4, 2, 64, width, device=device, dtype=dtype), _random(4, 4, 2, 64, width, device=device, dtype=dtype))
@@ -95,11 +94,11 @@ def gpu_attention(device: str, dtype: torch.dtype, root: int = 77) -> Attention:
     table = torch.tensor([[2, 0, 3]], dtype=torch.int32, device=device)
 
     def decoded(rows: Tensor, positions: list[int], roots: list[int], ancestors: list[list[int]]) -> Tensor:
-        where, known, slots = (torch.tensor(own, dtype=torch.int32, device=device) for own in (positions, roots, ancestors))
+        where, known, slots = (torch.tensor(values, dtype=torch.int32, device=device) for values in (positions, roots, ancestors))
         none = torch.zeros_like(where)
-        paged = Paged(none, none, where, known, none, none, table, slots, none.float(), none.long())
+        meta = AttentionMetadata(none, none, where, known, none, none, table, slots, none.float(), none.long())
         out = torch.empty_like(rows)
-        kernels.attend_rows(rows, pool, paged, out, None)
+        kernels.attend_rows(rows, pool, meta, out, None)
         return out
 
     every = list(range(root + 1))
@@ -107,7 +106,7 @@ def gpu_attention(device: str, dtype: torch.dtype, root: int = 77) -> Attention:
     chunks = [(i, min(kernels.chunk_tokens, root + 1 - i), i, 0, 0) for i in range(0, root + 1, kernels.chunk_tokens)]
     prompt = torch.empty_like(q)
     kernels.attend_chunks(q, pool, table, torch.tensor(chunks, dtype=torch.int32, device=device), prompt, None)
-    # the last two positions once more, as nodes of a draft whose KV lies in a page of its own
+    # the last two positions once more, as nodes of a draft whose KV lies in a separate page
     for part in pool:
         for slot, position in ((0, root - 1), (2, root)):
             part[1, :, slot] = part[int(table[0, position // 64]), :, position % 64]
@@ -115,49 +114,30 @@ def gpu_attention(device: str, dtype: torch.dtype, root: int = 77) -> Attention:
     return Attention(torch.equal(prompt, single), torch.equal(node[0], single[root]))
 
 
-def _cost() -> list[Finding]:
-    """Products of some 8B layers, our own against cuBLAS, and what they read a second."""
+def _cost() -> list[Check]:
+    """Products of some 8B layers, ours against cuBLAS, and the bytes they read per second."""
     weights = [_random(6, *shape, device="cuda", dtype=torch.bfloat16) for shape in _LAYER for _ in range(_LAYERS)]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
-    kernels, found = _kernels(torch.bfloat16), []
+    kernels = _kernels(torch.bfloat16)
+    checks: list[Check] = []
     for rows in (1, 32):
-        given = {inner: _random(7, rows, inner, device="cuda", dtype=torch.bfloat16) for inner in {shape[1] for shape in _LAYER}}
+        inputs = {inner: _random(7, rows, inner, device="cuda", dtype=torch.bfloat16) for inner in {shape[1] for shape in _LAYER}}
         outs = {columns: torch.empty(rows, columns, device="cuda") for columns in {shape[0] for shape in _LAYER}}
 
         def exact() -> None:
             for weight in weights:
-                kernels.linear(given[weight.shape[1]], weight, None, outs[weight.shape[0]], "store")  # noqa: B023 (used at once)
+                kernels.linear(inputs[weight.shape[1]], weight, None, outs[weight.shape[0]], "store")  # noqa: B023 (used at once)
 
         def fast() -> None:
             for weight in weights:
-                F.linear(given[weight.shape[1]], weight)  # noqa: B023 (used at once)
+                F.linear(inputs[weight.shape[1]], weight)  # noqa: B023 (used at once)
 
         ours, theirs = device_seconds(exact), device_seconds(fast)
         text = f"{ours * 1e3:.2f} ms against cuBLAS's {theirs * 1e3:.2f} ms ({ours / theirs - 1:+.1%})"
         text += f"; {size / ours / 1e9:.0f} GB/s read"
-        found.append(Finding("gpu", f"exactness, {_LAYERS} layers of 8B, {rows} row{'s' * (rows > 1)}", text))
-    block = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(block)
-    copied = 2 * block.numel() * block.element_size() / device_seconds(lambda: target.copy_(block))
-    return [*found, Finding("gpu", "memory bandwidth", f"{copied / 1e9:.0f} GB/s in a copy of 1 GiB")]
-
-
-def device_seconds(work: Callable[[], object], repeats: int = 9) -> float:
-    """The median on the device, by a graph where the work is many launches."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) / 1e3)
-    return statistics.median(times)
+        checks.append(Check("gpu", f"exactness, {_LAYERS} layers of 8B, {rows} row{'s' * (rows > 1)}", text))
+    speed = gpu_bandwidth(1 << 30)
+    return [*checks, Check("gpu", "memory bandwidth", f"{speed / 1e9:.0f} GB/s read by a matrix-vector product over 1 GiB")]
 
 
 def _kernels(dtype: torch.dtype):  # type: ignore[no-untyped-def]

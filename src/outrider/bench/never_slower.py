@@ -15,11 +15,12 @@ from rich.table import Table
 
 from outrider.engine.acceptance import read_prompts
 from outrider.engine.llm import LLM
+from outrider.ops import one_torch_thread
 from outrider.sampling import SamplingParams
 
 __all__ = [
     "SWEEP",
-    "Best",
+    "BestSetting",
     "Case",
     "Ratio",
     "against_best",
@@ -80,11 +81,11 @@ def cases(batches: Sequence[int], quick: bool) -> list[Case]:
     return [Case(name, temperature, batch) for name, temperature in kinds for batch in batches]
 
 
-def engine(model: str | None, most: int) -> LLM:
+def engine(model: str | None, max_num_seqs: int) -> LLM:
     """`auto`, its costs measured."""
-    found = LLM(model, speculation="auto", max_num_seqs=most, prefix_cache=False)
-    found.measure_costs()
-    return found
+    llm = LLM(model, speculation="auto", max_num_seqs=max_num_seqs, prefix_cache=False)
+    llm.measure_costs()
+    return llm
 
 
 def never_slower(auto: LLM, wanted: Sequence[Case], tokens: int, pairs: int, seed: int = 0) -> Iterator[Ratio]:
@@ -95,7 +96,7 @@ def never_slower(auto: LLM, wanted: Sequence[Case], tokens: int, pairs: int, see
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestSetting:
     """`auto` against the best fixed setting of a sweep, the two measured again in turns."""
 
     method: str
@@ -105,16 +106,16 @@ class Best:
     swept: dict[str, float]  # every setting over plain decoding
 
 
-def against_best(auto: LLM, tokens: int, pairs: int, settings: Sequence[str] = SWEEP, seed: int = 0) -> Best:
+def against_best(auto: LLM, tokens: int, pairs: int, settings: Sequence[str] = SWEEP, seed: int = 0) -> BestSetting:
     """On code at batch 1: which fixed setting is quickest, and how `auto` compares with it."""
     case, plain = Case("code", 0.0, 1), auto.beside("none")
     fixed = {setting: auto.beside(setting) for setting in settings}
     runs = [_in_turns((plain, *fixed.values()), *_requests(case, tokens, text, seed)) for text in range(_SWEPT + 1)][1:]
-    ratios = zip(*([slow.seconds / own.seconds for own in others] for slow, *others in runs), strict=True)
+    ratios = zip(*([slow.seconds / run.seconds for run in others] for slow, *others in runs), strict=True)
     swept = dict(zip(fixed, map(statistics.median, ratios), strict=True))
     best = max(swept, key=lambda setting: swept[setting])
     row = measure(fixed[best], auto, case, tokens, pairs, seed)
-    return Best(best, row.ratio, row.low, row.high, swept)
+    return BestSetting(best, row.ratio, row.low, row.high, swept)
 
 
 def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: int = 0) -> Ratio:
@@ -133,7 +134,7 @@ def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: in
                  tokens_per_round=statistics.mean(rounds))  # fmt: skip
 
 
-class _Runner:
+class _Contestant:
     """One of those that run the same requests: how far it is, and what that took."""
 
     def __init__(self, llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
@@ -141,8 +142,8 @@ class _Runner:
         self.engine.reset_counts()
         self.seconds = 0.0
         self._turn = _TURN_ON_GPU if llm.device.is_gpu else 0.0
-        for prompt, own in zip(prompts, params, strict=True):
-            (request,), method = llm.requests(prompt, own)
+        for prompt, one in zip(prompts, params, strict=True):
+            (request,), method = llm.requests(prompt, one)
             self.engine.submit(request, method)
 
     @property
@@ -161,16 +162,17 @@ class _Runner:
         self.seconds += now - begun
 
 
-def _in_turns(llms: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[_Runner]:
+def _in_turns(llms: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[_Contestant]:
     """All run the same requests in turns of a round, whoever is behind first.
 
     So what else the machine does meanwhile falls on each of them alike: of two equal engines one was 5 % quicker in one pair
     and slower in the next with turns of 0.1 s, and 1.3 % with turns of a round. As they share weights and KV memory, so does
     where those happen to lie, which makes two engines of one kind differ by several per cent.
     """
-    runners = [_Runner(llm, prompts, params) for llm in llms]
-    while behind := [own for own in runners if own.engine.has_work]:
-        min(behind, key=lambda own: (own.emitted, own.seconds)).turn()
+    runners = [_Contestant(llm, prompts, params) for llm in llms]
+    with one_torch_thread(llms[0].engine.runner.ops):
+        while behind := [runner for runner in runners if runner.engine.has_work]:
+            min(behind, key=lambda runner: (runner.emitted, runner.seconds)).turn()
     return runners
 
 
@@ -191,9 +193,9 @@ def as_rows(rows: Sequence[Ratio]) -> list[dict[str, Any]]:
     return [{name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(row).items()} for row in rows]
 
 
-def _requests(case: Case, tokens: int, pair: int, seed: int) -> tuple[Prompts, list[SamplingParams]]:
-    seeds = (seed + pair * case.batch + i for i in range(case.batch))
-    params = [SamplingParams(temperature=case.temperature, seed=own, max_tokens=tokens, ignore_eos=True) for own in seeds]
+def _requests(case: Case, tokens: int, pair: int, first_seed: int) -> tuple[Prompts, list[SamplingParams]]:
+    seeds = (first_seed + pair * case.batch + i for i in range(case.batch))
+    params = [SamplingParams(temperature=case.temperature, seed=seed, max_tokens=tokens, ignore_eos=True) for seed in seeds]
     return _prompts(case, pair), params
 
 
@@ -209,5 +211,5 @@ def _interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float]
     """Where the median of such runs lies, 95 times of 100."""
     rng = random.Random(0)
     medians: Callable[[], float] = lambda: statistics.median(rng.choices(ratios, k=len(ratios)))  # noqa: E731
-    found = sorted(medians() for _ in range(draws))
-    return found[int(0.025 * draws)], found[int(0.975 * draws)]
+    sorted_medians = sorted(medians() for _ in range(draws))
+    return sorted_medians[int(0.025 * draws)], sorted_medians[int(0.975 * draws)]

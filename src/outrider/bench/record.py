@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.bench.conditions import conditions
 from outrider.bench.display import WIDE, live_board, rows_table, show_failures
+from outrider.bench.environment import environment
 from outrider.bench.report import render_report
 from outrider.bench.suite import Suite, run_suite
 from outrider.bench.summary import MEANING
@@ -34,7 +34,7 @@ def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
     begun = datetime.now(UTC)
     folder = folder or Path("outrider-bench") / begun.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
-    marks = conditions() | {"begun": begun.isoformat(timespec="seconds")} | _provenance(suite)
+    marks = environment() | {"begun": begun.isoformat(timespec="seconds")} | _provenance(suite)
     interrupted = False
     path = folder / "results.jsonl"
     with path.open("w", encoding="utf-8") as file, live_board(console) as board:

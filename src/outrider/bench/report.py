@@ -6,13 +6,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from outrider.bench.plots import Series, bars, legend, lines, stacked
 from outrider.bench.suite import PLAIN
+from outrider.charts import Series, bars, legend, lines, page, stacked
 
-__all__ = ["page", "render_report"]
+__all__ = ["render_report"]
 
 Row = dict[str, Any]
 _PHASES = ("draft", "verify", "choose", "host")
@@ -27,15 +26,6 @@ def render_report(rows: Sequence[Row]) -> str:
         f'<section id="{name}"><h2>{title}</h2><p>{text}</p>{content}</section>' for name, title, text, content in sections
     )
     return page("Outrider bench", f"{_header(rows, good)}{body}{_table(rows)}{_notes(rows)}")
-
-
-def page(title: str, content: str) -> str:
-    """One HTML file that needs nothing else."""
-    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{style}</style><main>{content}</main></html>"
-    )
 
 
 def _sections(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
@@ -81,11 +71,11 @@ def _sections(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[tuple[str
 
 def _speedups(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
     top = max((row["speedup_interval"][1] for row in rows), default=1.0)
-    for (temperature, batch), own in _facets(rows, "temperature", "batch"):
-        groups = list(dict.fromkeys(_group(row) for row in own))
+    for (temperature, batch), facet in _facets(rows, "temperature", "batch"):
+        groups = list(dict.fromkeys(_group(row) for row in facet))
         series = []
         for method in methods:
-            mine = [row for row in own if row["method"] == method and method != PLAIN]
+            mine = [row for row in facet if row["method"] == method and method != PLAIN]
             points = [(float(groups.index(_group(row))), row["speedup"]) for row in mine]
             if points:
                 series.append(Series(method, methods.index(method), points, [tuple(row["speedup_interval"]) for row in mine]))
@@ -96,14 +86,14 @@ def _speedups(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
 def _acceptance(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
     first = min(row["batch"] for row in rows)
     whole = [row for row in rows if row["category"] is None and row["batch"] == first]
-    for (workload, temperature), own in _facets(whole, "workload", "temperature"):
+    for (workload, temperature), facet in _facets(whole, "workload", "temperature"):
         series = [
             Series(
                 row["method"],
                 methods.index(row["method"]),
                 [(i + 1.0, y) for i, y in enumerate(row["accepted_by_position"][:16])],
             )
-            for row in own
+            for row in facet
             if row["accepted_by_position"]
         ]
         if series:
@@ -112,10 +102,10 @@ def _acceptance(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
 
 def _breakdown(rows: Sequence[Row]) -> Iterator[str]:
     whole = [row for row in rows if row["category"] is None and row["ms_per_round"]]
-    for (workload, temperature, batch), own in _facets(whole, "workload", "temperature", "batch"):
+    for (workload, temperature, batch), facet in _facets(whole, "workload", "temperature", "batch"):
         drawn = [
             (row["method"], [row["ms_per_round"][phase] for phase in _PHASES], f"{row['tokens_per_round'] or 0:.2f} tokens")
-            for row in own
+            for row in facet
         ]
         yield stacked(f"{workload}, temperature {temperature:g}, batch {batch}", drawn, _PHASES, "ms per round")
 
@@ -124,10 +114,10 @@ def _sweep(rows: Sequence[Row], fast: Sequence[str], methods: Sequence[str]) -> 
     whole = [row for row in rows if row["category"] is None]
     if len({row["batch"] for row in whole}) < 2:
         return
-    for (workload, temperature), own in _facets(whole, "workload", "temperature"):
+    for (workload, temperature), facet in _facets(whole, "workload", "temperature"):
         series = []
         for method in fast:
-            points = sorted((float(row["batch"]), row["speedup"]) for row in own if row["method"] == method)
+            points = sorted((float(row["batch"]), row["speedup"]) for row in facet if row["method"] == method)
             if points:
                 series.append(Series(method, methods.index(method), points))
         if series:
@@ -138,12 +128,12 @@ def _costs(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
     for name, title, label in (("verify", "the target's forward", "rows"), ("propose", "a proposal", "nodes")):
         series = []
         for method in methods:
-            found: dict[float, list[float]] = {}
+            by_size: dict[float, list[float]] = {}
             for row in rows:
                 for size, ms in row.get("costs", {}).get(name, []) if row["method"] == method else []:
-                    found.setdefault(size, []).append(ms)
-            if found:
-                points = [(size, statistics.median(times)) for size, times in sorted(found.items())]
+                    by_size.setdefault(size, []).append(ms)
+            if by_size:
+                points = [(size, statistics.median(times)) for size, times in sorted(by_size.items())]
                 series.append(Series(method, methods.index(method), points))
         if series:
             yield lines(title, series, (label, "ms"))
@@ -152,9 +142,9 @@ def _costs(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
 def _facets(rows: Sequence[Row], *names: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
     values = [list(dict.fromkeys(row[name] for row in rows)) for name in names]
     for wanted in product(*values):
-        own = [row for row in rows if tuple(row[name] for name in names) == wanted]
-        if own:
-            yield wanted, own
+        facet = [row for row in rows if tuple(row[name] for name in names) == wanted]
+        if facet:
+            yield wanted, facet
 
 
 def _group(row: Row) -> str:

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.bench.conditions import conditions
-from outrider.bench.load import Answer, Level, Target, find_model, run_level
-from outrider.bench.summary import quantile
+from outrider.bench.client import Level, ServedAnswer, Target, find_model, run_level
+from outrider.bench.environment import environment
 from outrider.errors import InvalidParameter
+from outrider.quantiles import quantile
 
 __all__ = ["bench_server", "parse_goodput", "summarise_level"]
 
@@ -38,7 +38,7 @@ def parse_goodput(terms: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limits[name] = 0.0
         if name not in _LIMITS or limits[name] <= 0:
-            raise InvalidParameter("--goodput", f"{term!r} is not one of {', '.join(f'{own}:MS' for own in _LIMITS)}")
+            raise InvalidParameter("--goodput", f"{term!r} is not one of {', '.join(f'{name}:MS' for name in _LIMITS)}")
     return limits
 
 
@@ -68,7 +68,7 @@ def bench_server(
     except KeyboardInterrupt:
         interrupted = True
     console.print(_table(rows))
-    result = {"rows": rows, "url": target.url, "model": target.model, "chat": target.chat, "request": target.body} | conditions()
+    result = {"rows": rows, "url": target.url, "model": target.model, "chat": target.chat, "request": target.body} | environment()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -76,9 +76,9 @@ def bench_server(
     return _INTERRUPTED if interrupted else int(any(row["failed"] for row in rows))
 
 
-def summarise_level(level: Level, answers: Sequence[Answer], seconds: float, goodput: dict[str, float]) -> dict[str, Any]:
+def summarise_level(level: Level, answers: Sequence[ServedAnswer], seconds: float, goodput: dict[str, float]) -> dict[str, Any]:
     """The numbers of one load, named as vLLM's benchmark names them."""
-    good = [own for own in answers if own.failed is None]
+    good = [answer for answer in answers if answer.failed is None]
     row: dict[str, Any] = {
         "load": str(level),
         "request_rate": level.rate if level.rate is None or math.isfinite(level.rate) else str(level.rate),
@@ -86,23 +86,23 @@ def summarise_level(level: Level, answers: Sequence[Answer], seconds: float, goo
         "num_prompts": len(answers),
         "completed": len(good),
         "failed": len(answers) - len(good),
-        "failures": dict(Counter(own.failed for own in answers if own.failed is not None).most_common(5)),
+        "failures": dict(Counter(answer.failed for answer in answers if answer.failed is not None).most_common(5)),
         "duration": seconds,
-        "total_input_tokens": sum(own.prompt_tokens for own in good),
-        "total_output_tokens": sum(own.tokens for own in good),
-        "tokens_counted_by": "server" if all(own.counted for own in good) else "pieces",
+        "total_input_tokens": sum(answer.prompt_tokens for answer in good),
+        "total_output_tokens": sum(answer.tokens for answer in good),
+        "tokens_counted_by": "server" if all(answer.counted for answer in good) else "pieces",
         "request_throughput": len(good) / seconds,
-        "output_throughput": sum(own.tokens for own in good) / seconds,
-        "total_token_throughput": sum(own.tokens + own.prompt_tokens for own in good) / seconds,
+        "output_throughput": sum(answer.tokens for answer in good) / seconds,
+        "total_token_throughput": sum(answer.tokens + answer.prompt_tokens for answer in good) / seconds,
     }
     if goodput:
         met = sum(
-            all(value is None or value <= goodput[name] for name, value in _latencies(own).items() if name in goodput)
-            for own in good
+            all(value is None or value <= goodput[name] for name, value in _latencies(answer).items() if name in goodput)
+            for answer in good
         )
         row |= {"goodput_limits_ms": goodput, "request_goodput": met / seconds, "goodput_share": met / len(answers)}
-    columns = {name: [value for own in good if (value := _latencies(own)[name]) is not None] for name in _LIMITS}
-    columns["itl"] = [gap * 1e3 for own in good for gap in own.gaps]
+    columns = {name: [value for answer in good if (value := _latencies(answer)[name]) is not None] for name in _LIMITS}
+    columns["itl"] = [gap * 1e3 for answer in good for gap in answer.gaps]
     for name, values in columns.items():
         for kind, pick in _STATISTICS.items():
             row[f"{kind}_{name}_ms"] = pick(values) if values else None
@@ -117,9 +117,9 @@ _STATISTICS: dict[str, Any] = {
 }
 
 
-def _latencies(own: Answer) -> dict[str, float | None]:
-    per_token = own.per_token_s
-    return {"ttft": own.first_s * 1e3, "tpot": None if per_token is None else per_token * 1e3, "e2el": own.total_s * 1e3}
+def _latencies(answer: ServedAnswer) -> dict[str, float | None]:
+    per_token = answer.per_token_s
+    return {"ttft": answer.first_s * 1e3, "tpot": None if per_token is None else per_token * 1e3, "e2el": answer.total_s * 1e3}
 
 
 def _tell(row: dict[str, Any], name: str, console: Console) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from outrider.bench.summary import Group, Tally, combined, cost_points, summary
-from outrider.bench.watch import watching
-from outrider.bench.workloads import load_prompts
+from outrider.bench.profiler import profiling
+from outrider.bench.summary import Group, MethodResult, combined, cost_points, summary
+from outrider.bench.workloads import PromptSet, TurnReader, load_prompts
 from outrider.config import SpeculationConfig, parse_method
-from outrider.draft import check_method
+from outrider.draft import check_speculation
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
@@ -23,9 +23,10 @@ __all__ = ["PLAIN", "Suite", "expand_methods", "run_suite"]
 
 PLAIN = "none"
 _ALONE_GROUPS = 2  # whose forwards are also timed alone
-_UNSIZED = ("none", "auto")  # methods whose draft length is not given
+_UNSIZED = ("none", "auto")  # methods that choose their draft length
 Ids = tuple[int, ...]
 Say = Callable[[str], None]
+Requests = list[tuple[Ids, SamplingParams]]  # that run together
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Suite:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _SuiteCase:
     workload: str
     category: str
     temperature: float
@@ -65,35 +66,47 @@ class _Case:
 
 
 def expand_methods(methods: str, lengths: Sequence[int]) -> list[str]:
-    """Methods from a list, plain decoding first, each without a length of its own at every given length; all checked."""
-    found = [PLAIN]
+    """Methods from a list, plain decoding first, each at every length unless it names one; all checked."""
+    expanded = [PLAIN]
     for method in methods.split(","):
         settings = parse_method(method)
-        SpeculationConfig.parse(settings)
-        check_method(settings["method"])
+        check_speculation(SpeculationConfig.parse(settings))
         sized = settings["method"] in _UNSIZED or "draft_tokens" in settings or not lengths
-        found += [method] if sized else [_with_length(method, settings["method"], length) for length in lengths]
-    return list(dict.fromkeys(found))
+        expanded += [method] if sized else [_with_length(method, settings["method"], length) for length in lengths]
+    return list(dict.fromkeys(expanded))
 
 
 def run_suite(suite: Suite, say: Say) -> Iterator[dict[str, Any]]:
     """Rows as they are measured: one per method and category where there are several, and one for the whole workload."""
     bench = _Bench(suite, say)
-    vocab, tokenizer = bench.plain.config.vocab, bench.plain.tokenizer
-    sets = [load_prompts(name, vocab).tokenized(tokenizer, suite.chat) for name in suite.workloads]
-    for prompts, temperature, batch in product(sets, suite.temperatures, suite.batches):
+    sets = [bench.read(load_prompts(name, bench.plain.config.vocab)) for name in suite.workloads]
+    for (name, categories), temperature, batch in product(sets, suite.temperatures, suite.batches):
         marks: dict[str, Any] = {"temperature": temperature, "batch": batch}
-        tallies: list[dict[str, Tally]] = []
-        for category, own in prompts.categories.items():
-            tallies.append(bench.measure(_Case(prompts.name, category, temperature, batch), own))
-            if len(prompts.categories) > 1:
-                for method, tally in tallies[-1].items():
-                    head = {"method": method, "workload": prompts.name, "category": category}
-                    yield {**head, **marks, **summary(tally, tallies[-1][PLAIN])}
+        results: dict[str, dict[str, MethodResult]] = {}
+        for category, texts in categories.items():
+            results[category] = measured = bench.measure(_SuiteCase(name, category, temperature, batch), texts)
+            if len(categories) > 1:
+                for method, result in measured.items():
+                    head = {"method": method, "workload": name, "category": category}
+                    yield {**head, **marks, **summary(result, measured[PLAIN])}
+        fitting = {category: by_method for category, by_method in results.items() if categories[category].items} or results
+        left_out = {"left_out": [category for category in results if category not in fitting]}
         for method in suite.methods:
-            mine, plain = (combined([own[name] for own in tallies]) for name in (method, PLAIN))
-            whole = {"method": method, "workload": prompts.name, "category": None}
-            yield {**whole, **marks, **summary(mine, plain), "costs": cost_points(mine)}
+            mine, plain = (combined([by_method[name] for by_method in fitting.values()]) for name in (method, PLAIN))
+            whole = {"method": method, "workload": name, "category": None}
+            yield {**whole, **marks, **left_out, **summary(mine, plain), "costs": cost_points(mine)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A category's prompts as requests: a list for each prompt, with one entry for each of its turns."""
+
+    items: list[list[Ids]]  # those that fit
+    skipped: int  # turns that do not fit
+
+    def requests(self, prompts: int) -> list[Ids]:
+        """All turns of the first `prompts` prompts."""
+        return [ids for item in self.items[:prompts] for ids in item]
 
 
 class _Bench:
@@ -122,60 +135,83 @@ class _Bench:
         llm.measure_costs()  # what a controller would learn in its first minutes of service
         return llm
 
-    def measure(self, case: _Case, prompts: Sequence[Any]) -> dict[str, Tally]:
+    def read(self, prompts: PromptSet) -> tuple[str, dict[str, _Texts]]:
+        """The workload's name and its requests; later turns of a conversation follow plain greedy answers."""
+        suite = self._suite
+        params = SamplingParams(temperature=0.0, max_tokens=suite.max_tokens)
+        reader = TurnReader(
+            self.plain.tokenizer,
+            suite.chat,
+            answer=lambda ids: self.plain.generate([ids], params)[0].outputs[0].text,
+            room=self.plain.max_model_len - suite.max_tokens,
+        )
+        texts: dict[str, _Texts] = {}
+        for category, items in prompts.categories.items():
+            self._say(f"reading {prompts.name} ({category})")
+            fitting: list[list[Ids]] = []
+            skipped = 0
+            for item in items:
+                if len(fitting) == max(suite.limit, *suite.batches):
+                    break
+                requests, too_long = reader.requests(item)
+                skipped += too_long
+                if requests:
+                    fitting.append(requests)
+            texts[category] = _Texts(fitting, skipped)
+        return prompts.name, texts
+
+    def measure(self, case: _SuiteCase, texts: _Texts) -> dict[str, MethodResult]:
         """All methods on one category: a pass to warm up and to time the forwards alone, then the repeats."""
-        suite, room = self._suite, self.plain.max_model_len - self._suite.max_tokens
-        fitting = [own for own in prompts if len(own) <= room]
-        skipped = len(prompts) - len(fitting)
-        tallies = {method: Tally(skipped=skipped, failed=self._failures.get(method)) for method in suite.methods}
-        if not fitting:
-            for own in tallies.values():
-                own.failed = f"no prompt leaves room for {suite.max_tokens} tokens in a context of {self.plain.max_model_len}"
-            return tallies
-        groups = self._groups(case, fitting)
-        for method, own in tallies.items():
+        suite = self._suite
+        results = {method: MethodResult(skipped=texts.skipped, failed=self._failures.get(method)) for method in suite.methods}
+        if not texts.items:
+            for result in results.values():
+                result.failed = f"no prompt leaves room for {suite.max_tokens} tokens in a context of {self.plain.max_model_len}"
+            return results
+        groups = self._groups(case, texts.requests(max(suite.limit, case.batch)))
+        for method, result in results.items():
             self._say(f"{case}: warm-up, {method}")
-            own.groups = [Group() for _ in groups]
-            with _noting_failure(own):
-                self._warm_up(method, own, groups)
+            result.groups = [Group() for _ in groups]
+            with _noting_failure(result):
+                self._warm_up(method, result, groups)
         for repeat, (place, group) in product(range(suite.repeats), enumerate(groups)):
             for method in _rotated(suite.methods, repeat + place):
                 self._say(f"{case}: repeat {repeat + 1}/{suite.repeats}, requests {place + 1}/{len(groups)}, {method}")
-                with _noting_failure(tallies[method]):
-                    self._timed(method, tallies[method], place, group)
-        return tallies
+                with _noting_failure(results[method]):
+                    self._timed(method, results[method], place, group)
+        return results
 
-    def _groups(self, case: _Case, prompts: Sequence[Ids]) -> list[list[tuple[Ids, SamplingParams]]]:
+    def _groups(self, case: _SuiteCase, prompts: Sequence[Ids]) -> list[Requests]:
         suite = self._suite
-        count = -(-max(min(suite.limit, len(prompts)), case.batch) // case.batch) * case.batch
+        count = -(-len(prompts) // case.batch) * case.batch
         params: dict[str, Any] = {"temperature": case.temperature, "max_tokens": suite.max_tokens, "ignore_eos": suite.ignore_eos}
         requests = [(prompts[i % len(prompts)], SamplingParams(seed=suite.seed + i, **params)) for i in range(count)]
         return [requests[i : i + case.batch] for i in range(0, count, case.batch)]
 
-    def _warm_up(self, method: str, own: Tally, groups: Sequence[list[tuple[Ids, SamplingParams]]]) -> None:
-        if own.failed is not None:
+    def _warm_up(self, method: str, result: MethodResult, groups: Sequence[Requests]) -> None:
+        if result.failed is not None:
             return
         for place, group in enumerate(groups[:_ALONE_GROUPS]):
-            with watching(self._engines[method], alone=True) as watch:
+            with profiling(self._engines[method], alone=True) as profiler:
                 outputs = self._generate(method, group)
-            own.alone += watch.rounds
-            self._compare(own, place, group, outputs)
+            result.alone += profiler.rounds
+            self._compare(result, place, group, outputs)
 
-    def _timed(self, method: str, own: Tally, place: int, group: list[tuple[Ids, SamplingParams]]) -> None:
-        if own.failed is not None:
-            return  # not asked again in this case; the others go on
-        with watching(self._engines[method]) as watch:
+    def _timed(self, method: str, result: MethodResult, place: int, group: Requests) -> None:
+        if result.failed is not None:
+            return  # it does not run again in this case; the others go on
+        with profiling(self._engines[method]) as profiler:
             begun = time.perf_counter()
             outputs = self._generate(method, group)
             seconds = time.perf_counter() - begun
-        own.groups[place].seconds.append(seconds)
-        own.groups[place].outputs = outputs
-        own.rounds += watch.rounds
-        own.gaps += watch.gaps
-        own.first += [output.timings.first_token_s for output in outputs]
-        self._compare(own, place, group, outputs)
+        result.groups[place].seconds.append(seconds)
+        result.groups[place].outputs = outputs
+        result.rounds += profiler.rounds
+        result.gaps += profiler.gaps
+        result.first += [output.timings.first_token_s for output in outputs]
+        self._compare(result, place, group, outputs)
 
-    def _generate(self, method: str, group: list[tuple[Ids, SamplingParams]]) -> list[CompletionOutput]:
+    def _generate(self, method: str, group: Requests) -> list[CompletionOutput]:
         results = self._engines[method].generate([ids for ids, _ in group], [params for _, params in group])
         outputs = [result.outputs[0] for result in results]
         for output in outputs:
@@ -183,13 +219,13 @@ class _Bench:
                 raise InvalidParameter("generation", str(output.stop_reason))
         return outputs
 
-    def _compare(self, own: Tally, place: int, group: list[tuple[Ids, SamplingParams]], outputs: list[CompletionOutput]) -> None:
+    def _compare(self, result: MethodResult, place: int, group: Requests, outputs: list[CompletionOutput]) -> None:
         """Count the outputs that have the token ids of plain decoding, one request at a time."""
         for (ids, params), output in zip(group, outputs, strict=True):
-            own.groups[place].compared += 1
-            own.groups[place].equal += output.token_ids == self._reference(ids, params)
+            result.groups[place].compared += 1
+            result.groups[place].equal += output.token_ids == self._reference(ids, params)
             if output.speculation["fallback_reason"] is not None:
-                own.failed = own.failed or f"the drafter was set aside: {output.speculation['fallback_reason']}"
+                result.failed = result.failed or f"the drafter was set aside: {output.speculation['fallback_reason']}"
 
     def _reference(self, ids: Ids, params: SamplingParams) -> list[int]:
         key = (ids, params.temperature, params.seed or 0)
@@ -199,11 +235,11 @@ class _Bench:
 
 
 @contextmanager
-def _noting_failure(own: Tally) -> Iterator[None]:
+def _noting_failure(result: MethodResult) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the other methods are still worth measuring
-        own.failed = _reason(error)
+        result.failed = _reason(error)
 
 
 def _rotated(methods: Sequence[str], turn: int) -> list[str]:

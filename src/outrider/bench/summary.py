@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.watch import Round, decode_rounds
+from outrider.bench.profiler import ProfiledRound, decode_rounds
 from outrider.engine.acceptance import accepted_by_position, loops
 from outrider.engine.outputs import CompletionOutput
+from outrider.quantiles import quantile
 
-__all__ = ["MEANING", "Group", "Tally", "combined", "cost_points", "quantile", "summary"]
+__all__ = ["MEANING", "Group", "MethodResult", "combined", "cost_points", "summary"]
 
 _DRAWS = 2000
 MEANING = {
@@ -23,13 +24,14 @@ MEANING = {
     "no loops": "The same without outputs in which some 8-gram occurs more than three times. Small models loop when greedy, and "
     "loops are easy to guess.",
     "tokens / round": "Tokens a round emits, the round that reads the prompt left out.",
-    "draft, verify, choose, host": "Per round in which nobody reads a prompt: proposing and the drafter's own records; the "
+    "draft, verify, choose, host": "Per round in which nobody reads a prompt: proposing and the drafter's commit; the "
     "target's forward; the target's choices and the walk; everything else (scheduling, planning, commit, text).",
     "TTFT, ITL, TPOT": "Time to the first token; between rounds that bring a request tokens, as a reader sees them arrive; per "
     "output token after the first. Medians.",
-    "efficiency": "Time of the round's draft and target forwards run alone over the round's wall time: after scoring, the same "
-    "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's. The "
-    "median round of a pass of its own over the first two groups. It is the engine's merit; tokens per round are the drafter's.",
+    "efficiency": "Time of all the round's draft and target forwards alone over the round's wall time. On a processor the same "
+    "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's; on a "
+    "GPU it is the time between events before and after each. The median round of a separate pass over the first two groups. "
+    "It is the engine's merit; tokens per round are the drafter's.",
     "equal": "Share of outputs whose token ids are those of plain decoding, one request at a time; every repeat is compared.",
 }
 
@@ -45,54 +47,57 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        return sum(len(own.token_ids) for own in self.outputs)
+        return sum(len(output.token_ids) for output in self.outputs)
 
     @property
     def looping(self) -> int:
-        return sum(loops(own.token_ids) for own in self.outputs)
+        return sum(loops(output.token_ids) for output in self.outputs)
 
 
 @dataclass(slots=True)
-class Tally:
+class MethodResult:
     """What one method did with the prompts of one category."""
 
     groups: list[Group] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[ProfiledRound] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)  # seconds to the first token
-    alone: list[Round] = field(default_factory=list)  # of the pass whose forwards ran again alone
+    alone: list[ProfiledRound] = field(default_factory=list)  # of the pass whose forwards ran again alone
     skipped: int = 0  # prompts that do not fit the context
     failed: str | None = None
 
 
-def combined(tallies: Sequence[Tally]) -> Tally:
+def combined(results: Sequence[MethodResult]) -> MethodResult:
     """Several categories as one."""
-    whole = Tally(skipped=sum(own.skipped for own in tallies), failed=next((own.failed for own in tallies if own.failed), None))
-    for own in tallies:
+    whole = MethodResult(
+        skipped=sum(result.skipped for result in results),
+        failed=next((result.failed for result in results if result.failed), None),
+    )
+    for result in results:
         for name in ("groups", "rounds", "gaps", "first", "alone"):
-            getattr(whole, name).extend(getattr(own, name))
+            getattr(whole, name).extend(getattr(result, name))
     return whole
 
 
-def summary(own: Tally, plain: Tally) -> dict[str, Any]:
+def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
     """Speed, acceptance, phases and equality of a method beside plain decoding of the same requests."""
-    outputs = [output for group in own.groups for output in group.outputs]
-    if own.failed is not None or plain.failed is not None:
-        return {"failed": own.failed or f"plain decoding failed: {plain.failed}", "skipped": own.skipped}
-    rounds, alone = decode_rounds(own.rounds), decode_rounds(own.alone)
-    steady = [i for i, group in enumerate(own.groups) if not group.looping]
+    outputs = [output for group in result.groups for output in group.outputs]
+    if result.failed is not None or plain.failed is not None:
+        return {"failed": result.failed or f"plain decoding failed: {plain.failed}", "skipped": result.skipped}
+    rounds, alone = decode_rounds(result.rounds), decode_rounds(result.alone)
+    steady = [i for i, group in enumerate(result.groups) if not group.looping]
     wall = sum(one.wall for one in rounds)
     per_round = {name: _ms(sum(getattr(one, name) for one in rounds) / len(rounds)) for name in _PHASES} if rounds else {}
     steady_outputs = [output for output in outputs if not loops(output.token_ids)]
     return {
         "requests": len(outputs),
         "tokens": sum(len(output.token_ids) for output in outputs),
-        "skipped": own.skipped,
-        "tok_s": _speed(own.groups),
-        "tok_s_quartiles": _quartiles(own.groups),
-        "speedup": _ratio(own.groups, plain.groups),
-        "speedup_interval": _interval(own.groups, plain.groups),
-        "speedup_steady": _ratio([own.groups[i] for i in steady], [plain.groups[i] for i in steady]) if steady else None,
+        "skipped": result.skipped,
+        "tok_s": _speed(result.groups),
+        "tok_s_quartiles": _quartiles(result.groups),
+        "speedup": _ratio(result.groups, plain.groups),
+        "speedup_interval": _interval(result.groups, plain.groups),
+        "speedup_steady": _ratio([result.groups[i] for i in steady], [plain.groups[i] for i in steady]) if steady else None,
         "tokens_per_round": _per_round(outputs),
         "tokens_per_round_steady": _per_round(steady_outputs),
         "looping": 1 - len(steady_outputs) / len(outputs),
@@ -103,12 +108,12 @@ def summary(own: Tally, plain: Tally) -> dict[str, Any]:
         "share_of_round": {name: sum(getattr(one, name) for one in rounds) / wall for name in _PHASES if name != "wall"}
         if rounds
         else {},
-        "ttft_ms": _spread(own.first),
-        "itl_ms": _spread(own.gaps),
+        "ttft_ms": _spread(result.first),
+        "itl_ms": _spread(result.gaps),
         "tpot_ms": _spread(1 / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s),
         "efficiency": statistics.median(one.alone / one.wall for one in alone) if alone else None,
-        "compared": sum(group.compared for group in own.groups),
-        "equal": sum(group.equal for group in own.groups) / max(sum(group.compared for group in own.groups), 1),
+        "compared": sum(group.compared for group in result.groups),
+        "equal": sum(group.equal for group in result.groups) / max(sum(group.compared for group in result.groups), 1),
         "fallbacks": sum(output.speculation["fallback_reason"] is not None for output in outputs),
         "failed": None,
     }
@@ -117,22 +122,13 @@ def summary(own: Tally, plain: Tally) -> dict[str, Any]:
 _PHASES = ("wall", "draft", "verify", "choose", "host")
 
 
-def cost_points(own: Tally) -> dict[str, list[list[float]]]:
+def cost_points(result: MethodResult) -> dict[str, list[list[float]]]:
     """Median milliseconds of the target's forward by rows, and of a proposal by nodes, where seen five times or more."""
-    rounds = decode_rounds(own.rounds)
+    rounds = decode_rounds(result.rounds)
     return {
         "verify": _medians((one.rows, one.verify) for one in rounds),
         "propose": _medians((one.nodes, one.propose) for one in rounds if one.nodes),
     }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of them lies, interpolated."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def _speed(groups: Sequence[Group]) -> float:
@@ -140,8 +136,8 @@ def _speed(groups: Sequence[Group]) -> float:
     return sum(group.tokens for group in groups) / sum(statistics.median(group.seconds) for group in groups)
 
 
-def _ratio(own: Sequence[Group], plain: Sequence[Group]) -> float:
-    return _speed(own) / _speed(plain)
+def _ratio(groups: Sequence[Group], plain: Sequence[Group]) -> float:
+    return _speed(groups) / _speed(plain)
 
 
 def _quartiles(groups: Sequence[Group]) -> list[float]:
@@ -151,10 +147,10 @@ def _quartiles(groups: Sequence[Group]) -> list[float]:
     return [quantile(speeds, 0.25), quantile(speeds, 0.75)]
 
 
-def _interval(own: Sequence[Group], plain: Sequence[Group]) -> list[float]:
+def _interval(groups: Sequence[Group], plain: Sequence[Group]) -> list[float]:
     """Where the speed-up lies for requests like these, 95 times of 100: a bootstrap over groups."""
-    rng, places = random.Random(0), range(len(own))
-    mine = [(group.tokens, statistics.median(group.seconds)) for group in own]
+    rng, places = random.Random(0), range(len(groups))
+    mine = [(group.tokens, statistics.median(group.seconds)) for group in groups]
     theirs = [(group.tokens, statistics.median(group.seconds)) for group in plain]
 
     def drawn() -> float:
@@ -162,12 +158,12 @@ def _interval(own: Sequence[Group], plain: Sequence[Group]) -> list[float]:
         speeds = [sum(side[i][0] for i in picked) / sum(side[i][1] for i in picked) for side in (mine, theirs)]
         return speeds[0] / speeds[1]
 
-    found = sorted(drawn() for _ in range(_DRAWS))
-    return [quantile(found, 0.025), quantile(found, 0.975)]
+    ratios = sorted(drawn() for _ in range(_DRAWS))
+    return [quantile(ratios, 0.025), quantile(ratios, 0.975)]
 
 
 def _per_round(outputs: Sequence[CompletionOutput]) -> float | None:
-    """Tokens per round, the prompt's own round left out: nothing can be drafted in it."""
+    """Tokens per round, without the round that reads the prompt: nothing can be drafted in it."""
     rounds = sum(output.speculation["rounds"] - 1 for output in outputs)
     return sum(len(output.token_ids) - 1 for output in outputs) / rounds if rounds else None
 
@@ -178,10 +174,10 @@ def _spread(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 def _medians(pairs: Iterable[tuple[int, float]]) -> list[list[float]]:
-    found: dict[int, list[float]] = {}
-    for size, seconds in pairs:
-        found.setdefault(size, []).append(seconds)
-    return [[size, _ms(statistics.median(own))] for size, own in sorted(found.items()) if len(own) >= 5]
+    times: dict[int, list[float]] = {}
+    for size, one in pairs:
+        times.setdefault(size, []).append(one)
+    return [[size, _ms(statistics.median(seconds))] for size, seconds in sorted(times.items()) if len(seconds) >= 5]
 
 
 def _ms(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""KV memory: the page table and prefix cache (plain Python) and the tensors behind them."""
+"""KV memory: the page table and prefix cache (plain Python) and the KV tensors."""
 
 from outrider.cache.kv import KVPool
 from outrider.cache.pages import Key, OutOfPages, PageTable, next_key, root_key

@@ -15,10 +15,9 @@ __all__ = ["KVPool"]
 class KVPool:
     """Keys and values of every layer, (layers, pages, KV heads, page_size, width) float32.
 
-    Kept in float32 so that attention reads pages in place without widening a copy of the context.
-    The width is head_dim filled up with zeros to a multiple of 16: products of odd widths are where
-    matrix libraries treat rows differently. Slot s lies in page s // page_size at s % page_size.
-    The native core keeps its own order inside a page and head, see `keep_words`.
+    They are float32 so that attention reads pages in place without widening a copy of the context. The width is head_dim
+    padded with zeros to a multiple of 16: matrix libraries treat rows differently at odd widths. Slot s lies in page
+    s // page_size at offset s % page_size. The native core has another layout inside a page and head: see `keep_words`.
     """
 
     def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int) -> None:
@@ -27,28 +26,38 @@ class KVPool:
         self.head_dim = head_dim
         shape = (layers, pages, kv_heads, page_size, _filled(head_dim))
         self.keys, self.values = _zeros(shape), _zeros(shape)
-        self._per_word = 0  # 0: rows of slots; 1 or 2: the native core's words
+        self._per_word = 0  # values per 32-bit word of the native core's layout; 0: the layout of torch
 
     @staticmethod
-    def bytes_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
-        return 2 * 4 * layers * kv_heads * _filled(head_dim)
+    def bytes_per_token(layers: int, kv_heads: int, head_dim: int, value_bytes: int = 4) -> int:
+        """Bytes of a slot in all layers; see `value_bytes`."""
+        return 2 * value_bytes * layers * kv_heads * _filled(head_dim)
+
+    @staticmethod
+    def value_bytes(bf16: bool, page_size: int) -> int:
+        """Bytes of one value in the native core's layout. Two slots of bf16 values share a word, so pages of odd size stay
+        float32.
+        """
+        return 2 if bf16 and page_size % 2 == 0 else 4
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a slot in all layers."""
+        return (self.keys.nbytes + self.values.nbytes) // (self.pages * self.page_size)
 
     def keep_words(self, bf16: bool) -> None:
-        """Take the layout of ops/cpu/attention.h: keys as [width][slot], values as [slot][width], in words of one
-        float32 or of two bf16. Two slots of a value share a word, so odd pages stay float32. The pool must be empty,
-        or be kept so already.
+        """Switch to the layout of ops/cpu/attention.h: keys as [width][slot], values as [slot][width], in words of one
+        float32 or of two bf16 values. The pool must be empty, or have that layout already.
         """
-        per_word = 2 if bf16 and self.page_size % 2 == 0 else 1
+        per_word = 4 // self.value_bytes(bf16, self.page_size)
         if self._per_word == per_word:
             return
         assert self._per_word == 0, "a pool has one layout"
         layers, pages, kv_heads, size, width = self.keys.shape
         outer, self._per_word = (layers, pages, kv_heads), per_word
-        flat = [
-            pool.view(-1).view(torch.bfloat16)[: pool.numel()] if per_word == 2 else pool for pool in (self.keys, self.values)
-        ]
-        self.keys = flat[0].view(*outer, width // per_word, size, per_word)
-        self.values = flat[1].view(*outer, size // per_word, width, per_word)
+        dtype = torch.bfloat16 if per_word == 2 else torch.float32
+        self.keys = _zeros((*outer, width // per_word, size, per_word), dtype)
+        self.values = _zeros((*outer, size // per_word, width, per_word), dtype)
 
     def slots(self, pages: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Physical slots of a sequence's storage positions."""
@@ -56,8 +65,19 @@ class KVPool:
         return [pages[p // size] * size + p % size for p in positions]
 
     def write(self, layer: int, slots: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
-        """Store rows (N, KV heads, d) at (page, offset) pairs."""
+        """Store rows (N, KV heads, d) at (page, offset) pairs.
+
+        Rows that do not see a slot multiply its value by zero, which gives NaN for a value that is not finite. Such a value
+        is stored as zero and its key as NaN, so that only rows that see the slot have a result that is not finite.
+        """
         page, offset = slots
+        if not math.isfinite(keys.sum().item() + values.sum().item()):
+            sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
+            keys, values = keys.where(sound, torch.nan), values.where(sound, 0.0)
+        if len(keys) == 1:  # a decode row: no index tensors
+            at = (layer, int(page), slice(None), int(offset), slice(self.head_dim))
+            self.keys[at], self.values[at] = keys[0], values[0]
+            return
         self.keys[layer][page, :, offset, : self.head_dim] = keys
         self.values[layer][page, :, offset, : self.head_dim] = values
 
@@ -76,19 +96,20 @@ class KVPool:
         self.values[:, dst // size, :, to // per_word, :, to % per_word] = moved
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zero pages, so that a NaN in them cannot reach a later owner through a masked product."""
+        """Zero the pages, so that a NaN in them cannot reach a later owner through a masked product."""
         index = torch.tensor(list(pages), dtype=torch.int64)
         self.keys[:, index] = 0.0
         self.values[:, index] = 0.0
 
 
-def _zeros(shape: tuple[int, ...]) -> Tensor:
-    """Calloc'd memory: a large pool costs nothing until its pages are written.
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros from calloc: a large pool takes no memory until its pages are written.
 
-    Whole vectors of the last page's keys may be read past its end, hence the 16 values more.
+    Kernels read whole vectors and may read past the last page's keys, hence 16 words of padding.
     """
     size = math.prod(shape)
-    return torch.from_numpy(np.zeros(size + 16, dtype=np.float32))[:size].view(shape)
+    words = np.zeros(size * dtype.itemsize // 4 + 16, dtype=np.float32)
+    return torch.from_numpy(words).view(dtype)[:size].view(shape)
 
 
 def _filled(head_dim: int) -> int:

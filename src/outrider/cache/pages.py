@@ -1,4 +1,4 @@
-"""The page table: who owns which page of KV memory, and what its full pages hold. Plain Python, no tensors."""
+"""The page table: reference counts of KV pages, and the prefix cache of full pages. Plain Python, no tensors."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 from outrider.errors import OutriderError
 
 __all__ = ["Key", "OutOfPages", "PageTable", "next_key", "root_key"]
 
-Key = bytes  # names what a full page holds: its tokens, all tokens before them, and whose they are
+Key = bytes  # identifies the content of a full page: its tokens, all tokens before them, and their tenant
 
 
 class OutOfPages(OutriderError):
-    """More pages were asked for than are free."""
+    """More pages were requested than are free."""
 
 
 def root_key(tenant: str | None) -> Key:
-    """The key before the first page. Tenants never meet in the prefix cache."""
+    """The key before the first page. Tenants never share pages of the prefix cache."""
     return b"" if tenant is None else blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16, person=b"tenant").digest()
 
 
@@ -30,11 +31,11 @@ def next_key(previous: Key, tokens: Sequence[int]) -> Key:
 
 
 class PageTable:
-    """Pages 0..count-1 with reference counts. The lowest free page is handed out first.
+    """Pages 0..count-1 with reference counts. The lowest free page is allocated first.
 
-    Handing out low ids in order keeps a sequence's pages mostly consecutive, and attention reads a
-    run of consecutive pages as one view. A full page may be named by what it holds; when nobody refers
-    to it any more it stays findable until its memory is needed, the least recently used first.
+    So the pages of a sequence are mostly consecutive, and attention reads a run of consecutive pages as one view. A full
+    page may be named by the key of its content. When its last reference is dropped it stays in the prefix cache until its
+    memory is needed; the least recently used page is evicted first.
     """
 
     def __init__(self, count: int, page_size: int) -> None:
@@ -42,6 +43,8 @@ class PageTable:
             raise ValueError(f"a page table needs pages: count={count}, page_size={page_size}")
         self.count = count
         self.page_size = page_size
+        self.running: list[list[Any]] = []  # the running sequences of each scheduler that uses this table
+        self.epoch = 0  # counts the calls of `clear`
         self._free = list(range(count))
         self._references = [0] * count
         self._births = [0] * count
@@ -51,7 +54,7 @@ class PageTable:
 
     @property
     def free(self) -> int:
-        """Pages that can be had; idle ones of the prefix cache count, they are given up on demand."""
+        """Pages that can be allocated. Idle pages of the prefix cache count, because they are evicted on demand."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -60,15 +63,15 @@ class PageTable:
 
     @property
     def cached(self) -> int:
-        """Pages kept only because their content may be asked for again."""
+        """Pages without references that the prefix cache still holds."""
         return len(self._idle)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold that many tokens."""
+        """The number of pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
     def allocate(self, pages: int) -> list[int]:
-        """That many pages with one reference each, or OutOfPages and no change."""
+        """Take `pages` pages with one reference each, or raise OutOfPages and change nothing."""
         if pages > self.free:
             raise OutOfPages(f"{pages} pages wanted, {self.free} of {self.count} free")
         while len(self._free) < pages:
@@ -80,20 +83,20 @@ class PageTable:
         return taken
 
     def extend(self, pages: list[int], tokens: int) -> None:
-        """Grow a sequence's pages in place until they hold that many tokens."""
+        """Grow a sequence's pages in place until they hold `tokens` tokens."""
         missing = self.pages_for(tokens) - len(pages)
         if missing > 0:
             pages.extend(self.allocate(missing))
 
     def truncate(self, pages: list[int], tokens: int) -> None:
-        """Give back the pages past the first that many tokens."""
+        """Release the pages past the first `tokens` tokens."""
         keep = self.pages_for(tokens)
         if len(pages) > keep:
             self.release(pages[keep:])
             del pages[keep:]
 
     def share(self, pages: list[int]) -> list[int]:
-        """Another reference to each page."""
+        """Add a reference to each page."""
         for page in pages:
             if self._references[page] < 1:
                 raise ValueError(f"page {page} is free and cannot be shared")
@@ -101,8 +104,8 @@ class PageTable:
         return list(pages)
 
     def release(self, pages: list[int]) -> None:
-        """Drop one reference to each page; pages without references are free again, named ones idle."""
-        for page in reversed(pages):  # the end of a text grows old before its beginning
+        """Drop one reference to each page. Pages without references become free, or idle where they are named."""
+        for page in reversed(pages):  # the last pages of a text are evicted before the first
             if self._references[page] < 1:
                 raise ValueError(f"page {page} was released more often than taken")
             self._references[page] -= 1
@@ -112,15 +115,24 @@ class PageTable:
                 else:
                     heapq.heappush(self._free, page)
 
+    def clear(self) -> list[int]:
+        """Release every page, forget all content, and return the pages that were in use. Holders of pages check `epoch`."""
+        used = [page for page, references in enumerate(self._references) if references]
+        self.epoch += 1
+        self._free = list(range(self.count))
+        self._references = [0] * self.count
+        self._page_of, self._key_of, self._idle = {}, {}, OrderedDict()
+        return used
+
     def references(self, page: int) -> int:
         return self._references[page]
 
     def birth(self, page: int) -> int:
-        """Changes whenever the page is given a new content, so that others can tell old data from new."""
+        """A count that rises whenever the page is allocated, so that others can tell old content from new."""
         return self._births[page]
 
     def name(self, page: int, key: Key) -> None:
-        """Say what a full page holds; it is not written again. A content already known keeps its first page."""
+        """Enter a full page in the prefix cache under the key of its content. Content already cached keeps its first page."""
         if self._references[page] < 1:
             raise ValueError(f"page {page} is free and holds nothing")
         if key not in self._page_of and page not in self._key_of:
@@ -128,26 +140,26 @@ class PageTable:
             self._key_of[page] = key
 
     def find(self, keys: Sequence[Key]) -> list[int]:
-        """Pages that hold the longest known run of leading keys, with a reference to each."""
-        found: list[int] = []
+        """The pages of the longest cached run of leading keys, with a reference added to each."""
+        pages: list[int] = []
         for key in keys:
             page = self._page_of.get(key)
             if page is None:
                 break
             self._idle.pop(page, None)
             self._references[page] += 1
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def disown(self, pages: Sequence[int]) -> list[int]:
-        """Those of the pages nobody else refers to, no longer to be found: their content is not to be trusted."""
-        own = [page for page in pages if self._references[page] == 1]
-        for page in own:
+        """Forget the pages with a single reference, whose content must not be trusted, and return them."""
+        unshared = [page for page in pages if self._references[page] == 1]
+        for page in unshared:
             self.forget(page)
-        return own
+        return unshared
 
     def forget(self, page: int) -> None:
-        """The page's content is no longer to be found."""
+        """Remove a page from the prefix cache."""
         key = self._key_of.pop(page, None)
         if key is not None:
             del self._page_of[key]

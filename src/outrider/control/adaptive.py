@@ -220,7 +220,7 @@ class Adaptive:
         if not any(self._plan.lengths):
             return drafts
         pool: list[tuple[float, int, int]] = []
-        rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.on_host(), drafts.says(), strict=True)
+        rows = zip(load.keys, self._plan.arms, self._plan.lengths, drafts.per_sequence, drafts.survival, strict=True)
         turn, many = self._priced * _HEARD, len(load.keys)
         self._proposed = {}
         for b, (key, arm, length, tree, says) in enumerate(rows):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,9 @@ _REFIT = 8  # observations of known sizes between two fits
 _MEMORY = 32.0  # observations a mean remembers
 _OFTEN = 3  # observations after which a drafter's times are known
 _FLOOR = 0.25  # of the time at the smallest size seen
+_LONGEST = 3600.0  # seconds of anything timed
 _TOLERANCE = 3.0  # an observation this many times off the mean counts as this many: a stall is not a cost
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -125,9 +128,7 @@ class Costs:
         self._timed[drafter] = self._timed.get(drafter, 0) + 1
         if step not in curves:  # it begins as its neighbours say: one observation may be a stall
             known = sorted({size for curve in curves.values() for size in curve.means})
-            curves[step] = _curve(
-                {str(size): seconds for size, seconds in zip(known, _between(curves, step, known), strict=True)} if curves else {}
-            )
+            curves[step] = _curve(dict(zip(known, _between(curves, step, known), strict=True)) if curves else {})
         curves[step].observe(length, seconds / self._pace)
 
     def forward(self, rows: float, context: int) -> float:
@@ -183,12 +184,14 @@ class Costs:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
+        """From plain data. What is no table of times raises ValueError, TypeError, KeyError or AttributeError."""
         costs = cls()
-        costs._forward, costs._rest = _curve(data["forward"]), _curve(data["rest"])
-        costs._context = {_context(int(context)): float(seconds) for context, seconds in data["context"].items()}
+        costs._forward, costs._rest = _curve(_checked(data["forward"])), _curve(_checked(data["rest"]))
+        costs._context = {_context(size): seconds for size, seconds in _checked(data["context"], least=0.0).items()}
         for name, curves in data["propose"].items():
-            costs._propose[name] = {int(batch): _curve(curve) for batch, curve in curves.items()}
-            costs._timed[name] = _OFTEN
+            if curves:
+                costs._propose[name] = {_size(batch): _curve(_checked(curve)) for batch, curve in curves.items()}
+                costs._timed[name] = _OFTEN
         costs.accepted = dict(data.get("accepted", {}))
         return costs
 
@@ -204,10 +207,13 @@ class Costs:
 
     @classmethod
     def load(cls, path: Path) -> Costs:
-        """What was kept, or an empty table."""
+        """What was kept, or an empty table; a damaged file is named in a warning, and the next save replaces it."""
         try:
-            return cls.from_dict(json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            return cls()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            _logger.warning("%s is damaged (%s: %s); costs are measured afresh", path, type(error).__name__, error)
             return cls()
 
 
@@ -233,12 +239,28 @@ def _context(tokens: int) -> int:
 
 
 def _plain(curve: Curve) -> dict[str, float]:
-    return {str(step): seconds for step, seconds in sorted(curve.means.items())}
+    return {str(step): seconds for step, seconds in sorted(curve.means.items()) if 0.0 < seconds <= _LONGEST}
 
 
-def _curve(data: Mapping[str, float]) -> Curve:
+def _curve(times: Mapping[int, float]) -> Curve:
     curve = Curve()
-    sizes: Iterable[tuple[int, float]] = ((int(size), float(seconds)) for size, seconds in data.items())
-    for size, seconds in sizes:
+    for size, seconds in times.items():
         curve.observe(size, seconds)
     return curve
+
+
+def _checked(data: Mapping[str, Any], least: float = math.ulp(0.0)) -> dict[int, float]:
+    """Seconds by size from a file: finite and positive, or they would spoil every plan made from them."""
+    times: dict[int, float] = {}
+    for size, seconds in data.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not least <= seconds <= _LONGEST:
+            raise ValueError(f"{seconds!r:.40} seconds at size {size!r:.40}")
+        times[_size(size)] = float(seconds)
+    return times
+
+
+def _size(text: str) -> int:
+    size = int(text) if len(text) < 12 else 0
+    if size < 1:
+        raise ValueError(f"a size of {text!r:.40}")
+    return size

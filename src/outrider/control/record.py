@@ -45,6 +45,7 @@ _BOUND = 6  # log odds beyond which claims are alike
 _EDGES = [1 / (1 + math.exp(0.5 - odds)) for odds in range(1 - _BOUND, _BOUND + 1)]  # chances between whole log odds
 _UNSEEN = (0.0, 0.0)
 _NOTHING = 1e-4  # tokens
+_KINDS = ("0", "1", "2", "3", "4")  # of requests, by temperature, as a file spells them
 
 
 @dataclass(slots=True)
@@ -69,10 +70,15 @@ class _Arm:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> _Arm:
         gains, nodes = (list(map(float, data[name])) for name in ("gains", "nodes"))
-        if len(gains) != len(LENGTHS) or len(nodes) != len(LENGTHS) or not all(map(math.isfinite, gains + nodes)):
+        if len(gains) != len(LENGTHS) or len(nodes) != len(LENGTHS):
             raise ValueError("of other steps")
         judged = {int(claim): [float(seen), float(true)] for claim, (seen, true) in data["judged"].items()}
-        return cls(gains, nodes, float(data["rounds"]), judged).recalled(_RECALLED)
+        rounds, counts = float(data["rounds"]), [count for pair in judged.values() for count in pair]
+        if not all(0.0 <= value < math.inf for value in (rounds, *gains, *nodes, *counts)):
+            raise ValueError("counts are finite, and not negative")
+        if any(abs(claim) > _BOUND or true > seen for claim, (seen, true) in judged.items()):
+            raise ValueError("of other claims")
+        return cls(gains, nodes, rounds, judged).recalled(_RECALLED)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,8 +247,11 @@ class Record:
     def restore(self, data: Mapping[str, Any]) -> None:
         """Begin with what an earlier process knew, as if it had been seen a short while ago."""
         for kind, kept in data.items() if isinstance(data, Mapping) else ():
+            if kind not in _KINDS:
+                continue
             for arm, name in enumerate(self._names):
-                with suppress(KeyError, TypeError, ValueError, AttributeError):  # of another version, or spoilt: it learns anew
+                # Where it is of another version, or spoilt, the arm learns anew.
+                with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
                     self._of_kind(int(kind))[arm] = _Arm.from_dict(kept[name])
 
     def _arms_of(self, key: Hashable) -> list[_Arm]:

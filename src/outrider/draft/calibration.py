@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from outrider.core import ROOT
 
-__all__ = ["Calibration", "came_true"]
+__all__ = ["Calibration", "verified_nodes"]
 
 
 class Calibration:
@@ -34,7 +34,7 @@ class Calibration:
         self._seen[kind] = (before + true, tried + 1)
 
 
-def came_true(tokens: Seq[int], parents: Seq[int], text: Seq[int]) -> Iterator[tuple[int, bool]]:
+def verified_nodes(tokens: Seq[int], parents: Seq[int], text: Seq[int]) -> Iterator[tuple[int, bool]]:
     """The nodes of a tree that the text which followed has judged, and how: those below a node it took.
 
     The text judges any tree, also one that was never verified.

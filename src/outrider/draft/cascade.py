@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor
 
-from outrider.cache import KVPool
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
-from outrider.draft.protocol import Guess, Lookup
+from outrider.config import SpeculationConfig
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.context import DraftContext
+from outrider.draft.options import WeightOptions, option
+from outrider.draft.protocol import Lookup, stack_q
+from outrider.draft.vocabulary import SameTokens, load_related
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Feed, Runner
-from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, law, process, rank
+from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, probs_of, process, rank
 
-__all__ = ["CascadeDrafter", "ModelLevel"]
+__all__ = ["CascadeDrafter", "CascadeOptions", "ModelLevel"]
+
+
+@dataclass(frozen=True)
+class CascadeOptions(WeightOptions):
+    """The levels, lowest first."""
+
+    levels: tuple[SpeculationConfig, ...] = option((), "drafters, lowest first: a lookup, then one or more draft_model")
 
 
 class CascadeDrafter:
@@ -34,6 +43,8 @@ class CascadeDrafter:
     Reference: Chen et al. 2312.11462 (cascade speculative drafting); Spector and Re 2308.04623 (staged).
     """
 
+    Options = CascadeOptions
+
     def __init__(self, levels: Seq[ModelLevel], lookup: Lookup | None = None, lookup_tokens: int = 256) -> None:
         if not levels:
             raise InvalidParameter("levels", "the last level of a cascade must be a model")
@@ -46,6 +57,19 @@ class CascadeDrafter:
             scores=below.scores,
             kv_bytes_per_token=below.kv_bytes_per_token + sum(level.kv_bytes_per_token for level in levels),
         )
+
+    @classmethod
+    def build(cls, context: DraftContext) -> CascadeDrafter:
+        lowest, *_ = configs = context.options(CascadeOptions).levels
+        lookup = None
+        if lowest.method != "draft_model":
+            lookup, configs = context.build(lowest), configs[1:]
+            if not lookup.needs.follows:
+                raise InvalidParameter(
+                    "levels", f"{lowest.method!r} cannot draft for a model: it guesses after committed text alone"
+                )
+        models = [_model_level(context, config) for config in configs]
+        return cls(models, cast("Lookup | None", lookup), lowest.draft_tokens)
 
     def begin(self, seq: Sequence) -> None:
         for level in self._levels:
@@ -66,32 +90,33 @@ class CascadeDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         chains = [_Chain(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         self._draft(len(self._levels) - 1, chains, plan.keep_q)
-        q = _stacked([chain.laws for chain in chains]) if plan.keep_q else None
-        return Drafts.chains([chain.tokens for chain in chains], q, [chain.survival() for chain in chains])
+        q = stack_q([chain.probs for chain in chains]) if plan.keep_q else None
+        return Drafts([Tree.chain(chain.tokens, chain.survival()) for chain in chains], q)
 
     def _draft(self, height: int, chains: Seq[_Chain], apart: bool) -> None:
         """Fill chains with the choices of one level, checking what the level below guesses as far as it goes."""
         level = self._levels[height]
-        for own in chains:
-            own.wanted = min(own.wanted, level.context - own.start)
-        while active := [own for own in chains if len(own.tokens) < own.wanted]:
+        for chain in chains:
+            chain.wanted = min(chain.wanted, level.context - chain.start)
+        while active := [chain for chain in chains if len(chain.tokens) < chain.wanted]:
             guesses = self._below(height, active, apart)
-            for own, chosen in zip(active, level.choices(active, guesses, apart), strict=True):
-                own.tokens += chosen.tokens
-                own.chances += chosen.chances
-                own.laws += chosen.laws
+            for chain, chosen in zip(active, level.choices(active, guesses, apart), strict=True):
+                chain.tokens += chosen.tokens
+                chain.chances += chosen.chances
+                chain.probs += chosen.probs
 
     def _below(self, height: int, above: Seq[_Chain], apart: bool) -> list[list[int]]:
         """What the level below thinks comes next in each chain; the level itself adds one token more."""
         if height == 0:
             if self._lookup is None:
                 return [[] for _ in above]
-            wanted = [min(own.wanted - len(own.tokens) - 1, self._lookup_tokens) for own in above]
+            wanted = [min(chain.wanted - len(chain.tokens) - 1, self._lookup_tokens) for chain in above]
             return [
-                _best_chain(self._lookup.follow(own.seq, own.path, n)) if n else [] for own, n in zip(above, wanted, strict=True)
+                _best_chain(self._lookup.follow(chain.seq, chain.path, n)) if n else []
+                for chain, n in zip(above, wanted, strict=True)
             ]
-        most = self._levels[height - 1].draft_tokens
-        chains = [_Chain(own.seq, min(own.wanted - len(own.tokens) - 1, most), own.path) for own in above]
+        limit = self._levels[height - 1].draft_tokens
+        chains = [_Chain(chain.seq, min(chain.wanted - len(chain.tokens) - 1, limit), chain.path) for chain in above]
         self._draft(height - 1, chains, apart)
         return [chain.tokens for chain in chains]
 
@@ -105,7 +130,7 @@ class _Chain:
     before: Seq[int] = ()
     tokens: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)  # where the rule needs them
+    probs: list[Tensor] = field(default_factory=list)  # drawn from, where the rule needs them
 
     @property
     def start(self) -> int:
@@ -129,7 +154,16 @@ class _Chosen(NamedTuple):
 
     tokens: list[int]
     chances: list[float]
-    laws: list[Tensor]
+    probs: list[Tensor]
+
+
+def _model_level(context: DraftContext, config: SpeculationConfig) -> ModelLevel:
+    if config.method != "draft_model":
+        raise InvalidParameter("levels", f"levels above the lowest must be draft_model, got {config.method!r}")
+    loaded = load_related(replace(context, config=config))
+    if not isinstance(loaded.vocabulary, SameTokens):
+        raise InvalidParameter("levels", f"{config.model or 'the draft model'} must have the target's tokenizer")
+    return ModelLevel(loaded.runner, config.draft_tokens)
 
 
 class ModelLevel:
@@ -137,7 +171,7 @@ class ModelLevel:
 
     def __init__(self, runner: Runner, draft_tokens: int = 256) -> None:
         config = runner.decoder.config
-        self.kv_bytes_per_token = KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim)
+        self.kv_bytes_per_token = runner.pool.token_bytes
         self.context = config.context
         self.draft_tokens = draft_tokens  # most it drafts at once for a level above it
         self._runner = runner
@@ -166,10 +200,10 @@ class ModelLevel:
         logits = self._runner.logits(self._runner.forward(feeds).last, wanted)
         out, first = [], 0
         for chain, guess in zip(chains, guesses, strict=True):
-            own = slice(first, first + len(guess) + 1)
-            first = own.stop
+            span = slice(first, first + len(guess) + 1)
+            first = span.stop
             pick = _drawn_apart if apart else _ranked
-            out.append(_cut(pick(logits[own], rows[own], chain.seq), guess))
+            out.append(_cut(pick(logits[span], rows[span], chain.seq), guess))
         return out
 
     def _feed(self, chain: _Chain, guess: list[int]) -> Feed:
@@ -196,14 +230,14 @@ def _ranked(logits: Tensor, rows: Seq[Row], _seq: Sequence) -> _Chosen:
 
 
 def _drawn_apart(logits: Tensor, rows: Seq[Row], seq: Sequence) -> _Chosen:
-    """Draws with noise of their own, and the laws drawn from: ratio tests must not share the target's noise."""
+    """Draws with noise of their own, and the distributions drawn from: ratio tests must not share the target's noise."""
     picked: list[int] = []
-    for own, row in zip(logits, rows, strict=True):
+    for row_logits, row in zip(logits, rows, strict=True):
         key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
-        picked += draw(process(own, row)[None], None if row.params.greedy else [key])
+        picked += draw(process(row_logits, row)[None], None if row.params.greedy else [key])
     _check(min(picked))
-    laws = [law(own, row) for own, row in zip(logits, rows, strict=True)]
-    return _Chosen(picked, [float(own[token]) for own, token in zip(laws, picked, strict=True)], laws)
+    probs = [probs_of(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
+    return _Chosen(picked, [float(row_logits[token]) for row_logits, token in zip(probs, picked, strict=True)], probs)
 
 
 def _check(lowest: int) -> None:
@@ -216,10 +250,10 @@ def _cut(chosen: _Chosen, guess: list[int]) -> _Chosen:
     agreed = 0
     while agreed < len(guess) and guess[agreed] == chosen.tokens[agreed]:
         agreed += 1
-    return _Chosen(chosen.tokens[: agreed + 1], chosen.chances[: agreed + 1], chosen.laws[: agreed + 1])
+    return _Chosen(chosen.tokens[: agreed + 1], chosen.chances[: agreed + 1], chosen.probs[: agreed + 1])
 
 
-def _best_chain(guess: Guess) -> list[int]:
+def _best_chain(guess: Tree) -> list[int]:
     """The likeliest path of a tree, from the root down."""
     best: dict[int, int] = {}  # parent -> its likeliest child
     for node, parent in enumerate(guess.parents):
@@ -230,15 +264,3 @@ def _best_chain(guess: Guess) -> list[int]:
         node = best[node]
         path.append(guess.tokens[node])
     return path
-
-
-def _stacked(laws: Seq[Seq[Tensor]]) -> Tensor | None:
-    """(B, D, V) from ragged rows, zero where nothing was drafted."""
-    filled = [own for own in laws if own]
-    if not filled:
-        return None
-    out = torch.zeros(len(laws), max(map(len, laws)), filled[0][0].shape[0], dtype=torch.float64)
-    for b, own in enumerate(laws):
-        if own:
-            out[b, : len(own)] = torch.stack(list(own))
-    return out

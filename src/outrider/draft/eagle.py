@@ -10,11 +10,12 @@ from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.context import DraftContext
+from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
 from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
 from outrider.draft.pagebook import PageBook
-from outrider.draft.sharpen import Law, Sharpener
 from outrider.errors import DrafterFault
-from outrider.heads import EagleHead, EagleNetwork, EagleRunner
+from outrider.heads import EagleHead, EagleNetwork, EagleRunner, eagle_network, load_eagle
 from outrider.model import Feed
 from outrider.ops import Ops
 from outrider.sampling import Row
@@ -30,7 +31,7 @@ class _State:
     first: int = 0  # the first row; those before were never fed, because nobody kept their features
     taps: list[Tensor] = field(default_factory=list)  # of positions done, done + 1, ...
     hidden: dict[int, Tensor] = field(default_factory=dict)  # of the draft: node (or ROOT) -> the head's output there
-    laws: dict[tuple[int, ...], Law] = field(default_factory=dict)  # of the draft, by path
+    logits: dict[tuple[int, ...], DraftLogits] = field(default_factory=dict)  # of the draft, by path
 
 
 class EagleDrafter:
@@ -47,6 +48,8 @@ class EagleDrafter:
     Reference: Li et al. 2401.15077, 2406.16858, 2503.01840.
     """
 
+    Options = TreeShape
+
     def __init__(
         self,
         head: EagleHead,
@@ -56,13 +59,20 @@ class EagleDrafter:
         runner: EagleNetwork | None = None,  # where another device runs the head
     ) -> None:
         c = head.config
-        self.needs = Needs(taps=c.taps, kv_bytes_per_token=KVPool.bytes_per_token(1, c.shape.kv_heads, c.shape.head_dim))
         self._head = head
         self._runner = runner or EagleRunner(head, pool, ops)
+        self.needs = Needs(taps=c.taps, kv_bytes_per_token=pool.token_bytes)
         self._shape = shape
-        self._sharpener = Sharpener(tree=shape.branch > 1)
+        self._draft_temperature = DraftTemperature(tree=shape.branch > 1)
         self._book = PageBook(pool.page_size)
         self._states: dict[Sequence, _State] = {}
+
+    @classmethod
+    def build(cls, context: DraftContext) -> EagleDrafter:
+        target = context.target
+        head = load_eagle(context.weights("eagle"), target.decoder, context.load_options)
+        pool = context.pool_like_the_target(head.config.shape.kv_heads, head.config.shape.head_dim)
+        return cls(head, pool, target.ops, context.options(TreeShape), eagle_network(head, pool, target))
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence. Where its pages are filled already, the last feature in them is enough to go on."""
@@ -77,7 +87,7 @@ class EagleDrafter:
         self._book.end(seq)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Keep the target's features of every token that became part of the text, and compare the two laws there."""
+        """Keep the target's features of every token that became part of the text, and compare both distributions there."""
         assert scores.taps is not None
         for b, (seq, verdict) in enumerate(zip(batch.sequences, verdicts, strict=True)):
             state, after = self._states.get(seq), scores.first_rows[b] + batch.feeds[b]
@@ -88,20 +98,20 @@ class EagleDrafter:
                 slice(scores.first_rows[b], after + len(verdict.path)) if whole else _rows(scores.first_rows[b], after, verdict)
             )
             state.taps.append(scores.taps[rows])
-            if state.laws and seq.finish_reason is None:
-                self._sharpener.learn(seq.request.params, state.laws.get, verdict, scores, scores.roots[b])
-            state.hidden, state.laws = {}, {}
+            if state.logits and seq.finish_reason is None:
+                self._draft_temperature.learn(seq.request.params, state.logits.get, verdict, scores, scores.roots[b])
+            state.hidden, state.logits = {}, {}
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        if self._runner.drafts_chains and self._shape == TreeShape() and plan.rule == "match":
+        if self._runner.drafts_chains and self._shape.is_chain and plan.rule == "match":
             return self._chains(growing)
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
-        grow(growing, shape, self._catch_up, self._extend, self._sharpener)
-        for own in growing:
-            if own.laws:
-                self._states[own.seq].laws = own.laws
+        grow(growing, shape, self._catch_up, self._extend, self._draft_temperature)
+        for draft in growing:
+            if draft.logits:
+                self._states[draft.seq].logits = draft.logits
         return drafts_of(growing)
 
     def _sprout(self, seq: Sequence, planned: int) -> Growing:
@@ -112,40 +122,40 @@ class EagleDrafter:
 
     def _chains(self, growing: Seq[Growing]) -> Drafts:
         """Chains by one call instead of one for each token, drawn by temperature and noise alone."""
-        active = [own for own in growing if own.room > 0]
+        active = [draft for draft in growing if draft.room > 0]
         if active:
-            length = min(max(own.room for own in active), self._runner.drafts_chains)
+            length = min(max(draft.room for draft in active), self._runner.drafts_chains)
             feeds, taps = self._waiting(active)
-            drawn = self._runner.draft(feeds, taps, [Row.at(own.seq) for own in active], length)
+            drawn = self._runner.draft(feeds, taps, [Row.at(draft.seq) for draft in active], length)
             if int(drawn.tokens[:, :length].min()) < 0:
                 raise DrafterFault("the draft's logits are not finite")
-            for own, tokens, chances in zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True):
-                for i in range(min(own.room, length)):
-                    own.put(i - 1, tokens[i], chances[i])
+            for draft, tokens, chances in zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True):
+                for i in range(min(draft.room, length)):
+                    draft.put(i - 1, tokens[i], chances[i])
         return drafts_of(growing)
 
     def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:
         """Rows for all features the target has given since the last draft, and those; the last sees the newest token."""
-        feeds, given = [], []
-        for own in active:
-            state, tokens = self._states[own.seq], own.seq.tokens
+        feeds, features = [], []
+        for draft in active:
+            state, tokens = self._states[draft.seq], draft.seq.tokens
             taps = torch.cat(state.taps)[: len(tokens) - 1 - state.done]
             if state.done + len(taps) != len(tokens) - 1:
                 raise DrafterFault(f"features for {state.done + len(taps)} of {len(tokens) - 1} tokens")
-            feeds.append(Feed(own.pages, state.done + 1, tokens[state.done + 1 :], first_key=state.first + 1))
-            given.append(taps)
-            self._note(own.seq, state, taps)
+            feeds.append(Feed(draft.pages, state.done + 1, tokens[state.done + 1 :], first_key=state.first + 1))
+            features.append(taps)
+            self._note(draft.seq, state, taps)
             state.done, state.taps = len(tokens) - 1, []
-        return feeds, given
+        return feeds, features
 
     def _catch_up(self, active: Seq[Growing]) -> Tensor:
         """Those rows through the head; logits after the newest tokens."""
-        feeds, given = self._waiting(active)
-        hidden, row = self._runner.forward(feeds, self._runner.fuse(torch.cat(given))), -1
-        for own, feed in zip(active, feeds, strict=True):
+        feeds, features = self._waiting(active)
+        hidden, row = self._runner.forward(feeds, self._runner.fuse(torch.cat(features))), -1
+        for draft, feed in zip(active, feeds, strict=True):
             row += len(feed.tokens)
-            self._states[own.seq].hidden[ROOT] = hidden[row]
-        return self._logits(torch.stack([self._states[own.seq].hidden[ROOT] for own in active]))
+            self._states[draft.seq].hidden[ROOT] = hidden[row]
+        return self._logits(torch.stack([self._states[draft.seq].hidden[ROOT] for draft in active]))
 
     def _note(self, seq: Sequence, state: _State, taps: Tensor) -> None:
         """Book the pages that are full with these rows. Slot i + 1 holds row i, so a page's last feature has no row yet."""
@@ -159,11 +169,11 @@ class EagleDrafter:
     def _extend(self, active: Seq[Growing]) -> Tensor:
         """Run the head on every frontier node."""
         feeds, features, grown = [], [], []
-        for own in active:
-            state = self._states[own.seq]
-            feeds.append(own.feed()._replace(first_key=state.first + 1))
-            features += [state.hidden[own.parents[node]] for node in own.frontier]
-            grown += [(state, node) for node in own.frontier]
+        for draft in active:
+            state = self._states[draft.seq]
+            feeds.append(draft.feed()._replace(first_key=state.first + 1))
+            features += [state.hidden[draft.tree.parents[node]] for node in draft.frontier]
+            grown += [(state, node) for node in draft.frontier]
         hidden = self._runner.forward(feeds, torch.stack(features))
         for row, (state, node) in enumerate(grown):
             state.hidden[node] = hidden[row]
@@ -171,12 +181,12 @@ class EagleDrafter:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Scores over the target's vocabulary, -inf where the head has no say."""
-        own = self._runner.logits(hidden)
+        logits = self._runner.logits(hidden)
         ids = self._head.vocab_ids
         if ids is None:
-            return own
+            return logits
         whole = torch.full((len(hidden), self._head.config.shape.vocab), float("-inf"))
-        whole[:, ids] = own
+        whole[:, ids] = logits
         return whole
 
 

@@ -10,15 +10,18 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Verdict
+from outrider import checks
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.context import DraftContext
+from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
 from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
-from outrider.draft.sharpen import Law, Sharpener
+from outrider.draft.options import option
 from outrider.errors import InvalidParameter
 from outrider.model import Feed, Runner
-from outrider.ops import BLOCK
+from outrider.ops import BLOCK, one_torch_thread
 from outrider.sampling import Row, choose
 
-__all__ = ["Costs", "EarlyExit", "best_length", "measure_costs"]
+__all__ = ["Costs", "EarlyExit", "EarlyExitOptions", "best_length", "measure_costs"]
 
 _TRIALS = 96  # positions at which every exit is tried before one is chosen
 _EXITS = 6  # how many are tried, at most
@@ -44,6 +47,14 @@ class _Trial:
         self.right = [0] * len(self.exits)
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyExitOptions:
+    """Which of the target's layers draft."""
+
+    exit_layer: int | None = option(None, "layers that draft; chosen by agreement and cost where it is not set", 1)
+    tail: int = option(0, "last layers that run after them", 0)
+
+
 class EarlyExit:
     """Drafts with the target's first layers.
 
@@ -60,13 +71,15 @@ class EarlyExit:
     Reference: Elhoushi et al. 2404.16710 (LayerSkip); Zhang et al. 2309.08168 (skipped layers).
     """
 
-    def __init__(self, target: Runner, exit_layer: int | None = None, tail: int = 0, costs: Costs | None = None) -> None:
+    Options = EarlyExitOptions
+
+    def __init__(self, target: Runner, options: EarlyExitOptions = EarlyExitOptions(), costs: Costs | None = None) -> None:
         self._runner = target
         self._layers = target.decoder.config.layers
-        if exit_layer is not None and not 1 <= exit_layer < self._layers:
-            raise InvalidParameter("exit_layer", f"must be in [1, {self._layers - 1}], got {exit_layer}")
-        if not 0 <= tail <= self._layers - (exit_layer or 1):
-            raise InvalidParameter("tail", f"must be in [0, {self._layers - (exit_layer or 1)}], got {tail}")
+        exit_layer, tail = options.exit_layer, options.tail
+        if exit_layer is not None:
+            checks.integer("exit_layer", exit_layer, 1, self._layers - 1)
+        checks.integer("tail", tail, 0, self._layers - (exit_layer or 1))
         self._tail = tail
         self._exit = exit_layer
         self._agreement: float | None = None  # of the chosen exit, where it was tried
@@ -76,8 +89,16 @@ class EarlyExit:
             self._trial = _Trial(_exits(self._layers - max(tail, 1)))
             self.needs = Needs(taps=(*self._trial.exits, self._layers))
         self._costs = costs or (Costs(1.0, 1.0) if exit_layer else measure_costs(target))
-        self._sharpener = Sharpener()
-        self._laws: dict[Sequence, dict[tuple[int, ...], Law]] = {}  # of the last draft, by path
+        self._draft_temperature = DraftTemperature()
+        self._draft_logits: dict[Sequence, dict[tuple[int, ...], DraftLogits]] = {}  # of the last draft, by path
+
+    @classmethod
+    def build(cls, context: DraftContext) -> EarlyExit:
+        if context.target.device_name != "cpu":
+            raise InvalidParameter(
+                "method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu"
+            )
+        return cls(context.target, context.options(EarlyExitOptions))
 
     @property
     def exit_layer(self) -> int | None:
@@ -88,16 +109,16 @@ class EarlyExit:
         pass
 
     def end(self, seq: Sequence) -> None:
-        self._laws.pop(seq, None)
+        self._draft_logits.pop(seq, None)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Try exits on the rows read, as long as one is to be chosen; then compare the two laws."""
+        """Try exits on the rows read, as long as one is to be chosen; then compare both distributions."""
         if self._trial is not None and scores.taps is not None:
             self._try(self._trial, batch, scores)
         for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
-            laws = self._laws.pop(seq, None)
-            if laws and seq.finish_reason is None:
-                self._sharpener.learn(seq.request.params, laws.get, verdict, scores, root)
+            logits_at = self._draft_logits.pop(seq, None)
+            if logits_at and seq.finish_reason is None:
+                self._draft_temperature.learn(seq.request.params, logits_at.get, verdict, scores, root)
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
@@ -113,23 +134,25 @@ class EarlyExit:
         def step(active: Seq[Growing], feeds: list[Feed]) -> Tensor:
             rows = self._runner.prepare(feeds)
             early = self._runner.run(rows, (exit_layer,), range(exit_layer))
-            for own, x in zip(active, early.taps[0], strict=False):  # one row each: drafts are chains
-                hidden[own.seq].append(x)
+            for draft, x in zip(active, early.taps[0], strict=False):  # one row each: drafts are chains
+                hidden[draft.seq].append(x)
             last = early.last
             if self._tail:
                 last = self._runner.run(rows, (), range(self._layers - self._tail, self._layers), early.taps[0]).last
             return self._runner.logits(last, range(len(active)))
 
         def start(active: Seq[Growing]) -> Tensor:
-            return step(active, [Feed(own.pages, own.size - 1, own.seq.tokens[-1:]) for own in active])
+            return step(active, [Feed(draft.pages, draft.size - 1, draft.seq.tokens[-1:]) for draft in active])
 
         def extend(active: Seq[Growing]) -> Tensor:
-            return step(active, [own.feed() for own in active])
+            return step(active, [draft.feed() for draft in active])
 
-        grow(growing, TreeShape(), start, extend, self._sharpener)
-        self._laws = {own.seq: own.laws for own in growing if own.laws}
-        rows = [x for own in growing for x in hidden[own.seq]]
-        resume = Resume(exit_layer, torch.stack(rows), [len(hidden[own.seq]) for own in growing]) if rows else None
+        grow(growing, TreeShape(), start, extend, self._draft_temperature)
+        self._draft_logits = {draft.seq: draft.logits for draft in growing if draft.logits}
+        rows = [x for draft in growing for x in hidden[draft.seq]]
+        resume = (
+            self._runner.resume(exit_layer, torch.stack(rows), [len(hidden[draft.seq]) for draft in growing]) if rows else None
+        )
         return drafts_of(growing, resume)
 
     def _length(self, exit_layer: int, planned: int) -> int:
@@ -150,8 +173,8 @@ class EarlyExit:
         taps = scores.taps[places].chunk(len(trial.exits) + 1, -1)
         wanted = choose(self._guess(taps[-1]), rows)
         for i, x in enumerate(taps[:-1]):
-            found = choose(self._guess(x), rows)
-            trial.right[i] += sum(a == b for a, b in zip(found, wanted, strict=True))
+            guessed = choose(self._guess(x), rows)
+            trial.right[i] += sum(a == b for a, b in zip(guessed, wanted, strict=True))
         trial.seen += len(rows)
         if trial.seen >= _TRIALS:
             self._choose(trial)
@@ -164,11 +187,11 @@ class EarlyExit:
     def _choose(self, trial: _Trial) -> None:
         self._trial, self.needs = None, Needs()
         rates = [right / trial.seen for right in trial.right]
-        found = [
+        options = [
             (best_length(self._costs, (e, self._tail, self._layers), rate, 16), e, rate)
             for e, rate in zip(trial.exits, rates, strict=True)
         ]
-        best, exit_layer, rate = max(found, key=lambda own: own[0].speed)
+        best, exit_layer, rate = max(options, key=lambda candidate: candidate[0].speed)
         if best.length:
             self._exit, self._agreement = exit_layer, rate
 
@@ -179,7 +202,7 @@ class _Best:
     speed: float  # tokens per second
 
 
-def best_length(costs: Costs, shape: tuple[int, int, int], agreement: float, most: int) -> _Best:
+def best_length(costs: Costs, shape: tuple[int, int, int], agreement: float, limit: int) -> _Best:
     """How far to draft with (exit, tail, layers) where each guess is right with this chance.
 
     Verification runs the layers from the exit on for all rows and those before it for the last node.
@@ -187,12 +210,12 @@ def best_length(costs: Costs, shape: tuple[int, int, int], agreement: float, mos
     exit_layer, tail, layers = shape
     best = _Best(0, 1 / (layers * costs.layer + costs.head))
     tokens, alive = 1.0, 1.0
-    for length in range(1, most + 1):
+    for length in range(1, limit + 1):
         alive *= agreement
         tokens += alive
         drafting = length * ((exit_layer + tail) * costs.layer + costs.head)
         speed = tokens / (drafting + layers * costs.layer + costs.head)
-        best = max(best, _Best(length, speed), key=lambda own: own.speed)
+        best = max(best, _Best(length, speed), key=lambda option: option.speed)
     return best
 
 
@@ -200,13 +223,14 @@ def measure_costs(runner: Runner, repeats: int = 3) -> Costs:
     """Time one block through the layers and through the output matrix, on the page that padding writes to."""
     rows = runner.prepare([Feed([runner.pool.pages - 1], 0, [0])])
     layers, head = [], []
-    for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        last = runner.run(rows).last
-        done = time.perf_counter()
-        runner.logits(last, [0])
-        layers.append(done - begun)
-        head.append(time.perf_counter() - done)
+    with one_torch_thread(runner.ops):
+        for _ in range(repeats + 1):
+            begun = time.perf_counter()
+            last = runner.run(rows).last
+            done = time.perf_counter()
+            runner.logits(last, [0])
+            layers.append(done - begun)
+            head.append(time.perf_counter() - done)
     return Costs(median(layers[1:]) / runner.decoder.config.layers, median(head[1:]))
 
 

@@ -11,32 +11,30 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from outrider.core import ROOT, Drafts, Resume, Sequence
-from outrider.draft.protocol import path_to
-from outrider.draft.sharpen import Law, Sharpener
-from outrider.errors import DrafterFault, InvalidParameter
+from outrider.core import ROOT, Drafts, Resume, Sequence, Tree
+from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
+from outrider.draft.options import option
+from outrider.errors import DrafterFault
 from outrider.model import Feed
 from outrider.sampling import Row, rank
 
 __all__ = ["Growing", "TreeShape", "drafts_of", "grow"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TreeShape:
     """How a draft grows: at each of `depth` levels the `beam` best nodes get `branch` children each.
 
     A chain is beam 1, branch 1, and as deep as the plan allows.
     """
 
-    beam: int = 1
-    branch: int = 1
-    depth: int | None = None
+    beam: int = option(1, "nodes expanded at each level", 1, 64)
+    branch: int = option(1, "children of each of them", 1, 64)
+    depth: int | None = option(None, "levels; as deep as the plan allows where it is not set", 1, 64)
 
-    def __post_init__(self) -> None:
-        for name in ("beam", "branch", "depth"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= 64:
-                raise InvalidParameter(name, f"must be in [1, 64], got {value}")
+    @property
+    def is_chain(self) -> bool:
+        return self.beam == self.branch == 1 and self.depth is None
 
 
 @dataclass(slots=True)
@@ -47,34 +45,29 @@ class Growing:
     room: int  # nodes it may keep, and slots it may feed
     pages: Seq[int]
     size: int  # slots taken by the text; nodes come after them
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)  # chance that the whole path is accepted
+    tree: Tree = field(default_factory=lambda: Tree([], [], []))  # survival: chance that the whole path is accepted
     frontier: list[int] = field(default_factory=lambda: [ROOT])  # nodes to put children under
     fed: list[int] = field(default_factory=list)  # nodes in the order of their slots
-    laws: dict[tuple[int, ...], Law] = field(default_factory=dict)  # path -> the draft's law after it
+    logits: dict[tuple[int, ...], DraftLogits] = field(default_factory=dict)  # path -> the draft's logits after it
     _slot_of: dict[int, int] = field(default_factory=dict)
-
-    def path(self, node: int) -> list[int]:
-        """Tokens from the root down to a node."""
-        return path_to(self.tokens, self.parents, node)
 
     def put(self, node: int, token: int, chance: float) -> None:
         """A child under a node."""
-        self.frontier.append(len(self.tokens))
-        self.tokens.append(token)
-        self.parents.append(node)
-        self.value.append(chance if node == ROOT else self.value[node] * chance)
+        tokens, parents, survival = self.tree
+        self.frontier.append(len(tokens))
+        tokens.append(token)
+        parents.append(node)
+        survival.append(chance if node == ROOT else survival[node] * chance)
 
     def kept(self) -> list[int]:
         """The `room` nodes of most value. A parent is never worth less than its child, so the tree stays whole."""
-        return sorted(sorted(range(len(self.tokens)), key=self._worth)[: self.room])
+        return sorted(sorted(range(len(self.tree.tokens)), key=self._worth)[: self.room])
 
     def narrow(self, beam: int) -> None:
         """Leave on the frontier the best nodes whose children could still be kept, as many as slots allow."""
-        alive = set(self.kept()) if len(self.tokens) > self.room else None
+        alive = set(self.kept()) if len(self.tree.tokens) > self.room else None
         able = [node for node in self.frontier if alive is None or node in alive]
-        full = alive is None and len(self.tokens) == self.room and beam == 1
+        full = alive is None and len(self.tree.tokens) == self.room and beam == 1
         self.frontier = [] if full else sorted(able, key=self._worth)[: min(beam, self.room - len(self.fed))]
 
     def feed(self) -> Feed:
@@ -83,61 +76,55 @@ class Growing:
         for node in self.frontier:
             self._slot_of[node] = len(self.fed)
             self.fed.append(node)
-        nodes = [self.tokens[node] for node in self.frontier]
+        nodes = [self.tree.tokens[node] for node in self.frontier]
         return Feed(self.pages, self.size, (), nodes, self._slot_parents(), known)
 
     def _slot_parents(self) -> list[int]:
         """Of every node fed, the slot of its parent among them, or ROOT."""
-        return [self._slot_of.get(self.parents[node], ROOT) for node in self.fed]
+        return [self._slot_of.get(self.tree.parents[node], ROOT) for node in self.fed]
 
     def _worth(self, node: int) -> tuple[float, int]:
-        return -self.value[node], node
+        return -self.tree.survival[node], node
 
 
 Network = Callable[[Seq[Growing]], Tensor]  # logits (places, V) after the frontier nodes of everyone, in order
 
 
-def grow(growing: Seq[Growing], shape: TreeShape, start: Network, extend: Network, sharpener: Sharpener) -> None:
+def grow(growing: Seq[Growing], shape: TreeShape, start: Network, extend: Network, draft_temperature: DraftTemperature) -> None:
     """Fill drafts from a network: `start` reads the text and speaks for the roots, `extend` for new nodes.
 
     Guesses of a node are the largest of log q plus the target's own noise, q sharpened by what served
     before. A node that cannot be among the kept ones any more gets no children.
     """
-    active = [own for own in growing if own.room > 0]
-    deepest = shape.depth or max((own.room for own in active), default=0)
+    active = [draft for draft in growing if draft.room > 0]
+    deepest = shape.depth or max((draft.room for draft in active), default=0)
     for level in range(deepest):
         if not active:
             return
         logits = (extend if level else start)(active)
-        _branch(active, logits, shape.branch, sharpener)
-        for own in active:
-            own.narrow(shape.beam)
-        active = [own for own in active if own.frontier]
+        _branch(active, logits, shape.branch, draft_temperature)
+        for draft in active:
+            draft.narrow(shape.beam)
+        active = [draft for draft in active if draft.frontier]
 
 
-def _branch(active: Seq[Growing], logits: Tensor, branch: int, sharpener: Sharpener) -> None:
+def _branch(active: Seq[Growing], logits: Tensor, branch: int, draft_temperature: DraftTemperature) -> None:
     """Put children under every frontier node, best guesses first."""
-    places = [(own, node, own.path(node)) for own in active for node in own.frontier]
-    rows = [Row.at(own.seq, path) for own, _, path in places]
-    ranked = rank(logits, rows, branch, [sharpener.temperature(row.params) for row in rows])
+    places = [(draft, node, draft.tree.path(node)) for draft in active for node in draft.frontier]
+    rows = [Row.at(draft.seq, path) for draft, _, path in places]
+    ranked = rank(logits, rows, branch, [draft_temperature.temperature(row.params) for row in rows])
     if ranked.tokens[:, 0].min() < 0:
         raise DrafterFault("the draft's logits are not finite")
-    for own in active:
-        own.frontier = []
-    for i, (own, node, path) in enumerate(places):
+    for draft in active:
+        draft.frontier = []
+    for i, (draft, node, path) in enumerate(places):
         if not rows[i].params.greedy:
-            own.laws[tuple(path)] = Law(logits[i], rows[i])
+            draft.logits[tuple(path)] = DraftLogits(logits[i], rows[i])
         for token, chance in zip(ranked.tokens[i].tolist(), ranked.chances[i].tolist(), strict=True):
             if chance > 0.0:  # a grammar may leave fewer guesses than branches
-                own.put(node, token, chance)
+                draft.put(node, token, chance)
 
 
 def drafts_of(growing: Seq[Growing], resume: Resume | None = None) -> Drafts:
     """The best nodes of everyone, with their chances as survival."""
-    trees, values = [], []
-    for own in growing:
-        kept = own.kept()
-        place = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
-        trees.append(([own.tokens[node] for node in kept], [place[own.parents[node]] for node in kept]))
-        values.append([own.value[node] for node in kept])
-    return Drafts.trees(trees, survival=values, resume=resume)
+    return Drafts([draft.tree.subset(draft.kept()) for draft in growing], resume=resume)

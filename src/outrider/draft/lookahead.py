@@ -7,15 +7,30 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.calibration import Calibration, came_true
-from outrider.draft.protocol import Guess
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict, paths
+from outrider.draft.calibration import Calibration, verified_nodes
+from outrider.draft.context import DraftContext
+from outrider.draft.options import option
 from outrider.errors import InvalidParameter
 
-__all__ = ["LookaheadDrafter", "NGramPool"]
+__all__ = ["LookaheadDrafter", "LookaheadOptions", "NGramPool"]
 
 _PRIORS = {2: 0.5, 1: 0.3, 0: 0.1}  # a guess's first token, by the tokens of context it was found under; 0: the window
 _LATER = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadOptions:
+    """Sizes of the window and of the pool."""
+
+    window: int = option(3, "columns; the window takes window * (ngram - 1) nodes, at most half of the draft", 0, 64)
+    ngram: int = option(5, "length of the n-grams", 2, 16)
+    pool_tokens: int = option(65536, "tokens of n-grams kept for each sequence", 1)
+    from_prompt: bool = option(True, "the prompt's n-grams start the pool")
+
+    def __post_init__(self) -> None:
+        if self.pool_tokens < self.ngram:
+            raise InvalidParameter("pool_tokens", f"must hold at least one n-gram of {self.ngram}, got {self.pool_tokens}")
 
 
 class LookaheadDrafter:
@@ -35,25 +50,23 @@ class LookaheadDrafter:
     Reference: Fu et al. 2402.02057.
     """
 
+    Options = LookaheadOptions
     needs = Needs(follows=True)
 
-    def __init__(self, window: int = 3, ngram: int = 5, pool_tokens: int = 65536, from_prompt: bool | int = True) -> None:
-        if not 0 <= window <= 64:
-            raise InvalidParameter("window", f"must be in [0, 64], got {window}")
-        if not 2 <= ngram <= 16:
-            raise InvalidParameter("ngram", f"must be in [2, 16], got {ngram}")
-        if pool_tokens < ngram:
-            raise InvalidParameter("pool_tokens", f"must hold at least one n-gram of {ngram}, got {pool_tokens}")
-        self._window = window
-        self._ngram = ngram
-        self._grams = pool_tokens // ngram
-        self._from_prompt = bool(from_prompt)
+    def __init__(self, options: LookaheadOptions = LookaheadOptions()) -> None:
+        self._options = options
+        self._ngram = options.ngram
+        self._grams = options.pool_tokens // options.ngram
         self._states: dict[Sequence, _State] = {}
         self._calibration = Calibration()
 
+    @classmethod
+    def build(cls, context: DraftContext) -> LookaheadDrafter:
+        return cls(context.options(LookaheadOptions))
+
     def begin(self, seq: Sequence) -> None:
         state = self._states[seq] = _State(NGramPool(self._ngram, self._grams))
-        if self._from_prompt:
+        if self._options.from_prompt:
             for end in range(2, len(seq.tokens) + 1):
                 state.pool.add(seq.tokens[max(end - self._ngram, 0) : end])
 
@@ -61,19 +74,19 @@ class LookaheadDrafter:
         self._states.pop(seq, None)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        none = Guess([], [], [])
+        none = Tree([], [], [])
         chains = plan.rule != "match"  # the other rules verify chains, and choose nothing at the window
         guesses = [self._draft(seq, n, chains) if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        return Drafts.trees([(own.tokens, own.parents) for own in guesses], survival=[own.survival for own in guesses])
+        return Drafts(guesses)
 
-    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
         growing = _Growing(nodes)
         self._add_known(growing, seq, path)
         return growing.guess
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Put what the target said at every node into the pool, and move the window on."""
-        for seq, tree, verdict in zip(batch.sequences, drafts.on_host(), verdicts, strict=True):
+        for seq, tree, verdict in zip(batch.sequences, drafts.per_sequence, verdicts, strict=True):
             state = self._states.get(seq)
             if state is None or not verdict.tokens or seq.finish_reason is not None:
                 continue
@@ -85,15 +98,15 @@ class LookaheadDrafter:
                 for end in range(len(before) + 1, len(text) + 1):
                     state.pool.add(text[max(end - self._ngram, 0) : end])
             if state.last is not None:
-                for node, true in came_true(state.last.guess.tokens, state.last.guess.parents, new):
+                for node, true in verified_nodes(state.last.guess.tokens, state.last.guess.parents, new):
                     self._calibration.record(state.last.kinds[node], true)
                 state.last = None
             self._advance(state, tree, verdict)
 
-    def _draft(self, seq: Sequence, nodes: int, chain: bool) -> Guess:
+    def _draft(self, seq: Sequence, nodes: int, chain: bool) -> Tree:
         """Guesses from the pool and the window, in one tree."""
         state, growing = self._states[seq], _Growing(nodes)
-        columns = 0 if chain else min(self._window, nodes // 2 // (self._ngram - 1))
+        columns = 0 if chain else min(self._options.window, nodes // 2 // (self._ngram - 1))
         state.columns = columns
         self._fill(state, seq)
         growing.room = nodes - columns * (self._ngram - 1)
@@ -104,15 +117,15 @@ class LookaheadDrafter:
         state.last = growing
         return growing.guess
 
-    def _add_known(self, growing: _Growing, seq: Sequence, path: Seq[int], most: int | None = None) -> None:
+    def _add_known(self, growing: _Growing, seq: Sequence, path: Seq[int], limit: int | None = None) -> None:
         """What followed here before, the likeliest first; long drafts go on from where a guess ends."""
         pool, context = self._states[seq].pool, [*seq.tokens[-2:], *path][-2:]
-        found = list(pool.after(context))[:most]
-        for rank, (matched, tokens) in enumerate(found):
+        known = list(pool.after(context))[:limit]
+        for rank, (matched, tokens) in enumerate(known):
             growing.add(tokens, self._chances(seq, matched, rank))
-        if found:
-            chances = self._chances(seq, found[0][0], 0)
-            best = [*found[0][1]]
+        if known:
+            chances = self._chances(seq, known[0][0], 0)
+            best = [*known[0][1]]
             while growing.room > len(growing.guess.tokens) and len(best) < growing.room:
                 further = next(iter(pool.after([*context, *best][-2:])), None)
                 if further is None:
@@ -177,7 +190,7 @@ class _Growing:
     """A draft while paths are added to it; paths with a common start share nodes."""
 
     room: int
-    guess: Guess = field(default_factory=lambda: Guess([], [], []))
+    guess: Tree = field(default_factory=lambda: Tree([], [], []))
     kinds: list[Hashable] = field(default_factory=list)
     _place: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -236,14 +249,12 @@ class NGramPool:
 
     def add_all(self, before: Seq[int], tree: Tree, verdict: Verdict) -> None:
         """The target's choice at every node with the tokens that led there; what became text comes last."""
-        paths: list[list[int]] = [list(before[1 - self._ngram :])]
-        for token, parent in zip(tree.tokens, tree.parents, strict=True):
-            paths.append([*paths[parent + 1], token])
+        contexts = paths(tree.tokens, tree.parents, before[1 - self._ngram :])
         kept = {0, *(1 + node for node in verdict.path)}
-        rows = [*(row for row in range(len(paths)) if row not in kept), *sorted(kept)]
+        rows = [*(row for row in range(len(contexts)) if row not in kept), *sorted(kept)]
         for row in rows:
             if verdict.choices[row] >= 0:  # below: the logits of that row were not finite
-                self.add([*paths[row], verdict.choices[row]][-self._ngram :])
+                self.add([*contexts[row], verdict.choices[row]][-self._ngram :])
 
     def _put(self, context: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         known = self._after.pop(context, {})

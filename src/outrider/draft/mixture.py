@@ -11,12 +11,15 @@ from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
-from outrider.draft.calibration import Calibration, came_true
-from outrider.draft.protocol import Drafter, Guess, Lookup, path_to
+from outrider.config import SpeculationConfig
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.calibration import Calibration, verified_nodes
+from outrider.draft.context import DraftContext
+from outrider.draft.options import WeightOptions, option
+from outrider.draft.protocol import Drafter, Lookup
 from outrider.errors import InvalidParameter
 
-__all__ = ["Member", "MixtureDrafter", "needs_of", "scores_for"]
+__all__ = ["Member", "MixtureDrafter", "MixtureOptions", "needs_of", "scores_for"]
 
 _SILENT, _OTHERWISE, _AGREES = -99, -98, -97  # a member guesses nothing where a node is, or other tokens, or this one too
 _SURE = 6  # claims are told apart up to odds of e^6
@@ -30,12 +33,12 @@ class Member(NamedTuple):
     draft_tokens: int = 256
 
 
-def needs_of(members: Seq[Drafter], awake: Iterable[int]) -> Needs:
+def needs_of(members: Seq[Drafter], attached: Iterable[int]) -> Needs:
     """What some of several drafters need, and the KV of all."""
-    needs = [members[m].needs for m in awake]
+    needs = [members[m].needs for m in attached]
     return Needs(
-        taps=tuple(sorted({tap for own in needs for tap in own.taps})),
-        scores=any(own.scores for own in needs),
+        taps=tuple(sorted({tap for need in needs for tap in need.taps})),
+        scores=any(need.scores for need in needs),
         kv_bytes_per_token=sum(member.needs.kv_bytes_per_token for member in members),
     )
 
@@ -44,6 +47,20 @@ def scores_for(member: Drafter, scores: Scores, taps: tuple[int, ...]) -> Scores
     """Scores with only those of the taps that a drafter asked for."""
     wanted = member.needs.taps
     return scores if wanted == taps else replace(scores, taps=_columns(scores.taps, taps, wanted) if wanted else None)
+
+
+@dataclass(frozen=True)
+class MixtureOptions(WeightOptions):
+    """The members, and how their guesses become one draft."""
+
+    members: tuple[SpeculationConfig, ...] = option((), "drafters whose guesses are merged")
+    merge: bool = option(True, "0: the member that expects most drafts alone")
+    splice: bool = option(True, "lookups go on where a branch ends")
+    enough: float = option(math.inf, "later members do not draft where earlier ones expect this many tokens", 0)
+
+    def __post_init__(self) -> None:
+        if not self.enough > 0:
+            raise InvalidParameter("enough", f"must be positive, got {self.enough}")
 
 
 class MixtureDrafter:
@@ -68,24 +85,23 @@ class MixtureDrafter:
     bias a ratio test.
     """
 
-    def __init__(
-        self,
-        members: Seq[Member],
-        merge: bool = True,
-        splice: bool = True,
-        enough: float = math.inf,
-    ) -> None:
+    Options = MixtureOptions
+
+    def __init__(self, members: Seq[Member], options: MixtureOptions = MixtureOptions()) -> None:
         if not members:
             raise InvalidParameter("members", "a mixture needs at least one")
-        if not enough > 0:
-            raise InvalidParameter("enough", f"must be positive, got {enough}")
         self._members = members
         self.needs = needs_of([member.drafter for member in members], range(len(members)))
-        self._merge = merge
-        self._splice = splice and merge
-        self._enough = enough
+        self._merge = options.merge
+        self._splice = options.splice and options.merge
+        self._enough = options.enough
         self._record = Calibration(weight=6.0, memory=600.0)
         self._last: dict[Sequence, _Merged] = {}
+
+    @classmethod
+    def build(cls, context: DraftContext) -> MixtureDrafter:
+        options = context.options(MixtureOptions)
+        return cls([Member(context.build(config), config.draft_tokens) for config in options.members], options)
 
     def begin(self, seq: Sequence) -> None:
         for member in self._members:
@@ -108,7 +124,7 @@ class MixtureDrafter:
         for seq, verdict in zip(batch.sequences, verdicts, strict=True):
             merged = self._last.pop(seq, None)
             if merged is not None and seq.finish_reason is None:
-                for node, true in came_true(merged.tokens, merged.parents, verdict.tokens):
+                for node, true in verified_nodes(merged.tokens, merged.parents, verdict.tokens):
                     self._record.record(merged.kind(node), true)
                     self._record.record(merged.stance(node), true)
 
@@ -120,22 +136,22 @@ class MixtureDrafter:
         for m in range(len(self._members)):
             if any(open_):
                 drafts = self._ask(m, batch, plan._replace(lengths=tuple(open_), whole=False))
-                for own, tree, survival in zip(merged, drafts.on_host(), drafts.says(), strict=True):
-                    own.add(m, Guess(tree.tokens, tree.parents, survival))
+                for nodes, tree in zip(merged, drafts.per_sequence, strict=True):
+                    nodes.add(m, tree)
                 if self._enough < math.inf:
-                    open_ = [n if self._expected(own) < self._enough else 0 for own, n in zip(merged, open_, strict=True)]
-        picked = [self._pick(seq, own, n) for seq, own, n in zip(batch.sequences, merged, plan.lengths, strict=True)]
-        self._last = {seq: own for seq, own in zip(batch.sequences, merged, strict=True) if own.tokens}
-        return Drafts.trees([(own.tokens, own.parents) for own in picked], survival=[own.survival for own in picked])
+                    open_ = [n if self._expected(nodes) < self._enough else 0 for nodes, n in zip(merged, open_, strict=True)]
+        picked = [self._pick(seq, nodes, n) for seq, nodes, n in zip(batch.sequences, merged, plan.lengths, strict=True)]
+        self._last = {seq: nodes for seq, nodes in zip(batch.sequences, merged, strict=True) if nodes.tokens}
+        return Drafts(picked)
 
     def _ask(self, m: int, batch: Batch, plan: Plan) -> Drafts:
-        drafter, most = self._members[m]
-        return drafter.propose(batch, plan._replace(lengths=tuple(min(n, most) for n in plan.lengths)))
+        drafter, limit = self._members[m]
+        return drafter.propose(batch, plan._replace(lengths=tuple(min(n, limit) for n in plan.lengths)))
 
-    def _pick(self, seq: Sequence, merged: _Merged, nodes: int) -> Guess:
+    def _pick(self, seq: Sequence, merged: _Merged, nodes: int) -> Tree:
         """The likeliest nodes, best first; a branch that ends is followed on by the lookups."""
         allowed = None if self._merge else self._best_member(merged)
-        guess = Guess([], [], [])
+        guess = Tree([], [], [])
         place = {ROOT: ROOT}
         waiting: list[tuple[float, int]] = []
 
@@ -146,21 +162,21 @@ class MixtureDrafter:
 
         open_below(ROOT, 1.0)
         while waiting and len(guess.tokens) < nodes:
-            worth, node = heapq.heappop(waiting)
+            value, node = heapq.heappop(waiting)
             place[node] = len(guess.tokens)
             guess.tokens.append(merged.tokens[node])
             guess.parents.append(place[merged.parents[node]])
-            guess.survival.append(-worth)
-            if self._splice and -worth > _WORTH_FOLLOWING and not merged.children(node):
+            guess.survival.append(-value)
+            if self._splice and -value > _WORTH_FOLLOWING and not merged.children(node):
                 self._follow(seq, merged, node, nodes - len(guess.tokens))
-            open_below(node, -worth)
+            open_below(node, -value)
         return guess
 
     def _follow(self, seq: Sequence, merged: _Merged, node: int, nodes: int) -> None:
         """Let the lookups go on from where a branch ends."""
         path = merged.path(node)
-        for m, (drafter, most) in enumerate(self._members):
-            room = min(nodes, most - len(path))
+        for m, (drafter, limit) in enumerate(self._members):
+            room = min(nodes, limit - len(path))
             if drafter.needs.follows and room > 0:
                 merged.add(m, cast(Lookup, drafter).follow(seq, path, room), node)
 
@@ -193,7 +209,7 @@ class _Merged:
     _below: dict[int, dict[int, int]] = field(default_factory=dict)  # node -> token -> child
     _speaks: set[tuple[int, int]] = field(default_factory=set)  # (node, member) where the member guesses something below
 
-    def add(self, member: int, guess: Guess, start: int = ROOT) -> None:
+    def add(self, member: int, guess: Tree, start: int = ROOT) -> None:
         """A member's guess below a node."""
         place = {ROOT: start}
         for i, (token, parent) in enumerate(zip(guess.tokens, guess.parents, strict=True)):
@@ -215,7 +231,7 @@ class _Merged:
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root down to a node."""
-        return path_to(self.tokens, self.parents, node)
+        return Tree(self.tokens, self.parents, []).path(node)
 
     def kind(self, node: int) -> Hashable:
         """What is claimed about a node, roughly, by everyone."""
@@ -223,13 +239,13 @@ class _Merged:
 
     def stance(self, node: int) -> Hashable:
         """Who is boldest about a node and how bold, and whether each of the others agrees."""
-        said = self._said(node)
-        boldest = max(range(self.members), key=lambda m: said[m][0] or 0.0)
+        claims = self._said(node)
+        boldest = max(range(self.members), key=lambda m: claims[m][0] or 0.0)
         return (
             self.greedy,
             boldest,
-            _level(said[boldest][0] or 0.0),
-            tuple(_AGREES if claim else absent for claim, absent in said),
+            _level(claims[boldest][0] or 0.0),
+            tuple(_AGREES if claim else absent for claim, absent in claims),
         )
 
     def _said(self, node: int) -> list[tuple[float | None, int]]:
@@ -243,11 +259,11 @@ def _level(chance: float) -> int:
     return max(-_SURE, min(_SURE, round(math.log(chance / (1 - chance)))))
 
 
-def _columns(taps: Tensor | None, all_taps: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
+def _columns(taps: Tensor | None, all_taps: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor | None:
     """The taps one member asked for, in its order; a view where they lie side by side."""
-    if taps is None or own == all_taps:
+    if taps is None or wanted == all_taps:
         return taps
-    width, places = taps.shape[1] // len(all_taps), [all_taps.index(tap) for tap in own]
+    width, places = taps.shape[1] // len(all_taps), [all_taps.index(tap) for tap in wanted]
     if places == list(range(places[0], places[0] + len(places))):
         return taps[:, places[0] * width : (places[-1] + 1) * width]
     return taps.reshape(len(taps), len(all_taps), width)[:, places].reshape(len(taps), -1)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.draft.context import DraftContext
 
 __all__ = ["NoDrafter"]
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """There is nothing to set."""
 
 
 class NoDrafter:
@@ -17,7 +25,12 @@ class NoDrafter:
     Reference: -
     """
 
+    Options = NoOptions
     needs = Needs()
+
+    @classmethod
+    def build(cls, context: DraftContext) -> NoDrafter:  # noqa: ARG003
+        return cls()
 
     def begin(self, seq: Sequence) -> None:
         pass

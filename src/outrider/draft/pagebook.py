@@ -39,13 +39,13 @@ class PageBook:
     def begin(self, seq: Sequence) -> Held:
         """What the pages a sequence starts with hold; nothing where they are empty."""
         self._hashes[seq] = []
-        found = Held()
+        held = Held()
         for index in range(seq.cached // self.page_size):
             text, feature = self._pages.get(seq.pages[index], (None, None))
             if text != self._hash(seq, index):
                 break
-            found = Held((index + 1) * self.page_size, feature)
-        return found
+            held = Held((index + 1) * self.page_size, feature)
+        return held
 
     def end(self, seq: Sequence) -> None:
         self._hashes.pop(seq, None)

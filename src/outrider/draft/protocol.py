@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Tree, Verdict
 from outrider.errors import DrafterFault
 
-__all__ = ["Drafter", "Guess", "Lookup", "check_drafts", "path_to"]
+__all__ = ["Drafter", "Lookup", "check_drafts", "check_kind", "stack_q"]
 
 
 class Drafter(Protocol):
@@ -39,23 +40,6 @@ class Drafter(Protocol):
         """A sequence is over, or gives way and begins again later (`finish_reason` is None); forget it."""
 
 
-class Guess(NamedTuple):
-    """One sequence's draft: a tree, parents first, and how likely each node is to be accepted."""
-
-    tokens: list[int]
-    parents: list[int]
-    survival: list[float]
-
-
-def path_to(tokens: Seq[int], parents: Seq[int], node: int) -> list[int]:
-    """Tokens of a tree from the root down to a node."""
-    out: list[int] = []
-    while node != ROOT:
-        out.append(tokens[node])
-        node = parents[node]
-    return out[::-1]
-
-
 class Lookup(Drafter, Protocol):
     """A drafter (`needs.follows`) that can also guess after text that is not committed yet.
 
@@ -63,52 +47,70 @@ class Lookup(Drafter, Protocol):
     mixture.
     """
 
-    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
         """At most this many nodes after a sequence and a path of guessed tokens. Nothing is recorded."""
+
+
+def stack_q(probs: Seq[Seq[Tensor]]) -> Tensor | None:
+    """(B, D, V) from the distributions (V,) that each sequence's tokens were drawn from, zero where nothing was drafted."""
+    if not any(probs):
+        return None
+    vocab = next(rows[0] for rows in probs if rows).shape[0]
+    out = torch.zeros(len(probs), max(map(len, probs)), vocab, dtype=torch.float64)
+    for b, rows in enumerate(probs):
+        if rows:
+            out[b, : len(rows)] = torch.stack(list(rows))
+    return out
+
+
+def check_kind(drafts: object) -> Drafts:
+    """What `propose` returned, or DrafterFault where it is something else than drafts."""
+    if not isinstance(drafts, Drafts) or not hasattr(drafts, "ahead"):  # the second: made without its constructor
+        kind = type(drafts).__name__
+        raise DrafterFault(f"propose returned {kind}, not Drafts; make them with Drafts.chains, Drafts.trees or Drafts.empty")
+    return drafts
 
 
 def check_drafts(drafts: Drafts, plan: Plan, vocab: int) -> Drafts:
     """The drafts themselves, or DrafterFault where they break the contract."""
-    batch = len(plan.lengths)
-    if drafts.arrays is not None:
-        _check_arrays(drafts.arrays, batch)
-    trees, says = drafts.on_host(), drafts.says()
-    if len(trees) != batch or len(says) != batch:
+    trees, batch = drafts.per_sequence, len(plan.lengths)
+    if len(trees) != batch:
         raise DrafterFault(f"drafts are of {len(trees)} sequences, not of {batch}")
-    for (tokens, parents), survival, planned in zip(trees, says, plan.lengths, strict=True):
-        if len(tokens) > planned:
-            raise DrafterFault(f"{len(tokens)} nodes were drafted where {planned} were planned")
-        if len(parents) != len(tokens) or len(survival) != len(tokens):
-            raise DrafterFault(f"{len(tokens)} nodes have {len(parents)} parents and {len(survival)} chances to survive")
-        for i, (token, parent, chance) in enumerate(zip(tokens, parents, survival, strict=True)):
-            if not 0 <= token < vocab:
-                raise DrafterFault(f"token id {token} is outside the vocabulary of {vocab}")
-            if not -1 <= parent < i:
-                raise DrafterFault(f"node {i} has parent {parent}")
-            if plan.rule != "match" and parent != i - 1:
-                raise DrafterFault(f"rule {plan.rule!r} verifies chains, and node {i} branches")
-            if not math.isfinite(chance):
-                raise DrafterFault(f"node {i} has survival {chance}")
-    if drafts.q is not None and (tuple(drafts.q.shape) != (*drafts.tokens.shape, vocab) or not bool(drafts.q.isfinite().all())):
-        raise DrafterFault("the draft's probabilities have the wrong shape or are not finite")
+    for tree, planned in zip(trees, plan.lengths, strict=True):
+        _check_tree(tree, planned, vocab)
+        if plan.rule != "match" and tree.parents != list(range(-1, len(tree.parents) - 1)):
+            raise DrafterFault(f"rule {plan.rule!r} verifies chains, and the draft branches")
+    if drafts.q is not None:
+        _check_q(drafts.q, (batch, max(drafts.counts, default=0), vocab))
     if drafts.resume is not None:
-        _check_resume(drafts.resume, [len(tree.tokens) for tree in trees])
+        _check_resume(drafts.resume, drafts.counts)
     return drafts
 
 
-def _check_arrays(arrays: tuple[Tensor, Tensor, Tensor, Tensor], batch: int) -> None:
-    tokens, parents, survival, counts = arrays
-    shape = tuple(tokens.shape)
-    if len(shape) != 2 or shape[0] != batch or tuple(parents.shape) != shape or tuple(counts.shape) != (batch,):
-        raise DrafterFault(f"drafts have shape {shape} for {batch} sequences")
-    if tuple(survival.shape) != shape or any(own.is_floating_point() for own in (tokens, parents, counts)):
-        raise DrafterFault("drafts have fields of the wrong shape or type")
-    if not all(0 <= count <= shape[1] for count in counts.tolist()):
-        raise DrafterFault(f"drafts of {shape[1]} nodes count {counts.tolist()}")
+def _check_tree(tree: Tree, planned: int, vocab: int) -> None:
+    tokens, parents, survival = tree
+    if len(tokens) > planned:
+        raise DrafterFault(f"{len(tokens)} nodes were drafted where {planned} were planned")
+    if len(parents) != len(tokens) or len(survival) != len(tokens):
+        raise DrafterFault(f"{len(tokens)} nodes have {len(parents)} parents and {len(survival)} chances to survive")
+    if not {int}.issuperset(map(type, tokens)) or not {int}.issuperset(map(type, parents)):
+        raise DrafterFault("tokens and parents must be plain integers; Drafts.trees makes them")
+    for i, (token, parent, chance) in enumerate(zip(tokens, parents, survival, strict=True)):
+        if not 0 <= token < vocab:
+            raise DrafterFault(f"token id {token} is outside the vocabulary of {vocab}")
+        if not -1 <= parent < i:
+            raise DrafterFault(f"node {i} has parent {parent}")
+        if not math.isfinite(chance):
+            raise DrafterFault(f"node {i} has survival {chance}")
+
+
+def _check_q(q: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(q.shape) != shape or not q.is_floating_point() or not bool((q.isfinite() & (q >= 0)).all()):
+        raise DrafterFault("the draft's probabilities have the wrong shape or type, are negative or not finite")
 
 
 def _check_resume(resume: Resume, nodes: list[int]) -> None:
-    if len(resume.counts) != len(nodes) or any(not 0 <= n <= 1 + own for n, own in zip(resume.counts, nodes, strict=True)):
+    if len(resume.counts) != len(nodes) or any(not 0 <= n <= 1 + count for n, count in zip(resume.counts, nodes, strict=True)):
         raise DrafterFault(f"rows to resume from, {list(resume.counts)}, do not fit drafts of {nodes} nodes")
     if resume.hidden.shape[0] != sum(resume.counts) or not bool(resume.hidden.isfinite().all()):
         raise DrafterFault("the rows to resume from are too few or not finite")

@@ -113,16 +113,16 @@ class Reader:
     def draw(self, texts: Seq[Text], lengths: Seq[int]) -> tuple[list[list[int]], Callable[[], Chains]]:
         """The same from a runner that draws ahead: promises of the tokens, and how to wait for the chains and their chances."""
         feeds = self._feeds(texts)
-        promises, land = self.runner.draw(feeds, [Row.at(text.seq) for text in texts], lengths)
-        return promises, lambda: self._drafted(texts, feeds, lengths, land())
+        futures, wait = self.runner.draw(feeds, [Row.at(text.seq) for text in texts], lengths)
+        return futures, lambda: self._drafted(texts, feeds, lengths, wait())
 
-    def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], found: tuple[Tokens, Chances]) -> Chains:
+    def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], drawn: tuple[Tokens, Chances]) -> Chains:
         """Note what was drawn, and the part of it that was asked for."""
         self._note_all(texts, feeds)
-        tokens = [own[:n] for own, n in zip(found[0], lengths, strict=True)]
-        chances = [own[:n] for own, n in zip(found[1], lengths, strict=True)]
-        for (seq, _, _), own in zip(texts, tokens, strict=True):
-            self._states[seq].fed += own[:-1]
+        tokens = [row[:n] for row, n in zip(drawn[0], lengths, strict=True)]
+        chances = [row[:n] for row, n in zip(drawn[1], lengths, strict=True)]
+        for (seq, _, _), row in zip(texts, tokens, strict=True):
+            self._states[seq].fed += row[:-1]
         return tokens, chances
 
     def _feeds(self, texts: Seq[Text]) -> list[Feed]:

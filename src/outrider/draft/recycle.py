@@ -5,15 +5,26 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.protocol import Guess
-from outrider.errors import InvalidParameter
+from outrider.draft.context import DraftContext
+from outrider.draft.options import option
 
-__all__ = ["RecycleDrafter", "SuccessorTable", "read_tree"]
+__all__ = ["RecycleDrafter", "RecycleOptions", "SuccessorTable", "read_tree"]
 
 CHANCES = (0.5, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01)  # that the target chooses each rank, as seen on greedy code
+
+
+@dataclass(frozen=True, slots=True)
+class RecycleOptions:
+    """Sizes of the tables, and who shares one."""
+
+    top: int = option(8, "successors kept of each token", 1, len(CHANCES))
+    table_tokens: int = option(65536, "tokens that a table holds", 1)
+    shared: bool = option(False, "1: one table for all requests of a tenant")
+    tenants: int = option(16, "shared tables kept", 1)
 
 
 class RecycleDrafter:
@@ -37,60 +48,56 @@ class RecycleDrafter:
     the `tenants` tenants seen last are kept.
     """
 
+    Options = RecycleOptions
     needs = Needs(scores=True, follows=True)
 
-    def __init__(self, top: int = 8, table_tokens: int = 65536, shared: bool | int = False, tenants: int = 16) -> None:
-        if not 1 <= top <= len(CHANCES):
-            raise InvalidParameter("top", f"must be in [1, {len(CHANCES)}], got {top}")
-        if table_tokens < 1:
-            raise InvalidParameter("table_tokens", f"must be at least 1, got {table_tokens}")
-        if tenants < 1:
-            raise InvalidParameter("tenants", f"must be at least 1, got {tenants}")
-        self._top = top
-        self._table_tokens = table_tokens
-        self._shared = bool(shared)
-        self._tenants = tenants
+    def __init__(self, options: RecycleOptions = RecycleOptions()) -> None:
+        self._options = options
         self._common: dict[str, SuccessorTable] = {}  # by tenant, the latest seen last
         self._tables: dict[Sequence, SuccessorTable] = {}
 
+    @classmethod
+    def build(cls, context: DraftContext) -> RecycleDrafter:
+        return cls(context.options(RecycleOptions))
+
     def begin(self, seq: Sequence) -> None:
-        table = self._tables[seq] = self._table_for(seq.request.tenant if self._shared else None)
-        table.read(seq.tokens, self._top)
+        table = self._tables[seq] = self._table_for(seq.request.tenant if self._options.shared else None)
+        table.read(seq.tokens, self._options.top)
 
     def _table_for(self, tenant: str | None) -> SuccessorTable:
         if tenant is None:
-            return SuccessorTable(self._table_tokens)
-        table = self._common.pop(tenant) if tenant in self._common else SuccessorTable(self._table_tokens)
+            return SuccessorTable(self._options.table_tokens)
+        table = self._common.pop(tenant) if tenant in self._common else SuccessorTable(self._options.table_tokens)
         self._common[tenant] = table
-        if len(self._common) > self._tenants:
+        if len(self._common) > self._options.tenants:
             del self._common[next(iter(self._common))]
         return table
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        width = self._top if plan.rule == "match" else 1  # the other rules verify chains
+        width = self._options.top if plan.rule == "match" else 1  # the other rules verify chains
         trees = [
-            read_tree(self._tables[seq], seq.tokens[-1], width, n) if n else Guess([], [], [])
+            read_tree(self._tables[seq], seq.tokens[-1], width, n) if n else Tree([], [], [])
             for seq, n in zip(batch.sequences, plan.lengths, strict=True)
         ]
-        return Drafts.trees([(tree.tokens, tree.parents) for tree in trees], survival=[tree.survival for tree in trees])
+        return Drafts(trees)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Note the best successors at every row whose token is known."""
         best: list[list[int]] | None = None
-        for b, (seq, tree) in enumerate(zip(batch.sequences, drafts.on_host(), strict=True)):
+        for b, (seq, tree) in enumerate(zip(batch.sequences, drafts.per_sequence, strict=True)):
             table, root = self._tables.get(seq), scores.roots[b]
             if table is None or root < 0 or seq.finish_reason == "error":
                 continue
             if best is None:
-                best = scores.logits.topk(min(self._top, scores.logits.shape[1])).indices.tolist()
-            own = best[root : root + 1 + len(tree.tokens)]
-            table.note(_tokens_of(seq, tree, verdicts[b]), _chosen_first(own, verdicts[b]))
+                best = scores.logits.topk(min(self._options.top, scores.logits.shape[1])).indices.tolist()
+            rows = best[root : root + 1 + len(tree.tokens)]
+            table.note(_tokens_of(seq, tree, verdicts[b]), _chosen_first(rows, verdicts[b]))
 
     def end(self, seq: Sequence) -> None:
         self._tables.pop(seq, None)
 
-    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
-        return read_tree(self._tables[seq], path[-1] if path else seq.tokens[-1], self._top, nodes)
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
+        return read_tree(self._tables[seq], path[-1] if path else seq.tokens[-1], self._options.top, nodes)
 
 
 class SuccessorTable:
@@ -112,15 +119,15 @@ class SuccessorTable:
             if token is not None:
                 self._put(token, row)
 
-    def read(self, text: Seq[int], most: int) -> None:
+    def read(self, text: Seq[int], limit: int) -> None:
         """For tokens without a row: what followed them in a text, the latest first."""
-        found: dict[int, dict[int, None]] = {}
+        successors: dict[int, dict[int, None]] = {}
         for i in range(len(text) - 1, 0, -1):
             if text[i - 1] not in self._rows:
-                row = found.setdefault(text[i - 1], {})
-                if len(row) < most:
+                row = successors.setdefault(text[i - 1], {})
+                if len(row) < limit:
                     row[text[i]] = None
-        for token, row in reversed(found.items()):
+        for token, row in reversed(successors.items()):
             self._put(token, list(row))
 
     def _put(self, token: int, row: Seq[int]) -> None:
@@ -141,13 +148,13 @@ class _Open(NamedTuple):
     rank: int
 
 
-def read_tree(table: SuccessorTable, root: int, width: int, nodes: int) -> Guess:
+def read_tree(table: SuccessorTable, root: int, width: int, nodes: int) -> Tree:
     """The likeliest nodes below a token, best first: a next sibling or a child is never likelier.
 
     With a full table the shape is the same every time; where successors are missing, the nodes
     go to the next best places.
     """
-    tree = Guess([], [], [])
+    tree = Tree([], [], [])
     waiting: list[_Open] = []
     order = itertools.count()
 

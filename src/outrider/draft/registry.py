@@ -1,279 +1,188 @@
-"""Drafters by name. Each is imported when first asked for; users bring their own by class or by registering it."""
+"""Drafters by name: a table of classes, each imported when it is first named, and the drafters that users bring."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
-from outrider.cache import KVPool
+from outrider import checks
 from outrider.config import SpeculationConfig
 from outrider.core import Needs
+from outrider.draft.context import DraftContext, weights_directory
 from outrider.draft.deadline import DEADLINE_S, Deadline
-from outrider.draft.protocol import Drafter, Lookup
-from outrider.errors import InvalidParameter, UnknownMethod
-from outrider.model import LoadOptions, Runner, locate
-from outrider.text import Tokenizer
+from outrider.draft.options import Option, Reads, check_names, declared, parameters, read_options
+from outrider.draft.protocol import Drafter
+from outrider.errors import InvalidParameter, ModelError, OutriderError, UnknownMethod
+from outrider.model import LoadOptions, check_model, is_hub_id
 
-if TYPE_CHECKING:
-    from outrider.draft.vocabulary import Vocabulary
-    from outrider.model.cuda_runner import CudaRunner
-
-__all__ = ["DraftContext", "Factory", "build_drafter", "check_method", "method_names", "register_drafter"]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftContext:
-    """What a factory may use: the settings, the target, and how to load another model beside it."""
-
-    config: SpeculationConfig
-    target: Runner
-    directory: Path  # of the target
-    load_options: LoadOptions
-    load_companion: Callable[[Path], Runner]  # another model, its KV in as many pages
-    tokenizer: Tokenizer | None = None  # the target's
-
-    def companion(self, name: str) -> Path:
-        """The directory the settings name, or the one that came with the target."""
-        if self.config.model:
-            return locate(self.config.model)
-        own = self.directory / name
-        if not (own / "config.json").exists():
-            raise InvalidParameter(
-                f"{name}_model" if name == "draft" else "model",
-                f"method {self.config.method!r} needs the directory or hub id of its weights: {self.directory} brings none",
-            )
-        return own
-
-    def pool_like_the_target(self, kv_heads: int, head_dim: int) -> KVPool:
-        """One layer of KV in the target's pages."""
-        pool = self.target.pool
-        return KVPool(1, pool.pages, kv_heads, pool.page_size, head_dim)
-
+__all__ = ["Factory", "build_drafter", "check_speculation", "check_weights", "drafter_class", "method_names", "register_drafter"]
 
 Factory = Callable[[DraftContext], Drafter]
 
-
-def _none(context: DraftContext) -> Drafter:  # noqa: ARG001
-    from outrider.draft.none import NoDrafter
-
-    return NoDrafter()
-
-
-def _ngram(context: DraftContext) -> Drafter:
-    from outrider.draft.ngram import NGramDrafter
-
-    return NGramDrafter(**context.config.options)
-
-
-def _suffix(context: DraftContext) -> Drafter:
-    from outrider.draft.suffix import SuffixDrafter, SuffixShape
-
-    options = dict(context.config.options)
-    shared_tokens = options.pop("shared_tokens", 0)
-    return SuffixDrafter(SuffixShape(**options), shared_tokens)
-
-
-def _recycle(context: DraftContext) -> Drafter:
-    from outrider.draft.recycle import RecycleDrafter
-
-    return RecycleDrafter(**context.config.options)
-
-
-def _lookahead(context: DraftContext) -> Drafter:
-    from outrider.draft.lookahead import LookaheadDrafter
-
-    return LookaheadDrafter(**context.config.options)
-
-
-def _draft_model(context: DraftContext) -> Drafter:
-    from outrider.draft.draft_model import DraftModel
-    from outrider.draft.growth import TreeShape
-    from outrider.draft.retokenized import RetokenizedModel
-
-    runner, tokenizer, vocabulary = _related(context, context.config.options.get("vocabulary", "auto"))
-    if vocabulary is None:
-        assert context.tokenizer is not None
-        assert tokenizer is not None
-        return RetokenizedModel(runner, context.tokenizer, tokenizer)
-    shape = {key: value for key, value in context.config.options.items() if key in ("beam", "branch", "depth")}
-    return DraftModel(runner, TreeShape(**shape), vocabulary)
-
-
-def _related(context: DraftContext, way: str = "auto") -> tuple[Runner, Tokenizer | None, Vocabulary | None]:
-    """A draft model, its tokenizer, and how its tokens become the target's (None: by way of text)."""
-    from outrider.draft.vocabulary import Side, relate
-
-    directory = context.companion("draft")
-    runner, tokenizer = context.load_companion(directory), Tokenizer.load(directory)
-    ours = Side(str(context.directory), context.tokenizer, context.target.decoder.config.vocab)
-    return runner, tokenizer, relate(ours, Side(str(directory), tokenizer, runner.decoder.config.vocab), way)
-
-
-def _eagle(context: DraftContext) -> Drafter:
-    from outrider.draft.eagle import EagleDrafter
-    from outrider.draft.growth import TreeShape
-    from outrider.heads import load_eagle
-
-    head = load_eagle(context.companion("eagle"), context.target.decoder, context.load_options)
-    pool = context.pool_like_the_target(head.config.shape.kv_heads, head.config.shape.head_dim)
-    runner = None
-    if context.target.device_name != "cpu":
-        from outrider.heads.cuda_runners import CudaEagleRunner, fits
-
-        runner = CudaEagleRunner(head, cast("CudaRunner", context.target)) if fits(head) else None
-    return EagleDrafter(head, pool, context.target.ops, TreeShape(**context.config.options), runner)
-
-
-def _medusa(context: DraftContext) -> Drafter:
-    from outrider.draft.medusa import MedusaDrafter
-    from outrider.heads import load_medusa
-
-    heads = load_medusa(context.companion("medusa"), context.target.decoder, context.load_options)
-    dynamic = bool(context.config.options.get("dynamic", True))
-    runner = None
-    if context.target.device_name != "cpu":
-        from outrider.heads.cuda_runners import CudaMedusaRunner
-
-        runner = CudaMedusaRunner(heads, cast("CudaRunner", context.target))
-    return MedusaDrafter(heads, context.target.ops, dynamic, context.target.pool.page_size, runner)
-
-
-def _early_exit(context: DraftContext) -> Drafter:
-    from outrider.draft.early_exit import EarlyExit
-
-    if context.target.device_name != "cpu":
-        raise InvalidParameter(
-            "method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu"
-        )
-    return EarlyExit(context.target, **context.config.options)
-
-
-def _cascade(context: DraftContext) -> Drafter:
-    from outrider.draft.cascade import CascadeDrafter, ModelLevel
-    from outrider.draft.vocabulary import SameTokens
-
-    lowest, *_ = configs = context.config.nested()
-    lookup = None
-    if lowest.method != "draft_model":
-        lookup = build_drafter(replace(context, config=lowest))
-        configs = configs[1:]
-        if not lookup.needs.follows:
-            raise InvalidParameter("levels", f"{lowest.method!r} cannot draft for a model: it guesses after committed text alone")
-    for own in configs:
-        if own.method != "draft_model":
-            raise InvalidParameter("levels", f"levels above the lowest must be draft_model, got {own.method!r}")
-    models = []
-    for own in configs:
-        runner, _, vocabulary = _related(replace(context, config=own))
-        if not isinstance(vocabulary, SameTokens):
-            raise InvalidParameter("levels", f"{own.model or 'the draft model'} must have the target's tokenizer")
-        models.append(ModelLevel(runner, own.draft_tokens))
-    return CascadeDrafter(models, cast("Lookup | None", lookup), lowest.draft_tokens)
-
-
-def _mixture(context: DraftContext) -> Drafter:
-    from outrider.draft.mixture import Member, MixtureDrafter
-
-    configs = context.config.nested()
-    members = [Member(build_drafter(replace(context, config=own)), own.draft_tokens) for own in configs]
-    options = {name: context.config.options[name] for name in ("merge", "splice", "enough") if name in context.config.options}
-    return MixtureDrafter(members, **options)
-
-
-def _auto(context: DraftContext) -> Drafter:
-    from outrider.draft.auto import AutoDrafter
-
-    return AutoDrafter([build_drafter(replace(context, config=own)) for own in context.config.nested()])
-
-
-_FACTORIES: dict[str, Factory] = {
-    "none": _none,
-    "ngram": _ngram,
-    "suffix": _suffix,
-    "recycle": _recycle,
-    "lookahead": _lookahead,
-    "draft_model": _draft_model,
-    "eagle": _eagle,
-    "medusa": _medusa,
-    "early_exit": _early_exit,
-    "cascade": _cascade,
-    "mixture": _mixture,
-    "auto": _auto,
+_CLASSES = {
+    "none": "outrider.draft.none:NoDrafter",
+    "ngram": "outrider.draft.ngram:NGramDrafter",
+    "suffix": "outrider.draft.suffix:SuffixDrafter",
+    "recycle": "outrider.draft.recycle:RecycleDrafter",
+    "lookahead": "outrider.draft.lookahead:LookaheadDrafter",
+    "draft_model": "outrider.draft.draft_model:DraftModel",
+    "eagle": "outrider.draft.eagle:EagleDrafter",
+    "medusa": "outrider.draft.medusa:MedusaDrafter",
+    "early_exit": "outrider.draft.early_exit:EarlyExit",
+    "cascade": "outrider.draft.cascade:CascadeDrafter",
+    "mixture": "outrider.draft.mixture:MixtureDrafter",
+    "auto": "outrider.draft.auto:AutoDrafter",
 }
-
-
-_REGISTERED: dict[str, Factory] = {}  # by register_drafter; the package itself never adds to it
+_FOLDERS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}  # where weights lie beside a target
+_REGISTERED: dict[str, Factory | DrafterClass] = {}  # by register_drafter; the package itself never adds to it
 _VERBS = ("begin", "propose", "commit", "end")
+_DEADLINE = Option("deadline_s", float, DEADLINE_S, "seconds that a call may take")
+
+
+class DrafterClass(Protocol):
+    """A class that declares its options and builds a drafter from a context; the built-in ones all do."""
+
+    Options: type
+
+    def build(self, context: DraftContext) -> Drafter: ...
 
 
 def method_names() -> list[str]:
-    return sorted((*_FACTORIES, *_REGISTERED))
+    return sorted((*_CLASSES, *_REGISTERED))
 
 
-def register_drafter(name: str, factory: Factory) -> None:
-    """Make a drafter of your own a method, by name. Registering a name again replaces it."""
-    if name in _FACTORIES:
+def drafter_class(method: str) -> DrafterClass:
+    """The class of a built-in method."""
+    module, _, name = _CLASSES[method].partition(":")
+    return cast(DrafterClass, getattr(importlib.import_module(module), name))
+
+
+def register_drafter(name: str, factory: Factory | type) -> None:
+    """Make a drafter of your own a method, by name. Registering a name again replaces it.
+
+    `factory` takes a DraftContext and returns a drafter, or is a class with `Options`, a dataclass of the options it
+    takes, and a class method `build(context)`.
+    """
+    if not checks.text("name", name).isidentifier():
+        raise InvalidParameter("name", f"must be letters, digits and underscores, got {checks.shown(name)}")
+    if name in _CLASSES:
         raise InvalidParameter("name", f"{name!r} is built in; choose another")
-    if not name.isidentifier():
-        raise InvalidParameter("name", f"must be letters, digits and underscores, got {name!r}")
     if not callable(factory):
-        raise InvalidParameter("factory", f"must take a DraftContext and return a drafter, got {factory!r}")
-    _REGISTERED[name] = factory
+        raise InvalidParameter("factory", f"must take a DraftContext and return a drafter, got {checks.shown(factory)}")
+    _REGISTERED[name] = cast("Factory | DrafterClass", factory)
 
 
-def check_method(name: str) -> None:
-    """Fail now, before anything is loaded, where no drafter has this name or its class is unfit."""
-    if ":" in name:
-        _imported(name)
-    elif name not in _FACTORIES and name not in _REGISTERED:
-        raise UnknownMethod("method", name, [*method_names(), "package.module:Class"])
+def check_speculation(config: SpeculationConfig) -> None:
+    """Fail now, before anything is loaded, where a method or an option does not exist or a class is unfit."""
+    for one in config.flat():
+        method = one.method
+        if method in _CLASSES:
+            kind = drafter_class(method).Options
+            kind(**read_options(method, declared(kind), one.options))
+        elif ":" not in method and method not in _REGISTERED:
+            raise UnknownMethod("method", method, [*method_names(), "package.module:Class"])
+        else:
+            known = _declared_by_user(method)
+            if known is not None:
+                read_options(method, known | {_DEADLINE.name: _DEADLINE}, one.options)
+
+
+def check_weights(config: SpeculationConfig, directory: Path, options: LoadOptions) -> None:
+    """Fail now, before anything is loaded, where a drafter's weights are missing. What is on the hub is not fetched."""
+    options = replace(options, **{name: config.options[name] for name in ("dtype", "load_format") if name in config.options})
+    for one in config.flat():
+        if one.method not in _FOLDERS or (one.model is not None and is_hub_id(one.model)):
+            continue
+        weights = weights_directory(one, directory, _FOLDERS[one.method])
+        if one.method == "draft_model":
+            check_model(weights, options)
+        elif not (weights / "config.json").exists():
+            raise ModelError(f"{weights}/config.json is missing: the folder of a head holds config.json and *.safetensors")
 
 
 def build_drafter(context: DraftContext) -> Drafter:
-    """The drafter the settings name."""
-    name = context.config.method
-    check_method(name)
-    if name in _FACTORIES:
-        return _FACTORIES[name](context)
+    """The drafter the settings name; one of the user's own runs behind a deadline."""
+    check_speculation(context.config)
+    method = context.config.method
+    if method in _CLASSES:
+        return drafter_class(method).build(context)
     options = dict(context.config.options)
-    seconds = options.pop("deadline_s", DEADLINE_S)
-    stranger = _constructed(name, options) if ":" in name else _REGISTERED[name](context)
-    return Deadline(_checked(name, stranger), seconds)
+    seconds = checks.real("deadline_s", options.pop("deadline_s", DEADLINE_S), 0.0, 3600.0, low_open=True)
+    try:
+        drafter = _built(replace(context, config=replace(context.config, options=options)))
+    except OutriderError:
+        raise
+    except Exception as error:  # whatever a user's constructor raises, its name belongs in the message
+        raise InvalidParameter("method", f"{method!r} cannot be built ({type(error).__name__}: {error})") from error
+    model = context.target.decoder.config
+    return Deadline(_checked(method, drafter, model.layers), seconds, model.vocab)
 
 
-def _imported(name: str) -> Callable[..., Any]:
+def _built(context: DraftContext) -> object:
+    """A user's drafter, from a class that builds itself, a class with a constructor, or a factory."""
+    method, settings = context.config.method, context.config.options
+    factory = _user_class(method)
+    if _builds_itself(factory):
+        return factory.build(context)
+    if ":" in method:
+        return factory(**settings)
+    reads = Reads(settings)
+    drafter = factory(replace(context, config=replace(context.config, options=reads)))
+    check_names(method, reads.names, settings)
+    return drafter
+
+
+def _user_class(method: str) -> Any:
+    """What a user registered under this name, or the class that `package.module:Class` names."""
+    return _imported(method) if ":" in method else _REGISTERED[method]
+
+
+def _declared_by_user(method: str) -> dict[str, Option] | None:
+    """The options that a user's drafter declares; None where it is known only when it has been built."""
+    factory = _user_class(method)
+    if _builds_itself(factory):
+        return declared(factory.Options)
+    return parameters(factory) if ":" in method else None
+
+
+def _builds_itself(factory: object) -> bool:
+    return hasattr(factory, "Options") and callable(getattr(factory, "build", None))
+
+
+def _imported(name: str) -> type:
     """The class that `package.module:Class` names."""
     module, _, attribute = name.partition(":")
+    if not sys.flags.safe_path and not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append("")  # a console script's path lacks the current folder, where a user's drafter lies
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # whatever a stranger's module raises, its name belongs in the message
+        kind = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # whatever a user's module raises, its name belongs in the message
         raise InvalidParameter("method", f"{name!r}: cannot import {module!r} ({type(error).__name__}: {error})") from error
-    if found is None:
+    if kind is None:
         raise InvalidParameter("method", f"{name!r}: {module!r} has no attribute {attribute!r}")
-    if not isinstance(found, type):
-        raise InvalidParameter("method", f"{name!r} is not a class but {type(found).__name__}")
-    _require_verbs(name, found)
-    return found
+    if not isinstance(kind, type):
+        raise InvalidParameter("method", f"{name!r} is not a class but {type(kind).__name__}")
+    _require_verbs(name, kind)
+    return kind
 
 
-def _constructed(name: str, options: Mapping[str, Any]) -> object:
-    drafter = _imported(name)
-    try:
-        inspect.signature(drafter).bind(**options)
-    except TypeError as error:
-        given = ", ".join(sorted(options)) or "none"
-        raise InvalidParameter("speculation", f"{name!r} does not take these settings ({given}): {error}") from None
-    return drafter(**options)
-
-
-def _checked(name: str, drafter: object) -> Drafter:
+def _checked(name: str, drafter: object, layers: int) -> Drafter:
     _require_verbs(name, drafter)
-    if not isinstance(getattr(drafter, "needs", None), Needs):
+    needs = getattr(drafter, "needs", None)
+    if not isinstance(needs, Needs):
         raise InvalidParameter("method", f"{name!r} has no attribute `needs` of type Needs")
+    checks.integer(f"{name}: needs.kv_bytes_per_token", needs.kv_bytes_per_token)
+    if needs.follows and not callable(getattr(drafter, "follow", None)):
+        raise InvalidParameter("method", f"{name!r} needs `follow` where needs.follows is True")
+    taps = needs.taps
+    if not isinstance(taps, tuple) or not all(type(tap) is int and 0 <= tap <= layers for tap in taps):
+        raise InvalidParameter(
+            "method", f"{name!r}: needs.taps must be a tuple of layers in [0, {layers}], got {checks.shown(taps)}"
+        )
     return cast(Drafter, drafter)
 
 

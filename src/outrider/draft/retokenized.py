@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.cache import KVPool
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.reader import Reader, Text
 from outrider.draft.transcript import Transcript
 from outrider.errors import DrafterFault
@@ -30,8 +29,7 @@ class RetokenizedModel:
     """
 
     def __init__(self, runner: Runner, target: Tokenizer, draft: Tokenizer) -> None:
-        config = runner.decoder.config
-        self.needs = Needs(kv_bytes_per_token=KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim))
+        self.needs = Needs(kv_bytes_per_token=runner.pool.token_bytes)
         self._target = target
         self._draft = draft
         self._reader = Reader(runner, own_pages=True)
@@ -61,10 +59,10 @@ class RetokenizedModel:
                 written[b].append(token)
             writing = [b for b in writing if len(written[b]) < plan.lengths[b] and written[b][-1] != self._draft.eos_id]
         chains = [
-            self._cut(seq, text, own)[:planned] if text is not None else []
-            for seq, text, own, planned in zip(batch.sequences, texts, written, plan.lengths, strict=True)
+            self._cut(seq, text, tokens)[:planned] if text is not None else []
+            for seq, text, tokens, planned in zip(batch.sequences, texts, written, plan.lengths, strict=True)
         ]
-        return Drafts.chains(chains)
+        return Drafts(list(map(Tree.chain, chains)))
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it writes; None where it cannot."""
@@ -84,8 +82,8 @@ class RetokenizedModel:
         before = seq.tokens[-_SURROUNDINGS:]
         spans = self._target.spans(self._target.decode(before, skip_special_tokens=False) + words)
         ids = [span.token for span in spans]
-        found = ids[len(before) :] if ids[: len(before)] == before else list(self._target.encode_bare(words))
-        return [*found, self._target.eos_id] if ended and self._target.eos_id is not None else found
+        cut = ids[len(before) :] if ids[: len(before)] == before else list(self._target.encode_bare(words))
+        return [*cut, self._target.eos_id] if ended and self._target.eos_id is not None else cut
 
 
 def _after(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:

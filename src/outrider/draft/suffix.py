@@ -10,35 +10,32 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
-from outrider.draft.protocol import Guess
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.context import DraftContext
+from outrider.draft.options import option
 from outrider.errors import InvalidParameter
 
-__all__ = ["Match", "SharedTexts", "SuffixAutomaton", "SuffixDrafter", "SuffixShape"]
+__all__ = ["Match", "SharedTexts", "SuffixAutomaton", "SuffixDrafter", "SuffixOptions"]
 
 
 @dataclass(frozen=True, slots=True)
-class SuffixShape:
-    """How far a match is followed."""
+class SuffixOptions:
+    """How far a match is followed, and how much of other texts is searched."""
 
-    min_match: int = 1  # shortest suffix worth following
-    max_match: int = 32  # longest suffix looked for
-    factor: float = 2.0  # a match of m tokens is followed for factor * m + offset
-    offset: float = 6.0
-    min_prob: float = 0.1  # a guess whose estimated survival is below this is not made
-    branch: int = 1  # continuations followed per node; 1 = a chain
+    min_match: int = option(1, "shortest suffix worth following", 1, 256)
+    max_match: int = option(32, "longest suffix looked for", 1, 256)
+    factor: float = option(2.0, "a match of m tokens is followed for factor * m + offset", 0, 1e6)
+    offset: float = option(6.0, "see `factor`", 0, 1e6)
+    min_prob: float = option(0.1, "a guess whose estimated survival is below this is not made", 0, 1)
+    branch: int = option(1, "continuations followed per node; 1 is a chain", 1, 8)
+    shared_tokens: int = option(0, "tokens of finished outputs kept and searched, those of the same tenant alone", 0)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match <= 256:
-            raise InvalidParameter(
-                "min_match", f"need 1 <= min_match <= max_match <= 256, got {self.min_match} and {self.max_match}"
-            )
-        if not (self.factor >= 0 and self.offset >= 0 and self.factor + self.offset >= 1):
-            raise InvalidParameter("factor", f"need factor and offset >= 0, together >= 1, got {self.factor} and {self.offset}")
-        if not 0 <= self.min_prob <= 1:
-            raise InvalidParameter("min_prob", f"must be in [0, 1], got {self.min_prob}")
-        if not 1 <= self.branch <= 8:
-            raise InvalidParameter("branch", f"must be in [1, 8], got {self.branch}")
+            shown = f"{self.min_match} and {self.max_match}"
+            raise InvalidParameter("min_match", f"need 1 <= min_match <= max_match <= 256, got {shown}")
+        if not self.factor + self.offset >= 1:
+            raise InvalidParameter("factor", f"need factor + offset >= 1, got {self.factor} and {self.offset}")
 
     def depth(self, matched: int) -> int:
         return int(self.factor * matched + self.offset)
@@ -64,23 +61,26 @@ class SuffixDrafter:
         Blumer et al. 1985 (the automaton).
     """
 
+    Options = SuffixOptions
     needs = Needs(follows=True)
 
-    def __init__(self, shape: SuffixShape | None = None, shared_tokens: int = 0) -> None:
-        if shared_tokens < 0:
-            raise InvalidParameter("shared_tokens", f"must not be negative, got {shared_tokens}")
-        self._shape = shape or SuffixShape()
+    def __init__(self, options: SuffixOptions = SuffixOptions()) -> None:
+        self._options = options
         self._texts: dict[Sequence, SuffixAutomaton] = {}
-        self._shared = SharedTexts(shared_tokens, self._shape.max_match + 1)
+        self._shared = SharedTexts(options.shared_tokens, options.max_match + 1)
+
+    @classmethod
+    def build(cls, context: DraftContext) -> SuffixDrafter:
+        return cls(context.options(SuffixOptions))
 
     def begin(self, seq: Sequence) -> None:
-        self._texts[seq] = SuffixAutomaton(self._shape.max_match + 1)
+        self._texts[seq] = SuffixAutomaton(self._options.max_match + 1)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        branch = self._shape.branch if plan.rule == "match" else 1  # the other rules verify chains
-        none = Guess([], [], [])
+        branch = self._options.branch if plan.rule == "match" else 1  # the other rules verify chains
+        none = Tree([], [], [])
         guesses = [self._draft(seq, n, branch) if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        return Drafts.trees([(guess.tokens, guess.parents) for guess in guesses], survival=[guess.survival for guess in guesses])
+        return Drafts(guesses)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         pass
@@ -90,18 +90,18 @@ class SuffixDrafter:
         if seq.request.tenant is not None and seq.finish_reason is not None:  # not where it only gave way
             self._shared.add(seq.request.tenant, seq.tokens[seq.prompt_len :])
 
-    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Guess:
-        return self._draft(seq, nodes, self._shape.branch, path)
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
+        return self._draft(seq, nodes, self._options.branch, path)
 
-    def _draft(self, seq: Sequence, nodes: int, branch: int, path: Seq[int] = ()) -> Guess:
+    def _draft(self, seq: Sequence, nodes: int, branch: int, path: Seq[int] = ()) -> Tree:
         """Follow the longest match in each text; keep what expects to get most tokens accepted."""
-        own = self._texts[seq]
-        own.extend(seq.tokens[own.size :])
-        recent = [*seq.tokens[-self._shape.max_match :], *path] if path or seq.request.tenant is not None else []
-        found = [(own, own.find(recent) if path else own.match())]
+        text = self._texts[seq]
+        text.extend(seq.tokens[text.size :])
+        recent = [*seq.tokens[-self._options.max_match :], *path] if path or seq.request.tenant is not None else []
+        matches = [(text, text.find(recent) if path else text.match())]
         if seq.request.tenant is not None:
-            found += [(text, text.find(recent)) for text in self._shared.of(seq.request.tenant)]
-        guesses = [_follow(text, match, self._shape, nodes, branch) for text, match in found]
+            matches += [(text, text.find(recent)) for text in self._shared.of(seq.request.tenant)]
+        guesses = [_follow(text, match, self._options, nodes, branch) for text, match in matches]
         return max(guesses, key=lambda guess: sum(guess.survival))
 
 
@@ -176,11 +176,11 @@ class SuffixAutomaton:
         state = self._link[match.state]
         return Match(state, self._length[state])
 
-    def _cut(self, state: int, length: int, most: int) -> Match:
+    def _cut(self, state: int, length: int, limit: int) -> Match:
         """The last `most` tokens of a substring."""
-        while length > most and self._length[self._link[state]] >= most:
+        while length > limit and self._length[self._link[state]] >= limit:
             state = self._link[state]
-        return Match(state, min(length, most))
+        return Match(state, min(length, limit))
 
     def _push(self, token: int) -> None:
         self._whole = self._grown(token)
@@ -253,18 +253,18 @@ class SharedTexts:
         piece = [-self._texts, *kept]  # an id of its own goes first: no match runs across texts
         while self.size + len(piece) > self._limit:
             self._drop_oldest()
-        own = self._by_tenant.setdefault(tenant, deque())
-        if not own or own[-1].size + len(piece) > room:
-            own.append(SuffixAutomaton(self._reach))
-            self._generations.append((tenant, own[-1]))
-        own[-1].extend(piece)
+        generations = self._by_tenant.setdefault(tenant, deque())
+        if not generations or generations[-1].size + len(piece) > room:
+            generations.append(SuffixAutomaton(self._reach))
+            self._generations.append((tenant, generations[-1]))
+        generations[-1].extend(piece)
         self.size += len(piece)
 
     def _drop_oldest(self) -> None:
         tenant, oldest = self._generations.popleft()
-        own = self._by_tenant[tenant]
-        own.popleft()
-        if not own:
+        generations = self._by_tenant[tenant]
+        generations.popleft()
+        if not generations:
             del self._by_tenant[tenant]
         self.size -= oldest.size
 
@@ -280,26 +280,26 @@ class _Open(NamedTuple):
     match: Match  # before the token
 
 
-def _follow(text: SuffixAutomaton, match: Match, shape: SuffixShape, nodes: int, branch: int) -> Guess:
+def _follow(text: SuffixAutomaton, match: Match, options: SuffixOptions, nodes: int, branch: int) -> Tree:
     """The likeliest nodes below a match, best first: no child is likelier than its parent."""
-    guess = Guess([], [], [])
-    deepest = shape.depth(match.length)
+    guess = Tree([], [], [])
+    deepest = options.depth(match.length)
     waiting: list[_Open] = []
     order = itertools.count()
 
     def expand(match: Match, parent: int, depth: int, survival: float) -> None:
         following: list[_Next] = []
         while not following:
-            if match.length < shape.min_match:
+            if match.length < options.min_match:
                 return
             following = text.after(match)
             match = match if following else text.shorter(match)
-        seen = sum(own.times for own in following) + _escape(match.length)
+        seen = sum(following_token.times for following_token in following) + _escape(match.length)
         best = [max(following)] if branch == 1 else heapq.nlargest(branch, following)
-        for own in best:
-            chance = survival * own.times / seen
-            if chance >= shape.min_prob:
-                heapq.heappush(waiting, _Open(-chance, next(order), parent, depth + 1, own.token, match))
+        for following_token in best:
+            chance = survival * following_token.times / seen
+            if chance >= options.min_prob:
+                heapq.heappush(waiting, _Open(-chance, next(order), parent, depth + 1, following_token.token, match))
 
     expand(match, ROOT, 0, 1.0)
     while waiting and len(guess.tokens) < nodes:

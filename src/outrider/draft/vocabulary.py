@@ -7,13 +7,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from outrider import checks
 from outrider.core import Sequence
+from outrider.draft.context import DraftContext
 from outrider.draft.reader import Text
 from outrider.draft.transcript import Transcript
-from outrider.errors import InvalidParameter, ModelError
+from outrider.errors import ModelError
+from outrider.model import Runner
 from outrider.text import Tokenizer
 
-__all__ = ["SameTokens", "SharedTokens", "Side", "Vocabulary", "relate", "shared_tokens"]
+__all__ = ["Related", "SameTokens", "SharedTokens", "Side", "Vocabulary", "load_related", "relate", "shared_tokens"]
 
 WAYS = ("auto", "shared", "text")
 ENOUGH_SHARED = 0.5  # of the smaller vocabulary
@@ -75,7 +78,7 @@ class SharedTokens:
         self._target = target
         self._draft = draft
         self._vocab = vocab
-        self._own = {token: own for token, own in shared_tokens(target, draft).items() if token < vocab}
+        self._own = {token: draft_id for token, draft_id in shared_tokens(target, draft).items() if token < vocab}
         self._ids = torch.tensor(list(self._own), dtype=torch.int64)
         self._own_ids = torch.tensor(list(self._own.values()), dtype=torch.int64)
         self._transcripts: dict[Sequence, Transcript] = {}
@@ -89,10 +92,10 @@ class SharedTokens:
     def text(self, seq: Sequence) -> Text | None:
         transcript = self._transcripts[seq]
         transcript.extend(seq.tokens)
-        rest = [self._own.get(token) for token in transcript.pending]  # bytes of an open character
-        known = [token for token in rest if token is not None]
+        pending = [self._own.get(token) for token in transcript.pending]  # bytes of an open character
+        known = [token for token in pending if token is not None]
         ids = [*transcript.ids, *known]
-        return Text(seq, ids, transcript.settled) if ids and len(known) == len(rest) else None
+        return Text(seq, ids, transcript.settled) if ids and len(known) == len(pending) else None
 
     def own(self, token: int) -> int:
         return self._own[token]
@@ -114,11 +117,27 @@ def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
         shared[target.eos_id] = draft.eos_id
         taken.add(draft.eos_id)
     for i, written in sorted(target.spellings().items()):
-        own = theirs.get(written)
-        if own is not None and own not in taken and i not in shared:
-            shared[i] = own
-            taken.add(own)
+        draft_id = theirs.get(written)
+        if draft_id is not None and draft_id not in taken and i not in shared:
+            shared[i] = draft_id
+            taken.add(draft_id)
     return shared
+
+
+class Related(NamedTuple):
+    """A draft model that was loaded, and how its tokens become the target's (None: by way of text)."""
+
+    runner: Runner
+    tokenizer: Tokenizer | None
+    vocabulary: Vocabulary | None
+
+
+def load_related(context: DraftContext, way: str = "auto") -> Related:
+    """The draft model that the settings name."""
+    directory = context.weights("draft")
+    runner, tokenizer = context.load_model(directory), Tokenizer.load(directory)
+    target = Side(str(context.directory), context.tokenizer, context.target.decoder.config.vocab)
+    return Related(runner, tokenizer, relate(target, Side(str(directory), tokenizer, runner.decoder.config.vocab), way))
 
 
 class Side(NamedTuple):
@@ -131,8 +150,7 @@ class Side(NamedTuple):
 
 def relate(target: Side, draft: Side, way: str = "auto") -> Vocabulary | None:
     """How the draft's tokens become the target's; None: by way of text. ModelError where nothing works."""
-    if way not in WAYS:
-        raise InvalidParameter("vocabulary", f"must be one of {', '.join(WAYS)}, got {way!r}")
+    checks.choice("vocabulary", way, WAYS)
     if target.tokenizer is None or draft.tokenizer is None:
         if target.vocab == draft.vocab:
             return SameTokens()

@@ -1,4 +1,4 @@
-"""Served acceptance: how many tokens a round emits on given prompts, measured through the engine."""
+"""Acceptance on a set of prompts: how many tokens a round emits, measured through the engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _GRAM, _TIMES = 8, 3
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a drafter was worth on outputs that do not loop (and on all of them, for comparison)."""
+    """Acceptance of a drafter over outputs that do not loop (and over all outputs, for comparison)."""
 
     temperature: float
     outputs: int
     looping: float  # share of outputs in which some 8-gram occurs more than three times
-    tokens_per_round: float | None  # over rounds that could draft, outputs that loop left out; None: all loop
+    tokens_per_round: float | None  # over rounds that could draft, without looping outputs; None if all outputs loop
     tokens_per_round_all: float | None
-    by_position: list[float]  # of the rounds that drafted so far, the share accepted up to here
+    by_position: list[float]  # of the drafts at least this long, the share accepted up to this position
     tok_s: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -36,12 +36,12 @@ class Acceptance:
 
 
 def measure_acceptance(llm: LLM, prompts: Sequence[str | tuple[int, ...]], params: SamplingParams) -> Acceptance:
-    """Generate for each prompt (text or ids) alone."""
+    """Generate for one prompt (text or ids) at a time, and summarise the acceptance."""
     return summarise([llm.generate([prompt], params)[0].outputs[0] for prompt in prompts], params.temperature)
 
 
 def summarise(outputs: Sequence[CompletionOutput], temperature: float) -> Acceptance:
-    """What the drafter was worth on these outputs."""
+    """The acceptance over these outputs."""
     steady = [output for output in outputs if not loops(output.token_ids)]
     decode = sum((len(o.token_ids) - 1) / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s)
     return Acceptance(
@@ -63,11 +63,11 @@ def loops(tokens: Sequence[int]) -> bool:
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     """First turns (or `prompt`, `text` fields) of a JSONL file."""
-    return [text for _, text in read_items(path)][:limit]
+    return [turns[0] for _, turns in read_items(path)][:limit]
 
 
-def read_items(path: Path) -> list[tuple[str | None, str]]:
-    """Category (None where there is none) and prompt of every line of a JSONL file: its first turn, `prompt` or `text`."""
+def read_items(path: Path) -> list[tuple[str | None, tuple[str, ...]]]:
+    """The category (or None) and turns of every line of a JSONL file. A line has `turns`, `prompt` or `text`."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -78,28 +78,28 @@ def read_items(path: Path) -> list[tuple[str | None, str]]:
     return items
 
 
-def _item(path: Path, number: int, line: bytes) -> tuple[str | None, str]:
+def _item(path: Path, number: int, line: bytes) -> tuple[str | None, tuple[str, ...]]:
     try:
         item = json.loads(line)
-        text = item["turns"][0] if "turns" in item else item.get("prompt") or item["text"]
-        if not isinstance(text, str) or not text:
+        turns = item["turns"] if "turns" in item else [item.get("prompt") or item["text"]]
+        if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
             raise TypeError
         category = item.get("category")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise InvalidParameter(
             "data", f'{path}:{number} is not {{"turns": [...]}}, {{"prompt": ...}} or {{"text": ...}} with text in it'
         ) from None
-    return None if category is None else str(category), text
+    return None if category is None else str(category), tuple(turns)
 
 
 def _rate(outputs: Sequence[CompletionOutput]) -> float | None:
-    """Tokens per round; the prompt's own round drafts nothing and is left out."""
+    """Tokens per round. The round that reads the prompt drafts nothing and is not counted."""
     rounds = sum(o.speculation["rounds"] - 1 for o in outputs)
     return sum(len(o.token_ids) - 1 for o in outputs) / rounds if rounds else None
 
 
 def accepted_by_position(outputs: Sequence[CompletionOutput]) -> list[float]:
-    """Of the rounds that drafted so far, the share accepted up to there."""
+    """For each draft position: of the drafts at least this long, the share accepted up to it."""
     drafted, accepted = Counter[int](), Counter[int]()
     for output in outputs:
         drafted.update(dict(enumerate(output.speculation["drafted_by_position"])))

@@ -29,12 +29,18 @@ def costs_path(directory: Path, runner: Runner) -> Path:
 def known_acceptance(directory: Path) -> dict[str, Any]:
     """What a model's folder says its drafters are worth, for a controller that has seen nothing yet; often nothing."""
     try:
-        found = json.loads((directory / ACCEPTANCE).read_text())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
+        acceptance = json.loads((directory / ACCEPTANCE).read_text(encoding="utf-8"))
+        return acceptance if isinstance(acceptance, dict) else {}
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
 def cache_folder() -> Path:
-    own = os.environ.get("OUTRIDER_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    """Where costs are kept. A user without a home keeps none: the folder is one that cannot be made."""
+    for name, below in (("OUTRIDER_CACHE", ""), ("XDG_CACHE_HOME", "outrider")):
+        if folder := os.environ.get(name):
+            return Path(folder) / below
+    try:
+        return Path.home() / ".cache" / "outrider"
+    except RuntimeError:  # HOME is not set, and the user is in no list
+        return Path(os.devnull) / "outrider"

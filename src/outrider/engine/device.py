@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outrider import checks
 from outrider.config import EngineConfig
 from outrider.control import Costs
 from outrider.errors import InvalidParameter
@@ -52,12 +54,9 @@ class Device:
     @classmethod
     def resolve(cls, name: str, numerics: str = "exact", memory: float = 0.9) -> Device:
         """From what the user asked for; "auto" is a GPU where torch and Triton find one."""
-        if name not in _DEVICES:
-            raise InvalidParameter("device", f"unknown {name!r}; known: {', '.join(_DEVICES)}")
-        if numerics not in _NUMERICS:
-            raise InvalidParameter("numerics", f"unknown {numerics!r}; known: {', '.join(_NUMERICS)}")
-        if not 0.0 < memory <= 1.0:
-            raise InvalidParameter("memory", f"must be in (0, 1], got {memory}")
+        checks.choice("device", name, _DEVICES)
+        checks.choice("numerics", numerics, _NUMERICS)
+        checks.real("memory", memory, 0.0, 1.0, low_open=True)
         missing = missing_gpu()
         if name == "cuda" and missing:
             raise InvalidParameter("device", f"cuda cannot be used: {missing}")
@@ -75,23 +74,28 @@ class Device:
         return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact), target)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
-        """Capture the graphs of so many sequences and drafted tokens, and time the target's: drafts are timed by a survey."""
+        """Capture the graphs of so many sequences and drafted tokens, and time the target's: calibration times the drafts."""
         from outrider.model.cuda_runner import CudaRunner
 
         assert isinstance(target, CudaRunner)
         costs = Costs(target.sizes)
         target.warm_up(batch * (1 + length), taps, plain=batch)
-        target.read_nothing()
+        target.warm_up_prefill()
         rounds = target.round_seconds()
-        if (most := target.options.most_rows) in rounds:
-            rounds |= {turns * most: turns * rounds[most] for turns in (2, 3, 4)}  # more rows take several replays
+        if (max_rows := target.options.max_graph_rows) in rounds:
+            rounds |= {turns * max_rows: turns * rounds[max_rows] for turns in (2, 3, 4)}  # more rows take several replays
         for rows, seconds in rounds.items():
             costs.observe_forward(rows, 0, seconds)
-        for own in drafts:
-            assert isinstance(own, CudaRunner)
-            own.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
-            own.read_nothing()
+        for draft in drafts:
+            assert isinstance(draft, CudaRunner)
+            draft.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
+            draft.warm_up_prefill()
         return costs
+
+    def free_memory(self) -> None:
+        """Give the driver back what nobody refers to any more."""
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def page_count(self, engine: EngineConfig, models: Sequence[ModelConfig], max_model_len: int) -> int:
         """Pages for every sequence at full length, or as many as fit beside the weights."""
@@ -111,12 +115,12 @@ class Device:
 
 def share_memory(models: Sequence[ModelConfig], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
-    weights = sum(2 * own.parameters for own in models)
-    page = sum(2 * 2 * own.layers * own.kv_heads * own.head_dim * page_size for own in models)
+    weights = sum(2 * model.parameters for model in models)
+    page = sum(2 * 2 * model.layers * model.kv_heads * model.head_dim * page_size for model in models)
     blocks = -(-max_model_len // 64)
     reserve = _BASE
-    for own in models:
-        reserve += 4 * 4 * rows * own.vocab + 4 * rows * own.heads * blocks * (own.head_dim + 2) + 16 * rows * own.ffn
+    for model in models:
+        reserve += 4 * 4 * rows * model.vocab + 4 * rows * model.heads * blocks * (model.head_dim + 2) + 16 * rows * model.ffn
     return Share(total, weights, reserve, page)
 
 

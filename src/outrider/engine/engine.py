@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import lru_cache
 from time import perf_counter
+from typing import NamedTuple
 
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
 from outrider.control import Load, Policy, RoundStats
-from outrider.core import Batch, Drafts, Plan, Request, Scores, Sequence, Verdict
+from outrider.core import (
+    Batch,
+    Drafts,
+    Listener,
+    Phases,
+    Plan,
+    Request,
+    RoundProfile,
+    RoundReport,
+    Scores,
+    Sequence,
+    SequenceReport,
+    Tree,
+    Verdict,
+)
 from outrider.draft import Drafter
-from outrider.engine.commit import Settled, Writer, advance, note_prompt, settle_kv
+from outrider.engine.commit import OutputProcessor, advance, note_prompt, settle_kv
 from outrider.engine.guard import GuardedDrafter
-from outrider.engine.outputs import Run
+from outrider.engine.outputs import Rejected, Run, rejected_of
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.tally import Tally
 from outrider.model import Runner
-from outrider.sampling import Grammars
+from outrider.sampling import Grammars, Guide
 from outrider.text import Tokenizer
 from outrider.verify import guided, verify
 
@@ -29,7 +43,11 @@ _log = logging.getLogger("outrider")
 
 
 class Engine:
-    """Runs requests to their end, one round at a time."""
+    """Runs requests to their end, one round at a time. One thread at a time may call it; see EngineThread.
+
+    What raises inside a round fails the request that caused it and no other. An exception that leaves the engine in
+    the middle of something, such as KeyboardInterrupt, costs the next call a restart of every sequence, never a token.
+    """
 
     def __init__(
         self,
@@ -50,110 +68,194 @@ class Engine:
         self.tally = Tally()
         vocab = runner.decoder.config.vocab
         self.grammars = Grammars(None, vocab, None) if tokenizer is None else Grammars(tokenizer.to_json, vocab, tokenizer.eos_id)
-        self._writers: dict[Sequence, Writer] = {}
-        self._suspects: set[Sequence] = set()  # sequences whose forward failed once
-        self._learning = 0.0  # seconds the policy thought about the last round: part of what the next one costs
+        self._processors: dict[Sequence, OutputProcessor] = {}
+        self._epoch = self.pages.epoch
+        self._drafting: set[Sequence] = set()  # sequences the drafter knows
+        self._current: list[OutputProcessor] = []  # of the sequences of this round, once they are known
+        self._mid_change = False  # True while pages, queues or tokens change; still True at the next call after an interruption
+        self._unexplained = 0  # rounds in a row that failed before anybody took part in them
+        self._suspects: set[Sequence] = set()  # sequences of a round that failed; each runs alone until it has emitted
+        self._learning = 0.0  # seconds the controller took to learn from the last round: part of what the next one costs
+        self._listeners: tuple[Listener, ...] = ()
+        self._profile: RoundProfile | None = None
+        self._clock: Callable[[], float] = perf_counter
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether a round has something to do, be it to clear up after an interruption."""
+        return self._mid_change or self.scheduler.has_work
 
-    def submit(self, request: Request, method: str) -> Writer:
-        """Queue a request; its Writer grows with every round."""
+    def submit(self, request: Request, method: str) -> OutputProcessor:
+        """Queue a request; its OutputProcessor grows with every round."""
+        processor = self.prepare(request, method)
+        self.admit([processor])
+        return processor
+
+    def prepare(self, request: Request, method: str) -> OutputProcessor:
+        """The OutputProcessor of a request that is not queued yet. Nothing in the engine changes."""
         seq = Sequence(request)
         seq.stats.method = method
-        if request.params.structured is not None:
-            seq.guide = self.grammars.guide(request.params.structured, request.stop_ids)
-        self.scheduler.submit(seq)  # may refuse it
-        self._writers[seq] = writer = Writer(seq, self.tokenizer)
-        return writer
+        seq.guide = self._guide(request)
+        return OutputProcessor(seq, self.tokenizer)
 
-    def abort(self, writer: Writer) -> None:
-        """End a request now; its pages are free at once."""
-        if writer.seq.finish_reason is None:
-            writer.seq.finish_reason = "abort"
-            self._finish(writer.seq)
+    def admit(self, processors: Seq[OutputProcessor]) -> None:
+        """Queue all of them, or raise and queue none."""
+        self._restart_if_interrupted()
+        self.scheduler.check_queue(len(processors))
+        self._mid_change = True
+        for processor in processors:
+            self.scheduler.submit(processor.seq)
+        self._processors.update({processor.seq: processor for processor in processors})
+        self._mid_change = False
+
+    def abort(self, processor: OutputProcessor) -> None:
+        """End a request now, queued or not; its pages are free at once."""
+        self._restart_if_interrupted()
+        if processor.seq.finish_reason is None:
+            self._mid_change = True
+            processor.seq.finish_reason = "abort"
+            self._finish(processor.seq)
+            self._mid_change = False
 
     def reset_counts(self) -> None:
-        """Forget what was counted so far, such as a survey's own work."""
+        """Forget what was counted so far, such as a calibration's rounds."""
         self.tally = Tally()
         self.scheduler.preemptions = self.scheduler.prefix_queries = self.scheduler.prefix_hits = 0
 
-    def round(self) -> list[Writer]:
-        """Advance every running sequence; the writers that changed."""
-        batch, started, stopped = self.scheduler.next()
-        for seq in stopped:
-            self.drafter.end(seq)
-        for seq in started:
-            self._writers[seq].start()
-            self.drafter.begin(seq)
-        if self._suspects:
-            batch = self._one_suspect(batch)
-        writers = [self._writers[seq] for seq in batch.sequences]
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Tell a listener of every round from the next one on; call what is returned to stop."""
+        self._listeners = (*self._listeners, listener)
+
+        def stop() -> None:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+        return stop
+
+    def profile(self, profile: RoundProfile | None) -> None:
+        """Run the following rounds inside a profile, which sees every forward and keeps the clock; None: no longer."""
+        self._profile = profile
+        self._clock = perf_counter if profile is None else profile.clock
+
+    def round(self) -> list[OutputProcessor]:
+        """Advance every running sequence, and return the output processors that changed."""
+        self._restart_if_interrupted()
+        try:
+            changed = self._round() if self._profile is None else self._profile.around(self._round)
+        except Exception as error:
+            changed = self._blame(error)
+        else:
+            self._unexplained = 0
+        self._current = []
+        return changed
+
+    def _round(self) -> list[OutputProcessor]:
+        now = self._clock
+        began = now()
+        self._current = []
+        batch, waits = _with_masks(self._next_batch())
+        if not batch.sequences:
+            if waits:  # else an engine that shares the pages holds them
+                self.grammars.masks.wait()
+            return []
+        processors = self._current = [self._processors[seq] for seq in batch.sequences]
         load = self._load(batch)
-        asked = perf_counter()
+        scheduled = now()
         plan = self.policy.plan(load)
-        planned = perf_counter()
-        plan = plan._replace(lengths=self.scheduler.reserve(batch, plan.lengths), whole=plan.whole and _known_law(batch))
+        planned = now()
+        plan = plan._replace(lengths=self._reserve(batch, plan.lengths), whole=plan.whole and _depends_on_no_text(batch))
         drafts = self.drafter.propose(batch, plan)
         batch.again = plan.again and self._may_go_on(batch, plan, drafts)
-        proposed = perf_counter()
-        drafts, heard = self._select(drafts, batch, plan, load)
-        chosen = perf_counter()
-        try:
-            scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
-        except Exception as error:
-            return self._forward_failed(batch, writers, error)
-        scored = perf_counter()
-        hearing = 0.0 if heard is None else heard.seconds
-        drafts = drafts if heard is None else heard.drafts
-        self._suspects.difference_update(batch.sequences)
+        proposed = now()
+        drafts, resolved = self._select(drafts, batch, plan, load)
+        selected = now()
+        scores = self._score(batch, drafts)
+        scored = now()
+        drafts, late = (drafts, 0.0) if resolved is None else (resolved.drafts, resolved.seconds)
         verdicts = verify(drafts, scores, batch, plan)
-        settled = self._commit(batch, writers, drafts, verdicts, scores, plan)
-        drafted = [own.drafted for own in settled]
-        paths = [verdict.path[: own.accepted] for verdict, own in zip(verdicts, settled, strict=True)]
-        ended = perf_counter()
-        thought = planned - asked + chosen - proposed + self._learning
-        proposal, forward = proposed - planned + hearing, scored - chosen - hearing
-        rows = 0 if self.runner.prompts_apart and load.rows > len(writers) else load.rows + sum(drafted)
-        stats = RoundStats(drafted, paths, rows, proposal, forward, ended - scored, thought)
-        self.policy.observe(stats)
-        self._learning = perf_counter() - ended
-        return [writer for writer, own in zip(writers, settled, strict=True) if own.kept or writer.seq.finish_reason]
+        verified = now()
+        reports, record, tokens_at = self._commit(batch, processors, drafts, verdicts, scores, plan)
+        phases = Phases(
+            scheduled - began, planned - scheduled, proposed - planned + late, selected - proposed, scored - selected - late,
+            verified - scored, now() - verified - record, record, self._learning,
+        )  # fmt: skip
+        rows = load.rows + sum([len(seq.depths) for seq in reports])
+        self._publish(RoundReport(
+            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, began, tokens_at
+        ))  # fmt: skip
+        return [processor for processor, seq in zip(processors, reports, strict=True) if seq.kept or processor.seq.finish_reason]
 
-    def _select(self, drafts: Drafts, batch: Batch, plan: Plan, load: Load) -> tuple[Drafts, _Heard | None]:
+    def _score(self, batch: Batch, drafts: Drafts) -> Scores:
+        scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
+        if self._profile is not None:
+            self._profile.scored()
+        return scores
+
+    def _publish(self, report: RoundReport) -> None:
+        """Report a round to those who listen, and to the controller in the form it takes."""
+        self.tally.observe(report)
+        for listener in self._listeners:
+            listener.observe(report)
+        began = self._clock()
+        self.policy.observe(_stats(report, self.runner.separate_prefill))
+        self._learning = self._clock() - began
+
+    def _next_batch(self) -> Batch:
+        """Who runs now. The suspects of a failed round run one at a time, plainly, until the culprit is known."""
+        self._mid_change = True
+        batch, started, stopped = self.scheduler.next()
+        for seq in stopped:
+            self._end_drafting(seq)
+        for seq in started:
+            self._processors[seq].start()
+            self._drafting.add(seq)
+            self.drafter.begin(seq)
+        self._mid_change = False
+        for seq, fed in zip(batch.sequences, batch.feeds, strict=True) if self._suspects else ():
+            if seq in self._suspects:
+                return Batch([seq], [fed])
+        return batch
+
+    def _reserve(self, batch: Batch, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        self._mid_change = True
+        lengths = self.scheduler.reserve(batch, lengths)
+        self._mid_change = False
+        return lengths
+
+    def _select(self, drafts: Drafts, batch: Batch, plan: Plan, load: Load) -> tuple[Drafts, _Resolved | None]:
         """What goes on to be verified. Drafts still being drawn go on whole, and are looked at while the forward runs."""
         if drafts.ahead is None:
             return self.policy.select(guided(drafts, batch, plan), load), None
-        heard = _Heard(lambda: self.drafter.land(drafts, batch, plan), lambda landed: self.policy.select(landed, load))
-        return Drafts.promised([tree.tokens for tree in drafts.on_host()], heard), heard
+        resolved = _Resolved(lambda: self.drafter.resolve(drafts, batch, plan), lambda drawn: self.policy.select(drawn, load))
+        return Drafts.promised([tree.tokens for tree in drafts.per_sequence], resolved), resolved
 
     def _may_go_on(self, batch: Batch, plan: Plan, drafts: Drafts) -> bool:
         """Whether the next round can start before this one's tokens are known here: nobody is to join, and nothing needs them
         or the logits behind them, which it may write over.
         """
-        if not self.runner.runs_ahead or self.scheduler.waiting or (drafts.ahead is None and any(plan.lengths)):
+        if not self.runner.overlaps_rounds or self.scheduler.waiting or (drafts.ahead is None and any(plan.lengths)):
             return False
         needs = self.drafter.needs
-        if needs.taps or needs.scores or not _known_law(batch) or _tells_chances(batch):
+        if needs.taps or needs.scores or not _depends_on_no_text(batch) or _returns_logprobs(batch):
             return False
         slots = tuple(2 * length + 1 for length in plan.lengths)
-        return self.scheduler.reserve(batch, slots) == slots
+        return self._reserve(batch, slots) == slots
 
     def _load(self, batch: Batch) -> Load:
         sequences = batch.sequences
         requests = [seq.request for seq in sequences]
         sizes = [len(seq.tokens) for seq in sequences]
         emitting = sum(seq.cached + fed == size for seq, fed, size in zip(sequences, batch.feeds, sizes, strict=True))
-        methods = [own.method for own in requests]
-        arms = [None if own is None else self.policy.arms_named(own) for own in methods] if any(methods) else ()
-        kinds = [own.params.kind for own in requests]
+        methods = [request.method for request in requests]
+        arms = [None if method is None else self.policy.arms_named(method) for method in methods] if any(methods) else ()
+        kinds = [request.params.temperature_bucket for request in requests]
         room = [0] * len(sizes) if self._suspects else list(map(self._room, sequences, requests, sizes))
         return Load(room, sequences, sum(batch.feeds), sum(sizes), emitting, arms, kinds)
 
     def _room(self, seq: Sequence, request: Request, size: int) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""
         if seq.cached != size - 1 or not request.speculate or seq.stats.fallback_reason is not None:
+            return 0
+        if seq.guide is not None and seq.guide.slow:
             return 0
         left, room = len(request.prompt_ids) + request.max_tokens - size - 1, self.context - size
         if left < room:
@@ -163,125 +265,198 @@ class Engine:
         return max(0, room)
 
     def _commit(
-        self, batch: Batch, writers: list[Writer], drafts: Drafts, verdicts: list[Verdict], scores: Scores, plan: Plan
-    ) -> list[Settled]:
-        trees = drafts.on_host()
-        settled = []
+        self, batch: Batch, processors: list[OutputProcessor], drafts: Drafts, verdicts: list[Verdict], scores: Scores, plan: Plan
+    ) -> _Committed:
+        """Make the verdicts permanent."""
+        reports: list[SequenceReport] = []
+        self._mid_change = True
         now = perf_counter()
-        gaps: dict[tuple[float, int], int] = {}  # sequences, by when their last tokens came and how many came now
-        rows = zip(batch.sequences, writers, verdicts, trees, scores.roots, strict=True)
-        for b, (seq, writer, verdict, tree, root) in enumerate(rows):
+        undecided: list[Sequence] = []
+        rows = zip(batch.sequences, processors, verdicts, drafts.per_sequence, scores.roots, strict=True)
+        for b, (seq, processor, verdict, tree, root) in enumerate(rows):
             if b in scores.prompt_logits:
-                note_prompt(writer, seq.cached, scores.prompt_logits[b])
-            if root < 0:
+                note_prompt(processor, seq.cached, scores.prompt_logits[b])
+            if root < 0 or not verdict.tokens:
                 seq.cached += batch.feeds[b]
-                settled.append(Settled())
+                reports.append(SequenceReport())
+                if root >= 0:  # without a mask there is no choice, as in the middle of a prompt
+                    scores.roots[b] = -1
+                    undecided.append(seq)
                 continue
-            path = verdict.path
-            own = advance(writer, verdict.tokens, [root, *[root + 1 + node for node in path]] if path else (root,), scores)
-            stats = seq.stats
-            source = stats.method
-            if tree.parents:
-                depths = _depths(tree.parents)
-                own.drafted = len(depths)
-                stats.record(depths, own.accepted, own.kept)
-                source = self.policy.arms[plan.arms[b]].name if plan.arms else source
-                self.tally.record(source, depths, own.accepted)
-            else:
-                stats.rounds += 1
-                stats.emitted += own.kept
-            writer.runs.append(Run(source, own.accepted, own.kept))
-            if own.kept:
-                key = (writer.last_token, own.kept)
-                gaps[key] = gaps.get(key, 0) + 1
-            writer.last_token = now
-            writer.first_token = writer.first_token or now
-            settled.append(own)
-        self._count(settled, scores.roots, gaps, now)
-        settle_kv(self.runner.pool, batch, verdicts, settled)
+            drafter = self._drafter_of(seq, plan, b) if tree.parents else ""
+            reports.append(self._emit(processor, verdict, tree, root, scores, drafter))
+        settle_kv(self.runner.pool, batch, verdicts, reports)
+        began = self._clock()
         self.drafter.commit(batch, drafts, verdicts, scores)
+        record = self._clock() - began
+        for seq in undecided:
+            self._feed_again(seq)
+        self._settle(batch, processors, reports, now)
+        self._mid_change = False
+        return _Committed(reports, record, now)
+
+    def _drafter_of(self, seq: Sequence, plan: Plan, b: int) -> str:
+        return self.policy.arms[plan.arms[b]].name if plan.arms else seq.stats.method
+
+    def _emit(
+        self, processor: OutputProcessor, verdict: Verdict, tree: Tree, root: int, scores: Scores, drafter: str
+    ) -> SequenceReport:
+        """Give a sequence its tokens, and note in its records where they came from."""
+        seq, path = processor.seq, verdict.path
+        report = advance(processor, verdict.tokens, [root, *[root + 1 + node for node in path]] if path else (root,), scores)
+        stats, source = seq.stats, seq.stats.method
+        rejected: Seq[Rejected] = ()
+        if tree.parents:
+            report.depths, report.drafter = tree.depths, drafter
+            source = drafter
+            stats.record(report.depths, report.accepted, report.kept)
+            if seq.request.return_rejected:
+                rejected = rejected_of(tree, report.depths, path[: report.accepted])
+        else:
+            stats.rounds += 1
+            stats.emitted += report.kept
+        processor.runs.append(Run(source, report.accepted, report.kept, rejected))
+        return report
+
+    def _settle(self, batch: Batch, processors: Seq[OutputProcessor], reports: Seq[SequenceReport], now: float) -> None:
+        """Give pages back, and end what has ended."""
         settle = self.scheduler.settle
-        for seq in batch.sequences:
+        for seq, processor, report in zip(batch.sequences, processors, reports, strict=True):
+            if report.emits:
+                processor.last_token = now
+                processor.first_token = processor.first_token or now
             if seq.finish_reason != "error":
                 settle(seq, batch.again)
-            if seq.finish_reason is not None:
+            if report.kept and self._suspects:
+                self._suspects.discard(seq)
+            if seq.finish_reason is None:
+                processor.keep()
+            else:
                 self._finish(seq)
-        return settled
 
-    def _count(self, settled: Seq[Settled], roots: Seq[int], gaps: Mapping[tuple[float, int], int], now: float) -> None:
-        self.tally.rounds += sum(root >= 0 for root in roots)
-        self.tally.emitted += sum(own.kept for own in settled)
-        for (before, kept), sequences in gaps.items():
-            if before:
-                self.tally.note_gap((now - before) / kept, kept * sequences)
+    def _feed_again(self, seq: Sequence) -> None:
+        """Give the last row back, to have its logits when the mask is there; the drafter forgets that it saw it."""
+        seq.cached -= 1
+        self.drafter.end(seq)
+        self.drafter.begin(seq)
 
     def _finish(self, seq: Sequence) -> None:
+        queued = self._processors.pop(seq, None) is not None  # from here on a restart leaves it out
         if seq.finish_reason == "error":
             self.runner.pool.clear(self.pages.disown(seq.pages))
-        self._writers.pop(seq, None)
+        if seq.guide is not None:
+            seq.guide.end()
         self._suspects.discard(seq)
         self.policy.forget(seq)
-        if self.scheduler.remove(seq):
-            self.drafter.end(seq)
+        if queued and self.scheduler.remove(seq):
+            self._end_drafting(seq)
 
-    def _one_suspect(self, batch: Batch) -> Batch:
-        """Those whose forward failed run one at a time, plainly, until the culprit is found."""
-        for seq, fed in zip(batch.sequences, batch.feeds, strict=True):
-            if seq in self._suspects:
-                return Batch([seq], [fed])
-        return batch
+    def _end_drafting(self, seq: Sequence) -> None:
+        self._drafting.discard(seq)
+        self.drafter.end(seq)
 
-    def _forward_failed(self, batch: Batch, writers: list[Writer], error: Exception) -> list[Writer]:
-        """Nothing was committed, so everything can be tried again; what fails alone has failed."""
+    def _guide(self, request: Request) -> Guide | None:
+        structured = request.params.structured
+        return None if structured is None else self.grammars.guide(structured, request.stop_ids)
+
+    def _blame(self, error: Exception) -> list[OutputProcessor]:
+        """A round raised. Its sequences run again, one at a time; one that makes a round raise alone has failed."""
+        current, ended = self._current, [processor for processor in self._current if processor.seq not in self._processors]
+        self._restart_if_interrupted()
         reason = f"{type(error).__name__}: {error}"
-        _log.error("the target's forward failed for %d sequences (%s)", len(writers), reason)
-        alone = batch.sequences[0]
-        if alone not in self._suspects:
-            self._suspects.update(batch.sequences)
-            return []
-        alone.finish_reason, alone.stop_reason = "error", f"the model's forward failed: {reason}"
-        self._finish(alone)
-        return writers
+        _log.error("a round of %d sequences failed (%s)", len(current), reason, exc_info=error)
+        if not current:
+            self._unexplained += 1
+            if self._unexplained > 1:
+                raise error
+        elif current[0].seq in self._suspects:
+            seq = current[0].seq
+            seq.finish_reason, seq.stop_reason = "error", f"the request's round failed: {reason}"
+            self._finish(seq)
+            return current
+        self._suspects.update(processor.seq for processor in current if processor.seq in self._processors)
+        return ended
+
+    def _restart_if_interrupted(self) -> None:
+        if self._mid_change or self._epoch != self.pages.epoch:
+            self._restart()
+
+    def _restart(self) -> None:
+        """Begin every live sequence anew, as after a preemption, from the tokens of its last complete round."""
+        self._mid_change = True
+        if self._epoch == self.pages.epoch:  # else an engine that shares them has done this
+            self.runner.pool.clear(self.pages.clear())
+        self._epoch = self.pages.epoch
+        while self._drafting:
+            self.drafter.end(self._drafting.pop())
+        self.scheduler.forget_all()
+        for seq, processor in sorted(self._processors.items(), key=lambda item: item[0].order):
+            processor.rewind()
+            if seq.guide is not None:
+                seq.guide.end()
+                seq.guide = self._guide(seq.request)
+            self.scheduler.submit(seq, limited=False)
+        self._mid_change = False
 
 
-class _Heard:
-    """Drafts that were under way when the forward was: what became of them, and how long the host waited for them.
+class _Committed(NamedTuple):
+    """What a commit came to."""
 
-    What it thinks of them then takes none of the round's time: the forward runs meanwhile.
+    reports: list[SequenceReport]
+    record: float  # seconds of the drafter's commit
+    tokens_at: float
+
+
+class _Resolved:
+    """Drafts that the device still drew when the forward was launched, and how long the host waited for them.
+
+    The policy looks at them while the forward runs, so that takes none of the round's time.
     """
 
-    def __init__(self, land: Callable[[], Drafts], select: Callable[[Drafts], Drafts]) -> None:
-        self._land, self._select = land, select
+    def __init__(self, resolve: Callable[[], Drafts], select: Callable[[Drafts], Drafts]) -> None:
+        self._resolve, self._select = resolve, select
         self.seconds = 0.0
 
     def __call__(self) -> Drafts:
-        begun = perf_counter()
-        landed = self._land()
-        self.seconds = perf_counter() - begun
-        self.drafts = self._select(landed)
+        began = perf_counter()
+        drafts = self._resolve()
+        self.seconds = perf_counter() - began
+        self.drafts = self._select(drafts)
         return self.drafts
 
 
-def _known_law(batch: Batch) -> bool:
-    """Whether the choice at a node can be told the device before the tokens above it are known here."""
+def _stats(report: RoundReport, separate_prefill: bool) -> RoundStats:
+    """A round as the controller learns from it. Where prompts run through other kernels, such a round has no row count (0)."""
+    phases = report.phases
+    return RoundStats(
+        [len(seq.depths) for seq in report.sequences],
+        [verdict.path[: seq.accepted] for verdict, seq in zip(report.verdicts, report.sequences, strict=True)],
+        0 if separate_prefill and report.prefill else report.rows,
+        phases.propose,
+        phases.forward,
+        phases.verify + phases.commit + phases.record,
+        phases.plan + phases.select + phases.learn,
+    )
+
+
+def _with_masks(batch: Batch) -> tuple[Batch, bool]:
+    """The batch without sequences whose grammar mask is not computed yet, and whether there are such sequences."""
+    if all(seq.guide is None for seq in batch.sequences):
+        return batch, False
+    rows = [
+        (seq, fed)
+        for seq, fed in zip(batch.sequences, batch.feeds, strict=True)
+        if seq.guide is None or seq.cached + fed < len(seq.tokens) or seq.guide.ready(seq.tokens, seq.prompt_len)
+    ]
+    if len(rows) == len(batch.sequences):
+        return batch, False
+    return Batch([seq for seq, _ in rows], [fed for _, fed in rows]), True
+
+
+def _depends_on_no_text(batch: Batch) -> bool:
+    """Whether sampling needs no tokens of the text, so that the device can choose before the host knows them."""
     return not any(seq.request.params.adjusts for seq in batch.sequences)
 
 
-def _tells_chances(batch: Batch) -> bool:
+def _returns_logprobs(batch: Batch) -> bool:
     return any(seq.request.params.logprobs is not None for seq in batch.sequences)
-
-
-def _depths(parents: Seq[int]) -> Seq[int]:
-    """Depth of every node, the root's children at 0."""
-    if parents == _chain(len(parents)):
-        return range(len(parents))
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
-
-
-@lru_cache(maxsize=256)
-def _chain(nodes: int) -> list[int]:
-    """Parents of a chain."""
-    return list(range(-1, nodes - 1))

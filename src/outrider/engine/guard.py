@@ -1,4 +1,4 @@
-"""The engine's side of a drafter: whatever it does costs speed, never the text."""
+"""A circuit breaker around a drafter: its faults cost speed, never the text."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from typing import TypeVar
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Verdict
 from outrider.core import Sequence as Generation
 from outrider.draft import Drafter, check_drafts
+from outrider.draft.deadline import Deadline
+from outrider.draft.protocol import check_kind
 
 __all__ = ["GuardedDrafter"]
 
 _log = logging.getLogger("outrider")
-_PATIENCE = 3  # faults in a row before the drafter is set aside for everybody
+_MAX_FAULTS = 3  # consecutive faults before the breaker opens for all sequences
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # rounds
 T = TypeVar("T")
 
 
 class GuardedDrafter:
-    """A drafter behind a breaker.
+    """A drafter behind a circuit breaker.
 
-    A fault sends the sequences it was asked about on by plain decoding for the rest of their lives,
-    since their drafting state may be torn. After several faults in a row the breaker opens: whoever
-    runs in the next rounds decodes plainly, and then the first proposal for a newcomer is a probe that
-    closes it or opens it for twice as long.
+    After a fault, the sequences of that call are decoded plainly until they end, because their drafting
+    state may be inconsistent. After several consecutive faults the breaker opens, and all sequences of the next
+    rounds are decoded plainly. Then the first proposal for a new sequence closes the breaker, or opens it
+    for twice as long.
     """
 
     def __init__(self, drafter: Drafter, vocab: int) -> None:
@@ -32,8 +34,8 @@ class GuardedDrafter:
         self._vocab = vocab
         self._faults = 0
         self._pause = _FIRST_PAUSE
-        self._resting = 0  # rounds left
-        self._said: set[str] = set()  # each kind of fault is told once
+        self._pause_left = 0  # rounds until the breaker lets a proposal through
+        self._logged: set[str] = set()  # kinds of fault that were already logged
 
     @property
     def needs(self) -> Needs:
@@ -43,31 +45,32 @@ class GuardedDrafter:
         self._call([seq], "begin", lambda: self.drafter.begin(seq))
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        """The drafter's guesses where it is sound, none where it is not. Those still being drawn are looked at when they land."""
+        """The drafter's checked drafts, or empty drafts after a fault. Drafts still on the device are checked in `resolve`."""
         empty = Drafts.empty(len(batch.sequences))
-        if self._resting:
-            self._resting -= 1
+        if self._pause_left:
+            self._pause_left -= 1
             _set_aside(batch.sequences, "the drafter rests after repeated faults")
             return empty
         if not any(plan.lengths):
             return empty
-        drafts = self._call(_planned(batch, plan), "propose", lambda: self.drafter.propose(batch, plan))
-        if drafts is None or drafts.ahead is not None:
-            return drafts or empty
-        return self._checked(drafts, batch, plan)
+        drafts = self._call(_planned(batch, plan), "propose", lambda: check_kind(self.drafter.propose(batch, plan)))
+        if drafts is None:
+            return empty
+        return self._checked(drafts, batch, plan) if drafts.ahead is None else drafts
 
-    def land(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
-        """Guesses that were still being drawn, now that they are."""
+    def resolve(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
+        """Wait for drafts that were still on the device, and check them."""
         assert drafts.ahead is not None
-        found = self._call(_planned(batch, plan), "propose", drafts.ahead)
-        return Drafts.empty(len(batch.sequences)) if found is None else self._checked(found, batch, plan)
+        ahead = drafts.ahead
+        drawn = self._call(_planned(batch, plan), "propose", lambda: check_kind(ahead()))
+        return Drafts.empty(len(batch.sequences)) if drawn is None else self._checked(drawn, batch, plan)
 
     def _checked(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
-        sound = self._call(_planned(batch, plan), "propose", lambda: check_drafts(drafts, plan, self._vocab))
-        if sound is None:
+        checked = self._call(_planned(batch, plan), "propose", lambda: check_drafts(drafts, plan, self._vocab))
+        if checked is None:
             return Drafts.empty(len(batch.sequences))
         self._faults, self._pause = 0, _FIRST_PAUSE
-        return sound
+        return checked
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         if any(seq.request.speculate and seq.stats.fallback_reason is None for seq in batch.sequences):
@@ -80,20 +83,27 @@ class GuardedDrafter:
         try:
             return call()
         except Exception as error:
-            kind = f"{type(self.drafter).__name__}.{verb}: {type(error).__name__}"
-            self._note(sequences, kind, f"{kind}: {error}")
+            self._note(sequences, f"{self._name}.{verb}: {type(error).__name__}", error)
             return None
 
-    def _note(self, sequences: Sequence[Generation], kind: str, reason: str) -> None:
+    @property
+    def _name(self) -> str:
+        """The name of the drafter's class, also where the drafter runs behind a deadline."""
+        return self.drafter.name if isinstance(self.drafter, Deadline) else type(self.drafter).__name__
+
+    def _note(self, sequences: Sequence[Generation], kind: str, error: Exception) -> None:
+        reason = f"{kind}: {error}"
         _set_aside(sequences, reason)
         self._faults += 1
-        if kind not in self._said:
-            self._said.add(kind)
-            _log.warning("the drafter failed; tokens stay the same, only slower (%s)", reason)
-        if self._faults == _PATIENCE:
-            self._faults, self._resting = _PATIENCE - 1, self._pause  # one more fault opens it again
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning("the drafter failed; tokens stay the same, only slower (%s)", reason, exc_info=error)
+        if self._faults == _MAX_FAULTS:
+            self._faults, self._pause_left = _MAX_FAULTS - 1, self._pause  # the next fault opens the breaker again
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            _log.warning("the drafter failed %d times in a row and rests for %d rounds (%s)", _PATIENCE, self._resting, reason)
+            _log.warning(
+                "the drafter failed %d times in a row and rests for %d rounds (%s)", _MAX_FAULTS, self._pause_left, reason
+            )
 
 
 def _planned(batch: Batch, plan: Plan) -> list[Generation]:

@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds under load, in the words the field uses."""
+"""Throughput and acceptance, logged every ten seconds under load, in vLLM's words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("outrider")
 _EVERY = 10.0  # seconds
 
 
-class _Seen(NamedTuple):
+class _Counters(NamedTuple):
     at: float
     prompt: int
     emitted: int
@@ -26,17 +26,17 @@ class _Seen(NamedTuple):
 
 
 class Heartbeat:
-    """Tells what happened since it last did. Asked after every round; silent while nothing runs."""
+    """Logs what happened since the last log line. Called after every round, so it is silent while nothing runs."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = monotonic) -> None:
         self._engine = engine
         self._clock = clock
-        self._last = self._look()
+        self._last = self._read_counters()
 
     def beat(self) -> None:
         if self._clock() - self._last.at < _EVERY:
             return
-        now, last = self._look(), self._last
+        now, last = self._read_counters(), self._last
         self._last = now
         seconds, scheduler, pages = now.at - last.at, self._engine.scheduler, self._engine.pages
         hits = scheduler.prefix_hits / scheduler.prefix_queries if scheduler.prefix_queries else 0.0
@@ -58,8 +58,8 @@ class Heartbeat:
                 ", ".join(f"{rate:.3f}" for rate in rates[:8]), 100.0 * accepted / drafted,
             )  # fmt: skip
 
-    def _look(self) -> _Seen:
+    def _read_counters(self) -> _Counters:
         tally, scheduler = self._engine.tally, self._engine.scheduler
         read = scheduler.prefix_queries - scheduler.prefix_hits
         by_position = tally.accepted_by_position()
-        return _Seen(self._clock(), read, tally.emitted, tally.drafts, tally.drafted, tally.accepted, by_position)
+        return _Counters(self._clock(), read, tally.emitted, tally.drafts, tally.drafted, tally.accepted, by_position)

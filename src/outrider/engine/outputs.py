@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from outrider.core import Tree
 from outrider.sampling import Logprob
 
-__all__ = ["CompletionOutput", "RequestOutput", "Run", "StreamPiece", "Timings", "sources_of"]
+__all__ = ["CompletionOutput", "Rejected", "RequestOutput", "Run", "StreamPiece", "Timings", "rejected_of", "sources_of"]
+
+
+class Rejected(NamedTuple):
+    """A drafted node that was not accepted."""
+
+    token: int
+    position: int  # depth in the draft, from 0
+    parent: int  # its index among the round's rejected nodes; -1 below an accepted node or the root
 
 
 class Run(NamedTuple):
@@ -17,12 +26,24 @@ class Run(NamedTuple):
     source: str
     guessed: int
     kept: int
+    rejected: Sequence[Rejected] = ()  # only where the request has `return_rejected`
+
+
+def rejected_of(tree: Tree, depths: Sequence[int], accepted: Sequence[int]) -> list[Rejected]:
+    """The nodes of a draft that were not accepted, in the draft's order."""
+    place = dict.fromkeys(accepted, -1)  # index of each node among the rejected
+    out: list[Rejected] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if node not in place:
+            place[node] = len(out)
+            out.append(Rejected(token, depths[node], place.get(parent, -1)))
+    return out
 
 
 def sources_of(runs: Sequence[Run]) -> list[tuple[str, int | None]]:
     """For every token who guessed it and at which depth of the draft; the target's own have none."""
     out: list[tuple[str, int | None]] = []
-    for source, guessed, kept in runs:
+    for source, guessed, kept, _ in runs:
         out += [(source, depth) for depth in range(guessed)]
         out += [("target", None)] * (kept - guessed)
     return out

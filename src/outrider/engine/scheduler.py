@@ -1,8 +1,7 @@
-"""Who runs in a round. Plain Python, testable without a model."""
+"""The scheduler: which sequences run in a round. Plain Python, testable without a model."""
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from itertools import count
 from typing import NamedTuple
@@ -10,44 +9,54 @@ from typing import NamedTuple
 from outrider.cache import OutOfPages, PageTable, next_key, root_key
 from outrider.config import EngineConfig
 from outrider.core import Batch, Sequence
+from outrider.engine.fairness import FairQueue
 from outrider.errors import QueueFull
 
 __all__ = ["Scheduler", "Turn"]
 
 
 class Turn(NamedTuple):
-    """One round's cast."""
+    """The sequences of one round."""
 
     batch: Batch
-    started: list[Sequence]  # joined, or came back
-    stopped: list[Sequence]  # gave their pages to their seniors and wait again
+    started: list[Sequence]  # admitted for the first time, or resumed after preemption
+    stopped: list[Sequence]  # preempted; they wait in the queue again
 
 
 class Scheduler:
-    """Seniority is priority, then arrival. The senior ones keep running whatever comes.
+    """Which sequences run in a round, and how many of their tokens each feeds.
 
-    A sequence is admitted when the pages its tokens need now are free. When pages run out, the most
-    junior one gives up its own and waits: its tokens are kept, its KV is rebuilt later, from the
-    prefix cache as far as that still holds it. Decode rows always run; prompt chunks share
-    `max_batch_rows`. Drafts get pages only where some are left over.
+    A sequence is admitted when the pages that its tokens need now are free. `FairQueue` chooses the next one. Decode rows
+    always run, and prompt chunks share `max_batch_rows`. Drafts only get pages that are free.
+
+    Sequences are ordered by priority, then by arrival. When pages run out, a sequence is preempted: the last one, in that
+    order, of the client that runs the most. A client is also preempted when it runs at least two sequences more than
+    another client whose next sequence cannot be admitted. So the first sequence always runs to its end, and so does the
+    first one of each client that holds its fair share. A preempted sequence keeps its tokens. Its KV is recomputed when it
+    resumes, except for the pages that the prefix cache still holds.
     """
 
     def __init__(self, pages: PageTable, config: EngineConfig) -> None:
         self.pages = pages
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
-        self.prefix_hits = 0  # and found there
+        self.prefix_hits = 0  # of these tokens, those that were cached
         self._config = config
-        self._running: list[Sequence] = []  # most senior first
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap; ended ones are dropped when they surface
-        self._queued = 0  # those of them that have not ended
-        self._parked: dict[Sequence, list[Sequence]] = {}  # samples that wait for their sibling to read the prompt
-        self._siblings: dict[str, Sequence] = {}
         self._arrivals = count()
+        self._running: list[Sequence] = []  # highest priority first, then oldest first
+        pages.running.append(self._running)
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Drop all sequences. Their pages are not released here: the caller has already reset the page table."""
+        self._running.clear()
+        self._queue = FairQueue()
+        self._awaiting_prefix: dict[Sequence, list[Sequence]] = {}  # by first sample: those that wait for its prefix
+        self._siblings: dict[str, Sequence] = {}
 
     @property
-    def most(self) -> int:
-        """Sequences that may run at once."""
+    def max_num_seqs(self) -> int:
+        """The maximum number of sequences that run at once."""
         return self._config.max_num_seqs
 
     @property
@@ -56,53 +65,64 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return self._queued + sum(map(len, self._parked.values()))
+        return len(self._queue) + sum(map(len, self._awaiting_prefix.values()))
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._queued or self._parked)
+        return bool(self._running or len(self._queue) or self._awaiting_prefix)
 
-    def submit(self, seq: Sequence) -> None:
-        """Queue a sequence. Samples of one request wait until the first has read the prompt, and share its pages."""
-        assert self.pages.pages_for(seq.prompt_len + seq.request.max_tokens) <= self.pages.count, "checked before queueing"
+    def check_queue(self, sequences: int) -> None:
+        """Raise QueueFull if this many more sequences would exceed `max_queue`."""
         limit = self._config.max_queue
-        if limit is not None and self.waiting >= limit:
-            raise QueueFull(f"{self.waiting} requests are waiting, as many as max_queue allows; try again later")
+        if limit is not None and self.waiting + sequences > limit:
+            raise QueueFull(
+                f"{self.waiting} requests are waiting; with {sequences} more they exceed max_queue={limit}; try again later"
+            )
+
+    def submit(self, seq: Sequence, limited: bool = True) -> None:
+        """Queue a sequence. Samples of one request wait until the first has read the prompt, and share its pages."""
+        if limited:
+            self.check_queue(1)
+        assert self.pages.pages_for(seq.prompt_len + seq.request.max_tokens) <= self.pages.count, "checked before queueing"
         seq.order = (seq.request.priority, next(self._arrivals))
         first = self._siblings.get(seq.request.id)
         if seq.request.index == 0:
             self._siblings[seq.request.id] = seq
         if self._config.prefix_cache and seq.request.index > 0 and first is not None and first.cached < first.prompt_len:
-            self._parked.setdefault(first, []).append(seq)
+            self._awaiting_prefix.setdefault(first, []).append(seq)
         else:
-            self._enqueue(seq)
+            self._queue.push(seq)
 
     def next(self) -> Turn:
-        """The running sequences, how many of their tokens each feeds, and who came and went for it."""
-        for first in [first for first in self._parked if first.cached >= first.prompt_len]:
-            self._unpark(first)
-        budget = self._config.max_batch_rows
+        """Schedule one round: the running sequences, how many tokens each feeds, and which ones started or were preempted."""
+        for first in [first for first in self._awaiting_prefix if first.cached >= first.prompt_len]:
+            self._queue_siblings(first)
         batch = Batch([], [])
         stopped: list[Sequence] = []
+        readers: list[Sequence] = []
         size = self.pages.page_size
         for seq in list(self._running):
-            if stopped and seq in stopped:
-                break  # so are all its juniors
-            if len(seq.tokens) == seq.cached + 1 <= len(seq.pages) * size:  # nearly everybody, nearly always
+            missing = len(seq.tokens) - seq.cached
+            if missing == 1 and seq.cached < len(seq.pages) * size:  # the common case: one decode row that needs no new page
                 batch.sequences.append(seq)
                 batch.feeds.append(1)
+            elif seq in stopped:
+                continue
+            elif missing == 1:
+                self._feed(seq, 1, batch, stopped)
             else:
-                budget -= self._feed(seq, budget, batch, stopped)
-        started = [] if stopped else self._admit()
-        for seq in started:
-            budget -= self._feed(seq, budget, batch, stopped)
-        return Turn(batch, started, stopped)
+                readers.append(seq)
+        started = [] if stopped or not len(self._queue) else self._admit(stopped)
+        readers = [seq for seq in (*readers, *started) if seq not in stopped]
+        if readers:
+            self._read_prompts(readers, batch, stopped)
+        return Turn(_without(batch, stopped) if stopped else batch, started, stopped)
 
     def reserve(self, batch: Batch, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Pages for draft nodes, as far as some are free, and how many nodes fit: never at a neighbour's cost."""
+        """Reserve free pages for draft nodes and return how many nodes fit. Drafts never preempt another sequence."""
         if not any(lengths):
             return lengths
-        granted = []
+        reserved = []
         for seq, fed, length in zip(batch.sequences, batch.feeds, lengths, strict=True):
             if length:
                 base = seq.cached + fed
@@ -110,11 +130,11 @@ class Scheduler:
                 if missing > 0:
                     seq.pages += self.pages.allocate(min(missing, self.pages.free))
                 length = min(length, len(seq.pages) * self.pages.page_size - base)
-            granted.append(length)
-        return tuple(granted)
+            reserved.append(length)
+        return tuple(reserved)
 
     def settle(self, seq: Sequence, goes_on: bool = False) -> None:
-        """After a round: give back the draft's pages, unless the next one has begun in them, and make full ones findable."""
+        """After a round, release the draft's pages, unless the next round already uses them, and publish full pages for reuse."""
         size = self.pages.page_size
         if not goes_on and len(seq.pages) * size >= len(seq.tokens) + size:
             self.pages.truncate(seq.pages, len(seq.tokens))
@@ -125,84 +145,116 @@ class Scheduler:
             seq.named = full
 
     def remove(self, seq: Sequence) -> bool:
-        """Forget a sequence that ended and release its pages; False where it was not running."""
-        self._unpark(seq)
+        """Remove a finished sequence and release its pages. Returns whether it was running."""
+        self._queue_siblings(seq)
         if self._siblings.get(seq.request.id) is seq:
             del self._siblings[seq.request.id]
         if seq in self._running:
             self._running.remove(seq)
+            self._queue.leave(seq, was_running=True)
             self._release(seq)
             return True
-        for first, parked in list(self._parked.items()):
-            if seq in parked:
-                parked.remove(seq)
-                if not parked:
-                    del self._parked[first]
+        for first, siblings in list(self._awaiting_prefix.items()):
+            if seq in siblings:
+                siblings.remove(seq)
+                if not siblings:
+                    del self._awaiting_prefix[first]
                 return False
-        self._queued -= 1
+        self._queue.leave(seq, was_running=False)
         return False
 
-    def _enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (seq.order, seq))
-        self._queued += 1
+    def _queue_siblings(self, first: Sequence) -> None:
+        for seq in self._awaiting_prefix.pop(first, ()):
+            self._queue.push(seq)
 
-    def _unpark(self, first: Sequence) -> None:
-        for seq in self._parked.pop(first, ()):
-            self._enqueue(seq)
+    def _read_prompts(self, readers: list[Sequence], batch: Batch, stopped: list[Sequence]) -> None:
+        """Divide the round's prompt rows. A sequence with a single missing token is a decode row, which always runs."""
+        prompts = [seq for seq in readers if len(seq.tokens) - seq.cached > 1]
+        rows = self._queue.divide(prompts, self._config.max_batch_rows)
+        for seq in readers:
+            if seq not in stopped:
+                self._feed(seq, rows.get(seq, 1), batch, stopped)
+        if self._running and all(seq in stopped for seq in batch.sequences):  # all rows went to sequences that got no pages
+            oldest = self._running[0]
+            self._feed(oldest, min(len(oldest.tokens) - oldest.cached, self._config.max_batch_rows), batch, stopped)
 
-    def _feed(self, seq: Sequence, budget: int, batch: Batch, stopped: list[Sequence]) -> int:
-        """Give a sequence its rows of this round; how many of them are prompt rows."""
-        missing = len(seq.tokens) - seq.cached
-        fed = missing if missing == 1 else min(missing, budget)
-        if fed == 0 or not self._make_room(seq, seq.cached + fed, stopped):
-            return 0
-        batch.sequences.append(seq)
-        batch.feeds.append(fed)
-        return fed if missing > 1 else 0
+    def _feed(self, seq: Sequence, rows: int, batch: Batch, stopped: list[Sequence]) -> None:
+        """Add a sequence with `rows` of its tokens to the batch, if pages can be made free for them."""
+        if rows and self._make_room(seq, seq.cached + rows, stopped):
+            batch.sequences.append(seq)
+            batch.feeds.append(rows)
 
     def _make_room(self, seq: Sequence, tokens: int, stopped: list[Sequence]) -> bool:
-        """Pages for that many tokens, taken from juniors if need be; False where it is the most junior itself."""
+        """Allocate pages for `tokens` tokens, preempting others if needed. Returns False if the sequence itself is preempted."""
         while True:
             try:
                 self.pages.extend(seq.pages, tokens)
                 return True
             except OutOfPages:
-                junior = self._running.pop()
-                self._release(junior)
-                self._enqueue(junior)
-                self.preemptions += 1
-                stopped.append(junior)
-                if junior is seq:
+                victim = self._lowest_priority()
+                self._preempt(victim, stopped)
+                if victim is seq:
                     return False
 
-    def _admit(self) -> list[Sequence]:
-        """Move waiting sequences that fit to the running ones, and name them."""
-        started = []
-        while self._queued and len(self._running) < self._config.max_num_seqs:
-            seq = self._waiting[0][1]
-            if seq.finish_reason is None:
-                if not self._take_pages(seq):
-                    break
-                insort(self._running, seq, key=lambda own: own.order)
+    def _preempt(self, seq: Sequence, stopped: list[Sequence]) -> None:
+        self._running.remove(seq)
+        self._release(seq)
+        self._queue.stop(seq)
+        self.preemptions += 1
+        stopped.append(seq)
+
+    def _lowest_priority(self) -> Sequence:
+        """The sequence to preempt: of the lowest priority, the youngest of the client and tenant that run the most sequences."""
+        if not self._queue.contended:
+            return self._running[-1]
+        last = self._running[-1].order[0]
+        return max((seq for seq in self._running if seq.order[0] == last), key=lambda seq: (*self._queue.slots(seq), seq.order))
+
+    def _admit(self, stopped: list[Sequence]) -> list[Sequence]:
+        """Start waiting sequences while they fit, or while their client's fair share allows preempting another client."""
+        started: list[Sequence] = []
+        while (seq := self._queue.first()) is not None and seq not in stopped:
+            if len(self._running) < self._config.max_num_seqs and self._take_pages(seq):
+                self._queue.start(seq)
+                insort(self._running, seq, key=lambda one: one.order)
                 started.append(seq)
-                self._queued -= 1
-            heapq.heappop(self._waiting)
+            elif (victim := self._over_share(seq, started)) is not None:
+                self._preempt(victim, stopped)
+            else:
+                break
         return started
 
+    def _over_share(self, seq: Sequence, started: list[Sequence]) -> Sequence | None:
+        """The sequence to preempt for a waiting one: the youngest of a client that runs more even then."""
+        if not self._queue.contended:
+            return None
+        limit = self._queue.slots(seq)[0] + 1
+        heavier = [
+            other
+            for other in self._running
+            if other.order[0] >= seq.order[0] and other not in started and self._queue.slots(other)[0] > limit
+        ]
+        return max(heavier, key=lambda other: (self._queue.slots(other), other.order), default=None)
+
     def _take_pages(self, seq: Sequence) -> bool:
-        """What the prefix cache holds of it, if the rest of its tokens fits beside what the running ones need."""
-        usable = (len(seq.tokens) - 1) // self.pages.page_size  # one token at least is fed, to have its logits
+        """Take the cached prefix pages, if the remaining tokens fit beside the pages that running sequences will need.
+
+        Running sequences of other engines on the same page table count too. Otherwise two engines could preempt
+        each other's admissions for ever.
+        """
+        usable = (len(seq.tokens) - 1) // self.pages.page_size  # at least one token is fed, because its logits are needed
         if not self._config.prefix_cache or seq.request.params.prompt_logprobs is not None:
             usable = 0
         self._extend_keys(seq, usable)
-        found = self.pages.find(seq.keys[:usable])
-        missing = sum(max(self.pages.pages_for(len(own.tokens) + 1) - len(own.pages), 0) for own in self._running)
-        if self._running and missing + self.pages.pages_for(len(seq.tokens) + 1) - len(found) > self.pages.free:
-            self.pages.release(found)
+        hits = self.pages.find(seq.keys[:usable])
+        running = [other for group in self.pages.running for other in group]
+        missing = sum(max(self.pages.pages_for(len(other.tokens) + 1) - len(other.pages), 0) for other in running)
+        if running and missing + self.pages.pages_for(len(seq.tokens) + 1) - len(hits) > self.pages.free:
+            self.pages.release(hits)
             return False
-        seq.pages = found
-        seq.named = len(found)
-        seq.cached = len(found) * self.pages.page_size
+        seq.pages = hits
+        seq.named = len(hits)
+        seq.cached = len(hits) * self.pages.page_size
         self.prefix_queries += len(seq.tokens)
         self.prefix_hits += seq.cached
         return True
@@ -217,3 +269,8 @@ class Scheduler:
         self.pages.release(seq.pages)
         seq.pages = []
         seq.cached = seq.named = 0
+
+
+def _without(batch: Batch, stopped: list[Sequence]) -> Batch:
+    kept = [(seq, fed) for seq, fed in zip(batch.sequences, batch.feeds, strict=True) if seq not in stopped]
+    return Batch([seq for seq, _ in kept], [fed for _, fed in kept])

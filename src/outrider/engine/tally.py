@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from outrider.core import RoundReport
+
 __all__ = ["GAP_BOUNDS", "Tally"]
 
 GAP_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds
@@ -27,30 +29,45 @@ class Tally:
     _deepest: list[int] = field(default_factory=lambda: [0] * 257)
     _reached: list[int] = field(default_factory=lambda: [0] * 257)
 
-    def record(self, source: str, depths: Seq[int], accepted: int) -> None:
-        """Count one sequence's draft."""
+    def observe(self, report: RoundReport) -> None:
+        """Count a round."""
+        gaps: dict[tuple[float, int], int] = {}  # sequences, by when their last tokens came and how many came now
+        for seq in report.sequences:
+            if not seq.emits:
+                continue
+            self.rounds += 1
+            self.emitted += seq.kept
+            if seq.depths:
+                self._count_draft(seq.drafter, seq.depths, seq.accepted)
+            if seq.kept and seq.last_token:
+                key = (seq.last_token, seq.kept)
+                gaps[key] = gaps.get(key, 0) + 1
+        for (before, kept), sequences in gaps.items():
+            self.note_gap((report.tokens_at - before) / kept, kept * sequences)
+
+    def _count_draft(self, drafter: str, depths: Seq[int], accepted: int) -> None:
         self.drafts += 1
         self.drafted += len(depths)
         self.accepted += accepted
-        own = self.by_source.setdefault(source, [0, 0])
-        own[0] += len(depths)
-        own[1] += accepted
+        counts = self.by_source.setdefault(drafter, [0, 0])
+        counts[0] += len(depths)
+        counts[1] += accepted
         self._deepest[max(depths) + 1] += 1
         self._reached[accepted] += 1
 
     def note_gap(self, seconds: float, tokens: int) -> None:
-        """That many tokens came so long after one another."""
+        """Count tokens that came this many seconds after those before them."""
         self.gaps[bisect_left(GAP_BOUNDS, seconds)] += tokens
         self.gap_s += seconds * tokens
 
     def drafted_by_position(self) -> list[int]:
-        """Rounds that drafted so deep."""
+        """Rounds that drafted to each position or beyond it."""
         return _at_least(self._deepest)
 
     def accepted_by_position(self) -> list[int]:
-        """Rounds whose draft was accepted so deep, as far as any drafted."""
-        found = _at_least(self._reached)
-        return found + [0] * (len(self.drafted_by_position()) - len(found))
+        """Rounds whose draft was accepted up to each position, as far as any drafted."""
+        counts = _at_least(self._reached)
+        return counts + [0] * (len(self.drafted_by_position()) - len(counts))
 
 
 def _at_least(counts: Seq[int]) -> list[int]:

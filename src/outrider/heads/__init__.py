@@ -5,6 +5,7 @@ from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
+from outrider.heads.networks import eagle_network, medusa_network
 from outrider.heads.runners import EagleNetwork, EagleRunner, MedusaNetwork, MedusaRunner
 from outrider.heads.stored import SaveOptions
 
@@ -22,8 +23,10 @@ __all__ = [
     "MedusaRunner",
     "SaveOptions",
     "default_taps",
+    "eagle_network",
     "load_eagle",
     "load_medusa",
+    "medusa_network",
     "save_eagle",
     "save_medusa",
 ]

@@ -1,4 +1,4 @@
-"""What a head reads of its target and does not own: embedding, output matrix and final norm."""
+"""Tensors that a head shares with its target: embedding, output matrix and final norm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Borrowed:
 
     @classmethod
     def of(cls, target: Decoder) -> Borrowed:
-        """From a loaded target, which stays the owner."""
+        """The tensors of a loaded target, without copies."""
         embedding = target.embedding.detach()
         output = embedding if target.output is None else target.output.detach()
         return cls(embedding, output, target.norm.detach(), target.config.norm_eps)

@@ -1,29 +1,28 @@
 """Heads beside a target on a GPU, run by the target's kernels in graphs.
 
-Taps and features stay on the device. A chain is one graph; for a tree the logits of each level come to the host, where
-it grows.
+Taps and features stay on the device. A chain is one graph. For a tree the logits of each level are copied to the host,
+which grows the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
-from outrider.heads.runners import Drawn
+from outrider.heads.runners import DraftedChains
 from outrider.model import Feed
 from outrider.model.cuda_chains import CHAIN_LENGTHS
-from outrider.model.cuda_rows import GRAPH_ROWS
-from outrider.model.cuda_runner import CudaRunner
-from outrider.model.cuda_stack import BEYOND, CudaPool
+from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
+from outrider.model.cuda_runner import CudaRunner, split_feeds
+from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool
 from outrider.model.decoder import RopeTable
 from outrider.ops import Plain
-from outrider.ops.cuda.launch import Kernels, Paged, Shape, pair_rows
+from outrider.ops.cuda.launch import AttentionMetadata, Kernels, Shape, pair_qkv, pair_rows, supported
 from outrider.sampling import Row
 
 __all__ = ["CudaEagleRunner", "CudaMedusaRunner", "fits"]
@@ -32,13 +31,13 @@ Run = Callable[[Sequence[Feed], Sequence[Row]], None]
 
 
 def fits(head: EagleHead) -> bool:
-    """Whether the target's kernels take a head's attention; the processor runs it otherwise."""
+    """Whether the target's kernels support a head's attention. The CPU runs other heads."""
     shape = head.config.shape
     group = shape.heads // shape.kv_heads
-    return not shape.qk_norm and shape.head_dim in (16, 32, 64, 128, 256) and group in (1, 2, 4, 8, 16)
+    return not shape.qk_norm and supported(shape.head_dim, group)
 
 
-class _Launched(Plain):
+class _KernelOps(Plain):
     """Products and norms by the target's kernels; products are float32."""
 
     def __init__(self, kernels: Kernels) -> None:
@@ -58,28 +57,28 @@ class _Launched(Plain):
 class _Network:
     """A function of rows on the device, captured for each number of rows."""
 
-    def __init__(self, name: str, target: CudaRunner, work: Callable[[Tensor, Paged], Tensor]) -> None:
+    def __init__(self, name: str, target: CudaRunner, work: Callable[[Tensor, AttentionMetadata], Tensor]) -> None:
         self._name, self._target, self._work = name, target, work
         self._graphs: dict[int, tuple[Run, Tensor, list[Tensor]]] = {}
 
-    def __call__(self, given: Tensor, feeds: Sequence[Feed] = (), rows: Sequence[Row] = (), size: int = 0) -> Tensor:
-        """What comes out, filled up to a graph's rows (`size`, or the next that is captured); the next call writes there."""
-        size = size or _next(len(given), GRAPH_ROWS)
+    def __call__(self, rows_in: Tensor, feeds: Sequence[Feed] = (), rows: Sequence[Row] = (), size: int = 0) -> Tensor:
+        """The outputs of the rows, padded to a graph of `size` rows or the next size. The next call overwrites them."""
+        size = size or bucket(len(rows_in), GRAPH_ROWS)
         if size not in self._graphs:
-            self._graphs[size] = self._capture(size, given.shape[1])
-        run, inside, found = self._graphs[size]
-        inside[: len(given)].copy_(given)
+            self._graphs[size] = self._capture(size, rows_in.shape[1])
+        run, buffer, outputs = self._graphs[size]
+        buffer[: len(rows_in)].copy_(rows_in)
         run(feeds, rows)
-        return found[0]
+        return outputs[0]
 
     def _capture(self, size: int, width: int) -> tuple[Run, Tensor, list[Tensor]]:
-        given = torch.zeros(size, width, device=self._target.device)
-        found: list[Tensor] = []
+        buffer = torch.zeros(size, width, device=self._target.device)
+        outputs: list[Tensor] = []
 
-        def work(paged: Paged) -> None:
-            found[:] = [self._work(given, paged)]
+        def work(meta: AttentionMetadata) -> None:
+            outputs[:] = [self._work(buffer, meta)]
 
-        return self._target.capture_rows(f"{self._name}, {size} rows", size, work), given, found
+        return self._target.capture_rows(f"{self._name}, {size} rows", size, work), buffer, outputs
 
 
 class CudaEagleRunner:
@@ -93,13 +92,13 @@ class CudaEagleRunner:
         self.head = head
         self._target = target
         self._kernels = Kernels(shape, target.cuda.dtype)
-        self._ops = _Launched(self._kernels)
+        self._ops = _KernelOps(self._kernels)
         self._pool = CudaPool(self._kernels, 1, target.pool.pages, target.device)
         ids = head.vocab_ids  # read on the host
         _move(head, target, {"embedding": target.cuda.embedding, "output": target.cuda.output})
         self._ids, head.vocab_ids = head.vocab_ids, ids
         self._pair_weights()
-        rope = RopeTable(c.rope, c.head_dim, c.context + BEYOND)
+        rope = RopeTable(c.rope, c.head_dim, c.context + EXTRA_POSITIONS)
         # row i lies in slot i + 1, beside its token, and carries the rotary position i
         cos, sin = (torch.cat((part[:1], part[:-1])).to(target.device) for part in (rope.cos, rope.sin))
         self._turns = (cos, sin)
@@ -120,7 +119,7 @@ class CudaEagleRunner:
     def forward(self, feeds: Sequence[Feed], features: Tensor) -> Tensor:
         """Hidden rows of (feature, next token) pairs, with their KV written."""
         out, row = [], 0
-        for part in _in_parts(feeds, GRAPH_ROWS[-1]):
+        for part in split_feeds(feeds, GRAPH_ROWS[-1]):
             end = row + sum(len(feed.tokens) + len(feed.nodes) for feed in part)
             out.append(self._forward(features[row:end], part)[: end - row].clone())
             row = end
@@ -132,27 +131,27 @@ class CudaEagleRunner:
         return torch.cat([self._logits(part)[: len(part)].cpu() for part in torch.split(hidden, GRAPH_ROWS[-1])])
 
     @torch.inference_mode()
-    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> Drawn:
-        """Chains after feeds by one replay: tokens and chances (feeds, length). The law is not sharpened."""
-        most = GRAPH_ROWS[-1]
-        starts = range(0, len(feeds), most)
-        parts = [self._draft(feeds[i : i + most], taps[i : i + most], rows[i : i + most], length) for i in starts]
-        tokens, chances = (torch.cat(own).numpy() for own in zip(*parts, strict=True))
-        return Drawn(tokens[:, :length], chances[:, :length])
+    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
+        """Draft a chain after each feed by one replay: tokens and chances (feeds, length). There is no draft temperature."""
+        max_batch = GRAPH_ROWS[-1]
+        starts = range(0, len(feeds), max_batch)
+        parts = [self._draft(feeds[i : i + max_batch], taps[i : i + max_batch], rows[i : i + max_batch], length) for i in starts]
+        tokens, chances = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
+        return DraftedChains(tokens[:, :length], chances[:, :length])
 
     def _draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> tuple[Tensor, Tensor]:
-        """Chains of as many sequences as a graph takes, of a captured length."""
-        batch = _next(len(feeds), GRAPH_ROWS)
-        captured = sorted(own for own_batch, own in self._chains if own_batch == batch and own >= length)
-        length = captured[0] if captured else _next(length, CHAIN_LENGTHS)
-        most = length + 1  # as many rows as a round can give; what is older is read before
-        early = [feed._replace(tokens=feed.tokens[:-most]) for feed in feeds]
+        """Draft for as many sequences as the largest graph has, with a captured length."""
+        batch = bucket(len(feeds), GRAPH_ROWS)
+        captured = sorted(tokens for sequences, tokens in self._chains if sequences == batch and tokens >= length)
+        length = captured[0] if captured else bucket(length, CHAIN_LENGTHS)
+        max_tokens = length + 1  # tokens a round can commit; older ones are fed first, without the graph
+        early = [feed._replace(tokens=feed.tokens[:-max_tokens]) for feed in feeds]
         if any(feed.tokens for feed in early):
-            given = torch.cat([own[: len(feed.tokens)] for own, feed in zip(taps, early, strict=True)])
-            self.forward([feed for feed in early if feed.tokens], self.fuse(given))
-        starts = [feed.start + len(own.tokens) for feed, own in zip(feeds, early, strict=True)]
-        feeds = [feed._replace(start=start, tokens=feed.tokens[-most:]) for feed, start in zip(feeds, starts, strict=True)]
-        taps = [own[-len(feed.tokens) :] for own, feed in zip(taps, feeds, strict=True)]
+            tap_rows = torch.cat([rows_of_seq[: len(feed.tokens)] for rows_of_seq, feed in zip(taps, early, strict=True)])
+            self.forward([feed for feed in early if feed.tokens], self.fuse(tap_rows))
+        starts = [feed.start + len(fed.tokens) for feed, fed in zip(feeds, early, strict=True)]
+        feeds = [feed._replace(start=start, tokens=feed.tokens[-max_tokens:]) for feed, start in zip(feeds, starts, strict=True)]
+        taps = [rows_of_seq[-len(feed.tokens) :] for rows_of_seq, feed in zip(taps, feeds, strict=True)]
         if (batch, length) not in self._chains:
             work = partial(self._chain, batch=batch, length=length)
             self._chains[batch, length] = _Network(f"EAGLE's draft of {length}", self._target, work)
@@ -163,66 +162,66 @@ class CudaEagleRunner:
             *(feed._replace(tokens=feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1),
         ]
         filling = taps[0].new_zeros(batch - len(feeds), taps[0].shape[1])
-        given = torch.cat([*(own[-1:] for own in taps), filling, *(own[:-1] for own in taps)])
-        found = self._chains[batch, length](given, ordered, rows, batch * most).cpu()[:, :, : len(feeds)]
-        return found[0].T.long(), found[1].T.double()
+        tap_rows = torch.cat([*(rows_of_seq[-1:] for rows_of_seq in taps), filling, *(rows_of_seq[:-1] for rows_of_seq in taps)])
+        drafted = self._chains[batch, length](tap_rows, ordered, rows, batch * max_tokens).cpu()[:, :, : len(feeds)]
+        return drafted[0].T.long(), drafted[1].T.double()
 
-    def _chain(self, taps: Tensor, paged: Paged, batch: int, length: int) -> Tensor:
+    def _chain(self, taps: Tensor, meta: AttentionMetadata, batch: int, length: int) -> Tensor:
         """Tokens and chances (2, length, batch) of a draft; rows 0..batch-1 are the newest tokens."""
         k, device = self._kernels, taps.device
-        whole = torch.empty(6 + length, batch, dtype=torch.int32, device=device)
-        tokens, sequences, positions, roots, slots, ancestors = whole[:6].unbind()
-        heat, prefixes = torch.empty(batch, device=device), torch.empty(batch, dtype=torch.int64, device=device)
-        firsts = paged.firsts[:batch].clone()
-        after = Paged(tokens, sequences, positions, roots, firsts, slots, paged.table, ancestors[:, None], heat, prefixes)
-        drawn, odds = whole[6:], torch.empty(length, batch, device=device)
-        before, features = paged, self.head.fuse(taps, self._ops)
+        integers = torch.empty(6 + length, batch, dtype=torch.int32, device=device)
+        tokens, sequences, positions, roots, slots, ancestors = integers[:6].unbind()
+        temperatures, prefixes = torch.empty(batch, device=device), torch.empty(batch, dtype=torch.int64, device=device)
+        firsts = meta.firsts[:batch].clone()
+        after = AttentionMetadata(
+            tokens, sequences, positions, roots, firsts, slots, meta.table, ancestors[:, None], temperatures, prefixes
+        )
+        drawn, probs = integers[6:], torch.empty(length, batch, device=device)
+        before, features = meta, self.head.fuse(taps, self._ops)
         for step in range(length):
             features = self._run(features, before)[:batch]
-            found = k.choose(self._whole(self.head.logits(features, self._ops)), before.rows(slice(0, batch)))
-            k.next_rows(found, before, after, (drawn, odds), step)
+            chosen = k.choose(self._over_target_vocab(self.head.logits(features, self._ops)), before.rows(slice(0, batch)))
+            k.next_rows(chosen, before, after, (drawn, probs), step)
             before = after
-        return torch.stack((drawn.float(), odds))  # ids below 2^24 are exact
+        return torch.stack((drawn.float(), probs))  # ids below 2^24 are exact
 
-    def _whole(self, logits: Tensor) -> Tensor:
-        """Over the target's ids, -inf where the head has no say."""
+    def _over_target_vocab(self, logits: Tensor) -> Tensor:
+        """The logits over the target's vocabulary, -inf for tokens the head does not have."""
         if self._ids is None:
             return logits
-        whole = torch.full((len(logits), self.head.config.shape.vocab), float("-inf"), device=logits.device)
-        return whole.index_copy_(1, self._ids, logits)
+        all_logits = torch.full((len(logits), self.head.config.shape.vocab), float("-inf"), device=logits.device)
+        return all_logits.index_copy_(1, self._ids, logits)
 
     def _pair_weights(self) -> None:
         """The layer's matrices in the order the kernels read: pairs of q, k, gate and up side by side."""
         c, layer = self.head.config.shape, self.head.layer
-        groups = c.heads + c.kv_heads
-        turned = groups * c.head_dim
 
         def paired(fused: Tensor) -> Tensor:
-            return torch.cat((pair_rows(fused[:turned], groups), fused[turned:]))
+            return pair_qkv(fused, c.heads + c.kv_heads, c.head_dim)
 
         self._qkv = paired(layer.qkv.data)
         self._qkv_bias = None if layer.qkv_bias is None else paired(layer.qkv_bias.data)
         self._gate_up = pair_rows(layer.gate_up.data, 1)
         self._gate_up_bias = None if layer.gate_up_bias is None else pair_rows(layer.gate_up_bias.data, 1)
 
-    def _run(self, features: Tensor, paged: Paged) -> Tensor:
-        """What `EagleHead.forward` defines."""
+    def _run(self, features: Tensor, meta: AttentionMetadata) -> Tensor:
+        """The head's forward by kernels; `EagleHead.forward` is the reference."""
         k, head, layer, c = self._kernels, self.head, self.head.layer, self.head.config
         features = features.contiguous()
         if c.wide:
             assert layer.norm_hidden is not None
-            _, embedded = k.embed(paged, head.embedding, layer.norm_in)
+            _, embedded = k.embed(meta, head.embedding, layer.norm_in)
             normed = k.norm(features, layer.norm_hidden)
             x = torch.cat((embedded, normed), -1)
             stream = normed.float() if c.norm_before_residual else features.clone()
         else:
-            embedded, _ = k.embed(paged, head.embedding, head.target_norm)
+            embedded, _ = k.embed(meta, head.embedding, head.target_norm)
             stream = self._ops.linear(torch.cat((embedded, features), -1), head.fc, head.fc_bias)
             x = stream.to(k.dtype)
         kv = (self._pool.keys[0], self._pool.values[0])
         q, mixed = (torch.empty(len(x), c.shape.heads * c.shape.head_dim, device=x.device, dtype=k.dtype) for _ in range(2))
-        k.qkv(x, self._qkv, self._qkv_bias, q, kv, paged, self._turns)
-        k.attend_rows(q, kv, paged, mixed, None)
+        k.qkv(x, self._qkv, self._qkv_bias, q, kv, meta, self._turns)
+        k.attend_rows(q, kv, meta, mixed, None)
         k.linear(mixed, layer.out, layer.out_bias, stream, "add")
         gated = torch.empty(len(x), c.shape.ffn, device=x.device, dtype=k.dtype)
         k.linear(k.norm(stream, layer.norm_mlp), self._gate_up, self._gate_up_bias, gated, "silu")
@@ -237,7 +236,7 @@ class CudaMedusaRunner:
     """Medusa heads on their target's device."""
 
     def __init__(self, heads: MedusaHeads, target: CudaRunner) -> None:
-        ops = _Launched(target.cuda.kernels)
+        ops = _KernelOps(target.cuda.kernels)
         _move(heads, target, {"output": target.cuda.output})
         self._logits = _Network("Medusa", target, lambda rows, _: heads(heads.fuse(rows, ops), ops))
 
@@ -247,38 +246,13 @@ class CudaMedusaRunner:
         return torch.cat([self._logits(part)[:, : len(part)].cpu() for part in torch.split(taps, GRAPH_ROWS[-1])], 1)
 
 
-def _next(count: int, sizes: Sequence[int]) -> int:
-    return next(size for size in sizes if count <= size)
-
-
 def _move(network: nn.Module, target: CudaRunner, borrowed: dict[str, Tensor]) -> None:
-    """Put a head where its target is; what it borrows is the target's own there, matrices are of the target's kind."""
-    own = dict(network.named_parameters())
+    """Move a head to its target's device, with the target's tensors where it borrows and matrices in the target's dtype."""
+    parameters = dict(network.named_parameters())
     for name, tensor in borrowed.items():
-        if name not in own:
+        if name not in parameters:
             setattr(network, name, tensor)
-    for parameter in own.values():
-        kind = target.cuda.dtype if parameter.dim() > 1 else parameter.dtype
-        parameter.data = parameter.data.to(target.device, kind)
+    for parameter in parameters.values():
+        dtype = target.cuda.dtype if parameter.dim() > 1 else parameter.dtype
+        parameter.data = parameter.data.to(target.device, dtype)
     network.to(target.device)
-
-
-def _in_parts(feeds: Sequence[Feed], most: int) -> Iterator[list[Feed]]:
-    """The same rows, at most so many at a time; a long run of tokens is cut."""
-    part: list[Feed] = []
-    room = most
-    for feed in feeds:
-        rest: Any = feed
-        while rest is not None:
-            rows = len(rest.tokens) + len(rest.nodes)
-            if rows <= room:
-                part.append(rest)
-                room, rest = room - rows, None
-                continue
-            if not rest.nodes and room:
-                part.append(rest._replace(tokens=rest.tokens[:room]))
-                rest = rest._replace(start=rest.start + room, tokens=rest.tokens[room:])
-            yield part
-            part, room = [], most
-    if part:
-        yield part

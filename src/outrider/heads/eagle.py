@@ -1,7 +1,7 @@
 """EAGLE: one decoder layer that drafts from the target's features. One definition for training and serving.
 
 The pairing, in training and in serving: row i joins the feature of position i with the token at i + 1,
-carries the rotary position i, and predicts the token at i + 2. In a draft the head's own output for
+carries the rotary position i, and predicts the token at i + 2. In a draft the head's output for
 row i takes the place of the feature at i + 1. Rows are flat and attention is an argument, as in the
 decoder, so a KV pool of one layer serves it.
 """
@@ -35,7 +35,7 @@ class EagleConfig:
     target_hidden: int  # width of one tap
     taps: tuple[int, ...]  # target layers whose input rows are read
     form: str = EAGLE3
-    draft_vocab: int | None = None  # rows of an own output matrix over fewer tokens; None: all
+    draft_vocab: int | None = None  # tokens of a reduced vocabulary; None: the target's vocabulary
     own_embedding: bool = False  # False: the target's
     own_output: bool = False
     fc_bias: bool = False
@@ -158,9 +158,9 @@ class EagleHead(nn.Module):
         assert self.norm is not None
         return ops.rms_norm(hidden, self.norm, self.config.shape.norm_eps)
 
-    def _place(self, name: str, own: bool, borrowed: Tensor, shape: tuple[int, int]) -> None:
-        """A matrix of this head's own, or the target's as a buffer that is neither saved nor trained."""
-        if own:
+    def _place(self, name: str, is_own: bool, borrowed: Tensor, shape: tuple[int, int]) -> None:
+        """Register a parameter of this head, or the target's tensor as a buffer that is neither saved nor trained."""
+        if is_own:
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
             return
         assert tuple(borrowed.shape) == shape, f"the target's {name} is {tuple(borrowed.shape)}, the head needs {shape}"

@@ -1,6 +1,6 @@
 """EAGLE heads on disk: EAGLE-3 as published (`midlayer.*` or `layers.0.*`), the speculators layout, and EAGLE-1.
 
-Tensors tell what a head owns: what a file leaves out of embedding and output matrix is the target's.
+A file that has no embedding or output matrix uses the target's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.checks import shown
 from outrider.errors import InvalidParameter, ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
@@ -20,6 +21,7 @@ from outrider.heads.stored import (
     Place,
     SaveOptions,
     Stored,
+    check,
     collect,
     fill,
     read_config,
@@ -28,6 +30,7 @@ from outrider.heads.stored import (
     write,
 )
 from outrider.model import Decoder, LoadOptions, ModelConfig
+from outrider.model.fields import Fields
 from outrider.model.load import DTYPES, names, served_dtype
 
 __all__ = ["load_eagle", "save_eagle"]
@@ -41,11 +44,14 @@ def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOpti
     config = _eagle_config(data, stored, target.config, str(directory / "config.json"))
     name = served_dtype(options.dtype, config.shape.dtype)
     config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
-    head = EagleHead(config, Borrowed.of(target), torch.float32 if options.widen else dtype)
+    prefix = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
+    places, borrowed = _eagle_names(config, prefix), Borrowed.of(target)
+    with torch.device("meta"):  # takes no memory before the shapes are checked
+        check(EagleHead(config, borrowed, dtype), stored, places, directory)
+    head = EagleHead(config, borrowed, torch.float32 if options.widen else dtype)
     head.requires_grad_(False)
     _take_vocabulary(head, stored, directory)
-    prefix = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
-    fill(head, stored, _eagle_names(config, prefix), dtype, directory)
+    fill(head, stored, places, dtype)
     return head.eval()
 
 
@@ -69,56 +75,78 @@ def save_eagle(head: EagleHead, directory: Path, options: SaveOptions = SaveOpti
 
 def _eagle_names(config: EagleConfig, prefix: str) -> dict[str, Place]:
     """Stored name -> its place in the head."""
-    whole, inner = slice(None), "model.layers.0."
+    all_rows, inner = slice(None), "model.layers.0."
     places = {
         f"{prefix}.{name.removeprefix(inner)}": Place(place.parameter.replace("layers.0.", "layer."), place.rows)
         for name, place in names(config.shape).items()
         if name.startswith(inner) and (config.wide or not name.endswith("input_layernorm.weight"))
     }
-    places["fc.weight"] = Place("fc", whole)
+    places["fc.weight"] = Place("fc", all_rows)
     if config.wide:
-        places |= {f"{prefix}.hidden_norm.weight": Place("layer.norm_hidden", whole), "norm.weight": Place("norm", whole)}
+        places |= {f"{prefix}.hidden_norm.weight": Place("layer.norm_hidden", all_rows), "norm.weight": Place("norm", all_rows)}
     optional = {
-        "fc.bias": Place("fc_bias", whole) if config.fc_bias else None,
-        "input_norm.weight": Place("input_norm", whole) if config.norm_before_fc else None,
-        "embed_tokens.weight": Place("embedding", whole) if config.own_embedding else None,
-        "lm_head.weight": Place("output", whole) if config.own_output else None,
+        "fc.bias": Place("fc_bias", all_rows) if config.fc_bias else None,
+        "input_norm.weight": Place("input_norm", all_rows) if config.norm_before_fc else None,
+        "embed_tokens.weight": Place("embedding", all_rows) if config.own_embedding else None,
+        "lm_head.weight": Place("output", all_rows) if config.own_output else None,
     }
     places |= {name: place for name, place in optional.items() if place is not None}
     if config.fc_norm:
-        places |= {f"fc_norm.{i}.weight": Place(f"fc_norms.{i}", whole) for i in range(len(config.taps))}
+        places |= {f"fc_norm.{i}.weight": Place(f"fc_norms.{i}", all_rows) for i in range(len(config.taps))}
     return places
 
 
 def _eagle_config(data: Mapping[str, Any], stored: Mapping[str, Stored], target: ModelConfig, where: str) -> EagleConfig:
-    """The head's configuration. Tensors tell what it owns; fields tell what they cannot show."""
+    """The head's configuration, from the names of the stored tensors and the fields of config.json."""
+    fields = Fields(data, where)
     nested = data.get("speculators_model_type")
     if nested not in (None, "eagle3"):
         raise UnknownMethod("speculators_model_type", str(nested), ["eagle3"])
-    layer = dict(data["transformer_layer_config"]) if nested else dict(data)
+    layer = dict(fields.mapping("transformer_layer_config") if nested else data)
     if layer.get("num_hidden_layers", 1) != 1:
         raise ModelError(f"{where}: {layer['num_hidden_layers']} layers; EAGLE heads of one layer are supported")
     llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "layer_types": None}
     shape = ModelConfig.from_hf(layer | llama, where)
-    own = data.get("eagle_config") or {}
+    if shape.vocab != target.vocab:
+        raise fields.error(f"vocab_size must be the target's, got {shape.vocab} and {target.vocab}")
+    inner = fields.nested("eagle_config")
     wide = any(name.endswith("hidden_norm.weight") for name in stored)
     if nested and "norm_before_residual" not in data:
         raise ModelError(f"{where} lacks 'norm_before_residual', on which engines differ; add it as the head was trained")
-    outputs = int(data.get("draft_vocab_size") or shape.vocab)
-    return EagleConfig(
+    outputs = fields.integer("draft_vocab_size", 1, shape.vocab, shape.vocab)
+    config = EagleConfig(
         shape=shape,
-        target_hidden=int(data.get("target_hidden_size") or target.hidden),
-        taps=tuple(data.get(_TAPS) or own.get(_TAPS) or default_taps(target.layers)) if wide else (target.layers,),
+        target_hidden=fields.integer("target_hidden_size", target.hidden, target.hidden, target.hidden),
+        taps=_taps(fields, inner, target.layers) if wide else (target.layers,),
         form=EAGLE3 if wide else EAGLE1,
         draft_vocab=outputs if "d2t" in stored or outputs != shape.vocab else None,
         own_embedding="embed_tokens.weight" in stored,
         own_output="lm_head.weight" in stored,
         fc_bias="fc.bias" in stored,
-        fc_norm=bool(data.get("fc_norm", False)) or "fc_norm.0.weight" in stored,
-        norm_before_fc=bool(data.get("norm_before_fc") or own.get("norm_before_fc", False)),
-        norm_output=bool(data.get("norm_output", False)),
-        norm_before_residual=bool(data.get("norm_before_residual", False)),
+        fc_norm=fields.boolean("fc_norm", False) or "fc_norm.0.weight" in stored,
+        norm_before_fc=fields.boolean("norm_before_fc", False) or inner.boolean("norm_before_fc", False),
+        norm_output=fields.boolean("norm_output", False),
+        norm_before_residual=fields.boolean("norm_before_residual", False),
     )
+    _check_borrowed(config, target, fields)
+    return config
+
+
+def _taps(fields: Fields, inner: Fields, layers: int) -> tuple[int, ...]:
+    """The target layers whose input rows the head reads."""
+    taps = fields.ids(_TAPS) or inner.ids(_TAPS) or default_taps(layers)
+    if any(not 0 <= tap <= layers for tap in taps):
+        raise fields.error(f"{_TAPS} must name layers in [0, {layers}], got {shown(taps)}")
+    return taps
+
+
+def _check_borrowed(config: EagleConfig, target: ModelConfig, fields: Fields) -> None:
+    """Check that the width is the target's where the head uses tensors of the target."""
+    narrow = not config.wide or not (config.own_embedding and config.own_output)
+    if narrow and config.shape.hidden != target.hidden:
+        raise fields.error(f"hidden_size must be the target's, got {config.shape.hidden} and {target.hidden}")
+    if not config.own_output and config.outputs != target.vocab:
+        raise fields.error(f"draft_vocab_size is {config.outputs} of {target.vocab} tokens, but no 'lm_head.weight' is stored")
 
 
 def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
@@ -152,8 +180,12 @@ def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
     if not config.wide:
         return layer | {"bias": config.fc_bias}
     if options.layout == "eagle":
-        own = {_TAPS: list(config.taps), "use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc}
-        named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": own, "num_aux_hidden_states": len(config.taps)}
+        eagle_config = {_TAPS: list(config.taps), "use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc}
+        named = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": eagle_config,
+            "num_aux_hidden_states": len(config.taps),
+        }
         return layer | flags | named
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
     return flags | {
@@ -190,8 +222,8 @@ def _take_vocabulary(head: EagleHead, stored: dict[str, Stored], directory: Path
     if offsets is None:
         raise ModelError(f"{directory} drafts {head.config.outputs} of {head.config.shape.vocab} tokens but has no 'd2t'")
     if tuple(offsets.tensor.shape) != tuple(head.vocab_ids.shape):
-        found = tuple(offsets.tensor.shape)
-        raise ModelError(f"{offsets.file}: 'd2t' has shape {found}, config.json asks for ({head.config.outputs},)")
+        shape = tuple(offsets.tensor.shape)
+        raise ModelError(f"{offsets.file}: 'd2t' has shape {shape}, config.json asks for ({head.config.outputs},)")
     ids = torch.arange(head.config.outputs) + offsets.tensor.long()
     if int(ids.min()) < 0 or int(ids.max()) >= head.config.shape.vocab or len(set(ids.tolist())) != len(ids):
         raise ModelError(f"{offsets.file}: 'd2t' gives ids outside the vocabulary of {head.config.shape.vocab}, or one twice")

@@ -1,7 +1,7 @@
-"""Medusa: independent heads on the target's last hidden row, each for one token further ahead.
+"""Medusa: independent heads on the target's last hidden row, each for one later position.
 
 Head k (from 1) reads the last hidden row of position i, after the target's final norm, and predicts
-the token at i + 1 + k; the token at i + 1 is the target's own choice.
+the token at i + 1 + k; the token at i + 1 is the target's choice.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def _guessed(heads: int, nodes: int) -> tuple[tuple[int, ...], ...]:
     """Paths by a product of guessed probabilities, falling with rank and with depth."""
     frontier: list[tuple[float, tuple[int, ...]]] = [(-_guess(0, rank), (rank,)) for rank in range(nodes)]
     heapq.heapify(frontier)
-    found: list[tuple[int, ...]] = []
-    while frontier and len(found) < nodes:
+    paths: list[tuple[int, ...]] = []
+    while frontier and len(paths) < nodes:
         value, path = heapq.heappop(frontier)
-        found.append(path)
+        paths.append(path)
         if len(path) < heads:
             for rank in range(nodes):
                 heapq.heappush(frontier, (value * _guess(len(path), rank), (*path, rank)))
-    return tuple(found)
+    return tuple(paths)
 
 
 def _guess(depth: int, rank: int) -> float:
@@ -101,5 +101,5 @@ def _guess(depth: int, rank: int) -> float:
 
 
 def _silu(x: Tensor, ops: Ops) -> Tensor:
-    """By the decoder's gate with a second half of ones, whose bits do not depend on the neighbours."""
+    """SiLU by the decoder's gate with a second half of ones, which is row-invariant."""
     return ops.gated(torch.cat((x, torch.ones_like(x)), dim=-1))

@@ -5,18 +5,33 @@ Files without output matrices use the target's; files with one per head keep the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from outrider.errors import ModelError
+from outrider.checks import shown
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
-from outrider.heads.stored import Place, SaveOptions, collect, fill, read_config, read_stored, require_layout, write
-from outrider.model import Decoder, LoadOptions
+from outrider.heads.stored import (
+    Place,
+    SaveOptions,
+    Stored,
+    check,
+    collect,
+    fill,
+    read_config,
+    read_stored,
+    require_layout,
+    write,
+)
+from outrider.model import Decoder, LoadOptions, ModelConfig
+from outrider.model.fields import Fields
 from outrider.model.load import DTYPES, served_dtype
 
 __all__ = ["load_medusa", "save_medusa"]
+
+_MAX_HEADS, _MAX_BLOCKS = 64, 16
 
 
 def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> MedusaHeads:  # noqa: B008 (frozen)
@@ -24,20 +39,41 @@ def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOpt
     data = read_config(directory)
     stored = {name.removeprefix("medusa_heads."): value for name, value in read_stored(directory).items()}
     vllm = any(name.startswith("blocks.") for name in stored)
-    heads = int(data.get("medusa_num_heads") or data.get("num_heads") or 0)
-    blocks = int(data.get("medusa_num_layers") or data.get("num_hidden_layers") or 1)
-    if heads < 1:
-        raise ModelError(f"{directory / 'config.json'} lacks the field 'medusa_num_heads'")
-    own = any(name.startswith("lm_heads.") or name == f"0.{blocks}.weight" for name in stored)
-    choices = tuple(tuple(int(rank) for rank in path) for path in data.get("medusa_choices") or ())
-    config = MedusaConfig(target.config.hidden, target.config.vocab, target.config.layers, heads, blocks, own, choices)
-    name = served_dtype(options.dtype, str(data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
+    fields = Fields(data, str(directory / "config.json"))
+    config = _medusa_config(fields, stored, target.config)
+    name = served_dtype(options.dtype, fields.word("dtype", fields.word("torch_dtype", "bfloat16")))
     dtype = DTYPES.get(name, torch.bfloat16)  # the heads are small beside the output matrix: no int8
-    module = MedusaHeads(config, Borrowed.of(target), torch.float32 if options.widen else dtype)
-    module.requires_grad_(False)
     biased = not vllm or any(name.endswith(".bias") for name in stored)
-    fill(module, stored, _medusa_names(config, vllm, biased), dtype, directory)
+    places, borrowed = _medusa_names(config, vllm, biased), Borrowed.of(target)
+    with torch.device("meta"):  # takes no memory before the shapes are checked
+        check(MedusaHeads(config, borrowed, dtype), stored, places, directory)
+    module = MedusaHeads(config, borrowed, torch.float32 if options.widen else dtype)
+    module.requires_grad_(False)
+    fill(module, stored, places, dtype)
     return module.eval()
+
+
+def _medusa_config(fields: Fields, stored: Mapping[str, Stored], target: ModelConfig) -> MedusaConfig:
+    count = "medusa_num_heads" if "medusa_num_heads" in fields or "num_heads" not in fields else "num_heads"
+    heads = fields.integer(count, 1, _MAX_HEADS)
+    layers = "medusa_num_layers" if "medusa_num_layers" in fields else "num_hidden_layers"
+    blocks = fields.integer(layers, 1, _MAX_BLOCKS, 1)
+    owns_output = any(name.startswith("lm_heads.") or name == f"0.{blocks}.weight" for name in stored)
+    choices = _choices(fields, heads, target.vocab)
+    return MedusaConfig(target.hidden, target.vocab, target.layers, heads, blocks, owns_output, choices)
+
+
+def _choices(fields: Fields, heads: int, vocab: int) -> tuple[tuple[int, ...], ...]:
+    """The static tree: paths of ranks, each below one before it."""
+    paths: dict[tuple[int, ...], None] = {(): None}
+    for path in fields.items("medusa_choices"):
+        ranks = tuple(path) if isinstance(path, list) else ()
+        valid = all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < vocab for rank in ranks)
+        if not valid or not 1 <= len(ranks) <= heads or ranks[:-1] not in paths or ranks in paths:
+            rule = f"paths of 1 to {heads} ranks, each once and after the path it extends"
+            raise fields.error(f"medusa_choices must be {rule}, got {shown(path)}")
+        paths[ranks] = None
+    return tuple(paths)[1:]
 
 
 def save_medusa(heads: MedusaHeads, directory: Path, options: SaveOptions = SaveOptions(layout="medusa")) -> None:  # noqa: B008

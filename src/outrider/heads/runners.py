@@ -1,4 +1,4 @@
-"""Heads as serving runs them on a processor: by the native core where there is one, else by torch in whole blocks."""
+"""Heads on a CPU: run by the native core where it is available, else by torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, lay_out
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_weights, stack_over
-from outrider.ops import BESIDE, BLOCK, JOINED, Core, Ops, PackedLinear, Span, Stack, paged_attention
+from outrider.ops import BESIDE, JOINED, Core, Ops, PackedLinear, Span, Stack, paged_attention
+from outrider.ops.forwards import network
 from outrider.sampling import Row
 
-__all__ = ["Drawn", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner"]
+__all__ = ["DraftedChains", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner"]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
 _PLACED = Span(rotary_lag=1)  # row i lies in slot i + 1, beside its token
 
 
-class Drawn(NamedTuple):
-    """Chains that a head guessed in one call."""
+class DraftedChains(NamedTuple):
+    """Chains that a head drafted in one call."""
 
     tokens: npt.NDArray[np.int64]  # (sequences, length); CORRUPTED where the logits leave no choice
     chances: npt.NDArray[np.float64]  # (sequences, length)
@@ -37,9 +38,9 @@ class EagleNetwork(Protocol):
 
     @property
     def drafts_chains(self) -> int:
-        """The longest chain that `draft` draws; 0: it draws none."""
+        """The longest chain that `draft` can draw; 0 where it is not supported."""
 
-    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> Drawn: ...
+    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains: ...
 
     def fuse(self, taps: Tensor) -> Tensor: ...
 
@@ -70,18 +71,20 @@ class EagleRunner:
             self._output = PackedLinear(ops.core, kind, head.output)
             self._stack = _eagle_stack(head, pool, ops.core, self._fc)
 
+    @network
     def fuse(self, taps: Tensor) -> Tensor:
         """Features (N, hidden) of the target's taps (N, taps * target_hidden)."""
         taps = taps.cpu()
         if self._stack is None or not self.head.config.wide:
-            return self.head.fuse(_filled(taps), self._ops)[: len(taps)]
+            return self.head.fuse(taps, self._ops)
         return self._fc(self.head.normed_taps(taps, self._ops))
 
+    @network
     def forward(self, feeds: Sequence[Feed], features: Tensor) -> Tensor:
         """Hidden rows of (feature, next token) pairs, with their KV written."""
         if self._stack is not None:
-            found = self._stack.forward(lay_out_rows(feeds), span=_PLACED, features=features)
-            rows = found.last if self.head.config.norm_output else found.stream
+            outputs = self._stack.forward(lay_out_rows(feeds), span=_PLACED, features=features)
+            rows = outputs.last if self.head.config.norm_output else outputs.stream
             assert rows is not None
             return rows
         flat = lay_out(feeds, self._pool, _NO_WINDOW)
@@ -90,15 +93,16 @@ class EagleRunner:
             self._pool.write(0, flat.slots, k, v)
             return paged_attention(q, self._pool.keys[0], self._pool.values[0], flat.plan)
 
-        return self.head(flat.tokens, _filled(features), (flat.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
+        return self.head(flat.tokens, features, (flat.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
 
-    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> Drawn:
+    def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         raise NotImplementedError("drafts_chains is 0")
 
+    @network
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, outputs) float32."""
         if self._stack is None:
-            return self.head.logits(_filled(hidden), self._ops)[: len(hidden)]
+            return self.head.logits(hidden, self._ops)
         c = self.head.config
         return self._output(hidden, self.head.norm if c.wide and not c.norm_output else None, c.shape.norm_eps)
 
@@ -119,10 +123,11 @@ class MedusaRunner:
             outputs = heads.output if c.own_output else [heads.output]
             self._outputs = [PackedLinear(core, kind, output) for output in outputs]
 
+    @network
     def logits(self, taps: Tensor) -> Tensor:
         """(heads, N, V) float32 from the stream leaving the target's last layer."""
         if not self._blocks:
-            return self._heads(self._heads.fuse(_filled(taps), self._ops), self._ops)[:, : len(taps)]  # type: ignore[no-any-return]
+            return self._heads(self._heads.fuse(taps, self._ops), self._ops)  # type: ignore[no-any-return]
         c, rows = self._heads.config, len(taps)
         last = self._heads.fuse(taps, self._ops)
         opened = self._blocks[0](last).view(rows, c.heads, c.hidden).transpose(0, 1)
@@ -131,7 +136,7 @@ class MedusaRunner:
             for block in range(1, c.blocks):
                 x[head] += torch.nn.functional.silu(self._blocks[1 + head * c.blocks + block](x[head]))
         if c.own_output:
-            return torch.stack([output(own) for output, own in zip(self._outputs, x, strict=True)])
+            return torch.stack([output(rows_of_head) for output, rows_of_head in zip(self._outputs, x, strict=True)])
         return self._outputs[0](x.reshape(-1, c.hidden)).view(c.heads, rows, c.vocab)
 
 
@@ -147,15 +152,9 @@ def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear
 
 
 def _kind(head: EagleHead) -> str:
-    """int8 where the head was loaded so, else what its weights are."""
+    """The kind of the head's products: int8 where it was loaded so, else the dtype of its weights."""
     return INT8 if head.config.shape.dtype == INT8 else _name(head.fc)
 
 
 def _name(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
-
-
-def _filled(rows: Tensor) -> Tensor:
-    """Rows filled up to whole blocks."""
-    missing = -len(rows) % BLOCK
-    return rows if missing == 0 else torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))

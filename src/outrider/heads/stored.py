@@ -16,12 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import ModelError, UnknownMethod
-from outrider.model.load import SCALE, read_tensors
+from outrider.model.fields import read_json
+from outrider.model.files import SCALE, quantised, read_tensors
+from outrider.model.foreign import refuse_quantised
 
 __all__ = [
     "Place",
     "SaveOptions",
     "Stored",
+    "check",
     "collect",
     "fill",
     "read_config",
@@ -31,11 +34,12 @@ __all__ = [
 ]
 
 _UNUSED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+_IDS = ("d2t", "t2d")  # of EAGLE heads: a map of token ids, no parameter
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How to write a head. `standalone` adds what it borrows, for engines that do not share."""
+    """How to write a head. `standalone` adds the target's tensors, for engines that do not share them."""
 
     layout: str = "eagle"
     int8: bool = False
@@ -55,26 +59,35 @@ class Stored(NamedTuple):
     file: str
 
 
-def fill(module: nn.Module, stored: Mapping[str, Stored], places: Mapping[str, Place], dtype: torch.dtype, where: Path) -> None:
-    """Put every stored tensor in its place."""
-    parameters = dict(module.named_parameters())
+def check(skeleton: nn.Module, stored: Mapping[str, Stored], places: Mapping[str, Place], where: Path) -> None:
+    """Compare the stored tensors' names and shapes with a head whose parameters take no memory yet."""
+    parameters = dict(skeleton.named_parameters())
     missing = set(places)
     for name, (tensor, file) in stored.items():
-        if name.endswith(_UNUSED):
+        if name.endswith(_UNUSED) or name in _IDS:
             continue
         if name not in places:
             raise ModelError(f"{file} in {where} holds {name!r}, which this kind of head does not have")
-        place = places[name]
-        goal = parameters[place.parameter][place.rows]
-        if goal.dim() == 3:  # output matrices of several heads, one slice each
-            goal = goal[0]
-        if goal.shape != tensor.shape:
-            raise ModelError(f"{file} in {where}: {name!r} has shape {tuple(tensor.shape)}, expected {tuple(goal.shape)}")
-        with torch.no_grad():
-            goal.copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+        expected = tuple(_goal(parameters, places[name]).shape)
+        if tuple(tensor.shape) != expected:
+            raise ModelError(f"{file} in {where}: {name!r} has shape {tuple(tensor.shape)}, expected {expected}")
         missing.discard(name)
     if missing:
         raise ModelError(f"{where} lacks {len(missing)} tensors, first {min(missing)!r}")
+
+
+def fill(module: nn.Module, stored: Mapping[str, Stored], places: Mapping[str, Place], dtype: torch.dtype) -> None:
+    """Put every stored tensor in its place, after `check`."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, (tensor, _) in stored.items():
+            if name in places:
+                _goal(parameters, places[name]).copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+
+
+def _goal(parameters: Mapping[str, Tensor], place: Place) -> Tensor:
+    goal = parameters[place.parameter][place.rows]
+    return goal[0] if goal.dim() == 3 else goal  # output matrices of several heads, one slice each
 
 
 def collect(module: nn.Module, places: Mapping[str, Place], int8: bool) -> dict[str, Tensor]:
@@ -85,9 +98,7 @@ def collect(module: nn.Module, places: Mapping[str, Place], int8: bool) -> dict[
         tensor = parameters[place.parameter].detach()[place.rows].cpu()
         tensor = tensor[0] if tensor.dim() == 3 else tensor
         if int8 and tensor.dim() == 2:
-            scale = (tensor.float().abs().amax(1) / 127.0).clamp_min(1e-12)
-            tensors[name] = (tensor.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-            tensors[name + SCALE] = scale
+            tensors[name], tensors[name + SCALE] = quantised(tensor)
         else:
             tensors[name] = tensor.contiguous().clone()
     return tensors
@@ -103,12 +114,8 @@ def write(directory: Path, tensors: dict[str, Tensor], data: dict[str, Any]) -> 
 def read_config(directory: Path) -> dict[str, Any]:
     """The fields of config.json."""
     path = directory / "config.json"
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: a head's directory holds config.json and *.safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    data = read_json(path, "a head's directory holds config.json and *.safetensors")
+    refuse_quantised(data, str(path))
     return data
 
 

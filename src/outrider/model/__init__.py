@@ -2,20 +2,22 @@
 
 from outrider.model.config import ModelConfig, Rope
 from outrider.model.decoder import Attend, Decoder, Hidden
-from outrider.model.load import LoadOptions, load_decoder, locate, save_decoder, write_config
-from outrider.model.runner import Drawing, Feed, Rows, Runner, lay_out
+from outrider.model.load import LoadOptions, check_model, is_hub_id, load_decoder, locate, save_decoder, write_config
+from outrider.model.runner import Feed, PendingChains, Rows, Runner, lay_out
 
 __all__ = [
     "Attend",
     "Decoder",
-    "Drawing",
     "Feed",
     "Hidden",
     "LoadOptions",
     "ModelConfig",
+    "PendingChains",
     "Rope",
     "Rows",
     "Runner",
+    "check_model",
+    "is_hub_id",
     "lay_out",
     "load_decoder",
     "locate",

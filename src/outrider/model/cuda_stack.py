@@ -11,11 +11,11 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
 from outrider.model.decoder import Decoder, Layer, RopeTable
-from outrider.ops.cuda.launch import Kernels, Paged, Shape, pair_rows
+from outrider.ops.cuda.launch import AttentionMetadata, Kernels, Shape, pair_qkv, pair_rows, supported
 
 __all__ = ["CudaPool", "CudaStack", "Forward"]
 
-BEYOND = 320  # positions after the context that padding and the longest draft may name
+EXTRA_POSITIONS = 320  # positions past the context that padding and the longest draft may use
 
 
 class CudaPool(KVPool):
@@ -58,31 +58,31 @@ class _Layer:
 
 @dataclass(slots=True)
 class Forward:
-    """What a forward gives for every row."""
+    """The outputs of a forward for every row."""
 
-    last: Tensor  # (N, hidden) after the last norm, in the weights' kind
+    last: Tensor  # (N, hidden) after the last norm, in the weights' dtype
     taps: Tensor | None  # (N, taps, hidden) float32
 
 
 class CudaStack:
-    """Layers over paged KV. `exact` products are our own at every row count; else cuBLAS makes them."""
+    """Layers over paged KV. With `exact` all products use the row-invariant kernels, otherwise cuBLAS."""
 
     def __init__(
-        self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, promised: Tensor | None = None
+        self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, future_tokens: Tensor | None = None
     ) -> None:
         c = self.config = decoder.config
         _check(decoder)
         self.device = device
         self.dtype = torch.bfloat16 if c.dtype == "bfloat16" else torch.float32
         shape = Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, page_size, c.norm_eps)
-        self.kernels = Kernels(shape, self.dtype, promised)
+        self.kernels = Kernels(shape, self.dtype, future_tokens)
         self._exact = exact
         windows = c.windows or (None,) * c.layers
         self.layers = [self._layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
         self.embedding = self._take(decoder.embedding)
         self.output = self.embedding if decoder.output is None else self._take(decoder.output)
         self.norm = decoder.norm.detach().to(device)
-        rope = RopeTable(c.rope, c.head_dim, c.context + BEYOND)
+        rope = RopeTable(c.rope, c.head_dim, c.context + EXTRA_POSITIONS)
         self.turns = (rope.cos.to(device), rope.sin.to(device))
 
     def _take(self, weight: Tensor) -> Tensor:
@@ -92,15 +92,14 @@ class CudaStack:
         c = self.config
 
         def paired_qkv(fused: Tensor) -> Tensor:
-            turned = (c.heads + c.kv_heads) * c.head_dim
-            return torch.cat((pair_rows(fused[:turned], c.heads + c.kv_heads), fused[turned:]))
+            return pair_qkv(fused, c.heads + c.kv_heads, c.head_dim)
 
         def maybe(bias: Tensor | None) -> Tensor | None:
             return None if bias is None else self._take(bias)
 
         qkv_bias, gate_up_bias = maybe(layer.qkv_bias), maybe(layer.gate_up_bias)
         qkv, gate_up = paired_qkv(self._take(layer.qkv)), pair_rows(self._take(layer.gate_up), 1)
-        if layer.qkv.is_cuda:  # the decoder was built there: one copy is enough
+        if layer.qkv.is_cuda:  # the decoder was built on the device: keep one copy
             layer.qkv.data, layer.gate_up.data = qkv.new_empty(0), gate_up.new_empty(0)
         return _Layer(
             qkv, self._take(layer.out), gate_up, self._take(layer.down),
@@ -111,28 +110,25 @@ class CudaStack:
 
     @property
     def weight_bytes(self) -> int:
-        """What a forward with logits reads of the matrices."""
-        matrices = [part for own in self.layers for part in (own.qkv, own.out, own.gate_up, own.down)]
+        """Bytes of the matrices that a forward with logits reads."""
+        matrices = [part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return sum(part.numel() * part.element_size() for part in (*matrices, self.output))
-
-    @property
-    def held_bytes(self) -> int:
-        """What all weights take on the device."""
-        own = 0 if self.output is self.embedding else self.embedding.numel() * self.embedding.element_size()
-        return self.weight_bytes + own
 
     def forward(
         self,
-        paged: Paged,
+        meta: AttentionMetadata,
         pool: KVPool,
         taps: tuple[int, ...] = (),
         chunks: Tensor | None = None,
         single: slice | None = None,
         from_start: bool = False,
     ) -> Forward:
-        """Rows through all layers, their KV written. Rows are single ones unless `chunks` covers all but those of `single`."""
-        k, rows, c = self.kernels, len(paged.tokens), self.config
-        stream, normed = k.embed(paged, self.embedding, self.layers[0].norm_in)
+        """Run rows through all layers and write their KV. `chunks` covers prompt rows; without it all rows are single ones.
+
+        With chunks, `single` are the remaining rows. `from_start` says that the rows are one sequence from position 0.
+        """
+        k, rows, c = self.kernels, len(meta.tokens), self.config
+        stream, normed = k.embed(meta, self.embedding, self.layers[0].norm_in)
         kept: dict[int, Tensor] = {}
         width = c.heads * c.head_dim
         for i, layer in enumerate(self.layers):
@@ -140,25 +136,25 @@ class CudaStack:
                 kept[i] = stream.clone()
             q, mixed = (torch.empty(rows, width, device=self.device, dtype=self.dtype) for _ in range(2))
             kv = (pool.keys[i], pool.values[i])
-            self._qkv(normed, layer, q, kv, paged)
+            self._qkv(normed, layer, q, kv, meta)
             if chunks is None:
-                k.attend_rows(q, kv, paged, mixed, layer.window)
+                k.attend_rows(q, kv, meta, mixed, layer.window)
             elif from_start and not self._exact and layer.window is None:
-                mixed = self._torch_attention(q, kv, paged)
+                mixed = self._torch_attention(q, kv, meta)
             else:
-                k.attend_chunks(q, kv, paged.table, chunks, mixed, layer.window)
+                k.attend_chunks(q, kv, meta.table, chunks, mixed, layer.window)
                 if single is not None:
-                    k.attend_rows(q[single], kv, paged.rows(single), mixed[single], layer.window)
+                    k.attend_rows(q[single], kv, meta.rows(single), mixed[single], layer.window)
             normed = self._add_norm(mixed, layer.out, layer.out_bias, stream, layer.norm_mlp)
             after = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
             normed = self._add_norm(self._gated(normed, layer), layer.down, layer.down_bias, stream, after)
         kept[len(self.layers)] = stream
         return Forward(normed, torch.stack([kept[i] for i in taps], 1) if taps else None)
 
-    def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], paged: Paged) -> Tensor:
+    def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> Tensor:
         """A prompt's attention by torch's fastest kernel, for one sequence that is read from its start."""
         c, rows, page = self.config, len(q), self.kernels.shape.page
-        pages = paged.table[0, : -(-rows // page)]
+        pages = meta.table[0, : -(-rows // page)]
         keys, values = (part[pages].transpose(0, 1).reshape(c.kv_heads, -1, c.head_dim)[None, :, :rows] for part in kv)
         heads = q.view(1, rows, c.heads, c.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
@@ -173,14 +169,14 @@ class CudaStack:
             out.copy_(F.linear(last, self.output))
         return out
 
-    def _qkv(self, x: Tensor, layer: _Layer, q: Tensor, kv: tuple[Tensor, Tensor], paged: Paged) -> None:
+    def _qkv(self, x: Tensor, layer: _Layer, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> None:
         if self._exact:
-            self.kernels.qkv(x, layer.qkv, layer.qkv_bias, q, kv, paged, self.turns)
+            self.kernels.qkv(x, layer.qkv, layer.qkv_bias, q, kv, meta, self.turns)
         else:
-            self.kernels.place(F.linear(x, layer.qkv, layer.qkv_bias), q, kv, paged, self.turns)
+            self.kernels.place(F.linear(x, layer.qkv, layer.qkv_bias), q, kv, meta, self.turns)
 
     def _add_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor, norm: Tensor) -> Tensor:
-        """stream += product; its norm."""
+        """Add a product to the stream in place and return the norm of the stream."""
         if self._exact:
             return self.kernels.add_norm(x, weight, bias, stream, norm)
         stream += F.linear(x, weight, bias)
@@ -201,7 +197,7 @@ def _check(decoder: Decoder) -> None:
         raise InvalidParameter("dtype", f"{c.dtype} weights are served on the processor alone; pass dtype=bfloat16 or device=cpu")
     if c.qk_norm:
         raise InvalidParameter("device", f"{c.architecture} has norms on q and k, which the GPU path lacks; pass device=cpu")
-    if c.head_dim not in (16, 32, 64, 128, 256) or group not in (1, 2, 4, 8, 16):
+    if not supported(c.head_dim, group):
         shape = f"heads of {c.head_dim} and {group} query heads per KV head"
         raise InvalidParameter(
             "device", f"the GPU path takes heads of 16 to 256 in groups of 1 to 16, not {shape}; pass device=cpu"

@@ -23,12 +23,12 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Hidden:
-    """What the layer stack gives for every row."""
+    """The outputs of the layer stack for every row."""
 
     last: Tensor  # (N, hidden) after the final norm
     taps: list[Tensor]  # residual stream entering each tapped layer, (N, hidden)
-    joined: Tensor | None = None  # the same side by side, (N, taps * hidden), where they lie so already
-    logits: Tensor | None = None  # of the rows they were wanted of, where the same call gives them
+    joined: Tensor | None = None  # the taps side by side, (N, taps * hidden), where memory holds them so already
+    logits: Tensor | None = None  # logits of the wanted rows, where the same call computes them
 
 
 class RopeTable(nn.Module):
@@ -78,10 +78,11 @@ class Layer(nn.Module):
         c = self.config
         fused = ops.linear(x, self.qkv, self.qkv_bias).float()
         rows = fused.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-        q, k, v = torch.split(rows, [c.heads, c.kv_heads, c.kv_heads], dim=1)
+        qk, v = rows.tensor_split((c.heads + c.kv_heads,), 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = ops.rms_norm(q, self.q_norm, c.norm_eps), ops.rms_norm(k, self.k_norm, c.norm_eps)
-        q, k = ops.rotary(q, *rope), ops.rotary(k, *rope)
+            q, k = qk.tensor_split((c.heads,), 1)
+            qk = torch.cat((ops.rms_norm(q, self.q_norm, c.norm_eps), ops.rms_norm(k, self.k_norm, c.norm_eps)), 1)
+        q, k = ops.rotary(qk, *rope).tensor_split((c.heads,), 1)
         mixed = attend(self.index, q, k, v)
         return ops.linear(mixed.reshape(x.shape[0], -1), self.out, self.out_bias).float()
 
@@ -90,7 +91,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and output matrix. `logits` is apart: few rows need it."""
+    """Embedding, layers, final norm and output matrix. `logits` is a separate call, because few rows need it."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype = torch.float32, output_dtype: torch.dtype = torch.float32

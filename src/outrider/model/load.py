@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
+from outrider.model.fields import Fields, read_json
+from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_headers, read_tensors
+from outrider.model.foreign import refuse_foreign
+from outrider.platform import memory_bytes
+from outrider.sampling.params import SamplingParams
 
 __all__ = [
     "LoadOptions",
+    "check_model",
     "generation_defaults",
+    "is_hub_id",
     "is_int8",
     "load_decoder",
     "locate",
@@ -29,14 +37,17 @@ __all__ = [
     "read_tensors",
     "save_decoder",
     "served_dtype",
+    "usable_ids",
     "write_config",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-INT8 = "int8"  # weights per output channel and rows in int8, by the native core; torch holds them in float32
-SCALE = ".scale"  # int8 weights carry a float32 scale per output row beside them
+INT8 = "int8"  # int8 weights with a scale per output channel and int8 rows, in the native core; torch holds float32
 _IGNORED = ("rotary_emb.inv_freq",)
 _SHARD_BYTES = 15 * 2**20
+_ROPE_BYTES = 12  # for each position and value of a head while the tables are made: two in float64, two in float32
+_HUB_ID = re.compile(r"[\w\-][\w.\-]{0,95}/[\w.\-]{1,96}")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,10 @@ class LoadOptions:
     load_format: str = "safetensors"
     seed: int = 0
     widen: bool = False  # hold bf16 weights in float32, where this process must not multiply bf16
+
+    def __post_init__(self) -> None:
+        checks.choice("dtype", self.dtype, ("auto", *DTYPES, INT8))
+        checks.choice("load_format", self.load_format, ("dummy", "safetensors"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,61 +74,83 @@ class _Place:
 
 def locate(model: str, revision: str | None = None) -> Path:
     """The local directory of a path or hub id."""
-    path = Path(model).expanduser()
-    if path.is_dir():
+    model = checks.text("model", model)
+    if not model or "\0" in model:
+        raise InvalidParameter("model", f"must be a directory or a hub id like 'owner/name', got {checks.shown(model)}")
+    try:
+        path = Path(model).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+        refuse_foreign(path)
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no permission, the home of nobody
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{checks.shown(model)} is not a model directory: {reason}") from None
+    if is_directory:
         return path
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ModelError(f"{model!r} is not a model directory; pass a directory with config.json or a hub id like 'owner/name'")
+    if exists or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelError(
+            f"{checks.shown(model)} is not a model directory; pass a directory with config.json or a hub id like 'owner/name'"
+        )
+    return _fetch(model, None if revision is None else checks.text("revision", revision))
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether this is `owner/name` on the hub and nothing on this machine."""
+    return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    """A snapshot from the hub."""
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+        path = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except Exception as error:  # the hub client raises many kinds; all mean the same to the user
         raise ModelError(f"cannot fetch {model!r} from the hub: {error}") from error
+    refuse_foreign(path)
+    return path
 
 
-def load_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:  # noqa: B008 (frozen)
-    """A decoder with its weights, ready for inference."""
-    config = ModelConfig.read(directory)
-    name = served_dtype(options.dtype, config.dtype)
-    config, dtype = replace(config, dtype=name), DTYPES.get(name, torch.float32)
-    with torch.device("meta"):
-        decoder = Decoder(config, torch.float32 if options.widen else dtype)
+def load_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:
+    """A decoder with its weights, ready for inference. Names, shapes and sizes are checked before it takes memory."""
+    decoder, stored = _skeleton(directory, options)
+    config, dtype = decoder.config, DTYPES.get(decoder.config.dtype, torch.float32)
+    if options.dtype == "auto":
+        _say_narrowed(directory, stored, config.dtype)
     decoder.to_empty(device="cpu")
     decoder.rope = type(decoder.rope)(config.rope, config.head_dim, config.context)
     decoder.requires_grad_(False)
     if options.load_format == "dummy":
         _fill_random(decoder, options.seed, dtype)
-    elif options.load_format == "safetensors":
-        _fill(decoder, directory, dtype)
     else:
-        raise InvalidParameter("load_format", f"unknown {options.load_format!r}; known: dummy, safetensors")
+        _fill(decoder, directory, dtype)
     return decoder.eval()
 
 
-def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor, str]]:
-    """Every stored (name, tensor, file name) of a directory; int8 weights are dequantised on the way."""
-    for path in _files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored = set(file.keys())
-                for name in sorted(stored):
-                    if name.endswith(SCALE) and name.removesuffix(SCALE) in stored:
-                        continue
-                    tensor = file.get_tensor(name)
-                    if tensor.dtype == torch.int8:
-                        tensor = tensor.float() * file.get_tensor(name + SCALE)[:, None]
-                    yield name, tensor, path.name
-        except (SafetensorError, OSError, KeyError) as error:
-            raise ModelError(f"{path} cannot be read (truncated or corrupt?): {error}") from None
+def check_model(directory: Path, options: LoadOptions = LoadOptions()) -> None:
+    """Fail where `load_decoder` would: the config, its size, and the names and shapes of the tensors. No weights are read."""
+    _skeleton(directory, options)
 
 
-def is_int8(directory: Path) -> bool:
-    """Whether a directory's matrices are stored in int8."""
-    with contextlib.suppress(SafetensorError, OSError, ModelError), safe_open(_files(directory)[0], framework="pt") as file:
-        return any(name.endswith(SCALE) for name in file.keys())  # noqa: SIM118 (not a dict)
-    return False
+def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, set[str]]:
+    """A decoder that takes no memory yet, and the dtypes that its weights are stored in."""
+    refuse_foreign(directory)
+    config = ModelConfig.read(directory)
+    name = served_dtype(options.dtype, config.dtype)
+    held = torch.float32 if options.widen else DTYPES.get(name, torch.float32)
+    stored, config = config.dtype, replace(config, dtype=name)
+    _check_memory(config, held)
+    with torch.device("meta"):
+        decoder = Decoder(config, held)
+    return decoder, {stored} if options.load_format == "dummy" else _check_headers(decoder, directory)
+
+
+def _say_narrowed(directory: Path, stored: set[str], served: str) -> None:
+    """One line where weights are served in another precision than they are stored in."""
+    narrowed = {"float16", "float64"} if served == "float32" else {"float16", "float32", "float64"}
+    for name in sorted(stored & narrowed):
+        cure = "" if served == "float32" else "; dtype=float32 keeps more of it"
+        _logger.warning("%s is stored as %s, served as %s%s", directory, name, served, cure)
 
 
 def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:
@@ -123,9 +160,7 @@ def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:
     for name, place in names(decoder.config).items():
         tensor = parameters[place.parameter].detach()[place.rows].cpu().contiguous()
         if int8 and tensor.dim() == 2:
-            scale = (tensor.float().abs().amax(1) / 127.0).clamp_min(1e-12)
-            tensors[name] = (tensor.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-            tensors[name + SCALE] = scale
+            tensors[name], tensors[name + SCALE] = quantised(tensor)
         else:
             tensors[name] = tensor.clone()
     _write_shards(tensors, directory)
@@ -133,7 +168,7 @@ def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:
 
 def names(config: ModelConfig) -> dict[str, _Place]:
     """Hugging Face tensor name -> its place in the decoder."""
-    c, whole = config, slice(None)
+    c, all_rows = config, slice(None)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     fused = {
         "qkv": {
@@ -141,17 +176,17 @@ def names(config: ModelConfig) -> dict[str, _Place]:
             "self_attn.k_proj": slice(q, q + kv),
             "self_attn.v_proj": slice(q + kv, q + 2 * kv),
         },
-        "out": {"self_attn.o_proj": whole},
+        "out": {"self_attn.o_proj": all_rows},
         "gate_up": {"mlp.gate_proj": slice(0, c.ffn), "mlp.up_proj": slice(c.ffn, 2 * c.ffn)},
-        "down": {"mlp.down_proj": whole},
+        "down": {"mlp.down_proj": all_rows},
     }
     biased = {"qkv": c.attention_bias, "out": c.output_bias, "gate_up": c.mlp_bias, "down": c.mlp_bias}
     norms = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
     if c.qk_norm:
         norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-    places = {"model.embed_tokens.weight": _Place("embedding", whole), "model.norm.weight": _Place("norm", whole)}
+    places = {"model.embed_tokens.weight": _Place("embedding", all_rows), "model.norm.weight": _Place("norm", all_rows)}
     if not c.tied:
-        places["lm_head.weight"] = _Place("output", whole)
+        places["lm_head.weight"] = _Place("output", all_rows)
     for i in range(c.layers):
         for ours, parts in fused.items():
             for theirs, rows in parts.items():
@@ -159,7 +194,7 @@ def names(config: ModelConfig) -> dict[str, _Place]:
                 if biased[ours]:
                     places[f"model.layers.{i}.{theirs}.bias"] = _Place(f"layers.{i}.{ours}_bias", rows)
         for ours, theirs in norms.items():
-            places[f"model.layers.{i}.{theirs}.weight"] = _Place(f"layers.{i}.{ours}", whole)
+            places[f"model.layers.{i}.{theirs}.weight"] = _Place(f"layers.{i}.{ours}", all_rows)
     return places
 
 
@@ -190,65 +225,89 @@ def write_config(config: ModelConfig, directory: Path, extra: dict[str, Any] | N
 
 def generation_defaults(directory: Path, config: ModelConfig) -> tuple[dict[str, Any], frozenset[int]]:
     """Sampling defaults and end-of-sequence ids from generation_config.json, where there is one."""
-    eos = set(config.eos_ids)
+    eos = usable_ids(config.eos_ids, config, directory / "config.json")
     path = directory / "generation_config.json"
     if not path.exists():
-        return {}, frozenset(eos)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    own = data.get("eos_token_id")
-    eos |= set(own) if isinstance(own, list) else set() if own is None else {own}
+        return {}, eos
+    data = read_json(path)
+    eos |= usable_ids(Fields(data, str(path)).ids("eos_token_id"), config, path)
     known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {key: data[key] for key in known if data.get(key) is not None}
     if data.get("do_sample") is False:
         defaults = {"temperature": 0.0}
-    return defaults, frozenset(eos)
+    try:
+        SamplingParams(**defaults)
+    except InvalidParameter as error:
+        raise ModelError(f"{path}: {error}") from None
+    return defaults, eos
 
 
-def served_dtype(asked: str, stored: str) -> str:
-    """What the products of a model run in; "auto" is what config.json calls its weights."""
-    if asked == "auto":
-        return stored if stored in DTYPES else "bfloat16"  # float16 checkpoints are served as bfloat16
-    if asked not in (*DTYPES, INT8):
-        raise InvalidParameter("dtype", f"unknown {asked!r}; known: auto, {', '.join(DTYPES)}, {INT8}")
-    return asked
+def usable_ids(ids: Iterable[int], config: ModelConfig, where: Path) -> frozenset[int]:
+    """Those end-of-sequence ids that the model can choose. Others have no logit, and are ignored with a warning."""
+    ids = frozenset(ids)
+    beyond = sorted(token for token in ids if not 0 <= token < config.vocab)
+    if beyond:
+        listed = ", ".join(map(checks.shown, beyond[:8]))
+        _logger.warning(
+            "%s names end-of-sequence ids beyond the model's %d output rows: %s; they are ignored", where, config.vocab, listed
+        )
+    return ids - frozenset(beyond)
 
 
-def _files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        pickled = sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
-        why = f" ({pickled[0].name} is a pickle, which can run code; convert it to safetensors)" if pickled else ""
-        raise ModelError(f"{directory} holds no *.safetensors{why}")
-    for file in files:
-        if not file.exists():
-            raise ModelError(f"{file} is missing, but {index.name} names it")
-    return files
+def served_dtype(requested: str, stored: str) -> str:
+    """The dtype of a model's products; "auto" is the dtype that config.json names."""
+    if requested == "auto":
+        return "float32" if stored == "float64" else stored if stored in DTYPES else "bfloat16"  # float16 runs as bfloat16
+    return checks.choice("dtype", requested, ("auto", *DTYPES, INT8))
+
+
+def _check_memory(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse a model that this machine cannot hold, before anything is allocated."""
+    weights = config.parameters * dtype.itemsize
+    table = _ROPE_BYTES * config.context * config.head_dim
+    memory = memory_bytes()
+    if weights + table > memory:
+        gib = 2**30
+        raise ModelError(
+            f"the model needs {weights / gib:,.1f} GiB for its weights and {table / gib:,.1f} GiB for rotary tables of "
+            f"{config.context:,} positions; this machine has {memory / gib:,.1f} GiB"
+        )
+
+
+def _check_headers(skeleton: Decoder, directory: Path) -> set[str]:
+    """Compare every stored tensor's name and shape with the config, before anything is allocated; the matrices' dtypes."""
+    places = names(skeleton.config)
+    missing = set(places)
+    parameters = dict(skeleton.named_parameters())
+    dtypes = set()
+    for name, header in read_headers(directory).items():
+        if _unused(name, skeleton.config):
+            continue
+        if name not in places:
+            raise ModelError(f"{header.file} holds {name!r}, which {skeleton.config.architecture} does not have")
+        expected = tuple(parameters[places[name].parameter][places[name].rows].shape)
+        if header.shape != expected:
+            raise ModelError(f"{header.file}: {name!r} has shape {header.shape}, config.json asks for {expected}")
+        missing.discard(name)
+        if len(header.shape) == 2:
+            dtypes.add(header.dtype)
+    if missing:
+        raise ModelError(f"{directory} lacks {len(missing)} tensors, first {min(missing)!r}")
+    return dtypes
 
 
 def _fill(decoder: Decoder, directory: Path, dtype: torch.dtype) -> None:
+    """Read the weights, whose names and shapes were checked."""
     places = names(decoder.config)
     parameters = dict(decoder.named_parameters())
-    missing = set(places)
-    for name, tensor, file in read_tensors(directory):
-        if name.endswith(_IGNORED) or (name == "lm_head.weight" and decoder.config.tied):
-            continue
-        if name not in places:
-            raise ModelError(f"{file} holds {name!r}, which {decoder.config.architecture} does not have")
-        place = places[name]
-        target = parameters[place.parameter][place.rows]
-        if target.shape != tensor.shape:
-            raise ModelError(f"{file}: {name!r} has shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}")
-        target.copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
-        missing.discard(name)
-    if missing:
-        raise ModelError(f"{directory} lacks {len(missing)} tensors, first {min(missing)!r}")
+    for name, tensor, _ in read_tensors(directory):
+        if not _unused(name, decoder.config):
+            target = parameters[places[name].parameter][places[name].rows]
+            target.copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+
+
+def _unused(name: str, config: ModelConfig) -> bool:
+    return name.endswith(_IGNORED) or (name == "lm_head.weight" and config.tied)
 
 
 def _fill_random(decoder: Decoder, seed: int, dtype: torch.dtype) -> None:
@@ -268,12 +327,12 @@ def _write_shards(tensors: dict[str, Tensor], directory: Path) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        own = tensor.numel() * tensor.element_size()
-        if not name.endswith(SCALE) and size + own > _SHARD_BYTES and shards[-1]:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if not name.endswith(SCALE) and size + tensor_bytes > _SHARD_BYTES and shards[-1]:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
-        size += own
+        size += tensor_bytes
     directory.mkdir(parents=True, exist_ok=True)
     if len(shards) == 1:
         save_file(shards[0], directory / "model.safetensors")
@@ -283,4 +342,4 @@ def _write_shards(tensors: dict[str, Tensor], directory: Path) -> None:
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, directory / file)
         weight_map |= dict.fromkeys(shard, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))

@@ -1,4 +1,4 @@
-"""The runner feeds token rows through a decoder over paged KV. Target and draft model share it."""
+"""The runner feeds token rows through a decoder over paged KV. Targets and draft models use it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
+from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows
-from outrider.ops import BLOCK, AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
+from outrider.ops import AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
+from outrider.ops.forwards import network
 from outrider.sampling import Row
 from outrider.sampling.choice import shape_of
 from outrider.sampling.noise import Key, token_words_at, words_of
 
-__all__ = ["Drawing", "Feed", "Round", "Rows", "Runner", "lay_out"]
+__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes", "lay_out"]
 
 Tokens = list[list[int]]
 Chances = list[list[float]]
@@ -40,15 +42,15 @@ class Feed(NamedTuple):
     tokens: Sequence[int]
     nodes: Sequence[int] = ()
     parents: Sequence[int] = ()
-    known: int = 0  # leading nodes fed before: listed in parents, not in nodes
-    first_key: int = 0  # slots before it hold nothing
+    known: int = 0  # leading nodes that were fed before; they are in `parents` but not in `nodes`
+    first_key: int = 0  # the first slot with a key; those before are empty
 
 
-class Drawing(NamedTuple):
-    """Chains that a device is at work on."""
+class PendingChains(NamedTuple):
+    """Draft chains in flight on a device."""
 
-    promises: list[list[int]]  # of each chain, what stands for its tokens until then: see Drafts.ahead
-    land: Callable[[], tuple[Tokens, Chances]]  # waits for them
+    future_tokens: list[list[int]]  # placeholders for each chain's tokens until they are resolved; see Drafts.ahead
+    resolve: Callable[[], tuple[Tokens, Chances]]  # synchronises with the device
 
 
 class Rows(NamedTuple):
@@ -71,7 +73,7 @@ class Round(NamedTuple):
 
 
 def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None]) -> Rows:
-    """Flat rows of feeds, padded to whole blocks; padding writes to the pool's last page."""
+    """The feeds as flat rows."""
     tokens: list[int] = []
     positions: list[int] = []
     pages: list[int] = []
@@ -87,10 +89,13 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None])
         for slot in segment.slots():
             pages.append(feed.pages[slot // size])
             offsets.append(slot % size)
-    filling = [0] * (-len(tokens) % BLOCK)
-    table = integers([tokens + filling, positions + filling, pages + [pool.pages - 1] * len(filling), offsets + filling])
-    ids, where, page, offset = table.unbind()
+    ids, where, page, offset = integers([tokens, positions, pages, offsets]).unbind()
     return Rows(ids, where, (page, offset), plan_attention(segments, size, windows))
+
+
+def kv_value_bytes(config: ModelConfig, page_size: int) -> int:
+    """Bytes of one value in the KV of a model that runs on the CPU."""
+    return KVPool.value_bytes(serving_ops().core is not None and config.dtype != "float32", page_size)
 
 
 @lru_cache(maxsize=32)
@@ -102,10 +107,11 @@ class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
     device_name = "cpu"
-    runs_ahead = False  # heeds Batch.again
-    prompts_apart = False  # prompts run by other code than rounds of decode rows: what they take says nothing about those
-    draws_ahead = False  # has `draw` and `draw_behind`, for a target on the same device
-    drafts_roughly = False  # `draft` takes any parameters, and draws by temperature and noise alone
+    overlaps_rounds = False  # launches the next round early where Batch.again allows it
+    separate_prefill = False  # prompts run other kernels than decode rows, so their time says nothing about rounds
+    overlaps_drafts = False  # has `draw` and `launch_next_draft`, for a target on the same device
+    drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
+    _resumable: Resume | None = None  # rows from which the next `score` may resume
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
         self.decoder = decoder
@@ -120,19 +126,20 @@ class Runner:
 
     @property
     def weight_bytes(self) -> int:
-        """What the native core reads of the weights in a forward with logits; 0 where torch serves."""
+        """Bytes of weights that the native core reads in a forward with logits; 0 where torch serves."""
         return 0 if self.stack is None else self.stack.bytes
 
     def forward(self, feeds: Sequence[Feed], taps: tuple[int, ...] = (), wanted: Sequence[int] = ()) -> Hidden:
-        """Hidden rows of all feeds in order (then padding), with their KV written to the pages. See `run`."""
+        """Hidden rows of all feeds in order, with their KV written to the pages. See `run`."""
         return self.run(self.prepare(feeds), taps, wanted=wanted)
 
     def prepare(self, feeds: Sequence[Feed]) -> Rows | array[int]:
-        """Lay feeds out as flat rows: padded to whole blocks, or as the native core reads them."""
+        """The feeds as flat rows, or in the native core's layout."""
         if self.stack is not None:
             return lay_out_rows(feeds)
         return lay_out(feeds, self.pool, self._distinct_windows)
 
+    @network
     def run(
         self,
         rows: Rows | array[int],
@@ -146,11 +153,11 @@ class Runner:
             return self._run_torch(rows, taps, layers, x, wanted)
         assert self.stack is not None
         span = _WHOLE if layers is None else Span(layers.start, layers.stop)
-        found = self.stack.forward(rows, _layer_numbers(taps) if taps else None, span, x, wanted)
-        assert found.last is not None
-        if found.taps is None:
-            return Hidden(found.last, [], None, found.logits)
-        return Hidden(found.last, list(found.taps.unbind(1)), found.taps.flatten(1), found.logits)
+        outputs = self.stack.forward(rows, _layer_numbers(taps) if taps else None, span, x, wanted)
+        assert outputs.last is not None
+        if outputs.taps is None:
+            return Hidden(outputs.last, [], None, outputs.logits)
+        return Hidden(outputs.last, list(outputs.taps.unbind(1)), outputs.taps.flatten(1), outputs.logits)
 
     @torch.inference_mode()
     def _run_torch(
@@ -164,6 +171,7 @@ class Runner:
         hidden.logits = self._logits_by_torch(hidden.last, wanted)
         return hidden
 
+    @network
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V)."""
         if self.stack is not None:
@@ -174,13 +182,13 @@ class Runner:
     def _logits_by_torch(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         if not rows:
             return torch.empty(0, self.decoder.config.vocab)
-        padded = [*rows, *[rows[0]] * (-len(rows) % BLOCK)]
-        return self.decoder.logits(last[padded], self.ops)[: len(rows)]
+        return self.decoder.logits(last if len(rows) == len(last) else last[list(rows)], self.ops)
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
-        """One forward for everyone: prompt chunks, roots and draft nodes."""
+        """One forward of all sequences: prompt chunks, roots and draft nodes."""
         feeds, wanted, roots, first_rows, prompt_rows = self._lay_out_round(batch, drafts)
-        resume = drafts.resume if self._can_resume(drafts.resume, feeds, taps) else None
+        made_here, self._resumable = drafts.resume is self._resumable, None
+        resume = drafts.resume if made_here and self._can_resume(drafts.resume, feeds, taps) else None
         hidden = self.forward(feeds, taps, wanted) if resume is None else self._resumed(feeds, resume, taps, wanted)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
         tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
@@ -189,7 +197,6 @@ class Runner:
 
     def _lay_out_round(self, batch: Batch, drafts: Drafts) -> Round:
         """Who feeds what, and which rows' logits are wanted."""
-        trees = drafts.on_host()
         feeds: list[Feed] = []
         wanted: list[int] = []
         roots: list[int] = []
@@ -197,8 +204,9 @@ class Runner:
         prompt_rows: dict[int, range] = {}
         row = 0
         for b, (seq, fed) in enumerate(zip(batch.sequences, batch.feeds, strict=True)):
-            n = len(trees[b].tokens)
-            feeds.append(Feed(seq.pages, seq.cached, seq.tokens[seq.cached : seq.cached + fed], *trees[b]))
+            tree = drafts.per_sequence[b]
+            n = len(tree.tokens)
+            feeds.append(Feed(seq.pages, seq.cached, seq.tokens[seq.cached : seq.cached + fed], tree.tokens, tree.parents))
             first_rows.append(row)
             samples = batch.samples(b)
             roots.append(len(wanted) if samples else -1)
@@ -211,15 +219,22 @@ class Runner:
 
     @property
     def drafts_chains(self) -> int:
-        """The longest chain that `draft` draws; 0: it draws none."""
+        """The longest chain that `draft` can draw; 0 where it is not supported."""
         return 0 if self.stack is None else _LONGEST_CHAIN
 
+    @network
     def draft(
-        self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int], sharpness: Sequence[float], floor: float = 0.0
+        self,
+        feeds: Sequence[Feed],
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        draft_temperatures: Sequence[float],
+        floor: float = 0.0,
     ) -> tuple[Tokens, Chances, Tensor | None]:
-        """Chains that this model guesses after feeds, in one call: tokens and chances of each, drawn by the law and
-        the noise of the target's `rows`, and the logits (longest, feeds, V) behind them, where they are on the host.
-        It may end where none of them is as likely as `floor` to have come that far.
+        """Draft a chain after each feed in one call, with the parameters and the noise of the target's `rows`.
+
+        Returns each chain's tokens and chances, and the logits (steps, feeds, V) where they are on the host. Drafting may
+        end where the survival of every chain is below `floor`.
         """
         assert self.stack is not None
         places = range(len(feeds))
@@ -234,7 +249,7 @@ class Runner:
         chains = Chains(
             wanted=array("i", [lengths[i] for i in order]),
             shapes=array("d", [part for i in order for part in shape_of(rows[i].params)]),
-            sharpness=array("f", [sharpness[i] for i in order]),
+            draft_temperatures=array("f", [draft_temperatures[i] for i in order]),
             keys=keys,
             words=token_words_at(self.decoder.config.vocab),
             floor=floor,
@@ -245,16 +260,21 @@ class Runner:
         back = sorted(places, key=order.__getitem__)
         return [tokens[i] for i in back], [chances[i] for i in back], logits[:, back]
 
-    def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> Drawing:
-        """The same chains, not waited for."""
-        raise NotImplementedError("draws_ahead is False")
+    def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
+        """Launch draft chains without waiting for them."""
+        raise NotImplementedError("overlaps_drafts is False")
 
-    def draw_behind(self, numbers: Sequence[int]) -> None:
-        """While the target judges what was drawn last: begin to draw what follows. `numbers`: who was drawn for, in its batch."""
-        raise NotImplementedError("draws_ahead is False")
+    def launch_next_draft(self, numbers: Sequence[int]) -> None:
+        """Launch the next draft while the target verifies the last one. `numbers` are its sequences' places in the batch."""
+        raise NotImplementedError("overlaps_drafts is False")
+
+    def resume(self, layer: int, hidden: Tensor, counts: Sequence[int]) -> Resume:
+        """Keep rows that this runner's layers before `layer` have computed, for its next `score`. It accepts no other rows."""
+        self._resumable = Resume(layer, hidden, counts)
+        return self._resumable
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:
-        """Whether the layers a drafter has run can be skipped: nobody taps them, and its rows are these rows."""
+        """Whether the layers a drafter has run can be skipped: they are not tapped, and its rows are those of the feeds."""
         config = self.decoder.config
         if resume is None or not 0 < resume.layer < config.layers or any(tap < resume.layer for tap in taps):
             return False
@@ -264,24 +284,24 @@ class Runner:
 
     @torch.inference_mode()
     def _resumed(self, feeds: Sequence[Feed], resume: Resume, taps: tuple[int, ...], wanted: Sequence[int]) -> Hidden:
-        """The same rows, bit for bit: the first layers only where they are missing, then the others for all."""
+        """Run the first layers for the missing rows and the other layers for all rows. Bits equal those of a full forward."""
         rows, row = self.prepare(feeds), 0
-        rest: list[Feed] = []
+        missing_feeds: list[Feed] = []
         missing: list[int] = []
         for feed, count in zip(feeds, resume.counts, strict=True):
             end = row + len(feed.tokens) + len(feed.nodes)
-            left = feed
+            remaining = feed
             if count:  # the root and the nodes before are known
-                left = feed._replace(start=feed.start + 1, tokens=(), nodes=feed.nodes[count - 1 :], known=count - 1)
-            if left.tokens or left.nodes:
-                rest.append(left)
+                remaining = feed._replace(start=feed.start + 1, tokens=(), nodes=feed.nodes[count - 1 :], known=count - 1)
+            if remaining.tokens or remaining.nodes:
+                missing_feeds.append(remaining)
             missing += range(row + count, end)
             row = end
         count = rows[1] if isinstance(rows, array) else rows.tokens.shape[0]
         x = torch.zeros(count, self.decoder.config.hidden)
-        if rest:
-            early = self.run(self.prepare(rest), (resume.layer,), range(resume.layer)).taps[0]
-            x[missing] = early[: len(missing)]
+        if missing_feeds:
+            early = self.run(self.prepare(missing_feeds), (resume.layer,), range(resume.layer)).taps[0]
+            x[missing] = early
         known = sorted(set(range(row)) - set(missing))
         x[known] = resume.hidden
         return self.run(rows, taps, range(resume.layer, self.decoder.config.layers), x, wanted)

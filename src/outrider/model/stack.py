@@ -1,4 +1,4 @@
-"""A decoder as the native core runs it: packed weights and rows laid out as integers."""
+"""A decoder in the native core's format: packed weights, and rows laid out as integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["decoder_stack", "lay_out_rows", "layer_weights", "stack_over"]
 
 
 def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
-    """Feeds as the integers read_layout of core.cpp takes apart again."""
+    """The feeds as integers, in the format of read_layout in core.cpp."""
     heads: list[int] = []
     tokens: list[int] = []
     pages: list[int] = []
@@ -36,7 +36,7 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 
 
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
-    """The decoder's layers over a pool, which takes the core's layout: bf16, unless the weights are float32."""
+    """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32."""
     c = decoder.config
     windows = c.windows or (None,) * c.layers
     layers = [layer_weights(layer, core, c.dtype, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]

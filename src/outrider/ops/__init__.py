@@ -20,7 +20,9 @@ from outrider.ops.native import (
     StackWeights,
     find_core,
 )
-from outrider.ops.plain import BLOCK, Blocked, Native, Ops, Plain, serving_ops, threads_used
+from outrider.ops.plain import Blocked, Native, Ops, Plain, missing_core, serving_ops, threads_used
+from outrider.ops.row_counts import BLOCK
+from outrider.ops.torch_threads import keep_one_torch_thread, one_torch_thread, set_torch_threads_here
 
 __all__ = [
     "BESIDE",
@@ -42,8 +44,12 @@ __all__ = [
     "Stack",
     "StackWeights",
     "find_core",
+    "keep_one_torch_thread",
+    "missing_core",
+    "one_torch_thread",
     "paged_attention",
     "plan_attention",
     "serving_ops",
+    "set_torch_threads_here",
     "threads_used",
 ]

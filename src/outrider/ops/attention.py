@@ -2,9 +2,12 @@
 
 A query's keys are its committed prefix and then its ancestors in the draft, in order. They are
 cut into blocks of one page by *logical* position, whatever slots they lie in, and every product
-has the shape (BLOCK rows, one page), so a node of a draft tree meets the same additions in the
-same order as the same token decoded alone. Full pages are read where they lie; only the pages a
-tree node shares with draft slots are gathered.
+is of one page and a row count that gives a row the same bits (ops/row_counts.py). So a node of a draft
+tree has the same additions in the same order as the same token decoded alone. Full pages are read in
+place; only the pages that hold draft slots of a tree are gathered.
+
+Positions that a row does not see cannot change it, even if they hold NaN or infinity: their scores are replaced, not
+added to, and the values in KV memory are finite (cache/kv.py).
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.ops.plain import BLOCK
+from outrider.core import ancestors, depths
+from outrider.ops.row_counts import BLOCK, attention_counts, fitting, page_products
 
 __all__ = ["AttentionPlan", "Segment", "paged_attention", "plan_attention"]
 
 Windows = frozenset[int | None]
+Counts = tuple[int, ...]
 
 
 class Segment(NamedTuple):
@@ -38,7 +44,7 @@ class Segment(NamedTuple):
     pages: Sequence[int]
     parents: Sequence[int] = ()  # of draft nodes; -1 is the root, the last committed token
     known: int = 0
-    first_key: int = 0  # positions before it hold nothing
+    first_key: int = 0  # the first position with a key; those before are empty
 
     @property
     def rows(self) -> int:
@@ -67,10 +73,7 @@ class Segment(NamedTuple):
 
     def depths(self) -> list[int]:
         """Depth of every node, the root's children at 1."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
+        return [depth + 1 for depth in depths(self.parents)]
 
 
 @dataclass(slots=True)
@@ -78,9 +81,9 @@ class _Tail:
     """Pages gathered per root-to-leaf path, because draft nodes lie out of order in their slots."""
 
     slots: Tensor  # (paths, tail positions) physical slots
-    rows: Tensor  # (paths, BLOCK) which of the block's rows each path computes
-    path_of: Tensor  # (BLOCK,) the path that computes a row
-    place_of: Tensor  # (BLOCK,) and its place in that path
+    rows: Tensor  # (paths, rows) which of the unit's rows each path computes
+    path_of: Tensor  # (unit's rows,) the path that computes a row
+    place_of: Tensor  # (unit's rows,) and its place in that path
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class _Unit:
 
     rows: slice
     runs: list[tuple[int, int]]  # (first page, count): consecutive page ids are read in one view
-    masks: dict[int | None, Tensor]  # by window; see _masks
+    masks: dict[int | None, Tensor]  # what rows do not see, by window; see _masks
     tail: _Tail | None = None
 
 
@@ -118,64 +121,99 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan
     The width is d or more; what is more holds zeros.
     """
     head_dim, width = q.shape[-1], keys.shape[-1]
-    out = torch.zeros_like(q)
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    counts = attention_counts(kv_heads, q.shape[1] // kv_heads, width, page, torch.get_num_threads())
     q = q * head_dim**-0.5
     if width > head_dim:
-        q = torch.nn.functional.pad(q, (0, width - head_dim))
+        q = F.pad(q, (0, width - head_dim))
+    if len(plan.units) == 1 and plan.units[0].rows == slice(0, len(q)):
+        return _attend(q, keys, values, plan.units[0], (window, counts))[..., :head_dim]
+    out = torch.zeros_like(q)
     for unit in plan.units:
-        rows = _attend(_pad_rows(q[unit.rows]), keys, values, unit, window)
-        out[unit.rows] = rows[: unit.rows.stop - unit.rows.start, :, :head_dim]
-    return out
+        out[unit.rows] = _attend(q[unit.rows], keys, values, unit, (window, counts))
+    return out[..., :head_dim]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, window: int | None) -> Tensor:
-    """One unit: (BLOCK, H, width) queries to (BLOCK, H, width) outputs.
+def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, form: tuple[int | None, Counts]) -> Tensor:
+    """One unit: (rows, H, width) queries to (rows, H, width) outputs.
 
-    Scores of a page are a product of fixed shape; exponentials are summed inside a page and then
+    Scores of a page are a product of fixed width; exponentials are summed inside a page and then
     page by page in logical order, so trailing pages of masked keys add exact zeros.
     """
-    kv_heads, width = keys.shape[1], q.shape[-1]
-    group = q.shape[1] // kv_heads
-    block = q.view(BLOCK, kv_heads, group, width).transpose(0, 1).reshape(kv_heads, BLOCK * group, width)
-    parts = [torch.matmul(block, keys[first : first + count].mT) for first, count in unit.runs]
+    window, counts = form
+    rows, kv_heads, width = q.shape[0], keys.shape[1], q.shape[-1]
+    block = _by_head(q, kv_heads, fitting(rows, counts))  # (KV heads, filled rows, group, width)
+    filled, group = block.shape[1:3]
+    parts = []
+    for first, count in unit.runs:
+        operand = (
+            block.expand(count, kv_heads, filled, group, width).reshape(count * kv_heads, filled * group, width).contiguous()
+        )
+        part = page_products(operand, keys[first : first + count].flatten(0, 1).mT)
+        parts.append(part.view(count, kv_heads, filled, group, -1)[:, :, :rows])
     if unit.tail is not None:
-        parts.append(_tail_product(block.view(kv_heads, BLOCK, group, width), _gather(keys, unit.tail), unit.tail))
-    scores = parts[0] if len(parts) == 1 else torch.cat(parts)  # (pages, KV heads, BLOCK * group, page)
-    pages, page = scores.shape[0], scores.shape[-1]
-    by_row = scores.view(pages, kv_heads, BLOCK, group, page).add_(unit.masks[window])
-    top = by_row.amax(dim=(0, 4), keepdim=True)
-    weights = by_row.sub_(top).exp_()
-    total = weights.sum(-1).cumsum(0)[-1]  # (KV heads, BLOCK, group)
-    flat = weights.view(pages, kv_heads, BLOCK * group, page)
+        parts.append(_tail_product(block, _gather(keys, unit.tail), unit.tail, counts))
+    scores = parts[0] if len(parts) == 1 else torch.cat(parts)  # (pages, KV heads, rows, group, page)
+    scores = scores.masked_fill(unit.masks[window], -torch.inf)
+    weights = scores.sub_(scores.amax(dim=(0, 4), keepdim=True)).exp_()
+    total = _in_order(weights.sum(-1))  # (KV heads, rows, group)
     mixed, done = [], 0
     for first, count in unit.runs:
-        mixed.append(torch.matmul(flat[done : done + count], values[first : first + count]))
+        operand = _filled_rows(weights[done : done + count], 2, filled).reshape(count * kv_heads, filled * group, -1).contiguous()
+        part = page_products(operand, values[first : first + count].flatten(0, 1))
+        mixed.append(part.view(count, kv_heads, filled, group, width)[:, :, :rows])
         done += count
     if unit.tail is not None:
-        mixed.append(_tail_mix(weights[done:], _gather(values, unit.tail), unit.tail))
-    summed = (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).cumsum(0)[-1]
-    out = summed.view(kv_heads, BLOCK, group, width) / total[..., None]
-    return out.transpose(0, 1).reshape(BLOCK, kv_heads * group, width)
+        mixed.append(_tail_mix(weights[done:], _gather(values, unit.tail), unit.tail, counts))
+    summed = _in_order(mixed[0] if len(mixed) == 1 else torch.cat(mixed))
+    return (summed / total[..., None]).transpose(0, 1).reshape(rows, kv_heads * group, width)
 
 
-def _tail_product(block: Tensor, keys: Tensor, tail: _Tail) -> Tensor:
-    """Scores of the gathered pages, (tail pages, KV heads, BLOCK * group, page)."""
+def _in_order(pages: Tensor) -> Tensor:
+    """The sum over pages, one after the other."""
+    return pages[0] if pages.shape[0] == 1 else pages.cumsum(0)[-1]
+
+
+def _by_head(q: Tensor, kv_heads: int, filled: int) -> Tensor:
+    """(KV heads, filled rows, group, width) of (rows, H, width)."""
+    rows, heads, width = q.shape
+    return _filled_rows(q.view(rows, kv_heads, heads // kv_heads, width).transpose(0, 1), 1, filled)
+
+
+def _filled_rows(x: Tensor, dim: int, count: int) -> Tensor:
+    """Rows padded to `count` with zeros; a single row is repeated."""
+    missing = count - x.shape[dim]
+    if missing == 0:
+        return x
+    if x.shape[dim] == 1:
+        return x.expand(*x.shape[:dim], count, *x.shape[dim + 1 :])
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
+
+
+def _tail_product(block: Tensor, keys: Tensor, tail: _Tail, counts: Counts) -> Tensor:
+    """Scores of the gathered pages, (tail pages, KV heads, rows, group, page)."""
     kv_heads, _, group, width = block.shape
     paths, pages = keys.shape[:2]
-    queries = block[:, tail.rows].transpose(0, 1).reshape(paths, 1, kv_heads, BLOCK * group, width)
-    scores = torch.matmul(queries, keys.mT).view(paths, pages, kv_heads, BLOCK, group, -1)
-    own = scores[tail.path_of, :, :, tail.place_of]  # (BLOCK, pages, KV heads, group, page)
-    return own.permute(1, 2, 0, 3, 4).reshape(pages, kv_heads, BLOCK * group, -1)
+    filled = fitting(tail.rows.shape[1], counts)
+    queries = _filled_rows(block[:, tail.rows].transpose(0, 1), 2, filled)  # (paths, KV heads, filled, group, width)
+    own = queries.reshape(paths, 1, kv_heads, filled * group, width).expand(-1, pages, -1, -1, -1)
+    scores = page_products(own.flatten(0, 2), keys.flatten(0, 2).mT)
+    return _from_paths(scores.view(paths, pages, kv_heads, filled, group, -1), tail)
 
 
-def _tail_mix(weights: Tensor, values: Tensor, tail: _Tail) -> Tensor:
-    """Weighted values of the gathered pages, (tail pages, KV heads, BLOCK * group, d)."""
+def _tail_mix(weights: Tensor, values: Tensor, tail: _Tail, counts: Counts) -> Tensor:
+    """Weighted values of the gathered pages, (tail pages, KV heads, rows, group, width)."""
     pages, kv_heads, _, group, page = weights.shape
     paths = values.shape[0]
-    spread = weights[:, :, tail.rows].permute(2, 0, 1, 3, 4, 5)  # (paths, pages, KV heads, BLOCK, group, page)
-    mixed = torch.matmul(spread.reshape(paths, pages, kv_heads, BLOCK * group, page), values)
-    own = mixed.view(paths, pages, kv_heads, BLOCK, group, -1)[tail.path_of, :, :, tail.place_of]
-    return own.permute(1, 2, 0, 3, 4).reshape(pages, kv_heads, BLOCK * group, -1)
+    filled = fitting(tail.rows.shape[1], counts)
+    spread = _filled_rows(weights[:, :, tail.rows].permute(2, 0, 1, 3, 4, 5), 3, filled)
+    mixed = page_products(spread.reshape(paths * pages * kv_heads, filled * group, page), values.flatten(0, 2))
+    return _from_paths(mixed.view(paths, pages, kv_heads, filled, group, -1), tail)
+
+
+def _from_paths(x: Tensor, tail: _Tail) -> Tensor:
+    """Every row from the path that computed it: (pages, KV heads, rows, group, any)."""
+    return x[tail.path_of, :, :, tail.place_of].permute(1, 2, 0, 3, 4)
 
 
 def _gather(pool: Tensor, tail: _Tail) -> Tensor:
@@ -216,7 +254,7 @@ def _tree_units(segment: Segment, page_size: int, windows: Windows) -> Iterator[
 def _tail(segment: Segment, nodes: Sequence[int], page_size: int, pages: tuple[int, int]) -> _Tail:
     """Group rows, each a node or the root (-1), by a root-to-leaf path that holds them."""
     root, rows = segment.root, len(nodes)
-    lineage = [_lineage(segment.parents, node) for node in nodes]
+    lineage = [ancestors(segment.parents, node) for node in nodes]
     paths: list[list[int]] = []
     members: list[list[int]] = []
     for row in sorted(range(rows), key=lambda r: -len(lineage[r])):
@@ -232,39 +270,27 @@ def _tail(segment: Segment, nodes: Sequence[int], page_size: int, pages: tuple[i
         storage = [*range(begin, root + 1), *(root + 1 + node for node in path)]
         storage += [storage[-1] if storage else begin] * (end - begin - len(storage))
         slots.append([segment.pages[s // page_size] * page_size + s % page_size for s in storage])
-    path_of, place_of = [0] * BLOCK, [0] * BLOCK
+    path_of, place_of = [0] * rows, [0] * rows
     for path_index, group in enumerate(members):
         for place, row in enumerate(group):
             path_of[row], place_of[row] = path_index, place
-    padded = [group + [0] * (BLOCK - len(group)) for group in members]
+    widest = max(map(len, members))
+    padded = [group + [0] * (widest - len(group)) for group in members]
     return _Tail(torch.tensor(slots), torch.tensor(padded), torch.tensor(path_of), torch.tensor(place_of))
 
 
-def _lineage(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes from the root's child down to `node`; empty for the root itself."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
-
-
 def _masks(positions: Sequence[int], keys: int, page_size: int, windows: Windows, first_key: int) -> dict[int | None, Tensor]:
-    """Additive masks: a row sees keys from the first up to its own position, inside the window.
+    """Masks of hidden keys. A row sees keys from the first up to its position, inside the window.
 
-    (pages, 1, rows, 1, page_size); padding rows see the first key. A single row's mask serves its padding too.
+    (pages, 1, rows, 1, page_size), true where a key is hidden.
     """
-    rows = 1 if len(positions) == 1 else BLOCK
+    key, position = np.arange(keys), np.array(positions)[:, None]
     masks: dict[int | None, Tensor] = {}
     for window in windows:
-        mask = np.zeros((rows, keys), dtype=np.float32)
-        for row, position in enumerate(positions):
-            mask[row, position + 1 :] = -np.inf
-            if window is not None:
-                mask[row, : max(position + 1 - window, 0)] = -np.inf
-        mask[len(positions) :, first_key + 1 :] = -np.inf
-        mask[:, :first_key] = -np.inf
-        masks[window] = torch.from_numpy(mask.reshape(rows, -1, page_size).transpose(1, 0, 2)[:, None, :, None])
+        seen = (key <= position) & (key >= first_key)
+        if window is not None:
+            seen &= key > position - window
+        masks[window] = torch.from_numpy(~seen.reshape(len(positions), -1, page_size).transpose(1, 0, 2)[:, None, :, None])
     return masks
 
 
@@ -277,8 +303,3 @@ def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((page, 1))
     return runs
-
-
-def _pad_rows(q: Tensor) -> Tensor:
-    missing = BLOCK - q.shape[0]
-    return q.contiguous() if missing == 0 else torch.cat((q, q.new_zeros(missing, *q.shape[1:])))

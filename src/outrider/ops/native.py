@@ -1,7 +1,7 @@
-"""The native CPU core: ctypes over the shared library that was built at install.
+"""The native CPU core: ctypes over the shared library that was built at installation.
 
-`find_core` picks the library this processor can run, and says why where there is none. `PackedLinear`
-and `Stack` hold weights in the core's layout; ops/cpu has the layouts and why rows keep their bits.
+`find_core` picks the library that this processor can run, or says why there is none. `PackedLinear` and `Stack` hold
+weights in the core's layout. ops/cpu documents the layouts and why rows keep their bits.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import sys
 import time
 from array import array
@@ -53,10 +54,11 @@ _BUILDS: dict[str, frozenset[str]] = {
     "avx512": _AVX512,
     "avx2": frozenset({"avx2", "fma"}),
 }
+_MACHINES = ("x86_64", "AMD64")
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
 
-_WORTH_THREADS = 1 << 18  # logits to choose among
+_MIN_THREADED_LOGITS = 1 << 18  # choices over fewer logits run on one thread
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -86,7 +88,7 @@ class _StackSpec(ctypes.Structure):
 
 
 class Core:
-    """A loaded library. Unless it is `steady`, calls take as many threads as were quickest lately."""
+    """A loaded library. Calls use the number of threads that was fastest lately, or all of them where it is `steady`."""
 
     def __init__(self, path: Path, steady: bool = False) -> None:
         self.steady = steady
@@ -99,8 +101,8 @@ class Core:
         if refused:
             raise OSError(_REFUSALS[refused])
         self.threads = torch.get_num_threads()
-        self.thin = not library.outrider_tiles()  # tiles are loaded as they lie
-        self.apart = self.name == "sanitized"  # matrices lie each by itself, so that overruns are noticed
+        self.packs_12bit = not library.outrider_tiles()  # AMX tiles are loaded straight from memory
+        self.isolates_matrices = self.name == "sanitized"  # one allocation each, so that the sanitizer sees overruns
         self.linear = library.outrider_linear
         self.linear.argtypes = [_pointer, _pointer, _int, _pointer, _float, _pointer, _int]
         self.read = library.outrider_read
@@ -115,51 +117,57 @@ class Core:
         self._choose.argtypes = [_pointer, _int]
 
     def take_threads(self) -> None:
-        """Use as many threads as torch was given, and leave torch one.
-
-        Torch's threads spin after every operation, on the processors the core's threads need: a round with a
-        few small torch operations in it took seven times as long.
-        """
-        if (given := torch.get_num_threads()) > 1:
-            self.threads = given
-            torch.set_num_threads(1)
+        """Use as many threads as torch has on the calling thread."""
+        self.threads = torch.get_num_threads()
 
     def draw(self, logits: Tensor, shapes: Sequence[Shape], keys: Sequence[int], words: int) -> list[int]:
         """The choice in each row of logits (N, V), -1 where there is none.
 
-        `shapes` are temperature (0 is greedy), top_k, top_p and min_p of each row, `keys` two words for each, side by side,
-        and `words` is where those of the tokens lie.
+        `shapes` are temperature (0 is greedy), top_k, top_p and min_p of each row, `keys` two words of each row, side by
+        side, and `words` is the address of the tokens' words.
         """
         chosen = array("q", bytes(8 * logits.shape[0]))
-        given = array("d", chain.from_iterable(shapes)), array("f"), array("I", keys)
-        self._pick(logits, given, words, 0, chosen.buffer_info()[0], 0)
+        row_arrays = array("d", chain.from_iterable(shapes)), array("f"), array("I", keys)
+        self._pick(logits, row_arrays, words, 0, chosen.buffer_info()[0], 0)
         return chosen.tolist()
 
     def rank(
-        self, logits: Tensor, shapes: Sequence[Shape], sharpness: Sequence[float], keys: Sequence[int], words: int, best: int
+        self,
+        logits: Tensor,
+        shapes: Sequence[Shape],
+        draft_temperatures: Sequence[float],
+        keys: Sequence[int],
+        words: int,
+        best: int,
     ) -> tuple[Tokens, Chances]:
-        """The likeliest choices in each row (N, best) and their chances, to a few digits; `sharpness` divides the law of each."""
+        """The most probable choices in each row (N, best) and their chances, to a few digits. The draft temperature of a row
+        divides its logits.
+        """
         tokens, chances = np.empty((len(logits), best), np.int64), np.empty((len(logits), best))
-        given = array("d", chain.from_iterable(shapes)), array("f", sharpness), array("I", keys)
-        self._pick(logits, given, words, best, tokens.ctypes.data, chances.ctypes.data)
+        row_arrays = array("d", chain.from_iterable(shapes)), array("f", draft_temperatures), array("I", keys)
+        self._pick(logits, row_arrays, words, best, tokens.ctypes.data, chances.ctypes.data)
         return tokens, chances
 
-    def _pick(self, logits: Tensor, given: Sequence[array[Any]], words: int, best: int, tokens: int, chances: int) -> None:
+    def _pick(self, logits: Tensor, row_arrays: Sequence[array[Any]], words: int, best: int, tokens: int, chances: int) -> None:
         """A call with a ChoiceSpec of core.cpp."""
         logits, (rows, vocab) = logits.contiguous(), logits.shape
-        places = [own.buffer_info()[0] for own in given]
-        spec = array("q", (logits.data_ptr(), rows, vocab, *places, words, best, tokens, chances))
-        threads = min(self.threads, rows) if rows * vocab > _WORTH_THREADS else 1
+        if [len(values) for values in row_arrays] != [4 * rows, rows if best else 0, 2 * rows] or logits.dtype != torch.float32:
+            raise ValueError(
+                f"{rows} rows of logits came with {len(row_arrays[0]) // 4} shapes and {len(row_arrays[2]) // 2} keys"
+            )
+        addresses = [values.buffer_info()[0] for values in row_arrays]
+        spec = array("q", (logits.data_ptr(), rows, vocab, *addresses, words, best, tokens, chances))
+        threads = min(self.threads, rows) if rows * vocab > _MIN_THREADED_LOGITS else 1
         self._choose(spec.buffer_info()[0], threads)
 
     def multiply_add(self, kind: str, steps: int) -> float:
-        """Do nothing but multiply and add, from registers; how often. 0 where the core uses tiles."""
+        """Run `steps` multiply-add steps, to measure the peak rate. Returns their multiply-adds, 0 where AMX tiles are used."""
         return float(self._multiply_add(KINDS[kind], steps, self.threads))
 
 
 @lru_cache(maxsize=2)
 def find_core(steady: bool = False) -> tuple[Core | None, str]:
-    """The best library built for this processor, and what was found.
+    """The best library built for this processor, and the reason for the choice.
 
     OUTRIDER_CORE names a library to load instead: one built with sanitizers, or for fewer instructions.
     """
@@ -169,6 +177,8 @@ def find_core(steady: bool = False) -> tuple[Core | None, str]:
             raise InvalidParameter("OUTRIDER_CORE", f"{chosen} does not exist")
         return Core(Path(chosen), steady), f"{chosen}, from OUTRIDER_CORE"
     if not _built():
+        if platform.machine() not in _MACHINES:
+            return None, f"it is written for x86-64 processors, and this one is {platform.machine()}"
         return None, "not built: no C++ compiler was found when outrider was installed"
     problems: list[str] = []
     for name in usable_builds():
@@ -181,7 +191,7 @@ def find_core(steady: bool = False) -> tuple[Core | None, str]:
 
 @lru_cache(maxsize=1)
 def _digest() -> str:
-    """Of the C++ sources installed beside the libraries; setup.py computes the same."""
+    """The digest of the C++ sources installed beside the libraries, as setup.py computes it."""
     folder = Path(__file__).parent / "cpu"
     sources = sorted([*folder.glob("*.h"), *folder.glob("*.cpp")])
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
@@ -203,48 +213,48 @@ def _built() -> dict[str, Path]:
 
 
 class Threads:
-    """One thread or all of the core's, whichever was quicker lately for that many rows.
+    """Picks one thread or all of the core's, whichever was faster lately for that many rows.
 
-    A tiny model gains less from a second thread than meeting it costs, and beside a busy process every
-    meeting waits for a turn. The bits do not depend on the choice. The quickest of a few calls counts: noise only
-    adds. Where all threads clearly win at some rows, they are not doubted at more.
+    A tiny model gains less from a second thread than its barriers cost, and beside a busy process every barrier waits. The
+    bits do not depend on the choice. The fastest of a few calls counts, because noise only adds. Where all threads clearly
+    win at some row count, they are used at larger ones without a comparison.
     """
 
-    _TRIES = 4  # of each that are remembered
-    _AGAIN = 256  # calls after which the slower one is tried again, once
+    _TRIES = 4  # timings remembered of each
+    _RETRY_EVERY = 256  # calls after which the slower one is tried once more
     _CLEARLY = 1.05
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._took: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
+        self._seconds: dict[tuple[int, int], list[float]] = {}  # (rows, threads) -> latest seconds
         self._calls: dict[int, int] = {}
         self._clear: int | None = None  # the fewest rows at which all threads clearly win
 
     def run(self, rows: int, call: Callable[[int], int | None]) -> None:
-        """Make the call, which may say how many equal steps it made, with a number of threads; remember what a step took."""
-        most = self._core.threads
-        if most == 1 or self._core.steady:
-            call(most)
+        """Make the call with a number of threads and remember its time. The call may return its number of equal steps."""
+        max_threads = self._core.threads
+        if max_threads == 1 or self._core.steady:
+            call(max_threads)
             return
-        threads = self._pick(rows, most)
+        threads = self._pick(rows, max_threads)
         start = time.perf_counter()
         steps = call(threads) or 1
-        took = self._took.setdefault((rows, threads), [])
-        took.append((time.perf_counter() - start) / steps)
-        del took[: -self._TRIES]
+        seconds = self._seconds.setdefault((rows, threads), [])
+        seconds.append((time.perf_counter() - start) / steps)
+        del seconds[: -self._TRIES]
 
-    def _pick(self, rows: int, most: int) -> int:
-        many, one = self._took.get((rows, most), ()), self._took.get((rows, 1), ())
+    def _pick(self, rows: int, max_threads: int) -> int:
+        many, one = self._seconds.get((rows, max_threads), ()), self._seconds.get((rows, 1), ())
         if len(many) < self._TRIES:
-            return most
-        undoubted = self._clear is not None and rows > self._clear
-        if len(one) < self._TRIES and not undoubted:
+            return max_threads
+        settled = self._clear is not None and rows > self._clear
+        if len(one) < self._TRIES and not settled:
             return 1
-        quicker, other = (1, most) if one and min(one) < min(many) else (most, 1)
+        quicker, other = (1, max_threads) if one and min(one) < min(many) else (max_threads, 1)
         if len(one) == self._TRIES:
             self._note(rows, min(one) > self._CLEARLY * min(many))
         calls = self._calls[rows] = self._calls.get(rows, 0) + 1
-        return other if calls % self._AGAIN == 0 else quicker
+        return other if calls % self._RETRY_EVERY == 0 else quicker
 
     def _note(self, rows: int, clear: bool) -> None:
         if clear and (self._clear is None or rows < self._clear):
@@ -254,31 +264,34 @@ class Threads:
 
 
 class PackedLinear:
-    """A weight matrix (columns, inner) in the core's layout, with its bias. Of a paired one the first half of the columns is
-    a gate: a product is silu(gate) * the other half.
+    """A weight matrix (columns, inner) in the core's layout, with its bias. The first half of the columns of a paired matrix
+    is a gate: the product is silu(gate) * the other half.
 
-    bf16 weights are stored in 12 bits each where nearly all fit, unless `thin` is False. The bits of a product are the same.
+    bf16 weights are packed to 12 bits (lossless) where nearly all fit, unless `pack_12bit` is False. The bits of a product do
+    not depend on it.
     """
 
     def __init__(
-        self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False, thin: bool = True
+        self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False, pack_12bit: bool = True
     ) -> None:
         columns, self.inner = weight.shape
         self.columns = columns // 2 if paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(kind, weight.detach(), bias, paired, thin and core.thin, core.apart)
+        self._packed = pack(kind, weight.detach(), bias, paired, pack_12bit and core.packs_12bit, core.isolates_matrices)
         panels, steps, *parts = self._packed
         self._spec = array("q", (KINDS[kind], self.columns, self.inner, panels, steps, paired, *map(_address, parts)))
         self.handle = self._spec.buffer_info()[0]
 
     @property
     def bytes(self) -> int:
-        """What a product reads of it."""
-        return self._packed.weights.nbytes + self._packed.whole.nbytes
+        """Bytes that a product reads."""
+        return self._packed.weights.nbytes + self._packed.raw_blocks.nbytes
 
     def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """(rows, columns) float32 of rows (rows, inner) float32, normed first where weights for it are given."""
+        """(rows, columns) float32 of rows (rows, inner) float32, normed first where `norm` is set."""
+        if x.dtype != torch.float32 or x.shape[1:] != (self.inner,):
+            raise ValueError(f"rows of {self.inner} float32 values were expected, not {tuple(x.shape)} {x.dtype}")
         x = x.contiguous()
         rows, out = x.shape[0], torch.empty(x.shape[0], self.columns)
         if rows:
@@ -288,21 +301,21 @@ class PackedLinear:
 
 
 class Chains(NamedTuple):
-    """What a model is to draft, sequence by sequence, the longest chain first."""
+    """The chains that a model is to draft, the longest first."""
 
-    wanted: array[int]  # (sequences,) tokens, int32
+    wanted: array[int]  # (sequences,) tokens of each chain, int32
     shapes: array[float]  # (sequences, 4); see Core.draw
-    sharpness: array[float]  # (sequences,) float32
+    draft_temperatures: array[float]  # (sequences,) float32
     keys: array[int]  # (steps, sequences, 2) of the noise, unsigned
-    words: int  # where those of the tokens lie
-    floor: float = 0.0  # where no chain is as likely to have come this far, drafting ends
+    words: int  # address of the tokens' words
+    floor: float = 0.0  # drafting ends where the survival of every chain is below it
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer. Matrices are (out, in); norms that are None are left out."""
 
-    qkv: PackedLinear  # of each head of keys its queries, key and value
+    qkv: PackedLinear  # columns by head of keys: its queries, key and value
     out: PackedLinear
     gate_up: PackedLinear  # paired
     down: PackedLinear
@@ -315,7 +328,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class StackWeights:
-    """A stack of layers and what surrounds it."""
+    """A stack of layers with its embedding, rotary tables, norms and output matrix."""
 
     layers: Sequence[LayerWeights]
     hidden: int
@@ -347,7 +360,7 @@ _WHOLE = Span()
 
 
 class StackRows(NamedTuple):
-    """What a forward gives for every row, float32."""
+    """The outputs of a forward for every row, float32."""
 
     stream: Tensor | None  # (N, hidden) leaving the last layer of the span
     last: Tensor | None  # after the last norm
@@ -360,6 +373,7 @@ class Stack:
 
     def __init__(self, core: Core, weights: StackWeights, keys: Tensor, values: Tensor, page_size: int) -> None:
         """Keys and values are (layers, pages, KV heads, ...) in the layout of ops/cpu/attention.h, float32 or bf16."""
+        _check_stack(weights, keys, page_size)
         self._core = core
         self._weights = weights
         self._pool = (keys, values)
@@ -380,16 +394,19 @@ class Stack:
         features: Tensor | None = None,
         wanted: Sequence[int] | None = None,
     ) -> StackRows:
-        """Run rows through a span of layers; their KV is written. `layout` is that of `lay_out_rows`.
+        """Run rows through a span of layers and write their KV. `layout` is made by `lay_out_rows`.
 
-        `features` (N, hidden) replace the embedding: the stream entering the span, or what a head joins with it.
-        `taps` are layer numbers, int32. Of the `wanted` rows the logits are given, and then the stream is not.
+        `features` (N, hidden) are the stream entering the span, or the features that a head joins with the embedding.
+        `taps` are layer numbers, int32. With `wanted` rows it returns their logits instead of the stream.
         """
         rows, w = layout[1], self._weights
         stream = torch.empty(rows, w.hidden) if wanted is None else None
         last = None if w.norm is None else torch.empty(rows, w.hidden)
         tapped = None if taps is None else torch.empty(rows, len(taps), w.hidden)
-        features = None if features is None else features.contiguous()
+        if features is not None:
+            if features.dtype != torch.float32 or features.shape != (rows, w.hidden):
+                raise ValueError(f"features are {tuple(features.shape)} {features.dtype}, not {(rows, w.hidden)} float32")
+            features = features.contiguous()
         logits, chosen = None, array("i", wanted or ())
         if wanted is not None:
             assert w.output is not None
@@ -402,20 +419,24 @@ class Stack:
         return StackRows(stream, last, tapped, logits)
 
     def draft(self, layout: array[int], chains: Chains) -> tuple[list[list[int]], list[list[float]], Tensor]:
-        """Guesses that follow the layout's feeds, of each sequence at most as many as it wants, their chances, and the logits
-        (steps, sequences, V) behind them. The feeds' pages have room for all but the last guess.
+        """Draft a chain after each of the layout's feeds. Returns tokens, their chances and the logits (steps, sequences, V).
+
+        The feeds' pages must have room for all but the last token of a chain.
         """
         assert self._weights.output is not None
         wanted = chains.wanted
-        sequences, steps = len(wanted), wanted[0]
+        sequences, steps = len(wanted), max(wanted, default=0)
+        sizes = {"shapes": 4 * sequences, "draft_temperatures": sequences, "keys": 2 * steps * sequences}
+        if not steps or any(len(getattr(chains, name)) != size for name, size in sizes.items()):
+            raise ValueError(f"chains of {list(wanted)} tokens need {sizes}")
         tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
         spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
-        given = [own.buffer_info()[0] for own in (chains.shapes, chains.sharpness, chains.keys)]
-        found = [own.buffer_info()[0] for own in (tokens, chances)]
+        inputs = [values.buffer_info()[0] for values in (chains.shapes, chains.draft_temperatures, chains.keys)]
+        outputs = [values.buffer_info()[0] for values in (tokens, chances)]
         floor, drawn = array("d", (chains.floor,)), array("q", (steps,))
         floor_bits = int.from_bytes(floor.tobytes(), sys.byteorder)
-        first = (logits.data_ptr(), sequences, logits.shape[2], *given, chains.words, 1, *found)
+        first = (logits.data_ptr(), sequences, logits.shape[2], *inputs, chains.words, 1, *outputs)
         chain_spec = array("q", (steps, wanted.buffer_info()[0], floor_bits, drawn.buffer_info()[0], *first))
 
         def draft(threads: int) -> int:
@@ -423,24 +444,27 @@ class Stack:
             return drawn[0]
 
         self._chain_threads.run(sequences, draft)
-        own = [slice(s, min(most, drawn[0]) * sequences, sequences) for s, most in enumerate(wanted)]
-        return [tokens[part].tolist() for part in own], [chances[part].tolist() for part in own], logits
+        columns = [slice(s, min(length, drawn[0]) * sequences, sequences) for s, length in enumerate(wanted)]
+        return [tokens[column].tolist() for column in columns], [chances[column].tolist() for column in columns], logits
 
     def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> int:
-        """A call with a ForwardSpec of core.cpp and what follows it: all their fields have 64 bits. One step."""
+        """Call the core with a ForwardSpec of core.cpp and further specs, whose fields all have 64 bits. It is one step."""
         spec[-1] = threads
-        if call(self._place, spec.buffer_info()[0], *(own.buffer_info()[0] for own in more)):
-            raise IndexError("a row's token, position, page or parent is out of range")
+        status = call(self._place, spec.buffer_info()[0], *(values.buffer_info()[0] for values in more))
+        if status == 1:
+            raise IndexError("a row's token, position, page, parent or layer is out of range")
+        if status:
+            raise MemoryError("the native core has too little memory for the paths of a draft tree")
         return 1
 
     def logits(self, x: Tensor) -> Tensor:
-        """(rows, V) of rows as they are after the last norm."""
+        """The logits (rows, V) of rows after the last norm."""
         assert self._weights.output is not None
         return self._weights.output(x)
 
     @property
     def bytes(self) -> int:
-        """What one forward reads of the weights, with logits where the stack has an output matrix."""
+        """Bytes of weights that one forward reads, with logits where the stack has an output matrix."""
         output = self._weights.output
         parts = (part.bytes for w in self._weights.layers for part in (w.qkv, w.out, w.gate_up, w.down))
         return sum(parts) + (0 if output is None else output.bytes)
@@ -453,7 +477,7 @@ class Stack:
     def _stack(self, w: StackWeights) -> _StackSpec:
         sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
         tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
-        joined, output = (None if own is None else own.handle for own in (w.joined, w.output))
+        joined, output = (None if linear is None else linear.handle for linear in (w.joined, w.output))
         sizes |= {"layers": len(w.layers), "vocab": len(w.embedding), "positions": len(w.cos)}
         return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, output=output, layer=ctypes.addressof(self._layers))
 
@@ -462,6 +486,27 @@ class Stack:
             return None
         self._kept.append(tensor.detach().float().contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
+    """Refuse weights and memory that do not fit each other: the core takes every size from `w` and checks rows alone."""
+    if min(w.hidden, w.heads, w.kv_heads, w.head_dim, w.ffn) < 1 or w.heads % w.kv_heads or w.head_dim % 2:
+        raise ValueError(f"{w.heads} heads of {w.head_dim} values cannot share {w.kv_heads} heads of keys")
+    q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
+    inner = 2 * w.hidden if w.form == BESIDE else w.hidden
+    for layer in w.layers:
+        want = {"qkv": (q + 2 * kv, inner), "out": (w.hidden, q), "gate_up": (w.ffn, w.hidden), "down": (w.hidden, w.ffn)}
+        for name, shape in want.items():
+            part: PackedLinear = getattr(layer, name)
+            if (part.columns, part.inner) != shape:
+                raise ValueError(f"{name} is {(part.columns, part.inner)} where the stack needs {shape}")
+    if (w.output is not None and w.output.inner != w.hidden) or w.embedding.shape[1] != w.hidden:
+        raise ValueError(f"the embedding or the output matrix does not have rows of {w.hidden} values")
+    if w.cos.shape != w.sin.shape or w.cos.shape[1] != w.head_dim // 2:
+        raise ValueError(f"rotary tables are {tuple(w.cos.shape)} for heads of {w.head_dim} values")
+    width = -(-w.head_dim // 16) * 16
+    if keys.shape[0] < len(w.layers) or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * width:
+        raise ValueError(f"KV memory of {tuple(keys.shape)} does not hold {len(w.layers)} layers of {w.kv_heads} heads")
 
 
 def _address(tensor: Tensor | None) -> int:

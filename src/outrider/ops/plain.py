@@ -1,8 +1,8 @@
 """Linear, norm, rotary and activation in plain torch.
 
-Row invariance on a CPU: torch picks other kernels (other bits) for small row counts, so `Blocked`
-runs every product in blocks of exactly BLOCK rows. Activations avoid torch's fused silu, whose
-scalar tail differs from its vector body; exp, division and multiplication do not.
+Row invariance on a CPU: torch uses other kernels, with other bits, for some row counts. So `Blocked` runs products only at
+row counts whose bits were seen to agree (ops/products.py, ops/row_counts.py). Activations avoid torch's fused silu, whose
+scalar tail differs from its vector body; those of exp, division and multiplication agree.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from outrider.errors import InvalidParameter
 from outrider.ops.native import Core, find_core
+from outrider.ops.products import Product
 
-__all__ = ["BLOCK", "Blocked", "Native", "Ops", "Plain", "rotate", "serving_ops", "threads_used"]
+__all__ = ["Blocked", "Native", "Ops", "Plain", "missing_core", "rotate", "serving_ops", "threads_used"]
 
 _PATHS = ("auto", "native", "torch")
 
-BLOCK = 16  # rows of every product; batches are padded to a multiple of it
-
 
 class Ops(Protocol):
-    """What the decoder asks of a device. Rows are tokens: x is (N, width)."""
+    """The operations that the decoder needs. Rows are tokens: x is (N, width)."""
 
     core: Core | None  # runs whole stacks and packed products where there is one
 
@@ -39,7 +39,7 @@ class Ops(Protocol):
 
 
 class Plain:
-    """Ordinary torch. Differentiable; rows may know their neighbours."""
+    """Ordinary torch: differentiable, and not row-invariant."""
 
     core: Core | None = None
 
@@ -63,19 +63,17 @@ class Plain:
 
 
 class Blocked(Plain):
-    """Torch with rows that do not know their neighbours. x has a multiple of BLOCK rows."""
+    """Row-invariant torch."""
+
+    def __init__(self) -> None:
+        self._products = WeakTensorKeyDictionary()  # of matrices
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Every product has BLOCK rows, so that every row meets the same kernel."""
-        x = x.to(weight.dtype)
-        rows = x.shape[0]
-        assert rows % BLOCK == 0, f"{rows} rows are not a multiple of {BLOCK}"
-        if rows == BLOCK:
-            return F.linear(x, weight, bias)
-        out = x.new_empty(rows, weight.shape[0])
-        for start in range(0, rows, BLOCK):
-            out[start : start + BLOCK] = F.linear(x[start : start + BLOCK], weight, bias)
-        return out
+        """A product at row counts whose bits agree. A matrix is prepared at its first use."""
+        product: Product | None = self._products.get(weight)  # type: ignore[no-untyped-call]
+        if product is None:
+            product = self._products[weight] = Product(weight, bias)
+        return product(x)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu by exp and division: their bits do not depend on where in memory an element lies."""
@@ -84,24 +82,36 @@ class Blocked(Plain):
 
 
 class Native(Blocked):
-    """The native core for stacks and products, torch for what is left."""
+    """The native core for stacks and products, torch for all other operations."""
 
     def __init__(self, core: Core) -> None:
+        super().__init__()
         self.core = core
 
 
 def serving_ops(path: str | None = None) -> Ops:
-    """What serves: "native", "torch", or "auto" for the core where there is one. Default: OUTRIDER_OPS, or auto."""
+    """The ops that serve: "native", "torch", or "auto" for the core where it is available. Default: OUTRIDER_OPS, or auto."""
     path = path or os.environ.get("OUTRIDER_OPS", "auto")
     if path not in _PATHS:
         raise InvalidParameter("ops", f"unknown {path!r}; known: {', '.join(_PATHS)}")
-    core, found = (None, "") if path == "torch" else find_core()
+    core, reason = (None, "") if path == "torch" else find_core()
     if core is None and path == "native":
-        raise InvalidParameter("ops", f"the native core cannot serve: {found}")
+        raise InvalidParameter("ops", f"the native core cannot serve: {reason}")
     if core is None:
         return Blocked()
     core.take_threads()
     return Native(core)
+
+
+def missing_core() -> str | None:
+    """Why torch decodes and not the native core, and what to do about it; None where the core does."""
+    if serving_ops().core is not None:
+        return None
+    core, reason = find_core()
+    if core is not None:
+        return "OUTRIDER_OPS=torch is set; unset it to use the core"
+    cure = "install a C++ compiler, then outrider again" if reason.startswith("not built") else "`outrider doctor` says more"
+    return f"{reason}; {cure}"
 
 
 def threads_used() -> int:

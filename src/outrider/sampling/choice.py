@@ -1,7 +1,7 @@
-"""The target's choice: argmax over tokens of processed logit plus Gumbel noise.
+"""The target's choice: argmax over tokens of processed logit plus Gumbel noise (the Gumbel-max trick).
 
-It is a pure function of a row's logits, parameters, history, seed and position, so plain
-decoding and verification emit the same tokens whatever was drafted.
+The choice is a pure function of a row's logits, parameters, history, seed and position. So plain decoding and
+verification emit the same tokens whatever was drafted.
 """
 
 from __future__ import annotations
@@ -28,69 +28,67 @@ _Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 _GREEDY: Shape
 _AS_IS: Shape
-_GREEDY, _AS_IS = (0.0, 0.0, 1.0, 0.0), (1.0, 0.0, 1.0, 0.0)  # shapes of rows whose law is ready
+_GREEDY, _AS_IS = (0.0, 0.0, 1.0, 0.0), (1.0, 0.0, 1.0, 0.0)  # shapes of rows whose logits are processed already
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """The chosen token of every row. logits (N, V) float32 on the CPU, raw; they are not changed."""
-    return _drawn(_prepared(logits, rows), [Key(row.seed, row.position, row.sample) for row in rows])
+    """The chosen token of every row. `logits` are raw, (N, V) float32 on the CPU, and stay unchanged."""
+    return _draw_prepared(_prepared(logits, rows), [Key(row.seed, row.position, row.sample) for row in rows])
 
 
-def draw(law: Tensor, keys: Sequence[Key] | None) -> list[int]:
-    """Gumbel-max over processed logits (N, V); no keys means no noise. Ties go to the lowest id."""
-    return _drawn(_Prepared(law, [_GREEDY if keys is None else _AS_IS] * len(law)), keys or ())
+def draw(logits: Tensor, keys: Sequence[Key] | None) -> list[int]:
+    """Gumbel-max over processed logits (N, V). Without keys there is no noise. Ties go to the lowest id."""
+    return _draw_prepared(_Prepared(logits, [_GREEDY if keys is None else _AS_IS] * len(logits)), keys or ())
 
 
 class Ranked(NamedTuple):
-    """The likeliest choices of each row, best first, and how likely each is to be the choice."""
+    """The most probable choices of each row, best first, and the probability of each to be the choice."""
 
     tokens: npt.NDArray[np.int64]  # (N, k); CORRUPTED where the row leaves nothing to choose
     chances: npt.NDArray[np.float64]  # (N, k)
 
 
-def rank(logits: Tensor, rows: Sequence[Row], count: int, sharpness: Sequence[float] | None = None) -> Ranked:
-    """What a drafter should guess: the `count` largest of log q + the target's own noise.
+def rank(logits: Tensor, rows: Sequence[Row], count: int, draft_temperatures: Sequence[float] | None = None) -> Ranked:
+    """What a drafter should guess: the `count` largest of log q plus the noise of the target.
 
-    `sharpness` divides the log q of each row that is sampled before the noise comes in.
-
-    The chances are the softmax of the noisy scores: the noise is known, so what is left in doubt is how
-    far q is from the target's law.
+    The draft temperature of a sampled row divides its log q before the noise is added. The chances are the softmax of
+    the noisy scores: the noise is known, so only the distance between q and p is uncertain.
     """
-    law, shapes = _prepared(logits, rows)
-    if any(row.allowed is not None for row in rows):  # a draft may know none of the tokens a grammar asks for
-        law = torch.where(law.amax(-1, keepdim=True).isfinite(), law, logits)
-    sharp = [1.0] * len(rows) if sharpness is None else sharpness
-    count = min(count, law.shape[1])
+    adjusted, shapes = _prepared(logits, rows)
+    if any(row.allowed is not None for row in rows):  # a draft may have no probability for any token the grammar allows
+        adjusted = torch.where(adjusted.amax(-1, keepdim=True).isfinite(), adjusted, logits)
+    scales = [1.0] * len(rows) if draft_temperatures is None else draft_temperatures
+    count = min(count, adjusted.shape[1])
     words = _words([Key(row.seed, row.position, row.sample) for row in rows], shapes)
-    core = choosing_core()
-    if core is None or law.dtype != torch.float32:
-        divisors = [shape[0] * own for shape, own in zip(shapes, sharp, strict=True)]
-        return _rank_slowly(law, np.array(divisors, np.float32), _pairs(words), count)
-    return Ranked(*core.rank(law, shapes, sharp, words, token_words_at(law.shape[1]), count))
+    core = native_core()
+    if core is None or adjusted.dtype != torch.float32:
+        divisors = [shape[0] * scale for shape, scale in zip(shapes, scales, strict=True)]
+        return _rank_in_numpy(adjusted, np.array(divisors, np.float32), _word_pairs(words), count)
+    return Ranked(*core.rank(adjusted, shapes, scales, words, token_words_at(adjusted.shape[1]), count))
 
 
 @lru_cache(maxsize=1)
-def choosing_core() -> Core | None:
-    """The native core, where it serves."""
+def native_core() -> Core | None:
+    """The native core, or None where torch serves."""
     return serving_ops().core
 
 
 class _Prepared(NamedTuple):
-    """What is left to do: divide by the temperature, filter, add noise."""
+    """Logits after penalties, and the shapes (temperature and filters) that are still to be applied."""
 
     logits: Tensor
     shapes: list[Shape]
 
 
 def shape_of(params: SamplingParams) -> Shape:
-    """What the core applies itself: temperature (0: greedy), top_k, top_p, min_p."""
+    """The parameters that the core applies itself: temperature (0 is greedy), top_k, top_p, min_p."""
     return _GREEDY if params.greedy else (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
 
 
 def _prepared(logits: Tensor, rows: Sequence[Row]) -> _Prepared:
-    """Logits with what the core does not do: penalties and the like; without a core all but a temperature alone."""
+    """Apply what the core does not: penalties, biases and bans; without a core the filters too."""
     shapes = [shape_of(row.params) for row in rows]
-    native = choosing_core() is not None
+    native = native_core() is not None
     special = [i for i, row in enumerate(rows) if row.params.adjusts or (row.params.truncates and not native)]
     if special:
         raw, logits = logits, logits.clone()
@@ -103,40 +101,40 @@ def _prepared(logits: Tensor, rows: Sequence[Row]) -> _Prepared:
 
 
 def _words(keys: Sequence[Key], shapes: Sequence[Shape]) -> list[int]:
-    """The keys' words side by side; where no row needs noise, none are computed. No numpy: after a forward it is cold."""
+    """The keys' words side by side, or zeros where no row needs noise. Plain Python: after a forward numpy's caches are cold."""
     if not any(shape[0] for shape in shapes):
         return [0] * (2 * len(shapes))
     return [word for key in keys for word in words_of(key)]
 
 
-def _pairs(words: Sequence[int]) -> Words:
+def _word_pairs(words: Sequence[int]) -> Words:
     return np.array(words, np.uint32).reshape(-1, 2)
 
 
-def _drawn(prepared: _Prepared, keys: Sequence[Key]) -> list[int]:
+def _draw_prepared(prepared: _Prepared, keys: Sequence[Key]) -> list[int]:
     logits, shapes = prepared
-    words, core = _words(keys, shapes), choosing_core()
+    words, core = _words(keys, shapes), native_core()
     if core is not None and logits.dtype == torch.float32:
         return core.draw(logits, shapes, words, token_words_at(logits.shape[1]))
-    return _draw_slowly(logits, np.array([shape[0] for shape in shapes], np.float32), _pairs(words))
+    return _draw_in_numpy(logits, np.array([shape[0] for shape in shapes], np.float32), _word_pairs(words))
 
 
-def _draw_slowly(logits: Tensor, divisors: _Floats, words: Words) -> list[int]:
-    """Without the native core; the core gives the same tokens."""
+def _draw_in_numpy(logits: Tensor, divisors: _Floats, words: Words) -> list[int]:
+    """The numpy reference of the core's `draw`: both give the same tokens."""
     array, noisy = logits.numpy(), divisors > 0
     if (divisors[noisy] != 1.0).any():
         array = array / np.where(noisy, divisors, np.float32(1.0))[:, None]
     best = array.argmax(axis=1)  # numpy promises the first of equals; a NaN counts as largest
     top = array[np.arange(len(best)), best]
-    sound = np.isfinite(top)
-    drawn = noisy & sound
+    finite = np.isfinite(top)
+    drawn = noisy & finite
     if drawn.any():
         best[drawn] = _noisy_argmax(array[drawn], best[drawn], top[drawn], words[drawn])
-    return [int(token) if good else CORRUPTED for token, good in zip(best, sound, strict=True)]
+    return [int(token) if is_finite else CORRUPTED for token, is_finite in zip(best, finite, strict=True)]
 
 
-def _rank_slowly(logits: Tensor, divisors: _Floats, words: Words, count: int) -> Ranked:
-    """Without the native core. exp(law + g) is exp(law) / -log1p(-v), v the uniform number behind the noise g."""
+def _rank_in_numpy(logits: Tensor, divisors: _Floats, words: Words, count: int) -> Ranked:
+    """The numpy reference of the core's `rank`. exp(logit + g) is exp(logit) / -log1p(-v), v the uniform number behind g."""
     array, noisy = logits.numpy(), divisors > 0
     scaled = array / np.where(noisy, divisors, np.float32(1.0))[:, None]
     with np.errstate(invalid="ignore"):
@@ -146,31 +144,31 @@ def _rank_slowly(logits: Tensor, divisors: _Floats, words: Words, count: int) ->
         weights[noisy] /= -np.log1p(-v)
     order = np.argsort(-weights, axis=1, kind="stable")[:, :count]
     chances = np.take_along_axis(weights, order, 1).astype(np.float64) / weights.sum(axis=1, keepdims=True)
-    sound = np.isfinite(array.max(axis=1, keepdims=True))
-    return Ranked(np.where(sound, order, CORRUPTED), chances)
+    finite = np.isfinite(array.max(axis=1, keepdims=True))
+    return Ranked(np.where(finite, order, CORRUPTED), chances)
 
 
 _LOG_2_32_AND_MARGIN = math.log(2.0**32 * 1.001)
 
 
-def _noisy_argmax(law: _Floats, best: npt.NDArray[np.int64], top: _Floats, keys: Words) -> npt.NDArray[np.int64]:
-    """argmax of law + noise, evaluating the noise only where it can matter.
+def _noisy_argmax(logits: _Floats, best: npt.NDArray[np.int64], top: _Floats, keys: Words) -> npt.NDArray[np.int64]:
+    """argmax of logit + noise, evaluating the noise only where it can matter.
 
-    The most probable token scores top + g(best). Another token i beats that only if
-    g_i > top - law_i + g(best), and g_i > x implies v_i < exp(-x). That needs one comparison
-    with the raw bits and leaves a handful of tokens per row, whose scores are then exact.
+    The most probable token scores top + g(best). Another token i beats that only if g_i > top - logit_i + g(best), and
+    g_i > x implies v_i < exp(-x). One comparison with the raw bits leaves a handful of tokens per row. Their scores are
+    then computed exactly.
     """
-    words = bits(keys, law.shape[1])
+    words = bits(keys, logits.shape[1])
     index = np.arange(len(best))
-    floor = gumbel(words[index, best])
-    # bits < 2^32 exp(law - top - floor), with a margin for the rounding of exp, of the float32 bits and of the shift
-    shift = top + floor - _LOG_2_32_AND_MARGIN
+    best_noise = gumbel(words[index, best])
+    # bits < 2^32 exp(logit - top - best_noise), with a margin for the rounding of exp, of the float32 bits and of the shift
+    shift = top + best_noise - _LOG_2_32_AND_MARGIN
     shift = (shift - np.abs(shift) * 2.0**-22).astype(np.float32)
-    bound = law - shift[:, None]
+    bound = logits - shift[:, None]
     with np.errstate(over="ignore"):
         np.exp(bound, out=bound)
-    row, token = np.divmod(np.flatnonzero(words.astype(np.float32) <= bound), law.shape[1])
-    score = law[row, token].astype(np.float64) + gumbel(words[row, token])
+    row, token = np.divmod(np.flatnonzero(words.astype(np.float32) <= bound), logits.shape[1])
+    score = logits[row, token].astype(np.float64) + gumbel(words[row, token])
     order = np.lexsort((token, -score, row))
     first = np.searchsorted(row[order], index)
     return token[order][first]

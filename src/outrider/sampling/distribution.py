@@ -1,7 +1,7 @@
 """The one definition of the target's distribution: raw logits in, processed logits out.
 
-The order is vLLM's: the grammar, allowed ids, bad words, min_tokens, logit bias, penalties; then temperature,
-min_p, top_k, top_p. Removed tokens are -inf. Ties go by logit descending, then id ascending.
+The order is vLLM's: the grammar, allowed ids, bad words, min_tokens, logit bias, penalties; then temperature, min_p,
+top_k, top_p. Removed tokens are -inf. Ties are broken by logit, descending, then by id, ascending.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from outrider.core import Sequence as Generation
+from outrider.core import paths
 from outrider.sampling.params import SamplingParams
 
-__all__ = ["Row", "adjust", "law", "process", "rows_of", "truncate"]
+__all__ = ["Row", "adjust", "probs_of", "process", "rows_of", "truncate"]
 
 NEG_INF = float("-inf")
 _SHORTLIST = 256
@@ -40,22 +41,23 @@ class Row(NamedTuple):
         request = seq.request
         history = [*seq.tokens, *path] if request.params.uses_history else ()
         position = len(seq.tokens) + len(path)
-        allowed = None if seq.guide is None else seq.guide.allowed(seq.tokens, seq.prompt_len, path)
+        allowed = None
+        if seq.guide is not None:
+            allowed = seq.guide.allowed(seq.tokens, seq.prompt_len, path)
+            if allowed is None:  # an unknown mask allows nothing
+                allowed = seq.guide.nothing
         return cls(request.params, request.seed, request.index, position, seq.prompt_len, history, request.stop_ids, allowed)
 
 
 def rows_of(seq: Generation, nodes: Sequence[int], parents: Sequence[int]) -> list[Row]:
-    """The root's and then every node's position, as the choice needs them."""
+    """The position after the root, and then the one after every node of a draft tree."""
     if not nodes:
         return [Row.at(seq)]
-    paths: list[list[int]] = [[]]
-    for token, parent in zip(nodes, parents, strict=True):
-        paths.append([*paths[parent + 1], token])
-    return [Row.at(seq, path) for path in paths]
+    return [Row.at(seq, path) for path in paths(nodes, parents)]
 
 
-def law(logits: Tensor, row: Row) -> Tensor:
-    """Probabilities of the next token, (V,) float64; a point mass at temperature 0. NaN where there is no choice."""
+def probs_of(logits: Tensor, row: Row) -> Tensor:
+    """Probabilities of the next token, (V,) float64. A point mass at temperature 0; NaN where no token can be chosen."""
     out = process(logits, row)
     if row.params.greedy:
         best = out.argmax()
@@ -65,9 +67,9 @@ def law(logits: Tensor, row: Row) -> Tensor:
 
 
 def process(logits: Tensor, row: Row) -> Tensor:
-    """Processed logits of one row; softmax of the result is the law the token is drawn from.
+    """Processed logits of one row. The token is drawn from the softmax of the result.
 
-    At temperature 0 the result is the adjusted logits: the choice is their argmax.
+    At temperature 0 the result is the adjusted logits, and the choice is their argmax.
     """
     out = adjust(logits, row) if row.params.adjusts else logits
     if row.params.greedy:
@@ -77,7 +79,7 @@ def process(logits: Tensor, row: Row) -> Tensor:
 
 
 def adjust(logits: Tensor, row: Row) -> Tensor:
-    """Everything that can move the argmax. (V,) float32 in and out."""
+    """Apply everything that can move the argmax. (V,) float32 in and out."""
     params = row.params
     out = logits.clone() if row.allowed is None else torch.where(row.allowed.to(logits.device), logits, NEG_INF)
     if params.allowed_token_ids is not None:
@@ -99,7 +101,7 @@ def adjust(logits: Tensor, row: Row) -> Tensor:
 
 
 def _must_stop(row: Row) -> bool:
-    """Whether the grammar lets nothing but a stop follow: min_tokens then gives way."""
+    """Whether the grammar allows stop tokens only. Then min_tokens is not enforced."""
     return row.allowed is not None and int(row.allowed.sum()) == int(row.allowed[sorted(row.stop_ids)].sum())
 
 
@@ -146,7 +148,7 @@ def truncate(scaled: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _kept(logits: Tensor, limit: int, top_p: float) -> Tensor:
-    """Ids that survive top_k and top_p: those before which less than top_p of the mass lies."""
+    """Ids that top_k and top_p keep: those with less than top_p of the mass before them."""
     size = min(max(_SHORTLIST, limit if limit < logits.numel() else 0), logits.numel())
     while True:
         ranked = _rank(logits, size)
@@ -154,9 +156,9 @@ def _kept(logits: Tensor, limit: int, top_p: float) -> Tensor:
         if top_p >= 1.0:
             return ranked.ids[:limit]
         weights = torch.exp(values - ranked.values[0]).double()
-        whole = weights.sum() if limit <= ranked.values.numel() or ranked.complete else _mass(logits)
-        before = weights.cumsum(0) - weights
-        inside = int((before < top_p * whole).sum())
+        total_mass = weights.sum() if limit <= ranked.values.numel() or ranked.complete else _mass(logits)
+        mass_before = weights.cumsum(0) - weights
+        inside = int((mass_before < top_p * total_mass).sum())
         if inside < values.numel() or ranked.complete or limit <= values.numel():
             return ranked.ids[: max(inside, 1)]
         size = min(size * 8, logits.numel())

@@ -20,18 +20,18 @@ class Logprob:
 
 
 def logprobs_of(logits: Tensor, token: int, top: int) -> dict[int, Logprob]:
-    """The given token and the `top` most probable ones, most probable first. logits (V,) float32."""
+    """The chosen token and the `top` most probable ones, most probable first. logits (V,) float32."""
     logs = torch.log_softmax(logits, -1)
     out: dict[int, Logprob] = {}
     if top:
-        # by logit, whose order rounding has not blurred; ties in id order, like every other cut in Outrider
+        # ranked by logit, because rounding can make log probabilities equal; ties go to the lower id, as everywhere
         threshold = torch.topk(logits, min(top, logits.numel())).values[-1]
         ids = torch.nonzero(logits >= threshold).flatten()
         order = torch.sort(logits[ids], descending=True, stable=True).indices[:top]
         for rank, i in enumerate(ids[order].tolist(), 1):
             out[i] = Logprob(float(logs[i]), rank)
     if token not in out:
-        own = logits[token]
-        rank = int((logits > own).sum()) + int((logits[:token] == own).sum()) + 1
+        logit = logits[token]
+        rank = int((logits > logit).sum()) + int((logits[:token] == logit).sum()) + 1
         out[token] = Logprob(float(logs[token]), rank)
     return out

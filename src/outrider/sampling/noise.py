@@ -1,7 +1,7 @@
 """Counter-based noise: a pure function of (seed, stream, sample, position, token).
 
-Nothing here has state, so any token of any output can be drawn again. The bits are equal on
-every device; `bits` is the definition in numpy, `bits_torch` its twin for other devices.
+Nothing here has state, so any token of any output can be drawn again. The bits are equal on every device. `bits` is the
+reference in numpy, `bits_torch` the implementation for other devices.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
 Words = npt.NDArray[np.uint32]
 
 _MASK = 0xFFFFFFFF
-# Two rounds of a low-bias 32-bit finaliser, after a multiplication by the key. Its last xor-shift
-# would only stir the low bits, which two rounds have mixed already.
+# Two rounds of a low-bias 32-bit finaliser, after a multiplication by the key. The finaliser's last xor-shift is left out:
+# it would only change the low bits, which two rounds have mixed already.
 _MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B))
 
-# g is monotone in the bits; these are its ends.
+# Bounds of the Gumbel noise g, which is monotone in the bits.
 GUMBEL_MAX = 22.874
 GUMBEL_MIN = -2.812
 
 
 class Stream:
-    """Independent streams of one request. Ratio tests need three beside the coupled one."""
+    """Independent streams of one request. Rejection sampling needs three beside the coupled one."""
 
     CHOICE = 0  # shared by target and drafter on purpose: it couples their draws
     DRAFT = 1
@@ -83,7 +83,7 @@ def _mix(x: Words, keys: Words) -> Words:
 
 
 def bits_torch(keys: Words, vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """The same bits as `bits`, as int64 on any device."""
+    """The values of `bits`, as int64 on any device."""
     k = torch.from_numpy(keys.astype(np.int64)).to(device)
     x = torch.from_numpy(token_words(vocab).astype(np.int64)).to(device) ^ k[:, :1]
     x = (x * (k[:, 1:] | 1)) & _MASK
@@ -105,10 +105,10 @@ def uniform(key: Key) -> float:
 
 @cache
 def token_words(vocab: int) -> Words:
-    """A fixed random-looking word per token id, so that keys need not break up runs of ids.
+    """A fixed hash word per token id, so that keys need not decorrelate neighbouring ids.
 
-    Every step is one-to-one: two tokens of equal words would share their noise for ever, and
-    the less probable of them could never be chosen.
+    Every step is one-to-one. Two tokens with equal words would always share their noise, and the less probable of them
+    could never be chosen.
     """
     words = np.arange(vocab, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B)
     for shift, multiplier in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
@@ -121,7 +121,7 @@ def token_words(vocab: int) -> Words:
 
 @cache
 def token_words_at(vocab: int) -> int:
-    """The address of `token_words`, which stay there for good."""
+    """The address of `token_words`, which are never freed."""
     return int(token_words(vocab).ctypes.data)
 
 
@@ -135,7 +135,7 @@ def words_of(key: Key) -> tuple[int, int]:
 
 
 def prefix_of(seed: int, sample: int) -> int:
-    """The 64 bits that a position is mixed with to key the shared stream; `_words` says how."""
+    """The 64 bits that `words_of` mixes with a position to key the stream shared by target and drafter."""
     return _prefix(seed, sample, Stream.CHOICE, 0)
 
 

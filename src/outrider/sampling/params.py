@@ -1,4 +1,4 @@
-"""SamplingParams: what a request may ask, with vLLM's names and meanings, checked at the door."""
+"""SamplingParams: the parameters of a request, with vLLM's names and meanings, checked when they are made."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.checks import MAX_COUNT, boolean, integer, real, shown, text
 from outrider.errors import InvalidParameter
-from outrider.sampling.grammar import Structured
+from outrider.sampling.structured import Structured
 
 __all__ = ["SamplingParams"]
 
@@ -51,11 +52,11 @@ class SamplingParams:
     structured: Structured | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # filled from bad_words by the engine
 
-    # what the numbers above amount to, worked out once: every round asks
+    # derived from the parameters once, because every round reads them
     greedy: bool = field(init=False, repr=False, compare=False)
-    kind: int = field(init=False, repr=False, compare=False)  # how freely it samples, in halves of temperature
-    uses_history: bool = field(init=False, repr=False, compare=False)  # the law depends on earlier tokens by more than the model
-    adjusts: bool = field(init=False, repr=False, compare=False)  # anything may change the logits before temperature
+    temperature_bucket: int = field(init=False, repr=False, compare=False)  # temperature in halves, at most 4
+    uses_history: bool = field(init=False, repr=False, compare=False)  # penalties or bad words read the earlier tokens
+    adjusts: bool = field(init=False, repr=False, compare=False)  # something may change the logits before temperature
     takes_largest: bool = field(init=False, repr=False, compare=False)  # the choice is the largest raw logit
     truncates: bool = field(init=False, repr=False, compare=False)  # a filter removes tokens after temperature
 
@@ -64,6 +65,8 @@ class SamplingParams:
         put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
         put(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
         put(self, "bad_words", _items("bad_words", self.bad_words))
+        words = _items("bad_word_ids", self.bad_word_ids)
+        put(self, "bad_word_ids", tuple(_items("bad_word_ids", word) for word in words))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
@@ -71,92 +74,80 @@ class SamplingParams:
         self._check_numbers()
         self._check_lists()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(name, f"must be True or False, got {getattr(self, name)!r}")
+            boolean(name, getattr(self, name))
         if self.structured is not None and not isinstance(self.structured, Structured):
             raise InvalidParameter("structured", f"must be a Structured, got {type(self.structured).__name__}")
-        self._amount()
+        self._derive()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         assert isinstance(self.stop, tuple)
         return self.stop
 
-    def _amount(self) -> None:
+    def _derive(self) -> None:
         put = object.__setattr__
         penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         put(self, "greedy", self.temperature < GREEDY_BELOW)
-        put(self, "kind", min(round(2 * self.temperature), 4))
+        put(self, "temperature_bucket", min(round(2 * self.temperature), 4))
         put(self, "uses_history", penalised or bool(self.bad_word_ids))
-        picky = bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0 or self.structured is not None
-        put(self, "adjusts", self.uses_history or picky)
+        masked = bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0 or self.structured is not None
+        put(self, "adjusts", self.uses_history or masked)
         put(self, "takes_largest", self.greedy and not self.adjusts)
         put(self, "truncates", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _real("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        integer("n", self.n, 1, MAX_N)
+        real("temperature", self.temperature, 0.0, 100.0)
+        real("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        integer("top_k", self.top_k, -1, MAX_COUNT)
+        real("min_p", self.min_p, 0.0, 1.0)
+        real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            integer("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
             if self.min_tokens > self.max_tokens:
                 raise InvalidParameter("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _integer(name, value, 0, MAX_LOGPROBS)
+                integer(name, value, 0, MAX_LOGPROBS)
 
     def _check_lists(self) -> None:
         for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
-                if not isinstance(text, str) or not text:
-                    raise InvalidParameter(name, f"must hold non-empty strings, got {text!r}")
+            for string in getattr(self, name):
+                if not isinstance(string, str) or not string:
+                    raise InvalidParameter(name, f"must hold non-empty strings, got {shown(string)}")
+                text(name, string)
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
-                _integer(name, token, 0, 2**31 - 1)
+                integer(name, token, 0, MAX_COUNT)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids", "must hold at least one token id, or be None")
-
-
-def _integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameter(name, f"must be an integer, got {value!r}")
-    if not low <= value <= high:
-        raise InvalidParameter(name, f"must be in [{low}, {high}], got {value}")
-
-
-def _real(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParameter(name, f"must be a number, got {value!r}")
-    inside = (low < value if low_open else low <= value) and value <= high  # false for NaN
-    if not inside:
-        raise InvalidParameter(name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {value}")
+        for word in self.bad_word_ids:
+            for token in word:
+                integer("bad_word_ids", token)
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidParameter(name, f"must be a list, got {value!r}")
+        raise InvalidParameter(name, f"must be a list, got {shown(value)}")
     return tuple(value)
 
 
 def _bias(bias: Any) -> dict[int, float]:
     """Token ids to floats, in id order; ids may be decimal strings, as JSON has them."""
     if not isinstance(bias, Mapping):
-        raise InvalidParameter("logit_bias", f"must map token ids to numbers, got {bias!r}")
+        raise InvalidParameter("logit_bias", f"must map token ids to numbers, got {shown(bias)}")
     out: dict[int, float] = {}
     for key, value in bias.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        _integer("logit_bias", token, 0, 2**31 - 1)
-        _real("logit_bias", value, -100.0, 100.0)
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+        integer("logit_bias", token, 0, MAX_COUNT)
+        real("logit_bias", value, -100.0, 100.0)
         out[token] = float(value)
     return dict(sorted(out.items()))

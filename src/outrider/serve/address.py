@@ -1,32 +1,42 @@
-"""The listening socket. Light to import, so that a port in use is told before anything slow begins."""
+"""The listening socket, and the terminal. Imports little, so that a port in use is reported before anything slow starts."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 from outrider.errors import InvalidParameter
 
-__all__ = ["listen"]
+__all__ = ["has_terminal", "listen"]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket, taken before anything slow begins."""
+    """Bind and return the listening socket, or raise InvalidParameter that names the flag at fault."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
         raise InvalidParameter("--host", f"{host!r} is no address of this machine ({error.strerror})") from None
-    own = socket.socket(family, kind, proto)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        own.bind(address)
+        listener.bind(address)
     except OSError as error:
-        own.close()
+        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise InvalidParameter("--port", f"{port} is in use on {host}; choose another, or 0 for any free one") from None
         raise InvalidParameter("--host", f"{host}:{port} cannot be bound: {error.strerror}") from None
-    own.listen(2048)
-    own.setblocking(False)
-    return own
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+def has_terminal() -> bool:
+    """Whether the process has a controlling terminal that is still open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -1,121 +1,154 @@
-"""From what the engine wrote to what a client reads: whole answers and the chunks of a stream.
+"""From the engine's output to the API's JSON: complete answers and the events of a stream.
 
-Chunks are plain dictionaries written by `json.dumps`; no schema is involved in a token's way out.
+Events are plain dictionaries written as JSON; no schema checks them. Long lists are `Rows`, whose items are created
+while they are written.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from outrider._version import __version__
 from outrider.engine.outputs import CompletionOutput, Run, StreamPiece, sources_of
 from outrider.sampling import Logprob
+from outrider.serve.answer_metrics import metrics_of
 from outrider.serve.errors import ApiError, body_of
+from outrider.serve.guesses import with_rejected
+from outrider.serve.rendering import Rows, dumps, json_parts, rows
 from outrider.serve.requests import Prepared
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from outrider.serve.tools import ToolStream, parse_tool_calls
+from outrider.serve.tool_calls import ToolStream, parse_tool_calls
 from outrider.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
-    from outrider.serve.service import Ticket
+    from outrider.serve.service import RequestHandle
 
-__all__ = ["Answer", "ChatAnswer", "CompletionAnswer", "metrics_of"]
+__all__ = ["Answer", "ChatAnswer", "CompletionAnswer"]
 
 _FLOOR = -9999.0  # log probabilities in JSON are finite
-Found = Mapping[int, Logprob]  # log probabilities at one position
+_LARGE = 1024  # entries (log probabilities and token details); larger answers are not written on the event loop
+_TOKENS_PER_ENTRY = 16  # plain token ids or text that take as long to write as one entry
+_CHARS_PER_ENTRY = 64  # characters of an echoed prompt that take as long to write as one entry
+LogprobsAt = Mapping[int, Logprob]  # log probabilities at one position
 
 
 class Answer:
-    """What completions and chats have in common."""
+    """The common part of completion and chat answers."""
 
-    kinds = ("", "")  # the `object` of a whole answer and of a chunk
+    kinds = ("", "")  # the `object` field of a complete answer and of a stream event
 
     def __init__(self, llm: LLM, body: GenerationRequest, prepared: Prepared, name: str, model: str) -> None:
         self.id = name
-        self.ticket: Ticket
+        self.handle: RequestHandle
         self._llm = llm
         self._body = body
         self._prepared = prepared
         self._created = int(time.time())
         self._model = model
         self._n = len(prepared.jobs[0][0])
-        self._left = prepared.sequences  # not yet told to their end
-        self._counts = [0] * prepared.sequences  # tokens told
+        self._unfinished = prepared.sequences  # sequences whose last chunk has not been written
+        self._counts = [0] * prepared.sequences  # tokens written so far, by sequence
+        self._prompt_entries = _prompt_entries(body, prepared)  # entries written with the first token of each sequence
         self._texts: dict[int, TextStream] = {}
         options = body.stream_options
         self._usage_at_end = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
 
-    def whole(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+    def check(self, outputs: Sequence[CompletionOutput]) -> None:
+        """Raise the API error of a sequence that failed."""
         for output in outputs:
             if output.finish_reason == "error":
                 raise _failed(output)
+
+    def whole(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
         return self._head(self.kinds[0]) | {
             "choices": [self.whole_choice(index, output) for index, output in enumerate(outputs)],
             "usage": self._usage(outputs),
             "metrics": self._metrics(outputs),
         }
 
-    def events(self, pieces: Sequence[tuple[int, StreamPiece]]) -> bytes:
-        """The chunks that some pieces make."""
-        out: list[str] = []
-        for index, piece in pieces:
-            self._counts[index] += len(piece.token_ids)
-            self._left -= piece.output is not None
-            if piece.output is not None and piece.output.finish_reason == "error":
-                out.append(json.dumps(body_of(_failed(piece.output))))
+    def is_large(self, tokens: int) -> bool:
+        """Whether the JSON for this many tokens takes long to write."""
+        entries = tokens * (self.top + 1) if self._with_logprobs else 0
+        details = tokens + entries if self._body.return_token_details else 0
+        prompts = 0 if all(self._counts) else self._prompt_entries
+        return prompts + entries + details + tokens // _TOKENS_PER_ENTRY > _LARGE
+
+    def events(self, chunks: Sequence[tuple[int, StreamPiece]]) -> bytes:
+        """The server-sent events of these chunks, as bytes."""
+        return "".join([f"data: {dumps(event)}\n\n" for event in self._events(chunks)]).encode()
+
+    def event_parts(self, chunks: Sequence[tuple[int, StreamPiece]]) -> Iterator[str]:
+        """The server-sent events of these chunks, as small parts that are made one at a time."""
+        for event in self._events(chunks):
+            yield "data: "
+            yield from json_parts(event)
+            yield "\n\n"
+
+    def _events(self, chunks: Sequence[tuple[int, StreamPiece]]) -> Iterator[dict[str, Any]]:
+        for index, chunk in chunks:
+            self._counts[index] += len(chunk.token_ids)
+            self._unfinished -= chunk.output is not None
+            if chunk.output is not None and chunk.output.finish_reason == "error":
+                yield body_of(_failed(chunk.output))
                 continue
-            for choice in self.chunk_choices(index, piece):
-                chunk = self._head(self.kinds[1])
-                chunk["choices"] = [choice]
+            for choice in self.chunk_choices(index, chunk):
+                event = self._head(self.kinds[1])
+                event["choices"] = [choice]
                 if self._usage_always:
-                    chunk["usage"] = self._usage_of(sum(self._counts))
+                    event["usage"] = self._usage_of(sum(self._counts))
                 elif self._usage_at_end:
-                    chunk["usage"] = None
-                if not self._left and choice["finish_reason"] is not None:
-                    chunk["metrics"] = self._metrics(self._outputs())
-                out.append(json.dumps(chunk))
-        return "".join([f"data: {own}\n\n" for own in out]).encode()
+                    event["usage"] = None
+                if not self._unfinished and choice["finish_reason"] is not None:
+                    event["metrics"] = self._metrics(self._outputs())
+                yield event
 
     def closing(self) -> bytes:
-        """What ends a stream."""
+        """The last events of a stream: usage, if the request wants it, and [DONE]."""
         if not self._usage_at_end:
             return b"data: [DONE]\n\n"
         outputs = self._outputs()
         chunk = {"choices": [], "usage": self._usage(outputs), "metrics": self._metrics(outputs)}
-        return f"data: {json.dumps(self._head(self.kinds[1]) | chunk)}\n\ndata: [DONE]\n\n".encode()
+        return f"data: {dumps(self._head(self.kinds[1]) | chunk)}\n\ndata: [DONE]\n\n".encode()
 
     def whole_choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         raise NotImplementedError
 
-    def chunk_choices(self, index: int, piece: StreamPiece) -> list[dict[str, Any]]:
+    def chunk_choices(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     @property
     def top(self) -> int:
-        """How many of the most probable tokens were asked for."""
+        """How many of the most probable tokens the request wants at each position."""
         raise NotImplementedError
 
-    def extras(self, index: int, tokens: Sequence[int], runs: Sequence[Run], found: Sequence[Found]) -> dict[str, Any]:
-        """Token ids and where each came from, where asked for."""
+    @property
+    def _with_logprobs(self) -> bool:
+        return self._prepared.jobs[0][0][0].params.logprobs is not None
+
+    def extras(self, index: int, tokens: Sequence[int], runs: Sequence[Run], logprobs: Sequence[LogprobsAt]) -> dict[str, Any]:
+        """Token ids and token details, if the request wants them."""
         out: dict[str, Any] = {}
         if self._body.return_token_ids:
             out["token_ids"] = list(tokens)
         if self._body.return_token_details:
-            rows = zip(tokens, sources_of(runs), found or [{}] * len(tokens), strict=True)
-            out["token_details"] = [self._detail(index, token, source, own) for token, source, own in rows]
+            sources = zip(tokens, sources_of(runs), logprobs or [{}] * len(tokens), strict=True)
+            details = (self._detail(index, *source) for source in sources)
+            out["token_details"] = rows(with_rejected(details, runs, self._decoded), len(tokens))
         return out
 
-    def likeliest(self, found: Found) -> dict[int, Logprob]:
-        """The most probable tokens, as many as were asked for."""
-        return {token: own for token, own in found.items() if own.rank <= self.top}
+    def _decoded(self, token: int) -> str:
+        tokenizer = self._llm.tokenizer
+        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+
+    def likeliest(self, logprobs: LogprobsAt) -> dict[int, Logprob]:
+        """The most probable tokens, as many as the request wants."""
+        return {token: logprob for token, logprob in logprobs.items() if logprob.rank <= self.top}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -126,20 +159,20 @@ class Answer:
             "system_fingerprint": f"outrider-{__version__}",
         }
 
-    def _detail(self, index: int, token: int, source: tuple[str, int | None], found: Found) -> dict[str, Any]:
-        top = [{"id": i, "text": p.decoded_token or "", "logprob": _finite(p)} for i, p in self.likeliest(found).items()]
+    def _detail(self, index: int, token: int, source: tuple[str, int | None], logprobs: LogprobsAt) -> dict[str, Any]:
+        top = [{"id": i, "text": p.decoded_token or "", "logprob": _finite(p)} for i, p in self.likeliest(logprobs).items()]
         return {
             "id": token,
             "text": self._text_of(index, token),
             "source": source[0],
             "accepted": source[1] is not None,
             "position": source[1],
-            "logprob": _finite(found[token]) if token in found else None,
+            "logprob": _finite(logprobs[token]) if token in logprobs else None,
             "top": top,
         }
 
     def _text_of(self, index: int, token: int) -> str:
-        """The text a token completes, which is empty in the middle of a character."""
+        """The text that a token completes. It is empty in the middle of a character."""
         if self._llm.tokenizer is None:
             return ""
         if index not in self._texts:
@@ -148,7 +181,7 @@ class Answer:
         return self._texts[index].push(token)
 
     def _outputs(self) -> list[CompletionOutput]:
-        return [self.ticket.outputs[i] for i in sorted(self.ticket.outputs)]
+        return [self.handle.outputs[i] for i in sorted(self.handle.outputs)]
 
     def _metrics(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         return metrics_of(outputs, self._llm.speculation.draft_tokens)
@@ -169,45 +202,45 @@ class CompletionAnswer(Answer):
     kinds = ("text_completion", "text_completion")
     _body: CompletionRequest
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._offsets = [0] * self._prepared.sequences  # characters told, by the tokens' own texts
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._offsets = [0] * self._prepared.sequences  # characters written so far, summed over the texts of single tokens
 
     @property
     def top(self) -> int:
         return self._body.logprobs or 0
 
     def whole_choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        text, tokens, found, runs = output.text, output.token_ids, output.logprobs or [], output.runs
+        text, tokens, logprobs, runs = output.text, output.token_ids, output.logprobs or [], output.runs
         if self._prepared.cut:
-            text, tokens, found, runs = "", [], [], []
+            text, tokens, logprobs, runs = "", [], [], []
         choice = {
             "index": index,
             "text": self._echo(index) + text,
-            "logprobs": self._logprobs(index, tokens, found, True),
+            "logprobs": self._logprobs(index, tokens, logprobs, True),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(self._request(index).prompt_ids)
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [_by_id(own) for own in self._prompt_logprobs(index)]
-        return choice | self.extras(index, tokens, runs, found)
+            choice["prompt_logprobs"] = Rows(map(_by_id, self._prompt_logprobs(index)))
+        return choice | self.extras(index, tokens, runs, logprobs)
 
-    def chunk_choices(self, index: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        first = self._counts[index] == len(piece.token_ids)
+    def chunk_choices(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
+        first = self._counts[index] == len(chunk.token_ids)
         if self._prepared.cut:
-            piece = StreamPiece(piece.index, "", [], [], piece.output)
-        output = piece.output
+            chunk = StreamPiece(chunk.index, "", [], [], chunk.output)
+        output = chunk.output
         choice = {
             "index": index,
-            "text": (self._echo(index) if first else "") + piece.text,
-            "logprobs": self._logprobs(index, piece.token_ids, piece.logprobs, first),
+            "text": (self._echo(index) if first else "") + chunk.text,
+            "logprobs": self._logprobs(index, chunk.token_ids, chunk.logprobs, first),
             "finish_reason": None if output is None else output.finish_reason,
         }
         if output is not None:
             choice["stop_reason"] = output.stop_reason
-        return [choice | self.extras(index, piece.token_ids, piece.runs, piece.logprobs)]
+        return [choice | self.extras(index, chunk.token_ids, chunk.runs, chunk.logprobs)]
 
     def _request(self, index: int) -> Any:
         return self._prepared.jobs[index // self._n][0][0]
@@ -216,34 +249,31 @@ class CompletionAnswer(Answer):
         return self._prepared.texts[index // self._n] if self._prepared.texts else ""
 
     def _prompt_logprobs(self, index: int) -> list[dict[int, Logprob] | None]:
-        return self.ticket.jobs[index // self._n].writers[0].prompt_logprobs
+        return self.handle.jobs[index // self._n].processors[0].prompt_logprobs
 
-    def _logprobs(self, index: int, tokens: Sequence[int], found: Sequence[Found], first: bool) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[LogprobsAt], first: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        rows: list[tuple[int, Found | None]] = list(zip(tokens, found, strict=True))
+        positions: list[tuple[int, LogprobsAt | None]] = list(zip(tokens, logprobs, strict=True))
         if first and self._prepared.texts:
-            rows = [*zip(self._request(index).prompt_ids, self._prompt_logprobs(index), strict=True), *rows]
-        out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, own in rows:
-            text = self._spelled(token) if own is None else own[token].decoded_token or ""
+            positions = [*zip(self._request(index).prompt_ids, self._prompt_logprobs(index), strict=True), *positions]
+        out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, chances in positions:
+            text = self._decoded(token) if chances is None else chances[token].decoded_token or ""
             out["tokens"].append(text)
-            out["token_logprobs"].append(None if own is None else _finite(own[token]))
-            out["top_logprobs"].append(None if own is None else self._named(own))
+            out["token_logprobs"].append(None if chances is None else _finite(chances[token]))
             out["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(text)
+        named = (None if chances is None else self._named(chances) for _, chances in positions)
+        out["top_logprobs"] = rows(named, len(positions))
         return out
 
-    def _named(self, found: Found) -> dict[str, float]:
-        """The likeliest by their texts; where two spell alike the likelier stays."""
+    def _named(self, logprobs: LogprobsAt) -> dict[str, float]:
+        """The most probable tokens by their texts. Of two tokens with the same text, the more probable one is kept."""
         out: dict[str, float] = {}
-        for own in self.likeliest(found).values():
-            out.setdefault(own.decoded_token or "", _finite(own))
+        for logprob in self.likeliest(logprobs).values():
+            out.setdefault(logprob.decoded_token or "", _finite(logprob))
         return out
-
-    def _spelled(self, token: int) -> str:
-        tokenizer = self._llm.tokenizer
-        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 class ChatAnswer(Answer):
@@ -252,8 +282,8 @@ class ChatAnswer(Answer):
     kinds = ("chat.completion", "chat.completion.chunk")
     _body: ChatRequest
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._greeted: set[int] = set()
         self._calls: dict[int, ToolStream] = {}
 
@@ -265,10 +295,10 @@ class ChatAnswer(Answer):
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
         reason = output.finish_reason
         if self._prepared.family:
-            content, calls = parse_tool_calls(output.text, self._prepared.tools, self._prepared.family)
+            content, calls = parse_tool_calls(output.text, self._prepared.tools, self._prepared.family, _was_cut(output))
             message["content"] = content
             if calls:
-                message["tool_calls"] = [_call(own.id, own.name, own.arguments) for own in calls]
+                message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
                 reason = "tool_calls" if reason == "stop" else reason
         choice = {
             "index": index,
@@ -279,12 +309,12 @@ class ChatAnswer(Answer):
         }
         return choice | self.extras(index, output.token_ids, output.runs, output.logprobs or [])
 
-    def chunk_choices(self, index: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        output = piece.output
-        deltas = self._deltas(index, piece)
+    def chunk_choices(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
+        output = chunk.output
+        deltas = self._deltas(index, chunk)
         if (
             not deltas
-            and piece.token_ids
+            and chunk.token_ids
             and (self._body.logprobs or self._body.return_token_ids or self._body.return_token_details)
         ):
             deltas = [{"content": ""}]  # tokens whose text is still held back
@@ -294,9 +324,9 @@ class ChatAnswer(Answer):
         choices: list[dict[str, Any]] = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
-        if choices and piece.token_ids:  # the tokens of all that is told go with the last of it
-            choices[-1]["logprobs"] = self._logprobs(piece.token_ids, piece.logprobs)
-            choices[-1] |= self.extras(index, piece.token_ids, piece.runs, piece.logprobs)
+        if choices and chunk.token_ids:  # the tokens of all deltas are listed with the last one
+            choices[-1]["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs)
+            choices[-1] |= self.extras(index, chunk.token_ids, chunk.runs, chunk.logprobs)
         if output is not None:
             calls = index in self._calls and self._calls[index].called and output.finish_reason == "stop"
             reason = "tool_calls" if calls else output.finish_reason
@@ -305,93 +335,66 @@ class ChatAnswer(Answer):
             )
         return choices
 
-    def _deltas(self, index: int, piece: StreamPiece) -> list[dict[str, Any]]:
+    def _deltas(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
         if not self._prepared.family:
-            return [{"content": piece.text}] if piece.text else []
+            return [{"content": chunk.text}] if chunk.text else []
         if index not in self._calls:
             self._calls[index] = ToolStream(self._prepared.tools, self._prepared.family)
         reader = self._calls[index]
-        found = [*(reader.push(piece.text) if piece.text else ()), *(reader.finish() if piece.output is not None else ())]
+        deltas = reader.push(chunk.text) if chunk.text else []
+        if chunk.output is not None:
+            deltas += reader.finish(_was_cut(chunk.output))
         return [
-            {"content": own.content}
-            if own.index is None
-            else {"tool_calls": [{"index": own.index} | _call(own.id, own.name, own.arguments)]}
-            for own in found
+            {"content": delta.content}
+            if delta.index is None
+            else {"tool_calls": [{"index": delta.index} | _call(delta.id, delta.name, delta.arguments)]}
+            for delta in deltas
         ]
 
-    def _logprobs(self, tokens: Sequence[int], found: Sequence[Found]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[LogprobsAt]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        content = []
-        for token, own in zip(tokens, found, strict=True):
-            top = [self._spelled(i, p) for i, p in self.likeliest(own).items()]
-            content.append(self._spelled(token, own[token]) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
+        content = (self._position(token, chances) for token, chances in zip(tokens, logprobs, strict=True))
+        return {"content": rows(content, len(tokens)), "refusal": None}
 
-    def _spelled(self, token: int, own: Logprob) -> dict[str, Any]:
+    def _position(self, token: int, chances: LogprobsAt) -> dict[str, Any]:
+        top = [self._spelled(i, chance) for i, chance in self.likeliest(chances).items()]
+        return self._spelled(token, chances[token]) | {"top_logprobs": top}
+
+    def _spelled(self, token: int, logprob: Logprob) -> dict[str, Any]:
         known = _spellings(self._llm.tokenizer).get(token)
-        text = own.decoded_token or ""
-        return {"token": text, "logprob": _finite(own), "bytes": list(text.encode() if known is None else known[1])}
+        text = logprob.decoded_token or ""
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode() if known is None else known[1])}
 
 
-def metrics_of(outputs: Sequence[CompletionOutput], draft_tokens: int) -> dict[str, Any]:
-    """What speculation did, in the field's names and some of our own, and how long it took; over all outputs."""
-    stats = [output.speculation for output in outputs]
-    drafted_at, accepted_at = (_sum([own[f"{kind}_by_position"] for own in stats]) for kind in ("drafted", "accepted"))
-    drafted, accepted = sum(own["drafted"] for own in stats), sum(own["accepted"] for own in stats)
-    steps = drafted_at[0] if drafted_at else 0
-    rounds, tokens = sum(own["rounds"] for own in stats), sum(len(output.token_ids) for output in outputs)
-    reached = [steps, *accepted_at, 0]
-    first = stats[0] if stats else {}
-    total = max((output.timings.total_s for output in outputs), default=0.0)
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 0.0,
-            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
-            "acceptance_histogram": [a - b for a, b in pairwise(reached)] if steps else [],
-            "num_spec_steps": steps,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafted,
-            "num_spec_tokens": draft_tokens,
-            "method": first.get("method", "none"),
-            "rounds": rounds,
-            "tokens_per_round": round(tokens / rounds, 4) if rounds else 0.0,
-            "acceptance_by_position": [round(a / d, 4) for a, d in zip(accepted_at, drafted_at, strict=False)],
-            "off_reason": first.get("off_reason"),
-            "fallback_reason": first.get("fallback_reason"),
-        },
-        "timings": {
-            "first_token_ms": round(1000 * min((output.timings.first_token_s for output in outputs), default=0.0), 3),
-            "queue_ms": round(1000 * max((output.timings.queued_s for output in outputs), default=0.0), 3),
-            "total_ms": round(1000 * total, 3),
-            "tokens_per_s": round(tokens / total, 3) if total > 0 else 0.0,
-            "draft_n": drafted,
-            "draft_n_accepted": accepted,
-        },
-    }
+def _prompt_entries(body: GenerationRequest, prepared: Prepared) -> int:
+    """The size of the prompts' part of an answer, in entries that take as long to write as one log probability."""
+    requests = [request for job, _ in prepared.jobs for request in job]
+    ids = sum(len(request.prompt_ids) for request in requests) if body.return_token_ids else 0
+    echoed = sum(map(len, prepared.texts)) * len(prepared.jobs[0][0])
+    return prepared.logprob_entries + ids // _TOKENS_PER_ENTRY + echoed // _CHARS_PER_ENTRY
+
+
+def _was_cut(output: CompletionOutput) -> bool:
+    """Whether the text was cut off: by length, by a stop string, or by an abort."""
+    return output.finish_reason != "stop" or isinstance(output.stop_reason, str)
 
 
 def _failed(output: CompletionOutput) -> ApiError:
-    """Why a sequence could not go on; what the forward said stays in the server's log."""
+    """The API error of a failed sequence. Details of a failed forward are only in the server's log."""
     reason = str(output.stop_reason)
-    if reason.startswith("the model's forward failed"):
-        return ApiError(500, "the model's forward failed; the server's log says how", code="corrupted")
+    if reason.startswith("the grammar takes too long"):
+        return ApiError(400, reason, "response_format", "grammar_too_slow")
+    if reason.startswith("the request's round failed"):
+        return ApiError(500, "the engine failed on this request; the server's log says how", code="corrupted")
     return ApiError(400 if "no token can follow" in reason else 500, reason, code="corrupted")
 
 
 def _call(name: str | None, function: str | None, arguments: str) -> dict[str, Any]:
-    """A tool call; in a stream, id and name come once."""
+    """The JSON of a tool call. In a stream, id and name are sent once."""
     if name is None:
         return {"function": {"arguments": arguments}}
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-
-
-def _sum(rows: Sequence[Sequence[int]]) -> list[int]:
-    out = [0] * max(map(len, rows), default=0)
-    for row in rows:
-        for i, value in enumerate(row):
-            out[i] += value
-    return out
 
 
 @lru_cache(maxsize=4)
@@ -399,11 +402,11 @@ def _spellings(tokenizer: Tokenizer | None) -> dict[int, tuple[bool, bytes]]:
     return {} if tokenizer is None else tokenizer.spellings()
 
 
-def _finite(own: Logprob) -> float:
-    return max(own.logprob, _FLOOR)
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, _FLOOR)
 
 
-def _by_id(found: Found | None) -> dict[str, Any] | None:
-    if found is None:
+def _by_id(logprobs: LogprobsAt | None) -> dict[str, Any] | None:
+    if logprobs is None:
         return None
-    return {str(i): {"logprob": _finite(p), "rank": p.rank, "decoded_token": p.decoded_token} for i, p in found.items()}
+    return {str(i): {"logprob": _finite(p), "rank": p.rank, "decoded_token": p.decoded_token} for i, p in logprobs.items()}

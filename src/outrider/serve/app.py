@@ -1,10 +1,9 @@
-"""The routes."""
+"""The FastAPI app and its routes."""
 
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
@@ -12,27 +11,40 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from outrider._version import __version__
-from outrider.serve import schemas
+from outrider.serve import requests, schemas
+from outrider.serve.access import TOKENS, Access
+from outrider.serve.admission import client_of
 from outrider.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.serve.body import StrictRoute
+from outrider.serve.body import BodyChecker, StrictRoute
+from outrider.serve.context import adopt, request_id
 from outrider.serve.errors import ApiError, install_handlers
-from outrider.serve.guard import Guard
-from outrider.serve.requests import Prepared, as_messages, prepare_chat, prepare_completion
+from outrider.serve.exchange import Exchange
+from outrider.serve.guard import Guard, Named
+from outrider.serve.keys import Keys
+from outrider.serve.rendering import dumps
+from outrider.serve.requests import (
+    Prepared,
+    count_sequences,
+    grammar_of,
+    may_name_grammar,
+    prepare_chat,
+    prepare_completion,
+)
 from outrider.serve.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    TokenizeChat,
-    TokenizePrompt,
+    TokenizeRequest,
 )
-from outrider.serve.service import Service
-from outrider.serve.settings import Settings
-from outrider.serve.streaming import ClientGone, EventStream, unless_gone
+from outrider.serve.service import RequestHandle, Service
+from outrider.serve.settings import Limits, Settings
+from outrider.serve.streaming import ClientGone, EventStream, WholeAnswer, unless_gone
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -53,9 +65,17 @@ _PAGE_TYPES = {
 router = APIRouter(route_class=StrictRoute, responses=_ERRORS)
 
 
-def create_app(settings: Settings, load: Callable[[], LLM], tracer: Tracer | None = None) -> FastAPI:
-    """An app that loads its model in the background once it is started."""
-    service = Service(settings, load)
+def create_app(
+    settings: Settings,
+    load: Callable[[], LLM],
+    tracer: Tracer | None = None,
+    announce: Callable[[LLM], None] | None = None,
+) -> FastAPI:
+    """An app that loads its model in the background after startup. `announce` is called when it is ready."""
+    service = Service(settings, load, announce)
+    checker = BodyChecker(settings.limits)
+    first = () if settings.api_key is None else (settings.api_key,)
+    keys = Keys([*first, *settings.other_api_keys], settings.api_key_file)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
@@ -64,13 +84,28 @@ def create_app(settings: Settings, load: Callable[[], LLM], tracer: Tracer | Non
             yield
         finally:
             await service.end()
+            checker.close()
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.state.checker = checker
     app.state.tracer = tracer
+    app.state.keys = keys
     install_handlers(app)
-    app.router.routes += router.routes  # flat, so that everybody who lists the routes sees them
-    app.add_middleware(Guard, settings=settings)
+    app.router.routes += router.routes  # flat, so that a list of the app's routes contains them
+    app.add_middleware(Guard, settings=settings, keys=keys)
+    if settings.allowed_origins:  # outside the guard: a preflight carries no key, and refusals need CORS headers too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(Named)
+    paths = [getattr(route, "path", "") for route in app.routes]
+    app.add_middleware(Access, metrics=service.metrics, paths=paths, log=settings.access_log)
+    app.add_middleware(Exchange, limits=settings.limits)
     return app
 
 
@@ -98,44 +133,88 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 async def _generate(
     request: Request,
     body: GenerationRequest,
-    prepare: Callable[[LLM, Any], Prepared],
+    prepare: Callable[[LLM, Any, Limits], Prepared],
     answers: Callable[..., Answer],
     prefix: str,
 ) -> Response:
     service = _service(request)
     llm = service.ready()
     _check_model(service, body.model)
-    service.admit(body.n or 1)
-    prepared = await service.off_loop(partial(prepare, llm, body))
-    if prepared.sequences > service.settings.limits.sequences:
-        raise ApiError(400, f"n: prompts times n must be at most {service.settings.limits.sequences}", "n")
-    answer = answers(llm, body, prepared, f"{prefix}-{body.request_id or secrets.token_hex(12)}", service.settings.model_name)
-    ticket = answer.ticket = service.submit(prepared.jobs, bool(body.stream))
-    _note(request, service, body, answer, prepared)
-    if body.stream:
-        return EventStream(service, ticket, answer)
+    _check_priority(service, body.priority)
+    adopt(body.request_id)
+    admission = service.admit(client_of(request.scope), count_sequences(body, service.settings.limits))
     try:
-        outputs = await unless_gone(request, ticket.whole())
+        work = partial(prepare, llm, body, service.settings.limits)
+        with service.metrics.preparation():
+            prepared = await unless_gone(request, _prepare(request, service, admission.client, work, body))
+        service.hold_logprobs(admission, prepared.logprob_entries)
+        answer = answers(llm, body, prepared, f"{prefix}-{body.request_id or request_id.get()}", service.settings.model_name)
+        handle = answer.handle = service.submit(prepared.jobs, bool(body.stream), admission)
     except ClientGone:
-        return Response(status_code=499)  # nobody reads it
+        admission.abandon()
+        return Response(status_code=499)  # the client has left
+    except BaseException:
+        admission.abandon()
+        raise
+    _note(request, service, body, answer, prepared)
+    return EventStream(service, handle, answer) if body.stream else await _whole(request, service, handle, answer)
+
+
+async def _prepare(
+    request: Request, service: Service, client: str, work: Callable[[], Prepared], body: GenerationRequest
+) -> Prepared:
+    """Compile the request's grammar first, so that no tokeniser thread waits for a compiler. Then tokenise."""
+    size = len(await request.body())
+    if may_name_grammar(body):
+        structured = await service.off_loop(partial(grammar_of, service.ready(), body), client, size)
+        if structured is not None:
+            await service.compiled(structured, client)
+    return await service.off_loop(work, client, size)
+
+
+async def _whole(request: Request, service: Service, handle: RequestHandle, answer: Answer) -> Response:
+    """The complete answer. A large one is written while it is sent."""
+    large = False
+    try:
+        outputs = await unless_gone(request, handle.whole())
+        answer.check(outputs)
+        large = answer.is_large(sum(len(output.token_ids) for output in outputs))
+        if large:
+            return WholeAnswer(service, handle, answer)
+        return Response(dumps(answer.whole(outputs)), media_type="application/json")
+    except ClientGone:
+        return Response(status_code=499)  # the client has left
     finally:
-        service.abort(ticket)
-    return JSONResponse(await service.off_loop(partial(answer.whole, outputs)))
+        if not large:
+            service.abort(handle)
+            handle.admission.answered()
 
 
 def _note(request: Request, service: Service, body: GenerationRequest, answer: Answer, prepared: Prepared) -> None:
-    """The log, which says nothing of what was asked unless told to; and the trace."""
+    """Register the request's token counts and trace span, and log its body if `log_requests` is set."""
+    answer.handle.on_end(partial(_count_tokens, request, prepared))
     tracer: Tracer | None = request.app.state.tracer
     if tracer is not None:
-        answer.ticket.on_end(partial(tracer.finished, dict(request.headers), service.settings.model_name, answer.id, prepared))
+        headers = dict(request.headers) | {"x-request-id": request_id.get()}
+        answer.handle.on_end(partial(tracer.finished, headers, service.settings.model_name, answer.id, prepared))
     if service.settings.log_requests:
         _log.info("%s %s", answer.id, body.model_dump_json(exclude_none=True))
+
+
+def _count_tokens(request: Request, prepared: Prepared, handle: RequestHandle) -> None:
+    prompts = sum(len(requests[0].prompt_ids) for requests, _ in prepared.jobs)
+    request.scope[TOKENS] = (prompts, sum(len(output.token_ids) for output in handle.outputs.values()))
 
 
 def _check_model(service: Service, name: str | None) -> None:
     settings = service.settings
     if name is not None and name not in (settings.model_name, *settings.aliases):
         raise ApiError(404, f"the model {name!r} is not served here; this is {settings.model_name!r}", "model", "model_not_found")
+
+
+def _check_priority(service: Service, priority: int | None) -> None:
+    if priority and not service.settings.allow_priority:
+        raise ApiError(400, "priority: all requests are equal here; start the server with --allow-priority", "priority")
 
 
 @router.get("/v1/models", response_model=schemas.ModelList, summary="The model")
@@ -165,20 +244,22 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 @router.post("/tokenize", response_model=schemas.Tokenized, summary="Text to token ids")
-async def tokenize(request: Request, body: TokenizePrompt | TokenizeChat) -> Response:
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = _service(request)
     llm = service.ready()
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer")
 
-    def work() -> list[int]:
-        if isinstance(body, TokenizeChat):
-            return tokenizer.chat(as_messages(body.messages))
-        return tokenizer.encode(body.prompt) if body.add_special_tokens else list(tokenizer.encode_bare(body.prompt))
+    def work() -> bytes:
+        ids = requests.tokenize(llm, body)
+        return b'{"tokens":[%s],"count":%d,"max_model_len":%d}' % (_written(ids), len(ids), llm.max_model_len)
 
-    ids = await service.off_loop(work)
-    return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len})
+    written = await service.off_loop(work, client_of(request.scope), len(await request.body()))
+    return Response(written, media_type="application/json")
+
+
+def _written(ids: Sequence[int]) -> bytes:
+    """Ids as JSON, written in blocks: a million of them at once would hold the interpreter lock for long."""
+    parts = (ids[start : start + 4096] for start in range(0, len(ids), 4096))
+    return b",".join(",".join(map(str, part)).encode() for part in parts)
 
 
 @router.post("/detokenize", response_model=schemas.Detokenized, summary="Token ids to text")
@@ -188,15 +269,30 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer")
-    if any(token >= llm.config.vocab for token in body.tokens):
-        raise ApiError(400, f"tokens: ids must be below {llm.config.vocab}", "tokens")
-    return JSONResponse({"prompt": await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))})
+
+    def work() -> JSONResponse:
+        if max(body.tokens, default=0) >= llm.config.vocab:
+            raise ApiError(400, f"tokens: ids must be below {llm.config.vocab}", "tokens")
+        return JSONResponse({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return await service.off_loop(work, client_of(request.scope), len(await request.body()))
 
 
 @router.get("/health", response_model=schemas.Health, responses={503: {"model": schemas.Health}}, summary="Whether it serves")
 async def health(request: Request) -> Response:
     status = _service(request).status
     return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+
+@router.get("/readyz", response_model=schemas.Health, responses={503: {"model": schemas.Health}}, summary="Whether it serves")
+async def readyz(request: Request) -> Response:
+    return await health(request)
+
+
+@router.get("/livez", response_model=schemas.Health, responses={503: {"model": schemas.Health}}, summary="Whether it lives")
+async def livez(request: Request) -> Response:
+    status = _service(request).status
+    return JSONResponse({"status": status}, 503 if status == "dead" else 200)
 
 
 @router.get("/version", response_model=schemas.Version, summary="The version")
@@ -207,14 +303,14 @@ async def version() -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}}, summary="Prometheus metrics")
 async def metrics(request: Request) -> Response:
     service = _service(request)
-    service.metrics.snapshot = await service.look()
+    service.metrics.snapshot = await service.refresh_snapshot()
     return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/stats", summary="A snapshot for dashboards")
 async def stats(request: Request) -> Response:
     service = _service(request)
-    await service.look()
+    await service.refresh_snapshot()
     return JSONResponse(service.stats())
 
 
@@ -234,10 +330,10 @@ async def docs() -> Response:
 
 
 def _page_file(name: str) -> Response:
-    """A file of the page; names are looked up among those that exist, never joined to a path."""
+    """A file of the page. The name is looked up in the folder's listing and never joined to a path."""
     folder = files("outrider.serve") / "page"
     kind = _PAGE_TYPES.get(PurePosixPath(name).suffix)
-    found = {own.name: own for own in folder.iterdir()} if folder.is_dir() else {}
-    if kind is None or name not in found:
+    page_files = {file.name: file for file in folder.iterdir()} if folder.is_dir() else {}
+    if kind is None or name not in page_files:
         raise ApiError(404, "there is no such page")
-    return Response(found[name].read_bytes(), media_type=kind)
+    return Response(page_files[name].read_bytes(), media_type=kind)

@@ -1,24 +1,80 @@
-"""Request bodies: read within size and time, parsed as strict JSON, before any schema looks at them."""
+"""Request bodies: read within limits of size and time, then parsed and checked.
+
+Small bodies are checked on the event loop. Checking holds the interpreter lock, in a thread too, so large bodies are
+checked in another process, and other requests do not wait for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from outrider.process import ProcessDied, PythonProcess
+from outrider.serve.admission import Completions, Places, client_of
 from outrider.serve.errors import ApiError
+from outrider.serve.pools import FairPool
 from outrider.serve.settings import Limits
+from outrider.serve.validation import Refusal, check, restore
 
-__all__ = ["StrictRoute", "parse"]
+__all__ = ["BodyChecker", "StrictRoute"]
+
+
+class BodyChecker:
+    """Turns bodies into requests. One process checks the large ones, and clients take turns with it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.room = Places(limits.bodies_bytes)  # bytes of request bodies in memory
+        self._limits = limits
+        self._process = PythonProcess("outrider.serve.validation:check_in_worker")
+        self._pool = FairPool("outrider-body", threads=1, reserved=0)  # its thread waits for the process
+        self._waiting = Places(limits.large_bodies)
+        self._checked = Completions()
+
+    async def request_from(self, path: str, body: bytes, client: str = "") -> Any:
+        """The checked request to a route. Raises ApiError if the body is invalid."""
+        if len(body) <= self._limits.small_body_bytes:
+            result = check(path, body, self._limits.json_depth)
+        else:
+            result = await self._check_in_worker(path, body, client)
+        if isinstance(result, Refusal):
+            raise ApiError(400, result.message, result.param)
+        return result
+
+    async def _check_in_worker(self, path: str, body: bytes, client: str) -> Any:
+        if not self._waiting.take(client):
+            raise self.refusal(f"{self._waiting.total} large bodies wait to be read")
+        try:
+            return await self._pool.run(partial(self._in_process, path, body), client, len(body))
+        except ProcessDied:
+            raise ApiError(503, "the process that reads large bodies ended; try again, or send less") from None
+        finally:
+            self._waiting.release(client)
+            self._checked.add()
+
+    def refusal(self, reason: str) -> ApiError:
+        """The 429 error for a body that cannot be held in memory now, with the estimated wait as Retry-After."""
+        seconds = self._checked.retry_after(max(self._waiting.total, 1))
+        headers = {"Retry-After": str(seconds)} | _CLOSE
+        return ApiError(429, f"{reason}; try again later", code="queue_full", headers=headers)
+
+    def _in_process(self, path: str, body: bytes) -> Any:
+        return restore(path, *self._process(path, body, self._limits.json_depth))
+
+    def close(self) -> None:
+        self._pool.close()
+        self._process.close()
 
 
 class StrictRequest(Request):
-    """A request whose body is bounded in bytes and seconds and whose JSON is JSON."""
+    """A request with limits on the size and time of its body. Its `json` is the checked request."""
+
+    route_path = ""
+    _held = 0  # bytes counted in `BodyChecker.room`
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -30,23 +86,35 @@ class StrictRequest(Request):
                     self._body = await self._read(limits)
             except TimeoutError:
                 raise ApiError(408, f"the body did not arrive within {limits.body_s:g} seconds", headers=_CLOSE) from None
+            if not self._body:
+                raise ApiError(400, "the body is empty; send a JSON object")
         return self._body
 
     async def _read(self, limits: Limits) -> bytes:
-        chunks, size = [], 0
+        chunks, client = [], client_of(self.scope)
+        checker: BodyChecker = self.app.state.checker
         async for chunk in self.stream():
-            size += len(chunk)
-            if size > limits.body_bytes:
+            if self._held + len(chunk) > limits.body_bytes:
                 raise _too_large(limits)
+            if not checker.room.take(client, len(chunk)):
+                raise checker.refusal(f"requests under way hold {checker.room.total} bytes of bodies")
+            self._held += len(chunk)
             chunks.append(chunk)
         return b"".join(chunks)
 
+    def release(self) -> None:
+        """Release the body's bytes after its request has been handled."""
+        self.app.state.checker.room.release(client_of(self.scope), self._held)
+        self._held = 0
+
     async def json(self) -> Any:
-        return parse(await self.body(), self.app.state.service.settings.limits.json_depth)
+        """The checked request. FastAPI validates it again, which is cheap for an instance of the schema."""
+        checker: BodyChecker = self.app.state.checker
+        return await checker.request_from(self.route_path, await self.body(), client_of(self.scope))
 
 
 class StrictRoute(APIRoute):
-    """Routes that read their bodies so."""
+    """Routes that read their bodies as a `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -58,68 +126,17 @@ class StrictRoute(APIRoute):
                     raise ApiError(415, "send the body as application/json")
                 if request.headers.get("content-encoding", "identity") != "identity":
                     raise ApiError(415, "send the body uncompressed")
-            return await handler(StrictRequest(request.scope, request.receive))
+            checked = StrictRequest(request.scope, request.receive)
+            checked.route_path = self.path
+            try:
+                return await handler(checked)
+            finally:
+                checked.release()
 
         return strict
 
 
 _CLOSE = {"Connection": "close"}
-
-
-def parse(body: bytes, depth: int) -> Any:
-    """JSON with every number finite, every text whole, no key twice, and no deeper than allowed."""
-    try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8 (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
-    except RecursionError:
-        raise _too_deep(depth) from None
-    except ValueError as error:  # among them integers of thousands of digits
-        raise ApiError(400, f"the body is not JSON that can be used: {error}") from None
-    _check(value, depth, surrogates=b"\\u" in body)
-    return value
-
-
-def _check(value: Any, depth: int, surrogates: bool) -> None:
-    level = [value]
-    for _ in range(depth + 1):
-        below: list[Any] = []
-        for own in level:
-            if isinstance(own, dict):
-                below += own.values()
-                if surrogates:
-                    below += own
-            elif isinstance(own, list):
-                below += own
-            elif isinstance(own, float):
-                if not math.isfinite(own):
-                    raise ApiError(400, "the body holds NaN or a number beyond the range of floats")
-            elif surrogates and isinstance(own, str):
-                _check_text(own)
-        if not below:
-            return
-        level = below
-    raise _too_deep(depth)
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ApiError(400, "the body holds half of a surrogate pair, which is no text") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("an object names a key twice")
-    return found
-
-
-def _too_deep(depth: int) -> ApiError:
-    return ApiError(400, f"the body is nested deeper than {depth} levels")
 
 
 def _too_large(limits: Limits) -> ApiError:

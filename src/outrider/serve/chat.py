@@ -1,4 +1,4 @@
-"""`outrider chat`: a conversation in the terminal, and how fast it goes."""
+"""`outrider chat`: a conversation in the terminal, with its speed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.options import Dtype, MaxTokens, Threads, set_threads
+from outrider.serve.chat_input import TypedMessages, piped_message
 from outrider.serve.chat_partner import LocalModel, NoTemplate, Partner, Prompt, RemoteModel, Summary
 from outrider.serve.chat_screen import Screen, Tally, finished, totals
 
@@ -21,10 +22,10 @@ __all__ = ["Chat", "chat"]
 
 HELP = """\
 /reset            forget the conversation
-/system TEXT      what the model is told before everything else; alone: nothing
-/set NAME VALUE   temperature, top_p, top_k, min_p, repetition_penalty, max_tokens, seed; alone: show all
-/spec on|off      guess ahead or not; also the name of a loaded method
-/stats            numbers of this conversation
+/system TEXT      set the system message; without TEXT: remove it
+/set NAME VALUE   temperature, top_p, top_k, min_p, repetition_penalty, max_tokens, seed; without NAME: show all
+/spec on|off      switch speculation on or off; or the name of a loaded method
+/stats            statistics of this conversation
 /quit             leave, as does Ctrl-D
 A line that ends in a backslash goes on in the next; \"\"\" begins and ends several lines. Ctrl-C stops an answer."""
 
@@ -40,29 +41,28 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 
 
 class Chat:
-    """A conversation: what was said, how answers are drawn, what they came to."""
+    """A conversation: its messages, the sampling parameters and the statistics of its answers."""
 
     def __init__(self, partner: Partner, params: dict[str, Any], as_text: bool = False, system: str = "") -> None:
         self.partner = partner
         self.params = params
-        self.as_text = as_text  # the model continues a text; there are no turns
+        self.as_text = as_text  # the model continues one text instead of answering in turns
         self.system = system
         self.speculation: bool | dict[str, Any] = True
         self.summaries: list[Summary] = []
-        self._said: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
         self._text = ""
         self._screen = Screen()
 
     def run(self) -> None:
-        """Until the user leaves or the input ends."""
-        screen, typed = self._screen, sys.stdin.isatty()
-        if typed:
-            import readline  # noqa: F401  (gives input() its history and keys)
-
+        """Read and answer messages until the user leaves or the input ends."""
+        screen, read = self._screen, piped_message
+        if sys.stdin.isatty():
+            read = TypedMessages().read
             screen.note(f"{self.partner.name} · /help shows the commands")
         if self.as_text:
             screen.note("This model was not made for conversation: it continues your text as it stands.")
-        while (message := read_message("> " if typed else "")) is not None:
+        while (message := read()) is not None:
             try:
                 if message.startswith("/"):
                     if not self.command(message):
@@ -73,12 +73,12 @@ class Chat:
                 screen.note(f"error: {error}")
 
     def command(self, line: str) -> bool:
-        """Obey a line that begins with a slash; whether to go on."""
-        name, _, rest = line[1:].partition(" ")
+        """Run a command line that begins with a slash. Returns False if the chat ends."""
+        name, _, argument = line[1:].partition(" ")
         commands = {
             "help": self._help,
             "reset": self._reset,
-            "system": self._tell,
+            "system": self._set_system,
             "set": self._set,
             "spec": self._spec,
             "stats": self._stats,
@@ -87,7 +87,7 @@ class Chat:
             return False
         if name not in commands:
             raise InvalidParameter(f"/{name}", f"is no command; there are /{', /'.join(commands)}, /quit")
-        commands[name](rest.strip())
+        commands[name](argument.strip())
         return True
 
     def say(self, message: str) -> None:
@@ -103,31 +103,31 @@ class Chat:
         if isinstance(prompt, str):
             self._text = prompt + answer
         else:
-            self._said += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+            self._messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
     def _prompt(self, message: str) -> Prompt:
         if self.as_text:
             gap = "\n" if self._text and not self._text.endswith("\n") else ""
             return self._text + gap + message
-        told = [{"role": "system", "content": self.system}] if self.system else []
-        return [*told, *self._said, {"role": "user", "content": message}]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self._messages, {"role": "user", "content": message}]
 
     def _answer(self, prompt: Prompt) -> str:
-        """Stream one answer to the screen; what came of it is kept when it is stopped."""
-        pieces, tally, parts = self.partner.answer(prompt, self.params, self.speculation), Tally(), list[str]()
+        """Stream one answer to the screen. A stopped answer keeps the text so far."""
+        chunks, tally, parts = self.partner.answer(prompt, self.params, self.speculation), Tally(), list[str]()
         summary: Summary | None = None
-        with _stoppable(self.partner.whole_rounds) as stopped, contextlib.suppress(KeyboardInterrupt):
-            first = next(pieces)  # a refusal comes before anything is drawn
+        with _stoppable(self.partner.stops_between_rounds) as stopped, contextlib.suppress(KeyboardInterrupt):
+            first = next(chunks)  # a refusal is raised before the status row is drawn
             with self._screen.status() as row:
-                for piece in chain([first], pieces):
-                    tally.add(piece.guessed)
-                    parts.append(piece.text)
-                    self._screen.text(piece.text)
+                for chunk in chain([first], chunks):
+                    tally.add(chunk.guessed)
+                    parts.append(chunk.text)
+                    self._screen.text(chunk.text)
                     row.show(tally.line())
-                    summary = piece.summary or summary
+                    summary = chunk.summary or summary
                     if stopped():
                         break
-        pieces.close()  # type: ignore[attr-defined]
+        chunks.close()  # type: ignore[attr-defined]
         self._screen.text("\n")
         if summary is not None:
             self.summaries.append(summary)
@@ -138,10 +138,10 @@ class Chat:
         self._screen.note(HELP)
 
     def _reset(self, _: str) -> None:
-        self._said, self._text, self.summaries = [], "", []
+        self._messages, self._text, self.summaries = [], "", []
         self._screen.note("forgotten")
 
-    def _tell(self, text: str) -> None:
+    def _set_system(self, text: str) -> None:
         if self.as_text:
             raise InvalidParameter("/system", "has no meaning here: this model continues text")
         self.system = text
@@ -150,7 +150,7 @@ class Chat:
     def _set(self, words: str) -> None:
         name, _, value = words.partition(" ")
         if not name:
-            return self._screen.note("\n".join(f"{own} {given}" for own, given in self.params.items()))
+            return self._screen.note("\n".join(f"{param} {setting}" for param, setting in self.params.items()))
         if name not in _KINDS:
             raise InvalidParameter("/set", f"unknown {name!r}; there are {', '.join(_KINDS)}")
         try:
@@ -169,44 +169,16 @@ class Chat:
         self._screen.note(totals(self.summaries))
 
 
-def read_message(prompt: str) -> str | None:
-    """One message, of several lines where it says so; None at the end of the input."""
-    lines: list[str] = []
-    block = False
-    while True:
-        try:
-            line = input("… " if prompt and (block or lines) else prompt)
-        except EOFError:
-            if prompt:
-                print()
-            return "\n".join(lines) if lines else None
-        except KeyboardInterrupt:  # takes back what was typed
-            print("\n(Ctrl-D or /quit leaves)")
-            return ""
-        if not block and line.startswith('"""'):
-            block, line = True, line[3:]
-            if not line:
-                continue
-        if block and line.endswith('"""'):
-            return "\n".join([*lines, line[:-3]] if line[:-3] else lines)
-        if block:
-            lines.append(line)
-        elif line.endswith("\\"):
-            lines.append(line[:-1])
-        else:
-            return "\n".join([*lines, line])
-
-
 @contextlib.contextmanager
-def _stoppable(whole_rounds: bool) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks the answer to stop. A round of the engine is not cut short; a second Ctrl-C leaves the program."""
+def _stoppable(stops_between_rounds: bool) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C stops the answer, after the engine's round where one runs here. A second one leaves the program."""
     pressed: list[int] = []
 
     def press(number: int, _: FrameType | None) -> None:
         pressed.append(number)
         if len(pressed) > 1:
             sys.exit(130)
-        if not whole_rounds:
+        if not stops_between_rounds:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, press)
@@ -224,10 +196,10 @@ def chat(
     api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="The server's key.")] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="How to guess, as in `outrider generate`. Default: eagle for the bundled model, else ngram."),
+        typer.Option(help="How to draft, as in `outrider generate`. Default: auto."),
     ] = None,
-    draft_tokens: Annotated[int | None, typer.Option(min=0, max=256, help="Most tokens guessed per round.")] = None,
-    system: Annotated[str, typer.Option(help="What the model is told before everything else.")] = "",
+    draft_tokens: Annotated[int | None, typer.Option(min=0, max=256, help="Maximum number of draft tokens per round.")] = None,
+    system: Annotated[str, typer.Option(help="System message.")] = "",
     as_text: Annotated[
         bool | None,
         typer.Option(
@@ -237,9 +209,9 @@ def chat(
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much of the mass.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens with this total probability.")] = 1.0,
     max_tokens: MaxTokens = 256,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answers. Default: drawn for each.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers. Default: a new seed for each answer.")] = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:
@@ -252,14 +224,12 @@ def chat(
 
 
 def _load(model: str | None, method: str | None, draft_tokens: int | None, dtype: str, threads: int | None) -> LocalModel:
-    from rich.console import Console
-
-    from outrider.config import SpeculationConfig, parse_method
+    from outrider.config import speculation_of_flags
     from outrider.engine.llm import LLM
+    from outrider.terminal import PlainConsole
 
     set_threads(threads)
-    settings = parse_method(method or ("ngram" if model else "eagle"))
-    speculation = SpeculationConfig.parse(settings | ({} if draft_tokens is None else {"draft_tokens": draft_tokens}))
-    with Console(stderr=True).status("loading"):
+    speculation = speculation_of_flags(method, None, draft_tokens)
+    with PlainConsole(stderr=True).status("loading"):
         llm = LLM(model, speculation=speculation, dtype=dtype)
     return LocalModel(llm, llm.directory.name)

@@ -1,4 +1,4 @@
-"""Who answers in a terminal chat: a model in this process, or a server by its address."""
+"""The model behind a terminal chat: in this process, or on a server."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.engine.outputs import CompletionOutput
 
-__all__ = ["LocalModel", "NoTemplate", "Partner", "Piece", "Prompt", "RemoteModel", "Summary"]
+__all__ = ["AnswerChunk", "LocalModel", "NoTemplate", "Partner", "Prompt", "RemoteModel", "Summary"]
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text to continue, or a conversation
 Speculation = bool | Mapping[str, Any]
-_SILENCE_S = 600.0  # servers send keep-alive comments far more often
+_SILENCE_S = 600.0  # read timeout; servers send keep-alive comments far more often
 
 
 class NoTemplate(OutriderError):
-    """The model takes texts only."""
+    """The model has no chat template, so it can only continue text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one answer came to."""
+    """Statistics of one answer."""
 
     method: str = "none"
     tokens: int = 0
@@ -41,8 +41,8 @@ class Summary:
     off_reason: str | None = None
 
 
-class Piece(NamedTuple):
-    """Some new text, for each of its tokens whether a drafter had guessed it, and the summary with the last."""
+class AnswerChunk(NamedTuple):
+    """New text, whether each of its tokens was drafted, and, in the last chunk, the summary."""
 
     text: str
     guessed: Sequence[bool]
@@ -50,27 +50,27 @@ class Piece(NamedTuple):
 
 
 class Partner(Protocol):
-    """Answers a prompt piece by piece; closing the iterator stops the answer."""
+    """Streams the answer to a prompt in chunks. Closing the iterator stops the answer."""
 
     name: str
-    whole_rounds: bool  # may only be stopped between two pieces
+    stops_between_rounds: bool  # an answer can only be stopped between two chunks
 
-    def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[Piece]: ...
+    def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[AnswerChunk]: ...
 
 
 class LocalModel:
     """A model in this process."""
 
-    whole_rounds = True
+    stops_between_rounds = True
 
     def __init__(self, llm: LLM, name: str) -> None:
         self._llm = llm
         self.name = name
 
-    def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[Piece]:
+    def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[AnswerChunk]:
         ids = prompt if isinstance(prompt, str) else self._templated(prompt)
-        for piece in self._llm.stream(ids, self._llm.default_params(**params), speculation=speculation):
-            yield Piece(piece.text, piece.from_draft, _summary_of(piece.output) if piece.output else None)
+        for chunk in self._llm.stream(ids, self._llm.default_params(**params), speculation=speculation):
+            yield AnswerChunk(chunk.text, chunk.from_draft, _summary_of(chunk.output) if chunk.output else None)
 
     def _templated(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if self._llm.tokenizer is None:
@@ -84,7 +84,7 @@ class LocalModel:
 class RemoteModel:
     """A model behind an Outrider server."""
 
-    whole_rounds = False
+    stops_between_rounds = False
 
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
@@ -94,10 +94,17 @@ class RemoteModel:
         with self._ask("/v1/models") as response:
             self.name = json.load(response)["data"][0]["id"]
 
-    def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[Piece]:
+    def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[AnswerChunk]:
         path, name = ("/v1/completions", "prompt") if isinstance(prompt, str) else ("/v1/chat/completions", "messages")
-        asked = speculation if isinstance(speculation, Mapping) else {"enabled": speculation}
-        body = {"model": self.name, name: prompt, "stream": True, "return_token_details": True, "speculation": asked, **params}
+        speculation_field = speculation if isinstance(speculation, Mapping) else {"enabled": speculation}
+        body = {
+            "model": self.name,
+            name: prompt,
+            "stream": True,
+            "return_token_details": True,
+            "speculation": speculation_field,
+            **params,
+        }
         tokens = 0
         with self._ask(path, body) as response:
             for event in _events(response):
@@ -105,7 +112,7 @@ class RemoteModel:
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
                 guessed = [token["source"] != "target" for token in choice.get("token_details") or ()]
                 tokens += len(guessed)
-                yield Piece(text, guessed, _summary_from(event["metrics"], tokens) if event.get("metrics") else None)
+                yield AnswerChunk(text, guessed, _summary_from(event["metrics"], tokens) if event.get("metrics") else None)
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -113,7 +120,7 @@ class RemoteModel:
         try:
             return urllib.request.urlopen(request, timeout=_SILENCE_S)
         except urllib.error.HTTPError as error:
-            raise _told(error) from None
+            raise _http_error(error) from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise OutriderError(f"{self._url} does not answer ({reason}); start one with `outrider serve`") from None
@@ -141,7 +148,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     raise OutriderError("the connection closed before the answer was complete")
 
 
-def _told(error: urllib.error.HTTPError) -> OutriderError:
+def _http_error(error: urllib.error.HTTPError) -> OutriderError:
     with error:
         try:
             message = json.load(error)["error"]["message"]

@@ -1,4 +1,4 @@
-"""What a terminal chat shows: text as it comes, live numbers in the last row, a line when an answer is done."""
+"""The screen of a terminal chat: streamed text, live statistics in the last row, a summary line after each answer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REFRESH_S = 0.1
 
 
 def printable(text: str) -> str:
-    """Model text without what would steer the terminal."""
+    """Model text without control characters that would affect the terminal."""
     return _CONTROL.sub("\ufffd", text)
 
 
 @dataclass(slots=True)
 class Tally:
-    """An answer's numbers while it grows. A round is the guesses that came true and the target's own token after them."""
+    """Statistics of a growing answer. A round is a run of accepted draft tokens and the target's token after them."""
 
     tokens: int = 0
     rounds: int = 0
@@ -63,7 +63,7 @@ class StatusRow:
     def __enter__(self) -> StatusRow:
         if self._on:
             self._rows = os.get_terminal_size(sys.stdout.fileno()).lines
-            _write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")  # makes room below, then scrolls above it only
+            _write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")  # frees the last row, then limits scrolling to those above
         return self
 
     def show(self, text: str) -> None:
@@ -82,7 +82,7 @@ class StatusRow:
 
 
 class Screen:
-    """Answers go to standard output; all else to the terminal, or to standard error where there is none."""
+    """Answers go to standard output. Notes go to the terminal, or to standard error if there is none."""
 
     def __init__(self) -> None:
         self.live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -94,7 +94,7 @@ class Screen:
         _write(printable(text))
 
     def note(self, text: str) -> None:
-        """A remark of the program's own."""
+        """Show a message of the program."""
         if self.live:
             _write(f"\x1b[2m{printable(text)}\x1b[0m\n")
         else:
@@ -102,7 +102,7 @@ class Screen:
 
 
 def totals(summaries: Sequence[Summary]) -> str:
-    """What a conversation came to, for people."""
+    """Readable statistics of a conversation."""
     if not summaries:
         return "nothing has been answered yet"
     tokens, rounds = sum(s.tokens for s in summaries), sum(s.rounds for s in summaries)
@@ -118,7 +118,7 @@ def totals(summaries: Sequence[Summary]) -> str:
 
 
 def finished(summary: Summary) -> str:
-    """One answer in a line."""
+    """One line of statistics for an answer."""
     parts = [f"{summary.tokens} tokens", f"{summary.tokens_per_s:.1f} tok/s"]
     if summary.method != "none":
         parts.append(f"{summary.method}: {summary.tokens / max(summary.rounds, 1):.2f} tokens per round")

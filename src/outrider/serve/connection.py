@@ -1,72 +1,129 @@
-"""The HTTP connection: headers must come in time and in bounds; uvicorn itself waits for ever."""
+"""The HTTP connection: limits on headers, no chunked answers to HTTP/1.0, and errors in the API's format.
+
+uvicorn alone waits for headers without a limit, sends chunked answers to all clients, and refuses invalid HTTP in
+plain text.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
+from http import HTTPStatus
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from outrider.serve.errors import ApiError, body_of
 from outrider.serve.settings import Limits
 
 __all__ = ["ABORT", "protocol"]
 
-ABORT = "outrider.abort"  # in a request's scope: ends its connection at once, whatever is still to be written
-
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+ABORT = "outrider.abort"  # key in a request's scope: a function that closes the connection without writing what is pending
+_CYCLE = "outrider.cycle"  # key in the scope of an HTTP/1.0 request: uvicorn's request state
 
 
 def protocol(limits: Limits) -> type[HttpToolsProtocol]:
-    """A connection class with these limits."""
+    """A connection class that enforces these limits."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
 
-    class BoundedProtocol(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None
-        _head = 0  # bytes of a head that has not ended
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection that enforces the limits of its class."""
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
-            super().connection_lost(exc)
+    limits = Limits()
+    _timer: asyncio.TimerHandle | None = None
+    _head = 0  # bytes of headers received, while they are incomplete
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self._timer is not None:  # a head is open
-                self._head += len(data)
-                if self._head > limits.header_bytes and not self.transport.is_closing():
-                    self._refuse(_TOO_LARGE)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.app = _Unchunked(self.app)
 
-        def on_message_begin(self) -> None:
-            self._wait()
-            super().on_message_begin()
-            self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
 
-        def on_headers_complete(self) -> None:
-            self._stop()
-            self._head = 0
-            super().on_headers_complete()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
 
-        def _wait(self) -> None:
-            self._timer = self._timer or self.loop.call_later(limits.header_s, self._late)
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timer is not None:  # headers are incomplete
+            self._head += len(data)
+            if self._head > self.limits.header_bytes and not self.transport.is_closing():
+                self._refuse(431, f"the headers are larger than {self.limits.header_bytes} bytes")
 
-        def _late(self) -> None:
+    def on_message_begin(self) -> None:
+        self._wait()
+        super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
+
+    def on_headers_complete(self) -> None:
+        self._stop()
+        self._head = 0
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.scope[_CYCLE] = self.cycle  # type: ignore[literal-required]
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _wait(self) -> None:
+        self._timer = self._timer or self.loop.call_later(self.limits.header_s, self._late)
+
+    def _late(self) -> None:
+        self._timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait()  # the previous request is still being answered
+        elif not self.transport.is_closing():
+            self._refuse(408, f"the headers did not arrive within {self.limits.header_s:g} seconds")
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._stop()
+        self.transport.write(_refusal(status, message))
+        self.transport.close()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
             self._timer = None
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._wait()  # the request before is still being answered
-            elif not self.transport.is_closing():
-                self._refuse(_TOO_SLOW)
 
-        def _refuse(self, answer: bytes) -> None:
-            self._stop()
-            self.transport.write(answer)
-            self.transport.close()
 
-        def _stop(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+def _refusal(status: int, message: str) -> bytes:
+    body = json.dumps(body_of(ApiError(status, message)))
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        f"x-request-id: {secrets.token_hex(12)}",
+        "connection: close",
+    ]
+    return "\r\n".join([*lines, "", body]).encode()
 
-    return BoundedProtocol
+
+class _Unchunked:
+    """ASGI middleware: an answer to HTTP/1.0 without a length is sent unchunked and ends with the connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle = scope.get(_CYCLE)
+        if cycle is None:
+            await self._app(scope, receive, send)
+            return
+        endless = False
+
+        async def unchunked(message: Message) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if endless:
+                    cycle.chunked_encoding = False
+            elif endless:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts the sent bytes against this
+            await send(message)
+
+        await self._app(scope, receive, unchunked)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as BaseHTTPException
+from starlette.routing import Route
 
 from outrider.errors import EngineDead, InvalidParameter, OutriderError, QueueFull
 
@@ -18,7 +21,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(HTTPException):
-    """An error with a status; FastAPI lets HTTPExceptions through wherever they are raised."""
+    """An error with an HTTP status. FastAPI passes HTTPExceptions on wherever they are raised."""
 
     def __init__(
         self,
@@ -37,17 +40,15 @@ class ApiError(HTTPException):
 
 
 def body_of(error: ApiError) -> dict[str, Any]:
-    """The error's JSON."""
+    """The error as JSON."""
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     return {"error": {"message": error.detail, "type": kind, "param": error.param, "code": error.code}}
 
 
 def as_api_error(error: OutriderError) -> ApiError:
-    """What the engine refused, as the client hears it."""
+    """The API error for an error of the engine."""
     if isinstance(error, InvalidParameter):
-        message = str(error)
-        too_long = error.param == "prompt" and "the context holds" in message
-        return ApiError(400, message, error.param, "context_length_exceeded" if too_long else None)
+        return ApiError(400, str(error), error.param, error.code)
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineDead):
@@ -56,17 +57,17 @@ def as_api_error(error: OutriderError) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every error of the app in the one shape. What nobody foresaw is the guard's to tell."""
+    """Install handlers that give every error the same format. `Guard` answers unexpected exceptions."""
 
-    async def refused(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+    async def refused(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, ApiError):
             return error.response()
         assert isinstance(error, BaseHTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        return _unrouted(request, error).response()
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
         assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors()).response()
+        return ApiError(400, str(error.errors()[0]["msg"])).response()
 
     async def engine(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
         assert isinstance(error, OutriderError)
@@ -77,16 +78,25 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(OutriderError, engine)
 
 
-def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first thing the schema objects to."""
-    first = errors[0]
-    where = [
-        part for part in first["loc"] if part != "body" and not (isinstance(part, str) and ("[" in part or part[:1].isupper()))
-    ]
-    param = ""
-    for part in where:
-        if isinstance(part, str) and part in ("str", "int", "float", "bool", "list", "dict"):
-            continue  # the branch of a union
-        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    reason = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {reason}" if param else reason, param or None)
+def _unrouted(request: Request, error: BaseHTTPException) -> ApiError:
+    """The API error for an unknown route or method, with the valid ones."""
+    path = request.url.path[:128]
+    routes = {_plain(route.path): route.methods or set() for route in request.app.routes if isinstance(route, Route)}
+    if error.status_code == 405:
+        allowed = ", ".join(_with_head((error.headers or {}).get("Allow", "").split(", ")))
+        return ApiError(405, f"{path} takes {allowed}, not {request.method}", headers={"Allow": allowed})
+    if error.status_code == 404:
+        nearest = get_close_matches(path, routes, 1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        served = ", ".join(f"{' '.join(sorted(methods - {'HEAD'}))} {name}" for name, methods in sorted(routes.items()))
+        return ApiError(404, f"{path} is not served here; {hint}served are: {served}", code="unknown_route")
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
+
+
+def _plain(path: str) -> str:
+    """A route's path without the types of its parameters."""
+    return re.sub(r":\w+}", "}", path)
+
+
+def _with_head(methods: list[str]) -> list[str]:
+    return sorted({*methods, "HEAD"} if "GET" in methods else methods)

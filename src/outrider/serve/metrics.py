@@ -1,16 +1,19 @@
-"""Prometheus metrics, in the names the field uses. The engine counts for itself; it is asked when somebody looks."""
+"""Prometheus metrics with vLLM's names. The engine keeps its own counters, which are read when metrics are scraped."""
 
 from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from platform import python_version
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from outrider._version import __version__
 from outrider.core import Request
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput
@@ -20,13 +23,13 @@ __all__ = ["Metrics", "Snapshot", "snapshot_of"]
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_MOST_REASONS = 32  # label values; the rest are counted together
+_MAX_REASONS = 32  # label values; further reasons are counted as `other`
 _P = "outrider:"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the engine has done, at one moment between two rounds."""
+    """The engine's counters at one moment between two rounds."""
 
     running: int = 0
     waiting: int = 0
@@ -47,8 +50,8 @@ class Snapshot:
 
 
 def snapshot_of(engine: Engine) -> Snapshot:
-    """Asked on the engine's thread."""
-    own, scheduler, pages = engine.tally, engine.scheduler, engine.pages
+    """Read the engine's counters. Must run on the engine's thread."""
+    tally, scheduler, pages = engine.tally, engine.scheduler, engine.pages
     return Snapshot(
         running=len(scheduler.running),
         waiting=scheduler.waiting,
@@ -56,16 +59,16 @@ def snapshot_of(engine: Engine) -> Snapshot:
         preemptions=scheduler.preemptions,
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
-        rounds=own.rounds,
-        emitted=own.emitted,
-        drafts=own.drafts,
-        drafted=own.drafted,
-        accepted=own.accepted,
-        by_source={name: (drafted, accepted) for name, (drafted, accepted) in own.by_source.items()},
-        drafted_by_position=own.drafted_by_position(),
-        accepted_by_position=own.accepted_by_position(),
-        gaps=list(own.gaps),
-        gap_s=own.gap_s,
+        rounds=tally.rounds,
+        emitted=tally.emitted,
+        drafts=tally.drafts,
+        drafted=tally.drafted,
+        accepted=tally.accepted,
+        by_source={name: (drafted, accepted) for name, (drafted, accepted) in tally.by_source.items()},
+        drafted_by_position=tally.drafted_by_position(),
+        accepted_by_position=tally.accepted_by_position(),
+        gaps=list(tally.gaps),
+        gap_s=tally.gap_s,
     )
 
 
@@ -81,6 +84,11 @@ class Metrics:
         self._ttft = self._histogram("time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From submission to the last token.", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "From submission to admission.", _SECONDS)
+        self._preparation = self._histogram(
+            "request_preparation_time_seconds", "Tokenising, templates and grammars, before submission.", _SECONDS
+        )
+        self._prefill = self._histogram("request_prefill_time_seconds", "From admission to the first token.", _SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _SECONDS)
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean over a request's tokens.", GAP_BOUNDS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of the prompt.", _TOKENS)
         self._generated = self._histogram("request_generation_tokens", "Tokens generated.", _TOKENS)
@@ -89,13 +97,26 @@ class Metrics:
         self._speculation = self._counter(
             "request_speculation", "Requests with speculation on or off, and why.", "state", "reason"
         )
-        self._fallbacks = self._counter("spec_decode_fallbacks", "Requests set aside by a faulty drafter.", "reason")
+        self._fallbacks = self._counter("spec_decode_fallbacks", "Requests without drafts after a fault.", "reason")
         self._corrupted = self._counter("corrupted_requests", "Requests whose logits were not finite or whose forward failed.")
         self.refused = self._counter("requests_refused", "Requests refused because the queue was full.").labels(model)
+        self._http = self._counter("http_requests", "HTTP answers by route and status.", "route", "status")
+        Info(_P + "build", "Versions of Outrider and Python.", ("model_name",), registry=self.registry).labels(model).info(
+            {"version": __version__, "python": python_version()}
+        )
+        ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(self))
 
+    def answered(self, route: str, status: int) -> None:
+        """Count one HTTP answer."""
+        self._http.labels(self._model, route, str(status)).inc()
+
+    def preparation(self) -> AbstractContextManager[object]:
+        """A context manager that measures the preparation time of a request."""
+        return self._preparation.labels(self._model).time()
+
     def finished(self, request: Request, output: CompletionOutput) -> None:
-        """Count one sequence that ended."""
+        """Record one finished sequence."""
         model, timings, tokens = self._model, output.timings, len(output.token_ids)
         reason = output.finish_reason or "abort"
         self.finish_reasons[reason] += 1
@@ -106,6 +127,8 @@ class Metrics:
         if tokens:
             self._ttft.labels(model).observe(timings.first_token_s)
             self._e2e.labels(model).observe(timings.total_s)
+            self._prefill.labels(model).observe(max(timings.first_token_s - timings.queued_s, 0.0))
+            self._decode.labels(model).observe(timings.total_s - timings.first_token_s)
             self._generated.labels(model).observe(tokens)
         if timings.decode_tokens_per_s:
             self._tpot.labels(model).observe(1 / timings.decode_tokens_per_s)
@@ -122,7 +145,7 @@ class Metrics:
             self._fallbacks.labels(self._model, _kind(fallback)).inc()
         if off is not None:
             off = _kind(off)
-            off = off if off in self.off_reasons or len(self.off_reasons) < _MOST_REASONS else "other"
+            off = off if off in self.off_reasons or len(self.off_reasons) < _MAX_REASONS else "other"
             self.off_reasons[off] += 1
         self._speculation.labels(self._model, "on" if off is None else "off", off or "").inc()
 
@@ -134,12 +157,12 @@ class Metrics:
 
 
 def _kind(reason: str) -> str:
-    """A reason without what is particular about it: labels must be few."""
+    """A reason without its details, because the number of label values must stay small."""
     return ": ".join(reason.split(": ")[:2])[:80]
 
 
 class _EngineCollector(Collector):
-    """The last snapshot as metrics."""
+    """Exports the last snapshot as metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -148,19 +171,19 @@ class _EngineCollector(Collector):
         now, model = self._metrics.snapshot, [self._metrics._model]
         for name, text, value in (
             ("num_requests_running", "Sequences in the running batch.", now.running),
-            ("num_requests_waiting", "Sequences that wait.", now.waiting),
-            ("kv_cache_usage_perc", "Share of KV pages in use, 1 is all.", now.kv_usage),
+            ("num_requests_waiting", "Sequences in the queue.", now.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", now.kv_usage),
         ):
             gauge = GaugeMetricFamily(_P + name, text, labels=["model_name"])
             gauge.add_metric(model, value)
             yield gauge
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queries),
-            ("prefix_cache_hits", "Tokens found there.", now.prefix_hits),
-            ("num_preemptions", "Sequences that gave their pages back.", now.preemptions),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits),
+            ("num_preemptions", "Preemptions of running sequences.", now.preemptions),
             ("generation_tokens", "Tokens generated.", now.emitted),
-            ("num_rounds", "Rounds, counted for each sequence in them.", now.rounds),
-            ("spec_decode_num_drafts", "Rounds that drafted, counted for each sequence.", now.drafts),
+            ("num_rounds", "Rounds, counted once for each sequence in the round.", now.rounds),
+            ("spec_decode_num_drafts", "Rounds with a draft, counted once for each sequence with a draft.", now.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", now.drafted),
             ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", now.accepted),
         ):
@@ -168,7 +191,7 @@ class _EngineCollector(Collector):
             counter.add_metric(model, value)
             yield counter
         yield from self._by_label(now)
-        gaps = HistogramMetricFamily(_P + "inter_token_latency_seconds", "Between tokens of a sequence.", labels=["model_name"])
+        gaps = HistogramMetricFamily(_P + "inter_token_latency_seconds", "Time between tokens.", labels=["model_name"])
         total, buckets = 0, []
         for bound, count in zip((*GAP_BOUNDS, "+Inf"), now.gaps, strict=True):
             total += count
@@ -197,8 +220,8 @@ class _EngineCollector(Collector):
             "Share of drafted tokens accepted, by drafter.",
             labels=["model_name", "method"],
         )
-        for method, (tried, came_true) in now.by_source.items():
-            drafted.add_metric([model, method], tried)
-            accepted_by.add_metric([model, method], came_true)
-            share.add_metric([model, method], came_true / tried if tried else 0.0)
+        for method, (drafted_tokens, accepted_tokens) in now.by_source.items():
+            drafted.add_metric([model, method], drafted_tokens)
+            accepted_by.add_metric([model, method], accepted_tokens)
+            share.add_metric([model, method], accepted_tokens / drafted_tokens if drafted_tokens else 0.0)
         yield from (drafted, accepted_by, share)

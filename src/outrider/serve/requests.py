@@ -1,8 +1,8 @@
-"""From what a client asked to what the engine takes."""
+"""From the API's requests to the engine's requests: templates, tokens, sampling parameters and grammars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,22 @@ from outrider.core import Request
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidParameter
 from outrider.sampling import SamplingParams, Structured
-from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
-from outrider.serve.tools import check_tools, family_of, tool_grammar, with_tools
+from outrider.serve.errors import ApiError
+from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, TokenizeChat, TokenizePrompt
+from outrider.serve.settings import Limits
+from outrider.serve.tools import check_tools, family_of, tool_grammar, tool_or_answer, with_tools, with_whitespace
+from outrider.text import Tokenizer
 
-__all__ = ["Prepared", "as_messages", "prepare_chat", "prepare_completion"]
+__all__ = [
+    "Prepared",
+    "as_messages",
+    "count_sequences",
+    "grammar_of",
+    "may_name_grammar",
+    "prepare_chat",
+    "prepare_completion",
+    "tokenize",
+]
 
 _COPIED = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
@@ -26,19 +38,29 @@ _COPIED = (
 class Prepared:
     """A client's request, ready for the engine."""
 
-    jobs: list[tuple[list[Request], str]]  # for each prompt its samples, and the method that drafts for them
-    texts: list[str] = field(default_factory=list)  # what `echo` puts before each answer
-    family: str = ""  # how calls of tools are written; empty where there are none
+    jobs: list[tuple[list[Request], str]]  # for each prompt: its samples, and the method that drafts for them
+    texts: list[str] = field(default_factory=list)  # texts that `echo` puts before each answer
+    family: str = ""  # format of tool calls; empty if there are no tools
     tools: list[dict[str, Any]] = field(default_factory=list)
-    cut: bool = False  # the one token generated is not to be shown
+    cut: bool = False  # max_tokens is 0: the one generated token is dropped
+    logprob_entries: int = 0  # number of prompt log probabilities in the answer
 
     @property
     def sequences(self) -> int:
         return sum(len(requests) for requests, _ in self.jobs)
 
 
-def prepare_completion(llm: LLM, body: CompletionRequest) -> Prepared:
-    """Tokenise and check every prompt of a completion."""
+def count_sequences(body: GenerationRequest, limits: Limits) -> int:
+    """The number of sequences of a request. Raises ApiError above the limit."""
+    prompts = len(_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
+    sequences = prompts * (body.n or 1)
+    if sequences > limits.sequences:
+        raise ApiError(400, f"n: prompts times n must be at most {limits.sequences}", "n")
+    return sequences
+
+
+def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> Prepared:
+    """Tokenise and check every prompt of a completion request."""
     prompts = _prompts(body.prompt)
     tokenizer = llm.tokenizer
     cut = body.max_tokens == 0
@@ -50,22 +72,24 @@ def prepare_completion(llm: LLM, body: CompletionRequest) -> Prepared:
     changes["prompt_logprobs"] = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
     params = llm.default_params(**changes)
     jobs = [_requests(llm, prompt, params, body) for prompt in prompts]
+    entries = _prompt_entries(jobs, body, limits)
     texts: list[str] = []
     if body.echo:
-        texts = [own if isinstance(own, str) else tokenizer.decode(own) if tokenizer else "" for own in prompts]
-    return Prepared(jobs, texts, cut=cut)
+        texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) if tokenizer else "" for prompt in prompts]
+    return Prepared(jobs, texts, cut=cut, logprob_entries=entries)
 
 
-def prepare_chat(llm: LLM, body: ChatRequest) -> Prepared:
-    """Render and check a conversation."""
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if most == 0:
+def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> Prepared:  # noqa: ARG001 (as for completions)
+    """Render and check the conversation of a chat request."""
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens == 0:
         raise InvalidParameter("max_completion_tokens", "must be at least 1")
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise InvalidParameter("messages", "this model has no tokenizer; send token ids to /v1/completions")
+    _check_messages(llm, body.messages)
     messages = as_messages(body.messages)
-    changes = _sampling(body) | {"max_tokens": most, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    changes = _sampling(body) | {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     settings: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         settings["reasoning_effort"] = body.reasoning_effort
@@ -73,33 +97,81 @@ def prepare_chat(llm: LLM, body: ChatRequest) -> Prepared:
         settings |= {"continue_final_message": True, "add_generation_prompt": False}
     elif body.add_generation_prompt is not None:
         settings["add_generation_prompt"] = body.add_generation_prompt
-    family, tools = "", [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    if tools:
-        choice: Any = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
-        if check_tools(tools, choice) != "none":
-            family = family_of(tokenizer.chat_template)
-            messages = with_tools(messages, tools, family)
-            settings["tools"] = None if family == "default" else tools
-            forced = tool_grammar(tools, choice, family, body.parallel_tool_calls is not False, tokenizer.table().get)
-            changes |= {"skip_special_tokens": False} | ({} if forced is None else {"structured": forced})
+    tools, family = _tools(body), ""
+    if check_tools(tools, _tool_choice(body)) != "none":
+        family = family_of(tokenizer.chat_template)
+        messages = with_tools(messages, tools, family)
+        settings["tools"] = None if family == "default" else tools
+        changes |= {"skip_special_tokens": False, "structured": _with_calls(body, tokenizer)}
     try:
-        ids = tokenizer.chat(messages, **settings)
+        ids = tokenizer.chat(messages, max_chars=tokenizer.longest * llm.max_model_len, **settings)
         jobs = [_requests(llm, ids, llm.default_params(**changes), body)]
     except InvalidParameter as error:
         raise _renamed(error, body) from None
     return Prepared(jobs, family=family, tools=tools)
 
 
+def may_name_grammar(body: GenerationRequest) -> bool:
+    """Whether the request may need a grammar, which is compiled before the request is prepared."""
+    named = (body.response_format, body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice)
+    return any(field is not None for field in (*named, body.guided_grammar)) or bool(getattr(body, "tools", None))
+
+
+def grammar_of(llm: LLM, body: GenerationRequest) -> Structured | None:
+    """The grammar that the output must follow, or None."""
+    if isinstance(body, ChatRequest) and llm.tokenizer is not None and check_tools(_tools(body), _tool_choice(body)) != "none":
+        return _with_calls(body, llm.tokenizer)
+    return _structured(body)
+
+
+def _tools(body: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+
+
+def _tool_choice(body: ChatRequest) -> Any:
+    return body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
+
+
+def _with_calls(body: ChatRequest, tokenizer: Tokenizer) -> Structured | None:
+    """The grammar of an answer that may call tools: a required call, or a call or an answer in the requested format."""
+    tools, choice, answer = _tools(body), _tool_choice(body), _structured(body)
+    space = _whitespace(body)
+    if space is not None:
+        for tool in tools:
+            tool["function"]["parameters"] = with_whitespace(tool["function"].get("parameters") or {}, space)
+    must_call = check_tools(tools, choice) != "auto"
+    if must_call and answer is not None:
+        raise InvalidParameter(
+            "response_format", "cannot be kept where tool_choice makes the model call a tool; leave one of the two out"
+        )
+    if not must_call and answer is None:
+        return None
+    family, parallel = family_of(tokenizer.chat_template), body.parallel_tool_calls is not False
+    calls = tool_grammar(tools, choice if must_call else "required", family, parallel, tokenizer.table().get)
+    assert calls is not None
+    return calls if answer is None else tool_or_answer(calls, answer)
+
+
 def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates take them: text joined, nothing that was not said."""
+    """Messages as templates expect them, without fields that the request did not set."""
     out = []
     for message in messages:
-        own = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
-        if isinstance(message.content, list):
-            own["content"] = "".join(part.text for part in message.content)
-        own.setdefault("content", "")
-        out.append(own)
+        fields = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        fields.setdefault("content", "")
+        out.append(fields)
     return out
+
+
+def tokenize(llm: LLM, body: TokenizePrompt | TokenizeChat) -> Sequence[int]:
+    """Token ids of a text or a conversation."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer")
+    if isinstance(body, TokenizeChat):
+        _check_messages(llm, body.messages)
+        return tokenizer.chat(as_messages(body.messages), max_chars=tokenizer.longest * llm.max_model_len)
+    _check_chars(llm, "prompt", len(body.prompt))
+    return tokenizer.encode(body.prompt) if body.add_special_tokens else tokenizer.encode_bare(body.prompt)
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -109,20 +181,55 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _check_lengths(llm: LLM, prompts: list[str | list[int]]) -> None:
-    """Refuse what cannot fit before it is tokenised."""
-    longest = llm.tokenizer.longest if llm.tokenizer is not None else 0
+    """Refuse prompts that cannot fit the context, before they are tokenised or their ids are checked."""
     for prompt in prompts:
-        if isinstance(prompt, str) and longest and len(prompt) > longest * llm.max_model_len:
-            raise InvalidParameter(
-                "prompt", f"has {len(prompt)} characters; the context holds {llm.max_model_len} tokens, output included"
-            )
+        if isinstance(prompt, str):
+            _check_chars(llm, "prompt", len(prompt))
+        else:
+            llm.check_length(len(prompt))
+
+
+def _check_messages(llm: LLM, messages: list[Message]) -> None:
+    """Refuse conversations that cannot fit the context, before the template is rendered.
+
+    Only texts that every template writes are counted. Some templates drop earlier assistant messages, or white space
+    around a text.
+    """
+    written = as_messages([message for message in messages if message.role != "assistant"])
+    _check_chars(llm, "messages", sum(len(message["content"].strip()) for message in written))
+
+
+def _check_chars(llm: LLM, param: str, chars: int) -> None:
+    """Refuse a text that cannot fit the context even if every token were the longest one."""
+    if llm.tokenizer is not None and chars > llm.tokenizer.longest * llm.max_model_len:
+        raise InvalidParameter(
+            param,
+            f"has {chars} characters; the context holds {llm.max_model_len} tokens, output included",
+            "context_length_exceeded",
+        )
+
+
+def _prompt_entries(jobs: list[tuple[list[Request], str]], body: CompletionRequest, limits: Limits) -> int:
+    """The number of prompt log probabilities in the answer. Raises InvalidParameter above the limit."""
+    params = jobs[0][0][0].params
+    if params.prompt_logprobs is None:
+        return 0
+    tokens = sum(len(request.prompt_ids) for requests, _ in jobs for request in requests)
+    entries = tokens * (params.prompt_logprobs + 1)
+    if entries > limits.logprob_entries:
+        raise InvalidParameter(
+            "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+            f"{tokens} prompt tokens, counted n times, with {params.prompt_logprobs + 1} log probabilities each make {entries}; "
+            f"at most {limits.logprob_entries} fit in one answer: ask for fewer, or send fewer prompts at once",
+        )
+    return entries
 
 
 def _requests(llm: LLM, prompt: str | list[int], params: SamplingParams, body: GenerationRequest) -> tuple[list[Request], str]:
-    asked: Any = body.speculation
-    if asked is not None and not isinstance(asked, bool):
-        asked = asked.model_dump(include={"enabled", "method", "max_tokens"}, exclude_none=True)
-    return llm.requests(prompt, params, asked, body.cache_salt, body.priority or 0)
+    speculation: Any = body.speculation
+    if speculation is not None and not isinstance(speculation, bool):
+        speculation = speculation.model_dump(include={"enabled", "method", "max_tokens", "return_rejected"}, exclude_none=True)
+    return llm.requests(prompt, params, speculation, body.cache_salt, body.priority or 0)
 
 
 def _sampling(body: GenerationRequest) -> dict[str, Any]:
@@ -132,40 +239,46 @@ def _sampling(body: GenerationRequest) -> dict[str, Any]:
 
 
 def _structured(body: GenerationRequest) -> Structured | None:
-    """The one grammar a request names, in any of the ways to name one."""
-    found = _named_grammars(body)
-    if not found:
+    """The grammar of a request, from whichever field sets it."""
+    grammars = _named_grammars(body)
+    if not grammars:
         return None
-    if len(found) > 1:
+    if len(grammars) > 1:
         raise InvalidParameter("response_format", "only one of response_format, structured_outputs and guided_* may be given")
-    ((kind, value),) = found
-    return Structured(kind, value)
+    ((kind, value),) = grammars
+    return Structured(kind, value, _whitespace(body) if kind in ("json_schema", "json_object") else None)
+
+
+def _whitespace(body: GenerationRequest) -> str | None:
+    """The pattern of white space in JSON that the request sets, or None."""
+    other = body.structured_outputs
+    return body.guided_whitespace_pattern or (other.whitespace_pattern if other is not None else None)
 
 
 def _named_grammars(body: GenerationRequest) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    grammars: list[tuple[str, Any]] = []
     form, other = body.response_format, body.structured_outputs
     if form is not None and form.type == "json_object":
-        found.append(("json_object", None))
+        grammars.append(("json_object", None))
     if form is not None and form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema_ is None:
             raise InvalidParameter("response_format", "json_schema needs its schema")
-        found.append(("json_schema", form.json_schema.schema_))
+        grammars.append(("json_schema", form.json_schema.schema_))
     if other is not None and other.json_object:
-        found.append(("json_object", None))
+        grammars.append(("json_object", None))
     named: Mapping[str, tuple[Any, ...]] = {
         "json_schema": (body.guided_json, other and other.json_),
         "regex": (body.guided_regex, other and other.regex),
         "choice": (body.guided_choice, other and other.choice),
         "grammar": (body.guided_grammar, other and other.grammar),
     }
-    return found + [(kind, value) for kind, values in named.items() for value in values if value is not None]
+    return grammars + [(kind, value) for kind, values in named.items() for value in values if value is not None]
 
 
 def _renamed(error: InvalidParameter, body: ChatRequest) -> InvalidParameter:
-    """The error in the words the client used."""
+    """The error with the parameter names of the chat API."""
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     name = names.get(error.param)
-    return error if name is None else InvalidParameter(name, str(error).partition(": ")[2])
+    return error if name is None else InvalidParameter(name, str(error).partition(": ")[2], error.code)

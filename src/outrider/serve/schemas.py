@@ -1,12 +1,13 @@
-"""What requests and answers look like. Unknown fields are ignored; known ones that cannot be honoured are refused."""
+"""Schemas of requests and answers. Unknown fields are ignored, and known but unsupported ones are refused."""
 
 from __future__ import annotations
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
 
+from outrider.serve.fields import Bias, FirstOnly, Float, Id, Ids, Json, Prompt, Stop, Text, one_of
 from outrider.serve.settings import Limits
 
 __all__ = [
@@ -23,20 +24,23 @@ __all__ = [
     "ModelList",
     "TokenizeChat",
     "TokenizePrompt",
+    "TokenizeRequest",
     "Tokenized",
     "Version",
 ]
 
 _L = Limits()
 _SEED = 2**63
-Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Ids = Annotated[list[Id], Field(max_length=_L.ids)]
-Float = Annotated[float, Field(allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1, max_length=_L.stop_chars)]
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Passed(_Request):
+    """Objects that are passed to templates with all fields, including unknown ones."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class StreamOptions(_Request):
@@ -45,11 +49,18 @@ class StreamOptions(_Request):
 
 
 class SpeculationRequest(_Request):
-    """What a request asks of speculation; its tokens are the same whatever it says."""
+    """The speculation settings of a request. They never change its tokens."""
 
     enabled: bool = True
     method: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=256)
+    return_rejected: bool = False
+
+
+Speculation = Annotated[
+    Annotated[SpeculationRequest, Tag("object")] | Annotated[bool, Tag("boolean")],
+    one_of("true, false or an object of enabled, method and max_tokens"),
+]
 
 
 class JsonSchema(_Request):
@@ -64,11 +75,12 @@ class ResponseFormat(_Request):
 
 
 class StructuredOutputs(_Request):
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Json | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], FirstOnly()] | None = None
     grammar: str | None = None
+    whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class GenerationRequest(_Request):
@@ -89,31 +101,32 @@ class GenerationRequest(_Request):
     min_p: Float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=_L.n)
     seed: int | None = Field(None, ge=-_SEED, le=_SEED - 1)
-    stop: Text | Annotated[list[Text], Field(max_length=_L.stop)] | None = None
+    stop: Stop | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: Float | None = Field(None, ge=0.01, le=100)  # less makes logits infinite
-    logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] | None = Field(None, max_length=_L.logit_bias)
-    bad_words: Annotated[list[Text], Field(max_length=_L.ids)] | None = None
+    repetition_penalty: Float | None = Field(None, ge=0.01, le=100)  # smaller values make logits infinite
+    logit_bias: Bias | None = None
+    bad_words: Annotated[list[Text], Field(max_length=_L.ids), FirstOnly()] | None = None
     allowed_token_ids: Annotated[Ids, Field(min_length=1)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Json | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], FirstOnly()] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    speculation: SpeculationRequest | bool | None = None
+    speculation: Speculation | None = None
     return_token_ids: bool | None = None
     return_token_details: bool | None = None
-    request_id: str | None = Field(None, max_length=128)
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.\-]{1,128}$")  # appears in logs and in the answer's id
     user: str | None = None
 
     @model_validator(mode="before")
@@ -122,8 +135,10 @@ class GenerationRequest(_Request):
         if isinstance(data, dict):
             for name in cls.UNSUPPORTED:
                 value = data.get(name)
-                if value is None or value is False or (name == "best_of" and value == (data.get("n") or 1)):
+                if value is None or value is False or value in ([], {}) or (name == "best_of" and value == (data.get("n") or 1)):
                     continue
+                if name == "function_call" and value in ("none", "auto") and not data.get("functions"):
+                    continue  # without functions it has no effect
                 raise ValueError(f"{name} is not supported")
             if data.get("modalities") not in (None, ["text"]):
                 raise ValueError("modalities is not supported beyond text")
@@ -147,25 +162,20 @@ class GenerationRequest(_Request):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_L.prompts)]
-        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=_L.prompts)]
-    )
+    prompt: Prompt
     logprobs: int | None = Field(None, ge=0, le=_L.logprobs)
     prompt_logprobs: int | None = Field(None, ge=0, le=_L.logprobs)
     echo: bool | None = None
 
 
-class Function(_Request):
+class Function(_Passed):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Request):
+class Tool(_Passed):
     type: Literal["function"]
     function: Function
 
@@ -195,11 +205,22 @@ class TextPart(_Request):
     text: str
 
 
+def _joined(parts: list[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+Content = Annotated[
+    Annotated[str, Tag("string")]
+    | Annotated[list[TextPart], Field(max_length=_L.parts), FirstOnly(), AfterValidator(_joined), Tag("list")],
+    one_of("a string or a list of parts"),
+]
+
+
 class Message(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = Field(None, max_length=128)
-    tool_calls: list[PastCall] | None = None
+    tool_calls: Annotated[list[PastCall], Field(max_length=_L.tools), FirstOnly()] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -212,15 +233,29 @@ class Message(_Request):
         return value
 
 
+def _few_calls(messages: list[Message]) -> list[Message]:
+    calls = sum(len(message.tool_calls or ()) for message in messages)
+    if calls > _L.tool_calls:
+        raise ValueError(f"must hold at most {_L.tool_calls} tool calls, not {calls}")
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=_L.messages), FirstOnly(), AfterValidator(_few_calls)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
+    one_of("none, auto, required or an object that names a function"),
+]
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=_L.messages)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=_L.logprobs)
-    tools: list[Tool] | None = Field(None, max_length=_L.tools)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[Tool], Field(max_length=_L.tools), FirstOnly()] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     add_generation_prompt: bool | None = None
@@ -236,8 +271,8 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def _template_settings(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         allowed = ("enable_thinking", "thinking", "reasoning_effort")
-        for name, own in (value or {}).items():
-            if name not in allowed or not isinstance(own, str | bool | int | None):
+        for name, setting in (value or {}).items():
+            if name not in allowed or not isinstance(setting, str | bool | int | None):
                 raise ValueError(f"may set {', '.join(allowed)} to a plain value, not {name}")
         return value
 
@@ -262,13 +297,24 @@ class TokenizePrompt(_Request):
 class TokenizeChat(_Request):
     """POST /tokenize with a conversation."""
 
-    messages: list[Message] = Field(min_length=1, max_length=_L.messages)
+    messages: Messages
+
+
+def _tokenize_type(value: Any) -> str:
+    chat = "messages" in value if isinstance(value, dict) else isinstance(value, TokenizeChat)
+    return "messages" if chat else "prompt"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizePrompt, Tag("prompt")] | Annotated[TokenizeChat, Tag("messages")],
+    one_of("an object with a prompt or messages", _tokenize_type),
+]
 
 
 class DetokenizeRequest(_Request):
     """POST /detokenize."""
 
-    tokens: list[Id] = Field(max_length=2**17)
+    tokens: Annotated[list[Id], Field(max_length=2**17), FirstOnly()]
 
 
 class _Answer(BaseModel):
@@ -283,7 +329,7 @@ class ErrorDetail(_Answer):
 
 
 class ErrorBody(_Answer):
-    """Every error."""
+    """The body of every error."""
 
     error: ErrorDetail
 

@@ -1,4 +1,4 @@
-"""Running the app: the socket first, then the server, signals that drain it, and an exit code that says how it went."""
+"""Running the app: the server, its signals (drain, reload, inspect) and its exit code."""
 
 from __future__ import annotations
 
@@ -10,34 +10,47 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
 from outrider.errors import OutriderError
+from outrider.serve.address import has_terminal
 from outrider.serve.connection import protocol
+from outrider.serve.keys import Keys
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 
 __all__ = ["Server", "serve"]
 
 _log = logging.getLogger("outrider.serve")
+_SAME_S = 0.5  # signals this close count as one: timeout(1) signals its child and then the process group
+Reread = Callable[[], Settings]
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with signals of our own: the first drains, the second ends it now. It then exits 0."""
+    """uvicorn with different signal handlers.
 
-    def __init__(self, app: FastAPI, settings: Settings, access_log: bool = False) -> None:
+    The first SIGTERM or SIGINT drains the server, a second one aborts running requests, and a third one ends it at once.
+    The exit code is then 0. SIGHUP reloads keys and limits, or drains if the terminal of the server was closed.
+    """
+
+    def __init__(self, app: FastAPI, settings: Settings, reread: Reread | None = None) -> None:
         self.service: Service = app.state.service
+        self._keys: Keys = app.state.keys
+        self._reread = reread
         self._draining: asyncio.Task[None] | None = None
+        self._aborted = False  # a second signal has aborted running requests
+        self._stopped_s = 0.0  # time of the last signal
         config = uvicorn.Config(
             app,
             http=protocol(settings.limits),
             ws="none",
             lifespan="on",
             log_config=None,
-            access_log=access_log,
+            access_log=False,  # `Access` logs the request id, client and tokens
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
@@ -48,40 +61,62 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             loop = asyncio.get_running_loop()
+            leaves = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()  # nohup ignores SIGHUP
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up, leaves)
         yield
 
     def stop(self) -> None:
-        """Drain and end; asked again, end at once."""
+        """Drain and end. A second call aborts running requests, and a third one ends the server at once."""
         if self._draining is None:
             _log.warning("stopping: what runs may finish within %g s", self.service.settings.drain_s)
-            self._draining = asyncio.ensure_future(self._drain())
+            self._draining, self._stopped_s = asyncio.ensure_future(self._drain()), time.monotonic()
+        elif time.monotonic() - self._stopped_s < _SAME_S:
+            return
+        elif not self._aborted:
+            self._aborted, self._stopped_s = True, time.monotonic()
+            self.service.stop_draining()
         else:
             self.should_exit = self.force_exit = True
+
+    def reload(self) -> None:
+        """Reload the key file and the limits in the file of --config. If either is invalid, nothing changes."""
+        try:
+            settings = self.service.settings if self._reread is None else self._reread()
+            self._keys.reload()
+        except OutriderError as error:
+            _log.error("nothing was reloaded: %s", error)
+            return
+        self.service.configure(settings)
+        _log.warning("reloaded; keys of: %s", ", ".join(self._keys.names) or "nobody, none is needed")
+
+    def _hang_up(self, leaves: bool) -> None:
+        if leaves and not has_terminal():
+            self.stop()
+        else:
+            self.reload()
 
     async def _drain(self) -> None:
         await self.service.drain()
         self.should_exit = True
 
 
-def serve(app: FastAPI, settings: Settings, own: socket.socket, access_log: bool = False) -> None:
-    """Serve until told to stop. Exits 0 after a drain, 1 where the model could not be loaded."""
-    server = Server(app, settings, access_log)
+def serve(app: FastAPI, settings: Settings, listener: socket.socket, reread: Reread | None = None) -> None:
+    """Serve until a signal. Returns after a drain. Raises if the model cannot be loaded or the engine has died."""
+    server = Server(app, settings, reread)
     service = server.service
 
     async def run() -> None:
-        watch = asyncio.ensure_future(_stop_on_failure(server))
-        await server.serve(sockets=[own])
-        watch.cancel()
+        failure_watcher = asyncio.ensure_future(_stop_on_failure(server))
+        await server.serve(sockets=[listener])
+        failure_watcher.cancel()
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(run())
     if service.failure is not None:
-        if isinstance(service.failure, OutriderError):
-            raise service.failure
-        raise OutriderError(f"the model could not be loaded: {type(service.failure).__name__}: {service.failure}")
-    if service.thread is None:  # loading goes on in a thread that cannot be stopped
+        raise _as_error(service.failure)
+    if service.thread is None:  # the model is still loading, in a thread that cannot be stopped
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -91,3 +126,9 @@ async def _stop_on_failure(server: Server) -> None:
     while server.service.failure is None:
         await asyncio.sleep(0.1)
     server.should_exit = True
+
+
+def _as_error(failure: BaseException) -> OutriderError:
+    if isinstance(failure, OutriderError):
+        return failure
+    return OutriderError(f"the model could not be loaded: {type(failure).__name__}: {failure}")

@@ -1,124 +1,146 @@
-"""The engine behind the server: its state, who may enter, and the news on its way from one thread to the other."""
+"""The engine behind the server: its state, admission, and the delivery of events from its thread to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from outrider.core import Request
-from outrider.engine.commit import Writer
+from outrider.engine.commit import OutputProcessor
 from outrider.engine.outputs import CompletionOutput, StreamPiece
 from outrider.engine.worker import EngineThread, Job
 from outrider.errors import EngineDead, OutriderError
+from outrider.model.bundled import is_bundled
+from outrider.sampling import Structured
+from outrider.serve.admission import Admission, Completions, Places
+from outrider.serve.context import request_id
 from outrider.serve.errors import ApiError
+from outrider.serve.health import Watchdog, check_model
+from outrider.serve.latency import Latencies
 from outrider.serve.metrics import Metrics, Snapshot, snapshot_of
+from outrider.serve.pools import FairPool
 from outrider.serve.settings import Settings
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
-__all__ = ["Service", "Ticket"]
+__all__ = ["RequestHandle", "Service"]
 
 _log = logging.getLogger("outrider.serve")
 Status = Literal["ok", "loading", "draining", "dead"]
 T = TypeVar("T")
-_SAMPLES = 6  # snapshots kept, one a second: rates are over the last five
+_REQUESTS_OF_LOGPROBS = 4  # requests of the largest allowed size whose prompt log probabilities fit in memory at once
+_ABORT_S = 5.0  # time for aborted requests to be answered
+_SAMPLES = 6  # snapshots kept, one per second: rates are over the last five seconds
 
 
-class Ticket:
-    """One HTTP request's jobs and the pieces that came of them. Lives on the event loop; `tell` is for the engine's thread."""
+class RequestHandle:
+    """The jobs of one HTTP request and their output. All methods but `wants` run on the event loop."""
 
-    def __init__(self, service: Service, streams: bool, interval: int) -> None:
+    def __init__(self, service: Service, admission: Admission, streams: bool, interval: int) -> None:
+        self.request_id = request_id.get()
         self.jobs: list[Job] = []
-        self.begun = time.time()
-        self.open = 0  # sequences not ended
+        self.admission = admission
+        self.started_s = time.time()
+        self.open = 0  # unfinished sequences
         self.outputs: dict[int, CompletionOutput] = {}
         self._service = service
         self._streams = streams
         self._interval = interval
-        self._pieces: deque[tuple[int, StreamPiece]] = deque()
+        self._chunks: deque[tuple[int, StreamPiece]] = deque()
         self._error: OutriderError | None = None
-        self._news = asyncio.Event()
-        self._after: list[Callable[[Ticket], None]] = []
+        self._changed = asyncio.Event()
+        self._after: list[Callable[[RequestHandle], None]] = []
 
-    def on_end(self, call: Callable[[Ticket], None]) -> None:
-        """Have something done when every sequence has ended."""
+    def on_end(self, call: Callable[[RequestHandle], None]) -> None:
+        """Call a function when every sequence has ended."""
         self._after.append(call)
 
-    def wants(self, writer: Writer) -> bool:
-        """Whether a piece may be made now: not for those who wait for the whole, nor for a reader who lags behind."""
-        if not self._streams or len(self._pieces) >= self._service.settings.limits.backlog:
+    def wants(self, processor: OutputProcessor) -> bool:
+        """Whether to make a chunk now. Not if the request does not stream, or if its reader is too slow."""
+        if not self._streams or len(self._chunks) >= self._service.settings.limits.backlog:
             return False
-        return len(writer.from_draft) - writer.sent >= self._interval
+        return len(processor.from_draft) - processor.sent >= self._interval
 
-    def take(self, job: int, news: StreamPiece | OutriderError) -> None:
-        """On the event loop: something came."""
+    def take(self, job: int, event: StreamPiece | OutriderError) -> None:
+        """Take an event of one of the jobs."""
         if self._error is not None:
             return
-        if isinstance(news, OutriderError):
-            self._error = news
-            self._service.left(self)
+        if isinstance(event, OutriderError):
+            self._error = event
+            self._service.forget(self)
         else:
-            index = job * len(self.jobs[job].requests) + news.index
-            self._pieces.append((index, news))
-            if news.output is not None:
-                self.outputs[index] = news.output
+            index = job * len(self.jobs[job].requests) + event.index
+            self._chunks.append((index, event))
+            if event.output is not None:
+                self.outputs[index] = event.output
                 self.open -= 1
-                self._service.finished(self, self.jobs[job].requests[news.index], news.output)
+                self._service.finished(self, self.jobs[job].requests[event.index], event.output)
                 for call in () if self.open else self._after:
                     call(self)
-        self._news.set()
+        self._changed.set()
 
-    async def pieces(self, ping_s: float | None = None) -> AsyncIterator[list[tuple[int, StreamPiece]]]:
-        """All that came since the last look, until every sequence has ended; an empty list after `ping_s` of silence."""
-        while self.open or self._pieces:
-            if not self._pieces and self._error is None:
-                self._news.clear()
+    async def chunks(self, ping_s: float | None = None) -> AsyncIterator[list[tuple[int, StreamPiece]]]:
+        """Lists of new chunks until every sequence has ended. An empty list is yielded after `ping_s` without output."""
+        while self.open or self._chunks:
+            if not self._chunks and self._error is None:
+                self._changed.clear()
                 try:
                     async with asyncio.timeout(ping_s):
-                        await self._news.wait()
+                        await self._changed.wait()
                 except TimeoutError:
                     yield []
                     continue
             if self._error is not None:
                 raise self._error
-            found = list(self._pieces)
-            self._pieces.clear()
-            yield found
+            chunks = list(self._chunks)
+            self._chunks.clear()
+            if any(_unserved(chunk) for _, chunk in chunks):
+                raise self._service.unavailable()
+            yield chunks
 
     async def whole(self) -> list[CompletionOutput]:
-        """Every output, when all have ended."""
-        async for _ in self.pieces():
+        """All outputs, after every sequence has ended."""
+        async for _ in self.chunks():
             pass
         return [self.outputs[i] for i in sorted(self.outputs)]
 
 
 class Service:
-    """Loads the model in the background, admits requests, and hands out what the engine writes."""
+    """Loads the model in the background, admits requests and delivers their output."""
 
-    def __init__(self, settings: Settings, load: Callable[[], LLM]) -> None:
+    def __init__(self, settings: Settings, load: Callable[[], LLM], announce: Callable[[LLM], None] | None = None) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.model_name)
+        self.latencies = Latencies()
         self.started = time.time()
-        self.failure: BaseException | None = None  # why loading failed
+        self.failure: BaseException | None = None  # why the model could not be loaded or the engine cannot continue
         self.llm: LLM | None = None
         self.thread: EngineThread | None = None
         self.draining = False
-        self.in_flight = 0  # sequences admitted and not ended
+        self._drain_until = 0.0
+        self.in_flight = 0  # sequences submitted to the engine
+        self.places = Places(settings.max_queue)  # for admitted sequences; the engine's slots are added when it is loaded
         self.last = Snapshot()
         self.samples: deque[tuple[float, Snapshot]] = deque(maxlen=_SAMPLES)
         self._load = load
-        self._workers = ThreadPoolExecutor(2, "outrider-text")  # tokenising and templates, off the event loop
-        self._tickets: set[Ticket] = set()
-        self._outbox: deque[tuple[Ticket, int, StreamPiece | OutriderError]] = deque()
-        self._called = False  # whether the event loop has been told of the outbox
+        self._announce = announce
+        self._watchdog = Watchdog(self)
+        self._text = FairPool("outrider-text", threads=4)  # tokenising, templates, large answers
+        self._compiling = Places(settings.limits.grammars)
+        self._logprobs = Places(_REQUESTS_OF_LOGPROBS * settings.limits.logprob_entries)
+        self._completions = Completions()
+        self._handles: set[RequestHandle] = set()
+        self._outbox: deque[tuple[RequestHandle, int, StreamPiece | OutriderError]] = deque()
+        self._delivery_scheduled = False  # whether the event loop will call `_deliver`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -131,140 +153,206 @@ class Service:
         return "loading" if self.thread is None else "ok"
 
     def begin(self) -> None:
-        """Start to load; called on the event loop."""
+        """Start loading the model. Must be called on the event loop."""
         self._loop = asyncio.get_running_loop()
-        self._tasks = [self._loop.create_task(self._start()), self._loop.create_task(self._sample())]
+        self._tasks = [self._loop.create_task(work()) for work in (self._start, self._sample, self._watchdog.run)]
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[LLM] = loop.create_future()
+        loaded: asyncio.Future[tuple[LLM, EngineThread]] = loop.create_future()
 
         def work() -> None:
             try:
-                llm, error = self._load(), None
-            except BaseException as caught:
-                llm, error = None, caught
-            with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
-                loop.call_soon_threadsafe(settle, llm, error)
+                result: tuple[LLM, EngineThread] | BaseException = self._load_checked()
+                gc.collect()
+                gc.freeze()  # garbage collections that traverse the loaded model would block all threads
+            except BaseException as error:
+                result = error
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(settle, result)
 
-        def settle(llm: LLM | None, error: BaseException | None) -> None:
-            if not loaded.done():
-                loaded.set_exception(error) if error is not None else loaded.set_result(llm)  # type: ignore[arg-type]
+        def settle(result: tuple[LLM, EngineThread] | BaseException) -> None:
+            if loaded.done():
+                return
+            if isinstance(result, BaseException):
+                loaded.set_exception(result)
+            else:
+                loaded.set_result(result)
 
         threading.Thread(target=work, name="outrider-load", daemon=True).start()
         try:
-            llm = await loaded
+            self.llm, self.thread = await loaded
         except Exception as error:
             self.failure = error
-            _log.critical("the model could not be loaded: %s", error)
             return
-        self.llm, self.thread = llm, EngineThread(llm.engine)
+        self.configure(self.settings)
+        if self._announce is not None:
+            self._announce(self.llm)
+
+    def _load_checked(self) -> tuple[LLM, EngineThread]:
+        """Load the model, start its engine and check that it generates a token."""
+        llm = self._load()
+        thread = llm.thread
+        try:
+            check_model(llm, thread, self.settings.watchdog_s or None)
+        except BaseException:
+            thread.close()
+            raise
+        return llm, thread
+
+    def configure(self, settings: Settings) -> None:
+        """Use these settings from now on."""
+        self.settings = settings
+        if self.llm is not None:
+            self.places.capacity = self.llm.engine.scheduler.max_num_seqs + settings.max_queue
+
+    def give_up(self, reason: str) -> None:
+        """Fail all requests and end the server, because the engine cannot continue."""
+        self.failure = EngineDead(reason)
+        for handle in list(self._handles):
+            self.abort(handle)
+            handle.take(0, EngineDead(reason))
 
     async def end(self) -> None:
-        """Stop the engine and everything that waits for it."""
+        """Stop the engine, the background tasks and the threads."""
         for task in self._tasks:
             task.cancel()
+        gc.unfreeze()
         if self.thread is not None:
-            await asyncio.to_thread(self.thread.close)
-        self._workers.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self.thread.close, 10.0 if self.failure is None else 0.5)  # a stuck engine never ends
+        self._text.close()
 
     async def drain(self) -> None:
-        """Let what runs finish, within the time given; then abort it."""
+        """Let running requests finish within `drain_s`, then abort them."""
         self.draining = True
-        until = time.monotonic() + self.settings.drain_s
-        while self._tickets and time.monotonic() < until:
+        self._drain_until = time.monotonic() + self.settings.drain_s
+        while self._handles and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
-        for ticket in list(self._tickets):
-            self.abort(ticket)
-        while self._tickets and time.monotonic() < until + 5:
+        for handle in list(self._handles):
+            self.abort(handle)
+        until = time.monotonic() + _ABORT_S
+        while self._handles and time.monotonic() < until:
             await asyncio.sleep(0.02)
 
+    def stop_draining(self) -> None:
+        """Abort running requests now, before `drain_s` is over."""
+        self._drain_until = time.monotonic()
+
     def ready(self) -> LLM:
-        """The model, or why there is none now."""
-        status = self.status
-        if status != "ok":
-            headers = {} if status == "dead" else {"Retry-After": "5"}
-            raise ApiError(503, f"the server is {status}", code=status, headers=headers)
+        """The model. Raises ApiError if the server is not ready."""
+        if self.status != "ok":
+            raise self.unavailable()
         assert self.llm is not None
         return self.llm
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run what takes long elsewhere, so that others are answered meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+    def unavailable(self) -> ApiError:
+        """The 503 error with the present status. It has Retry-After unless the engine is dead."""
+        status = self.status
+        headers = {} if status == "dead" else {"Retry-After": "5"}
+        return ApiError(503, f"the server is {status}", code=status, headers=headers)
 
-    def admit(self, sequences: int) -> None:
-        """Refuse at once what would wait behind a full queue."""
-        llm = self.ready()
-        if self.in_flight + sequences > llm.engine.scheduler.most + self.settings.max_queue:
-            self.metrics.refused.inc()
-            raise ApiError(
-                429,
-                f"{self.in_flight} sequences are running or waiting; try again later",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+    async def off_loop(self, work: Callable[[], T], client: str = "", size: int = 0) -> T:
+        """Run slow work on a thread, so that the event loop can answer other requests. Clients take turns."""
+        return await self._text.run(work, client, size)
 
-    def submit(self, jobs: Sequence[tuple[list[Request], str]], streams: bool) -> Ticket:
-        """Hand checked requests to the engine."""
-        self.admit(sum(len(requests) for requests, _ in jobs))
+    async def compiled(self, structured: Structured, client: str) -> None:
+        """Compile a grammar. Clients share a limited number of places for requests that wait for this."""
+        if not self._compiling.take(client):
+            raise self._refusal(f"{self._compiling.total} requests wait for their grammars to be compiled")
+        try:
+            done = asyncio.wrap_future(self.ready().engine.grammars.compiled(structured))
+            await asyncio.shield(done)  # other requests may wait for the same grammar
+        finally:
+            self._compiling.release(client)
+
+    def admit(self, client: str, sequences: int) -> Admission:
+        """Take places for a request's sequences before any other work. Raises 429 if there are not enough."""
+        self.ready()
+        admission = Admission(client, self.places, self._logprobs)
+        if not admission.take(sequences):
+            raise self._refusal(f"{self.places.total} sequences are running or waiting")
+        return admission
+
+    def hold_logprobs(self, admission: Admission, entries: int) -> None:
+        """Take memory for prompt log probabilities until the answer is written. Raises 429 if there is not enough."""
+        if not admission.hold(entries):
+            raise self._refusal(f"requests under way hold {self._logprobs.total} log probabilities of prompts")
+
+    def submit(self, jobs: Sequence[tuple[list[Request], str]], streams: bool, admission: Admission) -> RequestHandle:
+        """Submit checked requests to the engine."""
+        self.ready()
         assert self.thread is not None
-        ticket = Ticket(self, streams, self.settings.stream_interval)
-        self._tickets.add(ticket)
+        handle = RequestHandle(self, admission, streams, self.settings.stream_interval)
+        self._handles.add(handle)
         for number, (requests, method) in enumerate(jobs):
-            ticket.open += len(requests)
+            handle.open += len(requests)
             self.in_flight += len(requests)
+            named = [replace(request, client=admission.client) for request in requests]
             try:
-                ticket.jobs.append(self.thread.submit(requests, method, self._teller(ticket, number), ticket.wants))
+                handle.jobs.append(self.thread.submit(named, method, self._callback_for(handle, number), handle.wants))
             except EngineDead:
-                self.left(ticket)
+                self.forget(handle)
                 raise
-        return ticket
+        return handle
 
-    def abort(self, ticket: Ticket) -> None:
-        """End a ticket's sequences; those that ended already stay as they are."""
-        if self.thread is not None and ticket.open:
-            for job in ticket.jobs:
+    def _refusal(self, reason: str) -> ApiError:
+        self.metrics.refused.inc()
+        slots = 0 if self.llm is None else self.llm.engine.scheduler.max_num_seqs
+        seconds = self._completions.retry_after(max(self.places.total - slots, 1))
+        return ApiError(429, f"{reason}; try again later", code="queue_full", headers={"Retry-After": str(seconds)})
+
+    def abort(self, handle: RequestHandle) -> None:
+        """Abort the unfinished sequences of a request."""
+        if self.thread is not None and handle.open:
+            for job in handle.jobs:
                 self.thread.abort(job)
 
-    def finished(self, ticket: Ticket, request: Request, output: CompletionOutput) -> None:
+    def finished(self, handle: RequestHandle, request: Request, output: CompletionOutput) -> None:
         self.in_flight -= 1
+        handle.admission.ended()
+        self._completions.add()
         self.metrics.finished(request, output)
-        if not ticket.open:
-            self._tickets.discard(ticket)
+        self.latencies.record(output)
+        if output.finish_reason == "error":
+            _log.error("a sequence failed: %s", output.stop_reason, extra={"request_id": handle.request_id})
+        self._watchdog.note(output.finish_reason)
+        if not handle.open:
+            self._handles.discard(handle)
 
-    def left(self, ticket: Ticket) -> None:
-        """A ticket whose jobs the engine refused or lost."""
-        self.in_flight -= ticket.open
-        ticket.open = 0
-        self._tickets.discard(ticket)
+    def forget(self, handle: RequestHandle) -> None:
+        """Release a request whose jobs the engine refused or lost."""
+        self.in_flight -= handle.open
+        handle.admission.ended(handle.open)
+        handle.open = 0
+        self._handles.discard(handle)
 
-    def _teller(self, ticket: Ticket, job: int) -> Callable[[StreamPiece | OutriderError], None]:
-        def tell(news: StreamPiece | OutriderError) -> None:
-            """On the engine's thread: one wake-up of the event loop for all that a round brings."""
-            self._outbox.append((ticket, job, news))
-            if not self._called:
-                self._called = True
+    def _callback_for(self, handle: RequestHandle, job: int) -> Callable[[StreamPiece | OutriderError], None]:
+        def callback(event: StreamPiece | OutriderError) -> None:
+            """Queue an event on the engine's thread. The event loop is woken once for all events of a round."""
+            self._outbox.append((handle, job, event))
+            if not self._delivery_scheduled:
+                self._delivery_scheduled = True
                 assert self._loop is not None
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                with contextlib.suppress(RuntimeError):  # the event loop is closed
                     self._loop.call_soon_threadsafe(self._deliver)
 
-        return tell
+        return callback
 
     def _deliver(self) -> None:
-        self._called = False  # before the outbox is read: what comes later calls again
+        self._delivery_scheduled = False  # reset before the outbox is read, so that a later event schedules another call
         while self._outbox:
-            ticket, job, news = self._outbox.popleft()
-            ticket.take(job, news)
+            handle, job, event = self._outbox.popleft()
+            handle.take(job, event)
 
     async def _sample(self) -> None:
         while True:
             with contextlib.suppress(EngineDead):
-                await self.look()
+                await self.refresh_snapshot()
             self.samples.append((time.monotonic(), self.last))
             await asyncio.sleep(1.0)
 
-    async def look(self) -> Snapshot:
-        """The engine's counts now, or the last known where it is busy for long."""
+    async def refresh_snapshot(self) -> Snapshot:
+        """The engine's counters now, or the last known ones if it does not answer within a second."""
         if self.thread is not None and self.thread.alive:
             answer = asyncio.wrap_future(self.thread.ask(snapshot_of))
             done, _ = await asyncio.wait([answer], timeout=1.0)
@@ -273,7 +361,7 @@ class Service:
         return self.last
 
     def stats(self) -> dict[str, Any]:
-        """What the dashboard shows."""
+        """The snapshot for dashboards, as `/stats` returns it."""
         now = self.last
         then_s, then = self.samples[0] if self.samples else (0.0, now)
         seconds = max(time.monotonic() - then_s, 1e-3)
@@ -281,6 +369,7 @@ class Service:
         drafted = now.drafted_by_position
         return {
             "model": self.settings.model_name,
+            "bundled": self.llm is not None and is_bundled(self.llm.directory),
             "status": self.status,
             "method": None if self.llm is None else self.llm.speculation.method,
             "methods": [] if self.llm is None else sorted(self.llm.speculation.methods()),
@@ -297,4 +386,10 @@ class Service:
             "by_method": {name: {"drafted": d, "accepted": a} for name, (d, a) in now.by_source.items()},
             "off_reasons": dict(self.metrics.off_reasons),
             "finished": dict(self.metrics.finish_reasons),
+            "latency": self.latencies.summary(now.gaps),
         }
+
+
+def _unserved(chunk: StreamPiece) -> bool:
+    """Whether the server aborted a sequence before its first token, because it is stopping."""
+    return chunk.output is not None and chunk.output.finish_reason == "abort" and not chunk.output.token_ids

@@ -1,4 +1,4 @@
-"""Optional OpenTelemetry traces: one span for each request, in the names of the GenAI conventions."""
+"""Optional OpenTelemetry traces: one span per request, with the names of the GenAI conventions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from outrider.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from outrider.serve.requests import Prepared
-    from outrider.serve.service import Ticket
+    from outrider.serve.service import RequestHandle
 
 __all__ = ["Tracer", "open_tracer"]
 
 
 class Tracer:
-    """Writes a span when a request has ended."""
+    """Writes a span for each finished request."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry.propagate import extract
@@ -27,9 +27,9 @@ class Tracer:
         self._kind = SpanKind.SERVER
         self._provider = provider
 
-    def finished(self, headers: Mapping[str, str], model: str, name: str, prepared: Prepared, ticket: Ticket) -> None:
-        """A span from the ticket's begin to now, below whatever span the client named."""
-        outputs = list(ticket.outputs.values())
+    def finished(self, headers: Mapping[str, str], model: str, name: str, prepared: Prepared, handle: RequestHandle) -> None:
+        """Write a span from the start of the request to now, as a child of the client's span if its headers name one."""
+        outputs = list(handle.outputs.values())
         params = prepared.jobs[0][0][0].params
         stats = [output.speculation for output in outputs]
         attributes = {
@@ -37,6 +37,7 @@ class Tracer:
             "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
             "gen_ai.response.id": name,
+            "http.request.header.x-request-id": [headers["x-request-id"]],
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.choice.count": params.n,
@@ -45,15 +46,15 @@ class Tracer:
             "gen_ai.usage.output_tokens": sum(len(output.token_ids) for output in outputs),
             "gen_ai.latency.time_to_first_token": min(output.timings.first_token_s for output in outputs),
             "gen_ai.latency.time_in_queue": max(output.timings.queued_s for output in outputs),
-            "gen_ai.spec_decode.num_draft_tokens": sum(own["drafted"] for own in stats),
-            "gen_ai.spec_decode.num_accepted_tokens": sum(own["accepted"] for own in stats),
+            "gen_ai.spec_decode.num_draft_tokens": sum(row["drafted"] for row in stats),
+            "gen_ai.spec_decode.num_accepted_tokens": sum(row["accepted"] for row in stats),
             "gen_ai.spec_decode.method": stats[0]["method"],
         }
         span = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {model}",
             context=self._extract(dict(headers)),
             kind=self._kind,
-            start_time=int(ticket.begun * 1e9),
+            start_time=int(handle.started_s * 1e9),
             attributes=attributes,
         )
         span.end()
@@ -63,7 +64,7 @@ class Tracer:
 
 
 def open_tracer(endpoint: str) -> Tracer:
-    """Spans go to a collector that speaks OTLP over HTTP."""
+    """A tracer that sends spans to a collector by OTLP over HTTP."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

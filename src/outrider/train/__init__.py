@@ -1,4 +1,4 @@
-"""Training: corpus, tokenizer, one loop, and one file per thing trained.
+"""Training of drafters for a target: text to tokens, distillation, one loop, export.
 
-Nothing is imported here, so that corpus workers start without loading torch.
+Nothing is imported here: the command line must start without torch.
 """

@@ -1,13 +1,14 @@
-"""How much of a student's draft the target would take, without an engine.
+"""How many drafted tokens the target would accept, computed without an engine.
 
-On any text: agreement with the target's most probable token, every draft fed the text itself. On text
-the target wrote the fed tokens are its choices, so the same figures are what serving would give: drafts
-are walked round by round, and at a temperature both sides draw with the same noise.
+On any text: agreement with the target's most probable token, where every draft reads the text. On text that the target wrote
+the tokens read are its choices, so the figures are those of serving: drafts are walked round by round, and at a temperature
+target and drafter draw with the same noise.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,9 +22,9 @@ from outrider.train.data import TokenStore
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.generate import Written, document_starts, write_text
 from outrider.train.losses import divergence
-from outrider.train.students import Student
+from outrider.train.networks import DraftNetwork
 
-__all__ = ["DEPTH", "Agreement", "Served", "agreement", "heldout_rows", "served", "written_for"]
+__all__ = ["DEPTH", "Agreement", "Served", "agreement", "drafted_logits", "heldout_rows", "served", "written_for"]
 
 DEPTH = 5  # drafted tokens per round of the figures reported
 _BATCH = 8
@@ -32,9 +33,9 @@ Matches = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A student against the target on held-out text."""
+    """Agreement of a network with the target on held-out text."""
 
-    loss: float  # the student's own divergence, mean of its depths
+    loss: float  # divergence of the network, mean over its depths
     by_position: list[float]  # agreement at each depth, whatever came before
     survival: list[float]  # share of drafts whose tokens up to this depth all agree
     tokens_per_round: float
@@ -42,7 +43,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What rounds of a chain would emit on text the target wrote."""
+    """Acceptance of a chain on text that the target wrote."""
 
     temperature: float
     tokens_per_round: float  # over texts that do not loop, where there are any
@@ -55,44 +56,43 @@ class Served:
         return asdict(self)
 
 
-def heldout_rows(store: TokenStore, context: int, most: int) -> Tensor:
+def heldout_rows(store: TokenStore, context: int, max_rows: int) -> Tensor:
     """(n, context) evenly spread rows of a store."""
     context = min(context, store.tokens)
     starts = np.arange(0, store.tokens - context + 1, context)
-    starts = starts[np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(int)]
+    starts = starts[np.linspace(0, len(starts) - 1, min(max_rows, len(starts))).astype(int)]
     return torch.from_numpy(np.stack([np.asarray(store.ids[s : s + context], dtype=np.int64) for s in starts]))
 
 
 @torch.no_grad()
-def agreement(student: Student, target: FrozenTarget, rows: Tensor) -> Agreement:
+def agreement(network: DraftNetwork, target: FrozenTarget, rows: Tensor) -> Agreement:
     """Greedy agreement on text."""
-    depths = min(DEPTH, student.reach)
-    device, losses, found = target.decoder.norm.device, [], []
+    depths = min(DEPTH, network.reach)
+    device, losses, parts = target.decoder.norm.device, [], []
     for chunk in torch.split(rows, _BATCH):
         features = target.features(chunk.to(device))
         span = features.span(depths)
         matches = []
-        for depth, hidden in enumerate(_chain(student, features, depths)):
+        for depth, hidden in enumerate(_chain(network, features, depths)):
             goal = features.cut(features.logits, depth + 1, span)
-            logits = student.logits(hidden, depth)
-            same_vocabulary = goal if student.vocab_ids is None else goal[:, student.vocab_ids]
-            losses.append(float(divergence(student.kind, same_vocabulary, logits)))
-            matches.append(_proposed(student, logits) == goal.argmax(-1))
-        found.append(torch.stack(matches, dim=-1).cpu().numpy())
-    return _agreement(np.concatenate(found), sum(losses) / len(losses))
+            logits = network.logits(hidden, depth)
+            same_vocabulary = goal if network.vocab_ids is None else goal[:, network.vocab_ids]
+            losses.append(float(divergence(network.kind, same_vocabulary, logits)))
+            matches.append(_proposed(network, logits) == goal.argmax(-1))
+        parts.append(torch.stack(matches, dim=-1).cpu().numpy())
+    return _agreement(np.concatenate(parts), sum(losses) / len(losses))
 
 
 @torch.no_grad()
-def served(student: Student, target: FrozenTarget, written: Written, temperature: float) -> Served:
+def served(network: DraftNetwork, target: FrozenTarget, written: Written, temperature: float) -> Served:
     """Tokens per round of a chain of DEPTH on written text."""
-    depths = min(DEPTH, student.reach)
-    text, outcomes = written.tokens, []
+    depths = min(DEPTH, network.reach)
+    outcomes: list[tuple[int, int, bool]] = []  # tokens and rounds of each text, and whether it loops
     per_position = np.zeros(depths)
-    for start in range(0, len(text), _BATCH):
-        chunk = text[start : start + _BATCH]
-        noise = None if written.noise is None else written.noise[start : start + _BATCH]
-        matches = _matches(student, target.features(chunk), written.prompt, noise, temperature)
-        for row, tokens in zip(matches, chunk.tolist(), strict=True):
+    for batch in written.batches(_BATCH):
+        drafted = drafted_logits(network, target, batch, temperature, depths)
+        matches = torch.stack([_proposed(network, logits).view(tokens.shape) == tokens for logits, tokens in drafted], dim=-1)
+        for row, tokens in zip(matches.cpu().numpy(), batch.tokens.tolist(), strict=True):
             accepted = walk(row)
             per_position += [sum(a > depth for a in accepted) for depth in range(depths)]
             outcomes.append((sum(accepted) + len(accepted), len(accepted), loops(tokens[written.prompt :])))
@@ -133,30 +133,32 @@ def _agreement(matches: Matches, loss: float) -> Agreement:
     return Agreement(loss, [round(float(x), 4) for x in matches.mean(0)], rounded, 1.0 + math.fsum(rounded))
 
 
-def _matches(student: Student, features: Features, prompt: int, noise: Tensor | None, temperature: float) -> Matches:
-    """(B, starts, depths): start s is the round whose newest token is the s-th written one."""
-    depths = min(DEPTH, student.reach)
+def drafted_logits(
+    network: DraftNetwork, target: FrozenTarget, written: Written, temperature: float, depths: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each depth, logits (B * starts, outputs) of the drafts and the tokens (B, starts) that the target wrote there.
+
+    Start s is the round whose newest token is the s-th written one. Where the draw's noise was kept, the logits contain it.
+    """
+    features = target.features(written.tokens)
     rows, length = features.tokens.shape
     span = features.span(depths)
-    first, end = prompt - 1, min(span, length - depths - 1)  # row r drafts tokens r + 2 .. r + 1 + depths
-    matches = []
-    for depth, hidden in enumerate(_chain(student, features, depths)):
-        wanted = hidden.view(rows, span, -1)[:, first:end]
-        logits = student.logits(wanted.reshape(-1, wanted.shape[-1]), depth)
-        if noise is not None:
-            begin = first + depth + 2 - prompt
-            own = noise[:, begin : begin + end - first].reshape(len(logits), -1)
-            logits = logits / temperature + (own if student.vocab_ids is None else own[:, student.vocab_ids])
-        proposed = _proposed(student, logits).view(rows, -1)
-        matches.append(proposed == features.tokens[:, first + depth + 2 : end + depth + 2])
-    return torch.stack(matches, dim=-1).cpu().numpy()
+    first, end = written.prompt - 1, min(span, length - depths - 1)  # row r drafts tokens r + 2 .. r + 1 + depths
+    for depth, hidden in enumerate(_chain(network, features, depths)):
+        drafts = hidden.view(rows, span, -1)[:, first:end]
+        logits = network.logits(drafts.reshape(-1, drafts.shape[-1]), depth)
+        if written.noise is not None:
+            begin = first + depth + 2 - written.prompt
+            noise = written.noise[:, begin : begin + end - first].reshape(len(logits), -1)
+            logits = logits / temperature + (noise if network.vocab_ids is None else noise[:, network.vocab_ids])
+        yield logits, features.tokens[:, first + depth + 2 : end + depth + 2]
 
 
-def _chain(student: Student, features: Features, depths: int) -> list[Tensor]:
+def _chain(network: DraftNetwork, features: Features, depths: int) -> list[Tensor]:
     with torch.autocast("cuda", torch.bfloat16, enabled=features.tokens.is_cuda):
-        return student.chain(features, depths)
+        return network.chain(features, depths)
 
 
-def _proposed(student: Student, logits: Tensor) -> Tensor:
+def _proposed(network: DraftNetwork, logits: Tensor) -> Tensor:
     best = logits.argmax(-1)
-    return best if student.vocab_ids is None else student.vocab_ids[best]
+    return best if network.vocab_ids is None else network.vocab_ids[best]

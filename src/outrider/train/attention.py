@@ -1,7 +1,6 @@
 """Causal attention for training: whole rows at once, no cache, torch's fused kernels.
 
-The decoder sees flat rows of tokens; here they become (B, T) again. Which kernel runs is measured
-once on the machine at hand.
+The decoder takes flat rows of tokens; attention needs them as (B, T). Which kernel runs is measured once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from outrider.model import Attend, ModelConfig
 __all__ = ["causal_attend", "fastest_kernel", "kernel"]
 
 _CANDIDATES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-_TRIALS = 4
+_REPEATS = 4
 
 
 def causal_attend(rows: int, context: int) -> Attend:
@@ -51,24 +50,24 @@ def fastest_kernel(config: ModelConfig, rows: int, context: int, device: torch.d
     """The fused kernel whose forward and backward is quickest here; "default" off CUDA."""
     if device.type != "cuda":
         return "default"
-    trials: dict[str, _Trial] = {}
+    runs: dict[str, _KernelRun] = {}
     for name in _CANDIDATES:
         try:
-            trials[name] = _try_kernel(name, config, rows, context)
+            runs[name] = _try_kernel(name, config, rows, context)
         except RuntimeError as error:  # this build or shape has no such kernel
             print(f"attention: {name} is not usable ({str(error).splitlines()[0]})", flush=True)
-    if not trials:
+    if not runs:
         return "default"
-    best = min(trials, key=lambda name: trials[name].seconds)
-    if best != "flash" and "flash" in trials and not _agree(trials[best].gradient, trials["flash"].gradient):
-        print(f"attention: gradients of {best} differ from flash, so flash it is", flush=True)
+    best = min(runs, key=lambda name: runs[name].seconds)
+    if best != "flash" and "flash" in runs and not _agree(runs[best].gradient, runs["flash"].gradient):
+        print(f"attention: gradients of {best} differ from flash, so flash is used", flush=True)
         best = "flash"
-    print("attention: " + ", ".join(f"{k} {t.seconds * 1e3:.2f} ms" for k, t in trials.items()) + f"; using {best}", flush=True)
+    print("attention: " + ", ".join(f"{k} {t.seconds * 1e3:.2f} ms" for k, t in runs.items()) + f"; using {best}", flush=True)
     return best
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _KernelRun:
     seconds: float
     gradient: Tensor  # of the keys
 
@@ -77,7 +76,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() < 0.05 * other.norm())
 
 
-def _try_kernel(name: str, config: ModelConfig, rows: int, context: int) -> _Trial:
+def _try_kernel(name: str, config: ModelConfig, rows: int, context: int) -> _KernelRun:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -88,8 +87,8 @@ def _try_kernel(name: str, config: ModelConfig, rows: int, context: int) -> _Tri
     attend = causal_attend(rows, context)
     begin = 0.0
     with kernel(name):
-        for trial in range(_TRIALS + 2):
-            if trial == 2:
+        for i in range(_REPEATS + 2):
+            if i == 2:
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
             k.grad = None
@@ -97,4 +96,4 @@ def _try_kernel(name: str, config: ModelConfig, rows: int, context: int) -> _Tri
             torch.autograd.backward(out, v.detach().repeat_interleave(config.heads // config.kv_heads, dim=1))
     torch.cuda.synchronize()
     assert k.grad is not None
-    return _Trial((time.perf_counter() - begin) / _TRIALS, k.grad.float())
+    return _KernelRun((time.perf_counter() - begin) / _REPEATS, k.grad.float())

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, and the checkpoint of a run."""
+"""Atomic writes, and the checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from outrider.errors import ModelError, OutriderError
 __all__ = ["Position", "guarded_write", "load_checkpoint", "save_checkpoint"]
 
 _FILE = "checkpoint.safetensors"
+_METADATA = "rest"  # the key of what is no tensor, as earlier checkpoints have it
 
 
 @dataclass(slots=True)
@@ -47,25 +48,26 @@ def guarded_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def save_checkpoint(directory: Path, position: Position, module: Any, optimizers: Sequence[Any]) -> None:
-    """Everything a run needs to go on as if it had not stopped, as safetensors: tensors, and the rest as JSON."""
+    """Write everything a run needs to resume, as safetensors; what is no tensor goes into the metadata as JSON."""
     from safetensors.torch import save
 
     tensors = {f"module/{name}": tensor for name, tensor in module.state_dict().items()}
-    rest: dict[str, Any] = {"position": [position.step, position.seconds, position.tokens], "optimizers": []}
+    state_of_run: dict[str, Any] = {"position": [position.step, position.seconds, position.tokens], "optimizers": []}
     for i, optimizer in enumerate(optimizers):
         state = optimizer.state_dict()
         scalars: dict[str, Any] = {}
-        for index, own in state["state"].items():
-            for name, value in own.items():
+        for index, values in state["state"].items():
+            for name, value in values.items():
                 if hasattr(value, "dtype"):
                     tensors[f"optimizer/{i}/{index}/{name}"] = value
                 else:
                     scalars[f"{index}/{name}"] = value
-        rest["optimizers"].append({"groups": state["param_groups"], "scalars": scalars})
+        state_of_run["optimizers"].append({"groups": state["param_groups"], "scalars": scalars})
     directory.mkdir(parents=True, exist_ok=True)
-    # tied weights appear under two names; each gets bytes of its own
+    # tied weights have two names, and safetensors wants separate memory for each
     data = save(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {"rest": json.dumps(rest)}
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
+        {_METADATA: json.dumps(state_of_run)},
     )
     with guarded_write(directory / _FILE) as file:
         file.write(data)
@@ -80,22 +82,22 @@ def load_checkpoint(directory: Path, module: Any, optimizers: Sequence[Any]) -> 
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            rest = json.loads(file.metadata()["rest"])
+            state_of_run = json.loads(file.metadata()[_METADATA])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         module.load_state_dict({name.removeprefix("module/"): t for name, t in tensors.items() if name.startswith("module/")})
-        for i, (optimizer, saved) in enumerate(zip(optimizers, rest["optimizers"], strict=True)):
+        for i, (optimizer, saved) in enumerate(zip(optimizers, state_of_run["optimizers"], strict=True)):
             optimizer.load_state_dict({"state": _states(i, saved["scalars"], tensors), "param_groups": saved["groups"]})
     except (SafetensorError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise ModelError(f"{path} does not fit this run: {error}; remove it or use the settings it was made with") from None
-    return Position(*rest["position"])
+    return Position(*state_of_run["position"])
 
 
 def _states(optimizer: int, scalars: dict[str, Any], tensors: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """An optimizer's per-parameter state, put together again."""
+    """An optimizer's state by parameter, from its scalars and tensors."""
     prefix = f"optimizer/{optimizer}/"
-    found = scalars | {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    merged = scalars | {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     states: dict[int, dict[str, Any]] = {}
-    for key, value in found.items():
+    for key, value in merged.items():
         index, name = key.split("/", 1)
         states.setdefault(int(index), {})[name] = value
     return states

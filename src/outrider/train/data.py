@@ -2,9 +2,9 @@
 
 Documents lie end to end, each closed by the end-of-document token. An epoch shuffles documents, cuts
 the stream into rows and shuffles those, so a batch is a pure function of seed and step, and training
-resumes at any step. Rows may hold several documents: attention is plain causal across the boundary and
+resumes at any step. A row may hold several documents: attention is plain causal across the boundary and
 positions run on, because torch's fused causal kernels take no document mask and a dense mask leaves the
-fast path. The separator is trained on, so the model learns to start afresh after it.
+fast path. The separator is trained on, so the model learns to ignore what stands before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from outrider.errors import InvalidParameter, ModelError
 from outrider.train.checkpoint import guarded_write
 
-__all__ = ["Rows", "TokenStore", "write_store"]
+__all__ = ["Ids", "TokenStore", "TrainingRows", "write_store"]
 
 Ids = npt.NDArray[np.integer]
 Array = npt.NDArray[np.int64]
@@ -53,7 +53,9 @@ class TokenStore:
             ids = np.memmap(directory / f"{name}.bin", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
             return cls(ids, np.cumsum([0, *meta["lengths"]], dtype=np.int64), meta["groups"])
         except (OSError, KeyError, ValueError) as error:
-            raise ModelError(f"{directory}/{name}.bin cannot be read: {error}; prepare the corpus again") from None
+            raise ModelError(
+                f"{directory}/{name}.bin cannot be read: {error}; remove the folder to read the text again"
+            ) from None
 
 
 def write_store(directory: Path, name: str, documents: Sequence[Ids], groups: Sequence[str], vocab: int) -> TokenStore:
@@ -70,7 +72,7 @@ def write_store(directory: Path, name: str, documents: Sequence[Ids], groups: Se
     return TokenStore.open(directory, name)
 
 
-class Rows:
+class TrainingRows:
     """Rows of context + 1 ids, shuffled by seed; row r's last id is the next row's first."""
 
     def __init__(self, store: TokenStore, context: int, seed: int) -> None:
@@ -84,8 +86,8 @@ class Rows:
         """Refuse a corpus that does not fill one batch."""
         if self.per_epoch < rows:
             needed = rows * self._context + 1
-            found = f"{self._store.tokens} tokens to train on, one batch needs {needed}"
-            raise InvalidParameter("corpus", f"{found}; add text or lower --rows or --context")
+            shortage = f"{self._store.tokens} tokens to train on, one batch needs {needed}"
+            raise InvalidParameter("corpus", f"{shortage}; add text or lower --rows or --context")
 
     def batch(self, step: int, rows: int) -> Array:
         """(rows, context + 1) ids of a step."""

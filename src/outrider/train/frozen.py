@@ -1,8 +1,9 @@
-"""The frozen target that drafters learn from: its tokens, taps, last hidden rows and logits for a batch."""
+"""The frozen target that drafters are distilled from: its taps and logits for a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, ModelConfig, load_decoder
+from outrider.model import Decoder, LoadOptions, ModelConfig, load_decoder
 from outrider.ops import Plain
 from outrider.train.attention import causal_attend
-from outrider.train.prepare import Prepared
-from outrider.train.tokenizer import load_tokenizer
+from outrider.train.corpus import TokenCorpus
+from outrider.train.tokenizer import document_end, load_tokenizer
 
 __all__ = ["Features", "FrozenTarget", "require_same_tokenizer"]
 
@@ -22,7 +23,7 @@ _ALIGNED = 16
 
 
 class Features(NamedTuple):
-    """What the target says about (B, T) tokens. Flat rows, as the decoder gives them."""
+    """The target's taps and logits for (B, T) tokens, in flat rows as the decoder returns them."""
 
     tokens: Tensor  # (B, T)
     taps: dict[int, Tensor]  # layer -> (B * T, hidden), the stream entering it
@@ -30,11 +31,11 @@ class Features(NamedTuple):
 
     def span(self, depths: int) -> int:
         """Draft starts per row of text: every one has `depths` drafted tokens inside the text."""
-        most = self.tokens.shape[1] - depths
-        return most // _ALIGNED * _ALIGNED if most > 4 * _ALIGNED else most
+        span = self.tokens.shape[1] - depths
+        return span // _ALIGNED * _ALIGNED if span > 4 * _ALIGNED else span
 
     def cut(self, rows: Tensor, begin: int, span: int) -> Tensor:
-        """Positions begin .. begin + span of flat rows (B * T, width), flat again."""
+        """Positions begin .. begin + span of flat rows (B * T, width), as flat rows."""
         count, length = self.tokens.shape
         return rows.view(count, length, -1)[:, begin : begin + span].reshape(count * span, -1)
 
@@ -49,15 +50,19 @@ class FrozenTarget:
 
     @classmethod
     def load(cls, directory: Path, device: torch.device) -> FrozenTarget:
-        """From a model directory, in the dtype it is served in."""
-        return cls(load_decoder(directory).to(device))
+        """From a model directory, in the dtype it is served in; on a CPU in float32, whose products are the fastest there."""
+        options = LoadOptions(dtype="float32") if device.type == "cpu" else LoadOptions()
+        decoder = load_decoder(directory, options).to(device)
+        if not decoder.config.eos_ids:
+            decoder.config = replace(decoder.config, eos_ids=(document_end(directory),))
+        return cls(decoder)
 
     @property
     def config(self) -> ModelConfig:
         return self.decoder.config
 
     def reading(self, taps: Iterable[int]) -> FrozenTarget:
-        """The same target with other taps."""
+        """This target with other taps."""
         wrong = [tap for tap in taps if not 0 <= tap <= self.config.layers]
         if wrong:
             raise InvalidParameter("taps", f"{wrong[0]} is not between 0 and the target's {self.config.layers} layers")
@@ -65,7 +70,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Features:
-        """Everything about (B, T) tokens."""
+        """Taps and logits of (B, T) tokens."""
         rows, length = tokens.shape
         positions = torch.arange(length, device=tokens.device).repeat(rows)
         with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
@@ -75,13 +80,13 @@ class FrozenTarget:
         return Features(tokens, dict(zip(self.taps, hidden.taps, strict=True)), logits)
 
 
-def require_same_tokenizer(target: Path, prepared: Prepared) -> None:
-    """Refuse a corpus whose ids mean other tokens to the target."""
-    own, corpus = load_tokenizer(target), load_tokenizer(prepared.directory)
-    if own.get_vocab() != corpus.get_vocab():
-        sizes = f"{corpus.get_vocab_size()} and {own.get_vocab_size()} tokens"
+def require_same_tokenizer(target: Path, corpus: TokenCorpus) -> None:
+    """Refuse a corpus whose ids are other tokens of the target."""
+    target_tokenizer, corpus_tokenizer = load_tokenizer(target), load_tokenizer(corpus.directory)
+    if target_tokenizer.get_vocab() != corpus_tokenizer.get_vocab():
+        sizes = f"{corpus_tokenizer.get_vocab_size()} and {target_tokenizer.get_vocab_size()} tokens"
         raise InvalidParameter(
             "tokenizer",
-            f"the corpus in {prepared.directory} was encoded with another tokenizer than that of {target} ({sizes}); "
-            f"prepare it again with --tokenizer {target}",
+            f"the corpus in {corpus.directory} was encoded with another tokenizer than that of {target} ({sizes}); "
+            "pass the text itself instead of --data",
         )

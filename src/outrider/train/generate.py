@@ -1,4 +1,4 @@
-"""Text written by the target itself, many sequences at once: what drafters meet when they serve.
+"""Text written by the target, many sequences at once. Drafters are trained and measured on it.
 
 Every sequence of a batch has the same length, so one slab of keys and values per layer is enough.
 """
@@ -6,7 +6,7 @@ Every sequence of a batch has the same length, so one slab of keys and values pe
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,10 @@ from outrider.ops import Plain
 from outrider.train.attention import causal_attend, kernel
 from outrider.train.data import TokenStore
 
-__all__ = ["Writing", "Written", "document_starts", "merged", "random_windows", "write_text", "write_until"]
+__all__ = ["Writing", "Written", "document_starts", "looping", "merged", "random_windows", "steady", "write_text", "write_until"]
 
 _OPS = Plain()
+_GRAM, _TIMES = 8, 3  # a text loops where some 8-gram occurs more than three times, as in served figures
 Ids = npt.NDArray[np.int64]
 
 
@@ -33,6 +34,12 @@ class Written:
     tokens: Tensor  # (B, prompt + count)
     prompt: int
     noise: Tensor | None  # (B, count, V): the draw's noise, where it was kept; token prompt + i used row i
+
+    def batches(self, rows: int) -> Iterator[Written]:
+        """At most `rows` texts at a time."""
+        for begin in range(0, len(self.tokens), rows):
+            part = slice(begin, begin + rows)
+            yield Written(self.tokens[part], self.prompt, None if self.noise is None else self.noise[part])
 
 
 @torch.no_grad()
@@ -47,15 +54,15 @@ def write_text(
 ) -> Written:
     """Continue (B, P) prompts by `count` tokens: Gumbel-max at each sequence's temperature, 0 greedy.
 
-    With `lengths` (B,) a prompt is only as long as its own length, and is written on up to P first.
+    With `lengths` (B,) prompt i has lengths[i] tokens, and the target continues it up to P as well.
     """
     device, (rows, prompt) = decoder.norm.device, prompts.shape
     tokens = torch.cat((prompts.to(device), torch.zeros(rows, count, dtype=torch.int64, device=device)), dim=1)
     slabs = _Slabs(decoder, rows, prompt + count)
     generator = torch.Generator(device).manual_seed(seed)
-    heat = temperatures.to(device)[:, None]
-    own = torch.full((rows,), prompt, device=device) if lengths is None else lengths.to(device)
-    first = int(own.min())
+    temperature = temperatures.to(device)[:, None]
+    sizes = torch.full((rows,), prompt, device=device) if lengths is None else lengths.to(device)
+    first = int(sizes.min())
     kept: list[Tensor] = []
     last = slabs.read(tokens[:, :first])
     for place in range(first, prompt + count):
@@ -63,7 +70,7 @@ def write_text(
         noise = _gumbel(logits.shape, generator)
         if keep_noise and place >= prompt:
             kept.append(noise)
-        tokens[:, place] = torch.where(own > place, tokens[:, place], (logits + heat * noise).argmax(-1))
+        tokens[:, place] = torch.where(sizes > place, tokens[:, place], (logits + temperature * noise).argmax(-1))
         if place + 1 < prompt + count:
             last = slabs.step(tokens[:, place], place)
     return Written(tokens, prompt, torch.stack(kept, dim=1) if kept else None)
@@ -71,12 +78,12 @@ def write_text(
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How much text to have written, and from what."""
+    """How much text the target writes, and after which prompts."""
 
-    seconds: float = 0.0  # go on at least this long
-    tokens: int = 0  # and for so many tokens
+    seconds: float = 0.0  # write for at least this long
+    tokens: int = 0  # and at least this many tokens
     rows: int = 2048
-    length: int = 512  # prompt and continuation; greedy text of a small model loops sooner or later
+    length: int = 512  # prompt and continuation; long greedy texts of small models loop
     prompts: tuple[int, ...] = (32, 96, 192)
     temperatures: tuple[float, ...] = (0.0, 0.4, 0.8, 0.8, 1.0)
     seed: int = 0
@@ -92,8 +99,8 @@ def write_until(decoder: Decoder, store: TokenStore, writing: Writing) -> TokenS
         half = writing.rows // 2
         starts = document_starts(store, half, prompt, writing.seed + turn)
         prompts = np.concatenate((starts, random_windows(store, writing.rows - half, prompt, writing.seed + turn)))
-        heat = torch.tensor(writing.temperatures).repeat(-(-len(prompts) // len(writing.temperatures)))[: len(prompts)]
-        written = write_text(decoder, torch.from_numpy(prompts), writing.length - prompt, heat, writing.seed + turn)
+        temperature = torch.tensor(writing.temperatures).repeat(-(-len(prompts) // len(writing.temperatures)))[: len(prompts)]
+        written = write_text(decoder, torch.from_numpy(prompts), writing.length - prompt, temperature, writing.seed + turn)
         documents += [np.append(row[: _end(row, eos, prompt)], eos) for row in written.tokens.cpu().numpy()]
         size = sum(map(len, documents))
         turn += 1
@@ -121,6 +128,22 @@ def document_starts(store: TokenStore, count: int, length: int, seed: int) -> Id
 def random_windows(store: TokenStore, count: int, length: int, seed: int) -> Ids:
     """(count, length) tokens from anywhere."""
     return _windows(store, _generator(seed, 1).integers(0, max(store.tokens - length, 1), count).tolist(), length)
+
+
+def steady(written: Written, eos: int) -> Tensor:
+    """(B,) whether a text neither loops nor ends before its last token."""
+    tokens = written.tokens[:, written.prompt :]
+    return ~looping(tokens) & (tokens != eos).all(-1)
+
+
+def looping(tokens: Tensor) -> Tensor:
+    """(B,) whether some 8-gram of a row of (B, n) occurs more than three times."""
+    if tokens.shape[1] < _GRAM + _TIMES:
+        return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    grams = tokens.unfold(1, _GRAM, 1)
+    factors = torch.tensor([0x9E3779B97F4A7C15 * (2 * i + 1) % 2**61 | 1 for i in range(_GRAM)], device=tokens.device)
+    hashed = ((grams + 1) * factors).sum(-1).sort(dim=1).values  # integer overflow is harmless here
+    return (hashed[:, _TIMES:] == hashed[:, :-_TIMES]).any(-1)
 
 
 class _Slabs:
@@ -158,7 +181,7 @@ class _Slabs:
             keys[:, :, place], values[:, :, place] = k.to(keys.dtype), v.to(values.dtype)
             # queries of one KV head as rows of one small product; every key is in the past
             grouped = q.to(keys.dtype).view(self._rows, keys.shape[1], -1, q.shape[-1])
-            with kernel("flash" if q.is_cuda else "default"):  # cuDNN would plan anew for every length
+            with kernel("flash" if q.is_cuda else "default"):  # cuDNN would build a plan for every length
                 mixed = F.scaled_dot_product_attention(grouped, keys[:, :, : place + 1], values[:, :, : place + 1])
             return mixed.reshape(q.shape).to(q.dtype)
 

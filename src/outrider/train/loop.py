@@ -1,4 +1,4 @@
-"""The one training loop: whatever is trained is a Task, whatever it reads are packed rows.
+"""The training loop of every run: it trains a Task on packed rows.
 
 With a budget of steps a run is a pure function of seed and settings, and a run that was killed and
 resumed ends with the same weights. With a budget of time the learning rate follows the clock.
@@ -11,29 +11,34 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.train.checkpoint import Position, load_checkpoint, save_checkpoint
-from outrider.train.data import Rows
+from outrider.train.data import TrainingRows
 from outrider.train.optim import scale_rates
 from outrider.train.progress import Report
 
-__all__ = ["Budget", "LoopOptions", "Loss", "Outcome", "Schedule", "Task", "compiled", "train"]
+__all__ = ["Budget", "LoopOptions", "Loss", "Schedule", "Task", "TrainingOutcome", "compile_checked", "train"]
 
 Loss = Callable[[Tensor], Tensor]
 Optimizers = list[torch.optim.Optimizer]
+Result = TypeVar("Result")
 
 
 class Task(Protocol):
     """Something that can be trained."""
 
     @property
+    def name(self) -> str:
+        """What the report calls it."""
+
+    @property
     def module(self) -> nn.Module:
-        """What is optimised (where it requires gradients) and checkpointed."""
+        """The parameters to optimise (where they require gradients) and to checkpoint."""
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean loss of (B, context + 1) ids; pure torch, so that it can be compiled."""
@@ -96,7 +101,7 @@ class LoopOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingOutcome:
     """How a run ended."""
 
     position: Position
@@ -104,59 +109,61 @@ class Outcome:
     evaluation: dict[str, float]
 
 
-def train(task: Task, rows: Rows, optimizers: Optimizers, options: LoopOptions, loss: Loss | None = None) -> Outcome:
+def train(
+    task: Task, rows: TrainingRows, optimizers: Optimizers, options: LoopOptions, loss: Loss | None = None
+) -> TrainingOutcome:
     """Train until the budget is spent, resuming where a checkpoint lies in the directory.
 
     `loss` replaces task.loss, for a version of it that is already compiled.
     """
     rows.require(options.rows)
     position = load_checkpoint(options.directory, task.module, optimizers)
-    report = Report(task.module.__class__.__name__.lower(), options.directory / "metrics.jsonl", position is not None)
+    report = Report(task.name, options.directory / "metrics.jsonl", position is not None)
     if position is not None:
-        report.say(f"resuming after step {position.step}")
-    run = _Run(task, rows, optimizers, options, report, loss or task.loss, position or Position())
+        report.log(f"resuming after step {position.step}")
+    run = _Training(task, rows, optimizers, options, report, loss or task.loss, position or Position())
     try:
         return run.until_done()
     except KeyboardInterrupt:
         run.save()
-        report.say(f"interrupted; step {run.position.step} is saved, the same command resumes")
+        report.log(f"interrupted; step {run.position.step} is saved, the same command resumes")
         raise
     finally:
         report.close()
 
 
-def compiled(loss: Loss, example: Tensor, module: nn.Module) -> Loss | None:
-    """`loss` through torch.compile, proved by one forward and backward; None where that fails."""
+def compile_checked(
+    name: str, function: Callable[..., Result], check: Callable[[Callable[..., Result]], None]
+) -> Callable[..., Result] | None:
+    """The function through torch.compile, checked by one call; None where that fails."""
     begin = time.monotonic()
     try:
-        fast: Loss = torch.compile(loss, dynamic=False)
-        torch.autograd.backward(fast(example))
-        if example.is_cuda:
+        fast: Callable[..., Result] = torch.compile(function, dynamic=False)
+        check(fast)
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
-    except Exception as error:  # the compiler fails in many ways; none of them may cost the run
-        first = (str(error).splitlines() or [""])[0]
-        print(f"compile: failed ({type(error).__name__}: {first})", flush=True)
-        torch._dynamo.reset()
+    except Exception as error:  # the compiler fails in many ways; none of them may end the run
+        print(f"compile: {name} failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})", flush=True)
         return None
-    finally:
-        module.zero_grad(set_to_none=True)
-    print(f"compile: done in {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"compile: {name} in {time.monotonic() - begin:.0f} s", flush=True)
     return fast
 
 
 @dataclass(slots=True)
-class _Run:
+class _Training:
     """A run in progress."""
 
     task: Task
-    rows: Rows
+    rows: TrainingRows
     optimizers: Optimizers
     options: LoopOptions
     report: Report
     loss: Loss
     position: Position
+    deadline: float = math.inf  # of the clock; a step ends early there
     last_loss: float = math.nan
     summed: int = 0  # steps whose losses are in `total`
+    evaluation: dict[str, float] = field(default_factory=dict)  # of the present step, where it was evaluated
     device: torch.device = field(init=False)
     parameters: list[nn.Parameter] = field(init=False)
     total: Tensor = field(init=False)
@@ -166,18 +173,21 @@ class _Run:
         self.device = self.parameters[0].device
         self.total = torch.zeros((), device=self.device)
 
-    def until_done(self) -> Outcome:
+    def until_done(self) -> TrainingOutcome:
         options, position = self.options, self.position
         origin = time.monotonic() - position.seconds
+        self.deadline = math.inf if options.budget.seconds is None else origin + options.budget.seconds
         logged, logged_tokens = time.monotonic(), position.tokens
         evaluated = saved = logged
         previous: torch.cuda.Event | None = None
+        first = position.step + 1
         while options.budget.progress(position) < 1.0:
             self.step()
-            previous = self._wait_for_last(previous)
+            self.evaluation = {}
+            previous = self._wait_for_previous(previous)
             position.seconds = time.monotonic() - origin
             now = time.monotonic()
-            if now - logged >= options.log_every_s:
+            if position.step == first or now - logged >= options.log_every_s:  # the first step is shown at once
                 self.log((position.tokens - logged_tokens) / (now - logged))
                 logged, logged_tokens = now, position.tokens
             if options.eval_every_s and now - evaluated >= options.eval_every_s:
@@ -189,7 +199,7 @@ class _Run:
         self.log((position.tokens - logged_tokens) / max(time.monotonic() - logged, 1e-9))
         if options.checkpoint_steps or options.checkpoint_every_s:
             self.save()
-        return Outcome(position, self.last_loss, self.evaluate())
+        return TrainingOutcome(position, self.last_loss, self.evaluation or self.evaluate())
 
     def step(self) -> None:
         """One update from one batch."""
@@ -200,10 +210,15 @@ class _Run:
             batch = batch.pin_memory()
         batch = batch.to(self.device, non_blocking=True)
         micros = torch.split(batch, options.micro_rows or options.rows)
+        total, rows = torch.zeros_like(self.total), 0
         for micro in micros:
             loss = self.loss(micro) * (micro.shape[0] / options.rows)
             torch.autograd.backward(loss)
-            self.total += loss.detach()
+            total += loss.detach()
+            rows += micro.shape[0]
+            if time.monotonic() >= self.deadline:
+                break
+        self.total += self._as_whole(total, rows)
         if options.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, options.clip)
         for optimizer in self.optimizers:
@@ -211,7 +226,16 @@ class _Run:
             optimizer.zero_grad(set_to_none=True)
         self.summed += 1
         position.step += 1
-        position.tokens += batch.shape[0] * (batch.shape[1] - 1)
+        position.tokens += rows * (batch.shape[1] - 1)
+
+    def _as_whole(self, loss: Tensor, rows: int) -> Tensor:
+        """The mean loss of a step that ended after `rows` of its rows, because time was up; its gradients become means too."""
+        share = rows / self.options.rows
+        if share < 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= share
+        return loss / share
 
     def log(self, tokens_per_s: float) -> None:
         """Read the loss back (the loop's only synchronisation) and report it."""
@@ -237,6 +261,7 @@ class _Run:
         """Held-out figures; the clock of the budget runs on."""
         figures = self.task.evaluate()
         self.report.evaluation({"step": self.position.step, **figures})
+        self.evaluation = figures
         return figures
 
     def save(self) -> None:
@@ -247,8 +272,8 @@ class _Run:
         steps, seconds = self.options.checkpoint_steps, self.options.checkpoint_every_s
         return bool(steps and self.position.step % steps == 0) or bool(seconds and since_s >= seconds)
 
-    def _wait_for_last(self, previous: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Keep the host at most one step ahead, so that the clock tells the truth."""
+    def _wait_for_previous(self, previous: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Keep the host at most one step before the device, so that the clock measures finished steps."""
         if self.device.type != "cuda":
             return None
         if previous is not None:

@@ -1,8 +1,8 @@
-"""How far a drafter's law is from the target's, per token drafted.
+"""Losses: how far the draft distribution q is from the target distribution p, per drafted token.
 
-Acceptance of one drafted token is the overlap of the two laws, 1 - TV. KL learns fast from scratch, TV
-is what counts: "mix" goes from one to the other as acceptance grows (LK losses, 2602.23881). "greedy"
-looks at the target's most probable token alone.
+The acceptance of one drafted token is the overlap of the two distributions, 1 - TV. KL learns fast from fresh weights, but
+TV decides acceptance: "mix" goes from KL to TV as acceptance grows (LK losses, 2602.23881). "greedy" is about the target's
+most probable token alone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def divergence(kind: Divergence, target: Tensor, draft: Tensor, counted: Tensor 
     p = log_p.exp()
     if kind == "kl":
         return _mean((p * (log_p - log_q)).sum(-1), counted)
-    apart = 0.5 * (p - log_q.exp()).abs().sum(-1)
+    variation = 0.5 * (p - log_q.exp()).abs().sum(-1)
     if kind == "lk":
-        return _mean(-torch.log((1.0 - apart).clamp_min(1e-6)), counted)
-    weight = torch.exp(-_MIX_RATE * _mean(1.0 - apart.detach(), counted))
-    return weight * _mean((p * (log_p - log_q)).sum(-1), counted) + (1.0 - weight) * _mean(apart, counted)
+        return _mean(-torch.log((1.0 - variation).clamp_min(1e-6)), counted)
+    weight = torch.exp(-_MIX_RATE * _mean(1.0 - variation.detach(), counted))
+    return weight * _mean((p * (log_p - log_q)).sum(-1), counted) + (1.0 - weight) * _mean(variation, counted)
 
 
 def _mean(values: Tensor, counted: Tensor | None) -> Tensor:

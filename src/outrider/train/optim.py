@@ -51,8 +51,8 @@ class Muon(torch.optim.Optimizer):
         assert len(grads) == len(params), "every matrix needs a gradient"
         momenta = [self._momentum(param) for param in params]
         torch._foreach_lerp_(momenta, grads, 1.0 - group["momentum"])
-        ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov
-        targets, directions = self._cut(params), self._cut(ahead)
+        nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])
+        targets, directions = self._cut(params), self._cut(nesterov)
         updates = _orthogonalise_all(directions)
         torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(targets, updates, alpha=-group["lr"])
@@ -82,18 +82,18 @@ def orthogonalise(stack: Tensor) -> Tensor:
 
 
 def build_optimizers(module: nn.Module, options: OptimOptions) -> list[torch.optim.Optimizer]:
-    """Muon over the matrices between hidden rows and AdamW over the rest, or AdamW over all."""
+    """Muon over the matrices between hidden rows and AdamW over the other parameters, or AdamW over all."""
     trained = [param for param in module.parameters() if param.requires_grad]
     parts = {} if options.kind == "adamw" else _matrix_parts(module)
     matrices = [param for param in trained if param in parts]
-    rest = [param for param in trained if param not in parts]
-    decayed = [param for param in rest if param.dim() > 1 and options.kind == "adamw"]
-    kept = [param for param in rest if not (param.dim() > 1 and options.kind == "adamw")]
+    others = [param for param in trained if param not in parts]
+    decayed = [param for param in others if param.dim() > 1 and options.kind == "adamw"]
+    kept = [param for param in others if not (param.dim() > 1 and options.kind == "adamw")]
     groups: list[dict[str, Any]] = [
         {"params": kept, "weight_decay": 0.0},
         {"params": decayed, "weight_decay": options.weight_decay},
     ]
-    fused = all(param.is_cuda for param in rest)
+    fused = all(param.is_cuda for param in others)
     adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=options.adam_lr, betas=(0.9, 0.95), eps=1e-10, fused=fused)
     built: list[torch.optim.Optimizer] = [adam]
     if matrices:

@@ -1,4 +1,4 @@
-"""What a run tells: a bar on a terminal, plain lines elsewhere, metrics as JSONL, a plot at the end."""
+"""The report of a run: a bar on a terminal, plain lines elsewhere, metrics as JSONL, a plot at the end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from outrider.charts import Series, legend, lines, page
 from outrider.errors import OutriderError
 
-__all__ = ["Report", "plot_metrics"]
+__all__ = ["Report", "plot_metrics", "plot_panels"]
 
 
 class Report:
@@ -26,14 +27,19 @@ class Report:
             if not resumed:
                 metrics.write_text("")
         if sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TextColumn("{task.fields[note]}", markup=False),
+                TimeElapsedColumn(),
+            )
             self._bar = Progress(*columns)
             self._task = self._bar.add_task(title, total=1.0, note="")
             self._bar.start()
 
     def train(self, record: dict[str, Any], progress: float, left_s: float) -> None:
         """One line about training so far."""
-        note = f"loss {record['loss']:.4f} · {record['tokens_per_s'] / 1e3:,.0f}k tok/s · {left_s:,.0f} s left"
+        note = f"loss {record['loss']:.4f} · {_speed(record['tokens_per_s'])} · {left_s:,.0f} s left"
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, note=note)
         else:
@@ -42,13 +48,13 @@ class Report:
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """One line about held-out text."""
-        self.say(", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()))
+        self.log(", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()))
         self._write({"kind": "eval", **record})
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line that does not break the bar."""
         if self._bar is not None:
-            self._bar.console.print(f"{self._title}: {text}")
+            self._bar.console.print(f"{self._title}: {text}", markup=False)
         else:
             print(f"{self._title}: {text}", flush=True)
 
@@ -56,8 +62,12 @@ class Report:
         """End the bar and draw the plot."""
         if self._bar is not None:
             self._bar.stop()
-        if self._path is not None and not plot_metrics(self._path, self._path.with_suffix(".png")):
-            self.say("no plot: matplotlib is not installed (pip install 'outrider[train]')")
+        if self._path is None:
+            return
+        try:
+            plot_metrics(self._path, self._path.with_suffix(".html"))
+        except OSError as error:  # a full disk; the error that ended the run is reported by the loop
+            self.log(f"no plot: {error}")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._path is None:
@@ -69,27 +79,33 @@ class Report:
             raise OutriderError(f"cannot write {self._path}: {error}; free some space, then resume") from error
 
 
-def plot_metrics(metrics: Path, image: Path) -> bool:
-    """Draw losses over steps; False where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def _speed(tokens_per_s: float) -> str:
+    """A CPU trains some hundred tokens a second, a GPU some hundred thousand."""
+    return f"{tokens_per_s:,.0f} tok/s" if tokens_per_s < 10_000 else f"{tokens_per_s / 1e3:,.0f}k tok/s"
 
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    train = [r for r in records if r["kind"] == "train"]
-    axes.plot([r["step"] for r in train], [r["loss"] for r in train], label="train", linewidth=1)
-    evals = [r for r in records if r["kind"] == "eval"]
-    for name in sorted({key for r in evals for key in r if key not in ("kind", "step")}):
-        points = [(r["step"], r[name]) for r in evals if isinstance(r.get(name), float)]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name) if points else None
-    axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(image, dpi=120)
-    pyplot.close(figure)
-    return True
+
+def plot_panels(records: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Curves by unit, each unit a panel of the plot: (step, value) by name."""
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for record in records:
+        figures = {"train": record["loss"]} if record["kind"] == "train" else record
+        for name, value in figures.items():
+            if name not in ("kind", "step") and isinstance(value, float):
+                panels.setdefault(_unit(name), {}).setdefault(name, []).append((record["step"], value))
+    return panels
+
+
+def _unit(name: str) -> str:
+    if name.endswith("_tokens_per_round"):
+        return "tokens per round"
+    return "share of first tokens right" if name.endswith("_first") else "nats per token"
+
+
+def plot_metrics(metrics: Path, output: Path) -> None:
+    """Draw the metrics over steps as an HTML page, with one chart for each unit."""
+    panels = plot_panels([json.loads(line) for line in metrics.read_text().splitlines()])
+    content = "<h1>Training</h1>"
+    for unit, curves in panels.items():
+        series = [Series(name, i, points) for i, (name, points) in enumerate(curves.items())]
+        content += f"<section><h2>{unit.capitalize()}</h2>{legend(list(curves))}{lines(unit, series, ('step', unit))}</section>"
+    output.write_text(page("Outrider training", content), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The figure checkpoints are chosen by: acceptance of what was written, served by the engine."""
+"""Acceptance of an exported drafter, measured in the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.train.generate import document_starts
 
 __all__ = ["served_acceptance"]
 
-_METHODS = {"draft": "draft_model"}  # what is trained -> what it is called when served, where they differ
+_METHODS = {"draft": "draft_model"}  # name of the command -> name of the method, where they differ
 _NODES = {"medusa": 24}
 _CHAIN = 5
 
@@ -25,8 +25,8 @@ def served_acceptance(target: Path, name: str, drafter: Path, store: TokenStore,
     size = min(96, llm.max_model_len // 2)
     texts = [tuple(int(token) for token in row) for row in document_starts(store, prompts, size, seed=7)]
     length = min(120, llm.max_model_len - size)
-    found = []
+    figures = []
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, seed=7, max_tokens=length)
-        found.append(measure_acceptance(llm, texts, params).as_dict())
-    return found
+        figures.append(measure_acceptance(llm, texts, params).as_dict())
+    return figures

@@ -1,99 +1,22 @@
-"""A byte-level BPE tokenizer for code, written in the layout Transformers reads.
-
-Any text survives encoding and decoding unchanged. Indentation becomes single tokens, digits stay apart,
-a word takes the one space or sign before it.
-"""
+"""A target's tokenizer as training uses it: its files, the id that ends documents, and encoding in bulk."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Split
-from tokenizers.pre_tokenizers import Sequence as Steps
-from tokenizers.trainers import BpeTrainer
+from tokenizers import Tokenizer
 
-from outrider.errors import InvalidParameter, ModelError
+from outrider.errors import ModelError
 
-__all__ = ["EOS", "SPECIAL", "TOKENIZER_FILES", "encode_documents", "load_tokenizer", "save_tokenizer", "train_tokenizer"]
+__all__ = ["copy_tokenizer", "document_end", "encode_documents", "load_tokenizer"]
 
-EOS = "<|endoftext|>"  # ends every document; id 0
-SPECIAL = (EOS, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-# One sign or space with letters; single digits; runs of signs; newlines; runs of spaces but the last.
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|[^\S\r\n]+(?!\S)|[^\S\r\n]+"
-_BYTES = 256
-
-_CHAT_TEMPLATE = """\
-{%- if tools %}<|system|>
-{%- for message in messages if message.role == "system" %}
-{{ message.content }}
-{%- endfor %}
-Tools, one JSON object per line:
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-<|end|>
-{% endif %}
-{%- for message in messages %}
-{%- if not (tools and message.role == "system") -%}
-<|{{ message.role }}|>
-{{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}
-<|tool|>{{ (call.function or call) | tojson }}
-{%- endfor %}<|end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>
-{% endif %}"""
-
-
-def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Learn exactly `vocab` tokens, the special ones and the 256 bytes included."""
-    if vocab < _BYTES + len(SPECIAL):
-        raise InvalidParameter("vocab", f"{vocab} is too small; {_BYTES} bytes and {len(SPECIAL)} special tokens come first")
-    tokenizer = Tokenizer(BPE())
-    split = Split(Regex(_WORDS), behavior="isolated")
-    tokenizer.pre_tokenizer = Steps([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
-        max_token_length=32,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    learned = tokenizer.get_vocab_size()
-    if learned != vocab:
-        raise InvalidParameter("vocab", f"the corpus holds only {learned} tokens; add text or pass --vocab {learned}")
-    return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, context: int) -> None:
-    """Write the files that `AutoTokenizer.from_pretrained(directory)` reads."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "eos_token": EOS,
-        "pad_token": EOS,
-        "additional_special_tokens": list(SPECIAL[1:]),
-        "clean_up_tokenization_spaces": False,
-        "add_prefix_space": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (directory / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_BATCH = 256  # texts that tokenizers encodes side by side
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -107,15 +30,42 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise ModelError(f"{path} cannot be read: {error}") from None
 
 
-def encode_documents(texts: Sequence[str], path: str, eos: int) -> list[npt.NDArray[np.uint32]]:
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """The tokenizer's files, those of them that the source has."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+
+
+def document_end(directory: Path) -> int:
+    """The id that ends documents: the model's end-of-sequence id, or its tokenizer's."""
+    from outrider.model import ModelConfig  # here, because processes that only encode need no torch
+    from outrider.model.load import generation_defaults
+    from outrider.text import Tokenizer as Text
+
+    config = ModelConfig.read(directory) if (directory / "config.json").exists() else None
+    ids = () if config is None else config.eos_ids or sorted(generation_defaults(directory, config)[1])
+    if ids:
+        return ids[0]
+    text = Text.load(directory)
+    if text is None or text.eos_id is None:
+        raise ModelError(f"{directory} names no end-of-sequence token; add eos_token_id to its config.json")
+    return text.eos_id
+
+
+def encode_documents(texts: Sequence[str], directory: Path, eos: int) -> list[npt.NDArray[np.uint32]]:
     """Ids of each text and the end-of-document id. Special tokens inside a text stay plain text."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # callers run one process per core
-    tokenizer = _plain_tokenizer(path)
-    return [np.array([*encoding.ids, eos], dtype=np.uint32) for encoding in tokenizer.encode_batch_fast(list(texts))]
+    tokenizer = _plain_tokenizer(directory)
+    batches = (texts[begin : begin + _BATCH] for begin in range(0, len(texts), _BATCH))
+    encoded = (encoding for batch in batches for encoding in tokenizer.encode_batch_fast(list(batch)))
+    return [np.array([*encoding.ids, eos], dtype=np.uint32) for encoding in encoded]
 
 
 @lru_cache(maxsize=1)
-def _plain_tokenizer(path: str) -> Tokenizer:
-    tokenizer = load_tokenizer(Path(path))
+def _plain_tokenizer(directory: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(directory)
     tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer

@@ -1,9 +1,9 @@
 """Attention of an unrolled head ("training-time test", EAGLE-3).
 
-Row r is the draft that starts after the true feature of position r. At depth 0 rows attend to each
-other as text does: causally. At depth j row r holds the j-th drafted position of its own chain; it
-attends to the true keys up to r and to the keys of its own chain, one per depth: a diagonal, since no
-two rows share a chain. `plain_chain` is the specification; `flash_chain` computes it with torch's
+Row r is the draft that starts after the target's feature of position r. At depth 0 attention is causal
+over the rows. At depth j row r holds the j-th drafted position of chain r; it attends to the keys of
+depth 0 up to r and to the earlier keys of chain r, one per depth. Chains share no keys, so these scores
+are a diagonal. `plain_chain` is the specification; `flash_chain` computes it with torch's
 flash kernel and corrects for the diagonal, in memory and time linear in the depth.
 """
 
@@ -64,8 +64,8 @@ def _flash_chain(q: Tensor, keys: Tensor, values: Tensor, chain_keys: Tensor, ch
     part, part_total = _flash_forward(q, keys, values)
     scores = (q.float() * chain_keys.float()).sum(-1) * scale  # (depths, B, H, T)
     total = torch.logaddexp(part_total, torch.logsumexp(scores, dim=0))
-    own = (scores - total).exp()[..., None]
-    mixed = part.float() * (part_total - total).exp()[..., None] + (own * chain_values.float()).sum(0)
+    weights = (scores - total).exp()[..., None]
+    mixed = part.float() * (part_total - total).exp()[..., None] + (weights * chain_values.float()).sum(0)
     return mixed.to(q.dtype).contiguous(), total.contiguous()
 
 
@@ -90,11 +90,11 @@ def _flash_chain_backward(
     gradient = gradient.contiguous()
     grad_q, grad_keys, grad_values = _flash_backward(gradient, q, keys, values, mixed, total)
     wide = gradient.float()
-    queries, own_keys = q.float(), chain_keys.float()
-    share = ((queries * own_keys).sum(-1) * scale - total).exp()
+    queries, keys_of_chain = q.float(), chain_keys.float()
+    share = ((queries * keys_of_chain).sum(-1) * scale - total).exp()
     centre = (wide * mixed.float()).sum(-1)
     slope = (share * ((wide * chain_values.float()).sum(-1) - centre) * scale)[..., None]
-    grad_q = grad_q.float() + (slope * own_keys).sum(0)
+    grad_q = grad_q.float() + (slope * keys_of_chain).sum(0)
     grads = (grad_q, grad_keys, grad_values, slope * queries, share[..., None] * wide)
     return tuple(grad.to(q.dtype).contiguous() for grad in grads)  # type: ignore[return-value]
 

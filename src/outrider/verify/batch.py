@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.core import ROOT, Batch, Drafts, Plan, Scores, Tree, Verdict
 from outrider.core import Sequence as Generation
-from outrider.sampling import Key, Row, Stream, choose, draw, law, rows_of, uniform
+from outrider.sampling import CORRUPTED, Key, Row, Stream, choose, draw, probs_of, rows_of, uniform
 from outrider.verify import block, rejection, typical
 from outrider.verify.match import walk
 
@@ -17,8 +17,8 @@ __all__ = ["guided", "verify"]
 
 
 def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Verdict]:
-    """Judge every sequence that samples this round; the others get an empty verdict."""
-    trees = drafts.on_host()
+    """A verdict for every sequence that samples this round; an empty one for the others."""
+    trees = drafts.per_sequence
     if plan.rule == "match":
         return _match(trees, scores, batch)
     return [
@@ -33,26 +33,24 @@ def guided(drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
     """The drafts as grammars would have them: no node that one forbids, and all that one prescribes.
 
     Forbidden nodes could not be chosen. Prescribed text is guessed even where the drafter guesses something
-    else. A draft drawn from q stays as it is: refusing a token that was drawn is the rule's own business, and
+    else. A draft drawn from q stays as it is: rejecting a token that was drawn is the rule's business, and
     its correction depends on it.
     """
     if drafts.q is not None or all(seq.guide is None for seq in batch.sequences):
         return drafts
-    trees = drafts.on_host()
+    trees = drafts.per_sequence
     kept = [_allowed_nodes(seq, tree) for seq, tree in zip(batch.sequences, trees, strict=True)]
     if any(len(nodes) < len(tree.tokens) for nodes, tree in zip(kept, trees, strict=True)):
         drafts = drafts.subset(kept)
-        trees = drafts.on_host()
+        trees = drafts.per_sequence
     chains = [_prescribed(seq, tree, n) for seq, tree, n in zip(batch.sequences, trees, plan.lengths, strict=True)]
     if not any(chains):
         return drafts
-    merged = [(chain, range(-1, len(chain) - 1)) if chain else tree for chain, tree in zip(chains, trees, strict=True)]
-    survival = [[1.0] * len(chain) if chain else own for chain, own in zip(chains, drafts.says(), strict=True)]
-    return Drafts.trees(merged, survival=survival)
+    return Drafts([Tree.chain(chain) if chain else tree for chain, tree in zip(chains, trees, strict=True)])
 
 
 def _prescribed(seq: Generation, tree: Tree, nodes: int) -> list[int]:
-    """What the grammar leaves no choice about, up to so many tokens; nothing where the draft says so already."""
+    """What the grammar leaves no choice about, up to `nodes` tokens; nothing where the draft holds it already."""
     if seq.guide is None or nodes == 0:
         return []
     forced = seq.guide.forced(seq.tokens, seq.prompt_len)[:nodes]
@@ -63,16 +61,14 @@ def _prescribed(seq: Generation, tree: Tree, nodes: int) -> list[int]:
 
 def _along(tree: Tree, chain: Sequence[int]) -> list[int]:
     """The chain's next token at the root and at every node, by depth."""
-    depths = [0]
-    for parent in tree.parents:
-        depths.append(depths[parent + 1] + 1)
-    return [chain[depth] if depth < len(chain) else -1 for depth in depths]
+    return [chain[depth] if depth < len(chain) else -1 for depth in (0, *(1 + depth for depth in tree.depths))]
 
 
 def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
     """Nodes whose whole path the grammar takes."""
     if seq.guide is None:
         return range(len(tree.tokens))
+    _prefetch(seq, tree)
     paths: dict[int, list[int]] = {ROOT: []}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         above = paths.get(parent)
@@ -82,6 +78,12 @@ def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
     return [node for node in paths if node != ROOT]
 
 
+def _prefetch(seq: Generation, tree: Tree) -> None:
+    """Have the masks of all nodes worked out: inner ones are needed at once, the others after the forward."""
+    assert seq.guide is not None
+    seq.guide.prefetch(seq.tokens, seq.prompt_len, tree.paths())
+
+
 def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
     choices = scores.choices
     if choices is None and all(seq.request.params.takes_largest for seq in batch.sequences):
@@ -89,17 +91,24 @@ def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]
     elif choices is None:
         choices = choose(scores.logits, _rows(trees, scores, batch))
     verdicts = []
-    for tree, root in zip(trees, scores.roots, strict=True):
-        if root < 0:
+    for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
+        if root < 0 or _must_wait(seq):
             verdicts.append(Verdict([], []))
         elif not tree.tokens:
-            own = choices[root : root + 1]
-            verdicts.append(Verdict([], own, own))
+            chosen = choices[root : root + 1]
+            verdicts.append(Verdict([], chosen, chosen))
         else:
-            own = choices[root : root + 1 + len(tree.tokens)]
-            path = walk(tree.parents, tree.tokens, own)
-            verdicts.append(Verdict(path, [own[0], *[own[1 + node] for node in path]], own))
+            chosen = choices[root : root + 1 + len(tree.tokens)]
+            path = walk(tree.parents, tree.tokens, chosen)
+            if path and chosen[1 + path[-1]] == CORRUPTED:
+                path.pop()  # its token is chosen; what follows it is for the next round to find out, as without a draft
+            verdicts.append(Verdict(path, [chosen[0], *[chosen[1 + node] for node in path]], chosen))
     return verdicts
+
+
+def _must_wait(seq: Generation) -> bool:
+    """Whether it is not known yet what may follow the sequence's tokens."""
+    return seq.guide is not None and seq.guide.allowed(seq.tokens, seq.prompt_len) is None
 
 
 def _rows(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Row]:
@@ -110,20 +119,32 @@ def _rows(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Row]:
     return rows
 
 
-def _chain(tree: Tree, drawn_from: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> Verdict:
-    """The published rules, for one chain. Their coins and residuals come from streams of their own."""
+def _chain(tree: Tree, draft_probs: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> Verdict:
+    """The published rules, for one chain. Their coins and residuals come from streams of their own.
+
+    The chain ends where no choice can be made, such as a node whose mask is unknown: if it is accepted so far, its
+    last token is emitted and nothing after it. Where it ends depends on its own tokens alone, so no rule is biased.
+    """
+    if _must_wait(seq):
+        return Verdict([], [])
     rows = rows_of(seq, tree.tokens, tree.parents)
-    p = torch.stack([law(scores.logits[root + i].cpu(), row) for i, row in enumerate(rows)])
-    tokens = torch.tensor(tree.tokens, dtype=torch.int64)
+    p = torch.stack([probs_of(scores.logits[root + i].cpu(), row) for i, row in enumerate(rows)])
+    known = int((~p.isnan().any(-1)).long().cumprod(0).sum())
+    chain = list(tree.tokens[:known])
+    p = p[: len(chain) + 1]
+    tokens = torch.tensor(chain, dtype=torch.int64)
     request, base, turn = seq.request, len(seq.tokens), seq.stats.rounds
     if rule == "lossy_typical":
-        accepted, laws = typical.count(p, tokens), p
+        accepted, after = typical.count(p, tokens), p
     else:
-        q = torch.nn.functional.one_hot(tokens, p.shape[1]).double() if drawn_from is None else drawn_from[: len(tokens)].double()
+        one_hot = torch.nn.functional.one_hot
+        q = one_hot(tokens, p.shape[1]).double() if draft_probs is None else draft_probs[: len(tokens)].double()
         module = block if rule == "block" else rejection
-        judged = module.law(p, q, tokens)
-        coins = [uniform(Key(request.seed, base + i, request.index, Stream.COIN, turn)) for i in range(len(tree.tokens))]
-        accepted, laws = module.count(judged, torch.tensor(coins, dtype=torch.float64)), judged.next
+        chances = module.acceptance(p, q, tokens)
+        coins = [uniform(Key(request.seed, base + i, request.index, Stream.COIN, turn)) for i in range(len(chain))]
+        accepted, after = module.count(chances, torch.tensor(coins, dtype=torch.float64)), chances.next
+    if 0 < accepted == known < len(rows):
+        return Verdict(list(range(accepted - 1)), chain)
     key = Key(request.seed, base + accepted, request.index, Stream.RESIDUAL, turn)
-    final = draw(laws[accepted].log().float()[None], [key])[0]
-    return Verdict(list(range(accepted)), [*tree.tokens[:accepted], final])
+    final = draw(after[accepted].log().float()[None], [key])[0]
+    return Verdict(list(range(accepted)), [*chain[:accepted], final])

@@ -1,7 +1,7 @@
 """`block`: block verification of one chain (Sun et al. 2403.10444).
 
 A later success redeems an earlier failure, which accepts at least as many tokens as `rejection`
-for every p and q, and the most any rule can for one sampled chain. The text has the target's law.
+for every p and q, and the most any rule can for one sampled chain. The text has the target's distribution.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.verify.rejection import Law, ratios, residual
+from outrider.verify.rejection import Acceptance, ratios, residual
 
-__all__ = ["count", "law"]
+__all__ = ["acceptance", "count"]
 
 
-def law(p: Tensor, q: Tensor, tokens: Tensor) -> Law:
-    """The rule's coins and corrections; shapes and meanings as in `rejection.law`.
+def acceptance(p: Tensor, q: Tensor, tokens: Tensor) -> Acceptance:
+    """The rule's coins and corrections; shapes and meanings as in `rejection.acceptance`.
 
     With r_0 = 1 and r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i)), coin i succeeds with chance
     h_i = S_i / (S_i + 1 - r_i), where S_i is the mass of (r_i p_{i+1} - q_{i+1})+, and h_K = r_K.
@@ -26,16 +26,16 @@ def law(p: Tensor, q: Tensor, tokens: Tensor) -> Law:
     excess = (r[:-1, None] * p[:-1] - q).clamp(min=0)
     after = torch.cat([residual(excess, p[:-1]), p[-1:]])
     if len(tokens) == 0:
-        return Law(r[1:], after)
+        return Acceptance(r[1:], after)
     mass = excess.sum(1)[1:]
     inner = r[1:-1]
     chance = torch.where(inner >= 1, 1.0, mass / (mass + 1 - inner))
-    return Law(torch.cat([chance, r[-1:]]), after)
+    return Acceptance(torch.cat([chance, r[-1:]]), after)
 
 
-def count(law: Law, coins: Tensor) -> int:
+def count(rule: Acceptance, coins: Tensor) -> int:
     """Draft tokens accepted: up to the last coin that succeeds, whatever came before it. coins (K,)."""
-    kept = torch.nonzero(coins <= law.accept)
+    kept = torch.nonzero(coins <= rule.accept)
     return int(kept[-1]) + 1 if len(kept) else 0
 
 

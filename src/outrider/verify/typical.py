@@ -1,6 +1,6 @@
 """`typical`: accept whatever the target finds typical (Medusa, 2401.10774). It changes the distribution.
 
-Text made with this rule does not have the target's law, so it is reachable only through an
+Text made with this rule does not have the target's distribution, so it is reachable only through an
 option whose name contains "lossy".
 """
 
@@ -15,8 +15,8 @@ __all__ = ["count"]
 def count(p: Tensor, tokens: Tensor, eps: float = 0.09, delta: float = 0.3) -> int:
     """Leading draft tokens with p(x) > min(eps, delta exp(-H(p))), H the entropy in nats.
 
-    p (K + 1, V): the target's processed laws; tokens (K,). The next token is the caller's draw
-    from the law after the accepted ones.
+    p (K + 1, V): the target's probabilities after all parameters; tokens (K,). The next token is the caller's draw
+    from the distribution after the accepted ones.
     """
     p = p[: len(tokens)].double()
     entropy = torch.special.entr(p).sum(1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.bench.acceptance import EVERY_METHOD
 from outrider.bench.plan.profile import Profile
-from outrider.bench.plan.subject import Prompt, Run, Subject
+from outrider.bench.plan.subject import Prompt, RequestRun, Subject
 from outrider.sampling import SamplingParams
 
 __all__ = ["CHECKED", "Prediction", "check", "halves", "markdown"]
@@ -45,7 +45,7 @@ def check(
 ) -> list[Prediction]:
     """The first subject decodes plainly. Of every prompt the run of median time counts, to learn from or to be predicted."""
     plain, *others = subjects
-    runs: dict[tuple[str, int], list[Run]] = defaultdict(list)
+    runs: dict[tuple[str, int], list[RequestRun]] = defaultdict(list)
     say("plain decoding of every prompt")
     learnt, predicted = halves([_fresh_pairs(run) for run in plain.run_batch(prompts, params)])
     for subject in subjects:
@@ -72,7 +72,7 @@ def halves(scores: Sequence[float]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def _fresh_pairs(run: Run) -> int:
+def _fresh_pairs(run: RequestRun) -> int:
     """Pairs of neighbouring tokens in an output that its text did not have before: the fewer, the easier it is to guess."""
     seen: set[tuple[int, int]] = set()
     fresh = 0
@@ -82,7 +82,7 @@ def _fresh_pairs(run: Run) -> int:
     return fresh
 
 
-def _middle(runs: Sequence[Run]) -> Run:
+def _middle(runs: Sequence[RequestRun]) -> RequestRun:
     return sorted(runs, key=lambda run: run.output.timings.total_s)[(len(runs) - 1) // 2]
 
 
@@ -91,30 +91,30 @@ class _Half:
     """The prompts to be predicted, as one drafter ran them."""
 
     profile: Profile
-    runs: list[Run]
+    runs: list[RequestRun]
 
     def measured_s(self, decode: bool) -> float:
         times = [run.output.timings for run in self.runs]
-        return sum(own.total_s - decode * own.first_token_s for own in times)
+        return sum(profile.total_s - decode * profile.first_token_s for profile in times)
 
     def predicted_s(self, decode: bool) -> float:
-        own = self.profile
-        each = [own.request_s(len(run.prompt), len(run.output.token_ids), own.most) for run in self.runs]
+        profile = self.profile
+        each = [profile.request_s(len(run.prompt), len(run.output.token_ids), profile.max_length) for run in self.runs]
         return sum(total - decode * first for first, total in each)
 
     def rounds(self) -> tuple[float, int]:
         """After the first tokens: expected, and counted."""
-        own = self.profile
-        expected = sum(own.decoding(len(run.output.token_ids), own.most)[1] for run in self.runs)
+        profile = self.profile
+        expected = sum(profile.decoding(len(run.output.token_ids), profile.max_length)[1] for run in self.runs)
         return expected, sum(run.output.speculation["rounds"] - 1 for run in self.runs)
 
 
-def _compare(plain: _Half, own: _Half) -> Prediction:
-    predicted = [plain.predicted_s(decode) / own.predicted_s(decode) for decode in (False, True)]
-    measured = [plain.measured_s(decode) / own.measured_s(decode) for decode in (False, True)]
-    tokens = sum(len(run.output.token_ids) - 1 for run in own.runs)
-    rates = [tokens / rounds for rounds in own.rounds()]
-    return Prediction(own.profile.method, predicted[0], measured[0], predicted[1], measured[1], *rates)
+def _compare(plain: _Half, half: _Half) -> Prediction:
+    predicted = [plain.predicted_s(decode) / half.predicted_s(decode) for decode in (False, True)]
+    measured = [plain.measured_s(decode) / half.measured_s(decode) for decode in (False, True)]
+    tokens = sum(len(run.output.token_ids) - 1 for run in half.runs)
+    rates = [tokens / rounds for rounds in half.rounds()]
+    return Prediction(half.profile.method, predicted[0], measured[0], predicted[1], measured[1], *rates)
 
 
 def markdown(rows: Sequence[Prediction]) -> str:

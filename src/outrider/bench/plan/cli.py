@@ -12,14 +12,15 @@ from rich.console import Console
 
 from outrider.errors import InvalidParameter
 from outrider.options import Dtype, Model, Threads, set_threads
+from outrider.terminal import PlainConsole
 
 if TYPE_CHECKING:
-    from outrider.bench.plan.prices import Prices
+    from outrider.bench.plan.costs import RoundCosts
     from outrider.bench.plan.subject import Subject
 
 __all__ = ["plan"]
 
-_errors = Console(stderr=True)
+_errors = PlainConsole(stderr=True)
 
 
 def plan(
@@ -42,13 +43,13 @@ def plan(
     ranks: Annotated[
         str | None, typer.Option(help="With --acceptance: chances of a node's first, second, ... candidate, to plan a tree.")
     ] = None,
-    costs: Annotated[Path | None, typer.Option(help="Costs from --save-costs, or the controller's own file.")] = None,
+    costs: Annotated[Path | None, typer.Option(help="Costs from --save-costs, or the controller's file.")] = None,
     draft_cost: Annotated[float, typer.Option(help="Without --costs: a draft token, in plain forwards.")] = 0.05,
     row_cost: Annotated[float, typer.Option(help="Without --costs: a further row of the forward, likewise.")] = 0.02,
     host_cost: Annotated[float, typer.Option(help="Without --costs: the rest of a round, likewise.")] = 0.05,
     target: Annotated[Path | None, typer.Option(help="Advise on draft models for this directory or config.json.")] = None,
     candidates: Annotated[
-        list[Path] | None, typer.Option(help="With --target: a draft model's directory; may be given several times.")
+        list[Path] | None, typer.Option(help="With --target: a draft model's directory; may be options several times.")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="With --target: GB/s of memory. Default: measured.")] = None,
     simulate: Annotated[
@@ -70,52 +71,52 @@ def plan(
 ) -> None:
     """Expect: speed-up, best draft length and tree, break-even batch and memory, for each drafter, before relying on it.
 
-    Measures costs and acceptance on prompts, or takes them as given (--acceptance, --costs). --target advises on draft
+    Measures costs and acceptance on prompts, or takes them from --acceptance and --costs. --target recommends draft
     models, --simulate replays recorded drafts through the controller, --check compares predictions with measurements.
     """
-    given = dict(locals())
-    from outrider.bench.conditions import conditions
+    options = dict(locals())
+    from outrider.bench.environment import environment
     from outrider.bench.plan.formulas import FORMULAS
 
     set_threads(threads)
-    console = _errors if as_json else Console(width=max(Console().width, 130))
+    console = _errors if as_json else PlainConsole(width=max(PlainConsole().width, 130))
     if explain:
         console.print(FORMULAS, markup=False, highlight=False)
     if target is not None:
-        found = _advise(given, console)
+        result = _recommend(options, console)
     elif simulate is not None:
-        found = _simulate(given, console)
+        result = _simulate(options, console)
     elif acceptance is not None:
-        found = _given(given, console)
+        result = _from_acceptance(options, console)
     elif check:
-        found = _check(given, console)
+        result = _check(options, console)
     else:
-        found = _measured(given, console)
+        result = _measured(options, console)
     if as_json or check:
-        print(json.dumps(found | conditions()))
-    if check and any(abs(row["error"]) > 0.1 for row in found["rows"]):
+        print(json.dumps(result | environment()))
+    if check and any(abs(row["error"]) > 0.1 for row in result["rows"]):
         raise typer.Exit(1)
 
 
-def _subjects(given: dict[str, Any], methods: str, batch: int) -> list[Subject]:
+def _subjects(options: dict[str, Any], methods: str, batch: int) -> list[Subject]:
     from outrider.bench.plan.subject import Subject
 
     names = ["none", *(method for method in methods.split(",") if method != "none")]
-    return [Subject(given["model"], name, given["dtype"], batch) for name in names]
+    return [Subject(options["model"], name, options["dtype"], batch) for name in names]
 
 
-def _prompts(given: dict[str, Any], default: int | None) -> list[str]:
+def _prompts(options: dict[str, Any], default: int | None) -> list[str]:
     from outrider.bench.workloads import find_prompts
     from outrider.engine.acceptance import read_prompts
 
-    path = find_prompts(given["prompts"]) if given["prompts"] else find_prompts("editing").with_name("code.jsonl")
-    return read_prompts(path, given["limit"] or default)
+    path = find_prompts(options["prompts"]) if options["prompts"] else find_prompts("editing").with_name("code.jsonl")
+    return read_prompts(path, options["limit"] or default)
 
 
-def _params(given: dict[str, Any]) -> Any:
+def _params(options: dict[str, Any]) -> Any:
     from outrider.sampling import SamplingParams
 
-    return SamplingParams(temperature=given["temperature"], seed=0, max_tokens=given["tokens"], ignore_eos=True)
+    return SamplingParams(temperature=options["temperature"], seed=0, max_tokens=options["tokens"], ignore_eos=True)
 
 
 def _available(model: str | None) -> str:
@@ -132,69 +133,69 @@ def _available(model: str | None) -> str:
     return ",".join(have)
 
 
-def _measured(given: dict[str, Any], console: Console) -> dict[str, Any]:
+def _measured(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import planner, show
     from outrider.bench.plan.trace import write_traces
 
     with _errors.status("loading") as status:
-        subjects = _subjects(given, given["methods"] or _available(given["model"]), 16)
-        planner.measure(subjects, _prompts(given, 8), _params(given), batches=True, say=status.update)
+        subjects = _subjects(options, options["methods"] or _available(options["model"]), 16)
+        planner.measure(subjects, _prompts(options, 8), _params(options), batches=True, say=status.update)
     plain, *profiles = (subject.profile for subject in subjects)
     rows = planner.plan_rows(plain, profiles)
-    best = max(profiles, key=lambda own: own.speedup(plain, own.best_length()))
-    table = planner.what_if(best.prices, plain.prices, best.most)
+    best = max(profiles, key=lambda profile: profile.speedup(plain, profile.best_length()))
+    table = planner.what_if(best.costs, plain.costs, best.max_length)
     show.rows(rows, subjects[0].llm.max_model_len, console)
     show.what_if(table, f"chains at the costs of {best.method}", console)
-    if given["record"]:
-        write_traces(given["record"], [trace for own in profiles for trace in own.traces])
-    if given["save_costs"]:
-        given["save_costs"].write_text(json.dumps(planner.prices_of(subjects)), encoding="utf-8")
-    found = {"rows": [row.as_dict() for row in rows], "what_if": {"method": best.method, "speedup": table}}
-    if given["html"]:
-        given["html"].write_text(show.page_of(rows, table, best.method), encoding="utf-8")
-    return found
+    if options["record"]:
+        write_traces(options["record"], [trace for profile in profiles for trace in profile.traces])
+    if options["save_costs"]:
+        options["save_costs"].write_text(json.dumps(planner.costs_of(subjects)), encoding="utf-8")
+    result = {"rows": [row.as_dict() for row in rows], "what_if": {"method": best.method, "speedup": table}}
+    if options["html"]:
+        options["html"].write_text(show.page_of(rows, table, best.method), encoding="utf-8")
+    return result
 
 
-def _given(given: dict[str, Any], console: Console) -> dict[str, Any]:
+def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import planner, show
     from outrider.bench.plan.formulas import best_tree
 
-    chances = _chances("--acceptance", given["acceptance"])
-    own, plain, name = _prices(given)
+    chances = _chances("--acceptance", options["acceptance"])
+    costs, plain, name = _costs(options)
     one = chances[0] if len(chances) == 1 else chances
-    found = planner.plan_chain(own, plain, one, most=32, batch=given["batch"])
-    table = planner.what_if(own, plain, most=32, batch=given["batch"])
-    if given["ranks"]:
+    chain = planner.plan_chain(costs, plain, one, max_length=32, batch=options["batch"])
+    table = planner.what_if(costs, plain, max_length=32, batch=options["batch"])
+    if options["ranks"]:
         trees: list[dict[str, Any]] = []
         for size in planner.LENGTHS:
-            tokens, parents = best_tree(_chances("--ranks", given["ranks"]), size)
-            base = plain.round_s(0, 0, given["batch"])
+            tokens, parents = best_tree(_chances("--ranks", options["ranks"]), size)
+            base = plain.round_s(0, 0, options["batch"])
             trees.append(
                 {
                     "nodes": size,
                     "tokens": tokens,
                     "parents": parents,
-                    "speedup": tokens * base / own.round_s(size, size, given["batch"]),
+                    "speedup": tokens * base / costs.round_s(size, size, options["batch"]),
                 }
             )
-        found["tree"] = max(trees, key=lambda tree: tree["speedup"])
-    show.chain(found, name, console)
+        chain["tree"] = max(trees, key=lambda tree: tree["speedup"])
+    show.chain(chain, name, console)
     show.what_if(table, f"chains at the costs of {name}", console)
-    if given["html"]:
-        given["html"].write_text(show.page_of([], table, name), encoding="utf-8")
-    return found | {"what_if": {"method": name, "speedup": table}}
+    if options["html"]:
+        options["html"].write_text(show.page_of([], table, name), encoding="utf-8")
+    return chain | {"what_if": {"method": name, "speedup": table}}
 
 
-def _prices(given: dict[str, Any]) -> tuple[Prices, Prices, str]:
+def _costs(options: dict[str, Any]) -> tuple[RoundCosts, RoundCosts, str]:
     from outrider.bench.plan.planner import given_costs, read_costs
 
-    if given["costs"] is None:
-        return *given_costs(given["draft_cost"], given["row_cost"], given["host_cost"]), "the draft given"
-    table = read_costs(given["costs"])
+    if options["costs"] is None:
+        return *given_costs(options["draft_cost"], options["row_cost"], options["host_cost"]), "the costs given"
+    table = read_costs(options["costs"])
     names = [name for name in table if name != "none"]
-    wanted = given["methods"] or (names[0] if len(names) == 1 else None)
+    wanted = options["methods"] or (names[0] if len(names) == 1 else None)
     if wanted not in names or "none" not in table:
-        raise InvalidParameter("--methods", f"must be one of those in {given['costs']}: {', '.join(names)}")
+        raise InvalidParameter("--methods", f"must be one of those in {options['costs']}: {', '.join(names)}")
     return table[wanted], table["none"], wanted
 
 
@@ -208,54 +209,54 @@ def _chances(option: str, text: str) -> list[float]:
     return chances
 
 
-def _advise(given: dict[str, Any], console: Console) -> dict[str, Any]:
+def _recommend(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import show
-    from outrider.bench.plan.adviser import advise, rank_candidates
+    from outrider.bench.plan.recommend import rank_candidates, recommend
 
-    path: Path = given["target"]
+    path: Path = options["target"]
     beside = [path / "draft"] if (path / "draft" / "config.json").exists() else []
-    candidates = given["candidates"] or beside
-    advice = advise(path, candidates, given["bandwidth"] and given["bandwidth"] * 1e9)
-    show.advice(advice, console)
+    candidates = options["candidates"] or beside
+    recommendation = recommend(path, candidates, options["bandwidth"] and options["bandwidth"] * 1e9)
+    show.recommendation(recommendation, console)
     ranked: list[dict[str, Any]] = []
     if candidates and path.is_dir() and any(path.glob("*.safetensors")):
         with _errors.status("measuring") as status:
-            ranked = rank_candidates(path, advice.fits, _prompts(given, 6), given["tokens"], status.update)
+            ranked = rank_candidates(path, recommendation.fits, _prompts(options, 6), options["tokens"], status.update)
         show.ranking(ranked, console)
-    return advice.as_dict() | {"ranking": ranked}
+    return recommendation.as_dict() | {"ranking": ranked}
 
 
-def _simulate(given: dict[str, Any], console: Console) -> dict[str, Any]:
+def _simulate(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import show
     from outrider.bench.plan.planner import read_costs
     from outrider.bench.plan.simulate import Traffic, simulate
     from outrider.bench.plan.trace import read_traces
 
-    if given["costs"] is None:
+    if options["costs"] is None:
         raise InvalidParameter("--simulate", "needs --costs FILE, as `outrider plan --record TRACE --save-costs FILE` writes it")
-    traces, prices = read_traces(given["simulate"]), read_costs(given["costs"])
-    traffic = Traffic(given["requests"], given["tokens"], given["batch"], given["arrival"])
+    traces, costs = read_traces(options["simulate"]), read_costs(options["costs"])
+    traffic = Traffic(options["requests"], options["tokens"], options["batch"], options["arrival"])
     policies = ["none", *dict.fromkeys(trace.method for trace in traces), "auto"]
-    outcomes = [simulate(traces, prices, traffic, policy) for policy in policies]
+    outcomes = [simulate(traces, costs, traffic, policy) for policy in policies]
     show.outcomes(outcomes, console)
     return {"outcomes": [outcome.as_dict() for outcome in outcomes]}
 
 
-def _check(given: dict[str, Any], console: Console) -> dict[str, Any]:
+def _check(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan.check import CHECKED, check, markdown
 
     with _errors.status("loading") as status:
-        prompts = _prompts(given, None)
+        prompts = _prompts(options, None)
         if len(prompts) < 2:
             raise InvalidParameter("--prompts", "--check needs two at least: one to learn from, one to predict")
-        subjects = _subjects(given, given["methods"] or CHECKED, 16)
-        rows = check(subjects, prompts, _params(given), given["repeats"], status.update)
-    print(markdown(rows), file=sys.stderr if given["as_json"] else sys.stdout)
+        subjects = _subjects(options, options["methods"] or CHECKED, 16)
+        rows = check(subjects, prompts, _params(options), options["repeats"], status.update)
+    print(markdown(rows), file=sys.stderr if options["as_json"] else sys.stdout)
     worst = max(rows, key=lambda row: abs(row.error))
     console.print(f"worst: {worst.method}, {worst.error:+.1%}", highlight=False)
     return {
         "rows": [row.as_dict() for row in rows],
         "prompts": len(prompts),
-        "tokens": given["tokens"],
-        "repeats": given["repeats"],
+        "tokens": options["tokens"],
+        "repeats": options["repeats"],
     }

@@ -25,7 +25,7 @@ __all__ = [
 
 FORMULAS = """\
 s_j = a_1 * a_2 * ... * a_j               survival: a_i is the chance of guess i once all before it were right
-E(K) = 1 + s_1 + ... + s_K                expected tokens of a round that drafts K, the target's own included
+E(K) = 1 + s_1 + ... + s_K                expected tokens of a round that drafts K, the target's token included
 E(tree) = 1 + sum of survival over nodes  a node's survival is the product of the chances along its path
 R(K) = propose(K) + forward(1 + K) + host the time of a round; forward by rows, as measured
 speed-up = E(K) * R(0) / R(K)             against plain rounds of the same engine
@@ -40,10 +40,10 @@ a request: t(r) = R + sum over k of P(k accepted) * t(r - 1 - k), drafts cut to 
 
 def survival_of(chances: float | Sequence[float], length: int) -> list[float]:
     """s_1 .. s_length from one chance for all positions, or chances by position, the last going on."""
-    given = [chances] if isinstance(chances, int | float) else list(chances)
+    shares = [chances] if isinstance(chances, int | float) else list(chances)
     out, alive = [], 1.0
     for i in range(length):
-        alive *= given[min(i, len(given) - 1)]
+        alive *= shares[min(i, len(shares) - 1)]
         out.append(alive)
     return out
 
@@ -84,12 +84,12 @@ def _minus_lambert(y: float) -> float:
     return u
 
 
-def break_even(speedup: Callable[[int], float], most: int = 4096) -> int:
+def break_even(speedup: Callable[[int], float], max_batch: int = 4096) -> int:
     """The largest batch at which drafting still pays; 0: not even alone. `speedup` falls as batches grow."""
     low, high = 0, 1
-    while high <= most and speedup(high) > 1.0:
+    while high <= max_batch and speedup(high) > 1.0:
         low, high = high, 2 * high
-    high = min(high, most + 1)
+    high = min(high, max_batch + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if speedup(middle) > 1.0 else (low, middle)
@@ -98,19 +98,19 @@ def break_even(speedup: Callable[[int], float], most: int = 4096) -> int:
 
 def best_tree(ranks: Sequence[float], nodes: int, depth: int | None = None) -> tuple[float, list[int]]:
     """Expected tokens and parents of the best static tree, where a node's j-th child is right with chance `ranks[j]`."""
-    given, deepest = tuple(ranks), depth if depth is not None else nodes
+    chances, deepest = tuple(ranks), depth if depth is not None else nodes
 
     @cache
     def subtree(size: int, left: int) -> float:
-        """Tokens expected below a node that came true, itself counted, with `size` nodes in all."""
+        """Tokens expected below an accepted node, itself counted, with `size` nodes in all."""
         return 1.0 + forest(size - 1, 0, left)[0]
 
     @cache
     def forest(size: int, rank: int, left: int) -> tuple[float, int]:
         """The best use of `size` nodes as children from a rank on: tokens, and the size of the first."""
-        if size == 0 or rank == len(given) or left == 0:
+        if size == 0 or rank == len(chances) or left == 0:
             return 0.0, 0
-        first = (given[rank] * subtree(y, left - 1) + forest(size - y, rank + 1, left)[0] for y in range(1, size + 1))
+        first = (chances[rank] * subtree(y, left - 1) + forest(size - y, rank + 1, left)[0] for y in range(1, size + 1))
         tokens, y = max((value, -y) for y, value in enumerate(first, 1))
         return tokens, -y
 
@@ -118,26 +118,26 @@ def best_tree(ranks: Sequence[float], nodes: int, depth: int | None = None) -> t
 
     def plant(parent: int, size: int, left: int) -> None:
         rank = 0
-        while size and (own := forest(size, rank, left)[1]):
+        while size and (first := forest(size, rank, left)[1]):
             parents.append(parent)
-            plant(len(parents) - 1, own - 1, left - 1)
-            size, rank = size - own, rank + 1
+            plant(len(parents) - 1, first - 1, left - 1)
+            size, rank = size - first, rank + 1
 
     plant(-1, nodes, deepest)
     return subtree(nodes + 1, deepest), parents
 
 
 def expected_time(
-    tokens: int, law: Callable[[int], Mapping[tuple[int, int], float]], round_s: Callable[[int, int], float]
+    tokens: int, outcomes: Callable[[int], Mapping[tuple[int, int], float]], round_s: Callable[[int, int], float]
 ) -> tuple[float, float]:
     """Seconds and rounds a request needs to emit `tokens`, if every round is drawn alike.
 
-    `law(room)` is how often a round with that much room verifies so many nodes and accepts so many of them, never more;
+    `outcomes(room)` is how often each (nodes verified, nodes accepted) occurs in a round with that much room;
     `round_s(room, nodes)` is its time.
     """
     seconds, rounds = [0.0], [0.0]
     for left in range(1, tokens + 1):
-        chances = law(left - 1)
+        chances = outcomes(left - 1)
         total = sum(chances.values())
         time = count = 0.0
         for (nodes, accepted), weight in chances.items():
@@ -149,12 +149,12 @@ def expected_time(
     return seconds[-1], rounds[-1]
 
 
-def chain_law(chances: float | Sequence[float], length: int) -> Callable[[int], Mapping[tuple[int, int], float]]:
-    """The law of a chain whose guesses come true independently."""
+def chain_outcomes(chances: float | Sequence[float], length: int) -> Callable[[int], Mapping[tuple[int, int], float]]:
+    """The outcomes of a chain whose tokens are accepted independently."""
 
-    def law(room: int) -> Counter[tuple[int, int]]:
-        most = min(length, room)
-        survival = [1.0, *survival_of(chances, most), 0.0]
-        return Counter({(most, k): survival[k] - survival[k + 1] for k in range(most + 1)})
+    def outcomes(room: int) -> Counter[tuple[int, int]]:
+        nodes = min(length, room)
+        survival = [1.0, *survival_of(chances, nodes), 0.0]
+        return Counter({(nodes, k): survival[k] - survival[k + 1] for k in range(nodes + 1)})
 
-    return law
+    return outcomes

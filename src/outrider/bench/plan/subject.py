@@ -1,4 +1,4 @@
-"""An engine with one drafter, watched while it works."""
+"""An engine with one drafter, whose rounds are recorded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from outrider.bench.plan.prices import steady_mean
+from outrider.bench.plan.costs import steady_mean
 from outrider.bench.plan.profile import Memory, Profile
-from outrider.bench.plan.trace import Recorder, Round, Trace
+from outrider.bench.plan.trace import RecordedRound, Recorder, Trace
 from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
+from outrider.control import FixedLength
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.model import ModelConfig, locate
 from outrider.model.bundled import bundled_model
 from outrider.sampling import SamplingParams
 
-__all__ = ["Prompt", "Run", "Subject", "learn_from", "memory_of"]
+__all__ = ["Prompt", "RequestRun", "Subject", "learn_from", "memory_of"]
 
 _LONG = 640  # tokens that a sequence of a batch may have on average
 _COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
@@ -30,16 +31,16 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RequestRun:
     """One request and its rounds."""
 
     prompt: list[int]
     output: CompletionOutput
-    rounds: list[Round]
+    rounds: list[RecordedRound]
 
 
 class Subject:
-    """An engine with one drafter that is watched while it works."""
+    """An engine with one drafter, whose rounds are recorded."""
 
     def __init__(self, model: str | None, method: str | Mapping[str, Any], dtype: str = "auto", batch: int = 1) -> None:
         config = SpeculationConfig.parse(method)
@@ -48,44 +49,46 @@ class Subject:
         name = method if isinstance(method, str) else config.method
         self.profile = Profile(name, config.draft_tokens if config.method != "none" else 0, memory=memory_of(self.llm))
         self._rule = config.rule
-        self._recorder = self._watch(self.profile.most)
+        self._recorder = Recorder()
+        self.llm.engine.listen(self._recorder)
+        self._set_length(self.profile.max_length)
 
-    def _watch(self, length: int) -> Recorder:
-        self.llm.engine.policy = recorder = Recorder(length, self._rule)
-        return recorder
+    def _set_length(self, length: int) -> None:
+        self.llm.engine.policy = FixedLength(length, self._rule)
 
-    def run(self, prompt: Prompt, params: SamplingParams) -> Run:
+    def run(self, prompt: Prompt, params: SamplingParams) -> RequestRun:
         """Generate for one prompt."""
         return self.run_batch([prompt], params)[0]
 
-    def run_batch(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Run]:
+    def run_batch(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestRun]:
         """Generate for several; the rounds are those of all together."""
         results = self.llm.generate(list(prompts), params)
         rounds = self._recorder.take()
-        return [Run(own.prompt_token_ids, own.outputs[0], rounds) for own in results]
+        return [RequestRun(result.prompt_token_ids, result.outputs[0], rounds) for result in results]
 
     def learn_costs(self, prompts: Sequence[Prompt], params: SamplingParams, length: int) -> None:
         """What rounds of this length cost for these prompts at once; acceptance is not learnt from it."""
-        recorder = self._watch(min(length, self.profile.most))
+        self._set_length(min(length, self.profile.max_length))
         self.llm.generate(list(prompts), params)
-        self.profile.prices.learn(own for own in recorder.take() if own.batch == len(prompts))
-        self._recorder = self._watch(self.profile.most)
+        self.profile.costs.learn(round_ for round_ in self._recorder.take() if round_.batch == len(prompts))
+        self._set_length(self.profile.max_length)
 
-    def learn(self, run: Run) -> None:
+    def learn(self, run: RequestRun) -> None:
         """What the drafts of one request came to, and what its rounds cost."""
         rounds, prompt, first_s = run.rounds, len(run.prompt), run.output.timings.first_token_s
-        own = self.profile
-        for name in ("guesses", "_laws", "_spans"):
-            own.__dict__.pop(name, None)
+        profile = self.profile
+        for name in ("drafts", "_outcomes", "_spans"):
+            profile.__dict__.pop(name, None)
         decoding = [r for r in rounds if not r.prefill]
-        own.traces.append(Trace(own.method, prompt, own.most, [r.guesses[0] for r in decoding if r.guesses[0].room]))
-        own.firsts.append((prompt, first_s))
-        full = [r for r in decoding if r.asked == own.most]
+        drafts = [r.drafts[0] for r in decoding if r.drafts[0].room]
+        profile.traces.append(Trace(profile.method, prompt, profile.max_length, drafts))
+        profile.firsts.append((prompt, first_s))
+        full = [r for r in decoding if r.length == profile.max_length]
         if len(full) > 2:  # the first proposal may have a prompt to read
-            own.entries.append((prompt, full[0].propose_s - steady_mean([r.propose_s for r in full[1:]])))
-            own.prices.add("forward", 1, full[0].rows, full[0].forward_s)
-            own.prices.add("host", 1, full[0].rows, full[0].host_s)
-        own.prices.learn(r for r in rounds if not full[2:] or r is not full[0])
+            profile.entries.append((prompt, full[0].propose_s - steady_mean([r.propose_s for r in full[1:]])))
+            profile.costs.add("forward", 1, full[0].rows, full[0].forward_s)
+            profile.costs.add("host", 1, full[0].rows, full[0].host_s)
+        profile.costs.learn(r for r in rounds if not full[2:] or r is not full[0])
 
 
 def learn_from(
@@ -107,7 +110,7 @@ def _kv_bytes(model: str | None) -> int:
 
 def memory_of(llm: LLM) -> Memory:
     """Weights and KV of the drafter that came with an engine."""
-    folders = {path for own in _parts(llm.speculation) if (path := _folder(own, llm.directory)) is not None}
+    folders = {path for config in _parts(llm.speculation) if (path := _folder(config, llm.directory)) is not None}
     dtype = str(llm.speculation.options.get("dtype", llm.config.dtype))
     size = _BYTES.get(dtype, 2)
     return Memory(sum(_parameters(path) * size for path in folders), llm.engine.drafter.needs.kv_bytes_per_token)
@@ -115,8 +118,8 @@ def memory_of(llm: LLM) -> Memory:
 
 def _parts(config: SpeculationConfig) -> Iterable[SpeculationConfig]:
     yield config
-    for own in config.nested():
-        yield from _parts(own)
+    for nested in config.nested():
+        yield from _parts(nested)
 
 
 def _folder(config: SpeculationConfig, target: Path) -> Path | None:

@@ -1,48 +1,47 @@
-"""What drafts came to, round by round: recorded by a policy that watches, kept as JSON lines."""
+"""What drafts came to, round by round: recorded by a listener, kept as JSON lines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
-from outrider.control import FixedLength, Load, RoundStats
-from outrider.core import Arm, Drafts, Plan
+from outrider.core import RoundReport
+from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
 
-__all__ = ["Guess", "Recorder", "Round", "Trace", "read_traces", "write_traces"]
+__all__ = ["DraftRecord", "RecordedRound", "Recorder", "Trace", "read_traces", "write_traces"]
 
 
-class Guess(NamedTuple):
-    """One sequence's draft and what came true of it."""
+class DraftRecord(NamedTuple):
+    """One sequence's draft and what was accepted of it."""
 
     parents: list[int]
-    survival: list[float]  # as the drafter claims
+    survival: list[float]  # the drafter's confidence
     path: list[int]  # accepted nodes, from the root down
     at: int  # tokens the sequence had emitted in rounds before
     room: int  # nodes there was room for; a draft cut short says nothing about longer ones
 
-    def best(self, most: int) -> tuple[int, int]:
-        """Nodes and accepted ones, had only the likeliest `most` been verified; a parent comes before its children."""
-        if len(self.parents) <= most:
+    def best(self, max_nodes: int) -> tuple[int, int]:
+        """Nodes and accepted ones, had only the likeliest `max_nodes` been verified; a parent comes before its children."""
+        if len(self.parents) <= max_nodes:
             return len(self.parents), len(self.path)
-        order = sorted(range(len(self.parents)), key=lambda i: (-self.survival[i], i))[:most]
+        order = sorted(range(len(self.parents)), key=lambda i: (-self.survival[i], i))[:max_nodes]
         kept = set(order)
-        return most, next((i for i, node in enumerate(self.path) if node not in kept), len(self.path))
+        return max_nodes, next((i for i, node in enumerate(self.path) if node not in kept), len(self.path))
 
 
 @dataclass(slots=True)
-class Round:
+class RecordedRound:
     """One round of all sequences, and what its parts took."""
 
-    asked: int  # nodes the drafter was asked for, of the sequence that was asked for most
+    length: int  # planned draft nodes, of the sequence with the longest plan
     batch: int
     rows: int
     prefill: bool
-    guesses: list[Guess]
+    drafts: list[DraftRecord]
     propose_s: float = 0.0
     forward_s: float = 0.0
     host_s: float = 0.0
@@ -54,80 +53,66 @@ class Trace:
 
     method: str
     prompt: int  # tokens
-    most: int  # nodes asked for
-    guesses: list[Guess] = field(default_factory=list)
+    max_length: int  # nodes planned for each round
+    drafts: list[DraftRecord] = field(default_factory=list)
 
 
 class Recorder:
-    """A fixed draft length, and a record of every round.
+    """A listener that records every round.
 
-    A round lasts from one plan to the next: what lies between its parts is the host's.
+    While the same sequences run, a round lasts until the next one begins: what lies between its parts is the host's.
     """
 
-    arms: Sequence[Arm] = ()
+    def __init__(self) -> None:
+        self._rounds: list[RecordedRound] = []
+        self._emitted: dict[Generation, int] = {}
+        self._sequences: list[Generation] = []
+        self._began = self._ended = 0.0
 
-    def __init__(self, length: int, rule: str = "match") -> None:
-        self._policy = FixedLength(length, rule)
-        self.rounds: list[Round] = []
-        self._emitted: dict[Hashable, int] = {}
-        self._begun = self._ended = 0.0
-        self._load: Load | None = None
-        self._trees: list[tuple[list[int], list[float]]] = []
-        self._asked = 0
+    def observe(self, report: RoundReport) -> None:
+        sequences = report.batch.sequences
+        if self._rounds:
+            self._close(report.began if sequences == self._sequences else self._ended)
+        phases = report.phases
+        longest, rows = max(report.plan.lengths, default=0), report.rows
+        drafts = self._drafts(report)
+        self._rounds.append(RecordedRound(longest, len(sequences), rows, report.prefill, drafts, phases.propose, phases.forward))
+        self._sequences = list(sequences)
+        self._began, self._ended = report.began, report.began + phases.wall - phases.learn
 
-    def arms_named(self, method: str) -> list[int]:
-        return self._policy.arms_named(method)
-
-    def plan(self, load: Load) -> Plan:
-        now = perf_counter()
-        if self._load is not None and self._load.keys == load.keys:
-            self._close(now)  # the same sequences go on: the time since is this round's
-        elif self._load is not None:
-            self._close(self._ended)
-        plan = self._policy.plan(load)
-        self._begun, self._load, self._asked = now, load, max(plan.lengths, default=0)
-        return plan
-
-    def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
-        self._trees = [(list(tree.parents), own) for tree, own in zip(drafts.on_host(), drafts.says(), strict=True)]
-        return drafts
-
-    def observe(self, stats: RoundStats) -> None:
-        assert self._load is not None
-        guesses = []
-        rows = zip(self._load.keys, self._load.room, self._trees, stats.paths, strict=True)
-        for key, room, (parents, survival), path in rows:
-            at = self._emitted.get(key, 0)
-            guesses.append(Guess(parents, [round(s, 5) for s in survival[: len(parents)]], list(path), at, room))
-            self._emitted[key] = at + len(path) + 1
-        batch = len(self._load.keys)
-        prefill = self._load.rows > batch
-        self.rounds.append(Round(self._asked, batch, stats.rows, prefill, guesses, stats.propose_s, stats.forward_s))
-        self._ended = perf_counter()
-
-    def forget(self, key: Hashable) -> None:
-        pass  # its last round is yet to be observed
-
-    def take(self) -> list[Round]:
+    def take(self) -> list[RecordedRound]:
         """The rounds since the last time, the latest closed."""
-        if self._load is not None:
+        if self._rounds:
             self._close(self._ended)
-            self._load = None
+        taken, self._rounds, self._sequences = self._rounds, [], []
         self._emitted.clear()
-        taken, self.rounds = self.rounds, []
         return taken
 
+    def _drafts(self, report: RoundReport) -> list[DraftRecord]:
+        drafts = []
+        for b, (seq, tree, survival) in enumerate(
+            zip(report.batch.sequences, report.drafts.per_sequence, report.drafts.survival, strict=True)
+        ):
+            position, got = self._emitted.get(seq, 0), report.sequences[b]
+            path = list(report.verdicts[b].path[: got.accepted])
+            confidence = [round(s, 5) for s in survival[: len(tree.parents)]]
+            drafts.append(DraftRecord(list(tree.parents), confidence, path, position, report.room[b]))
+            self._emitted[seq] = position + len(path) + 1
+        return drafts
+
     def _close(self, now: float) -> None:
-        last = self.rounds[-1]
-        last.host_s = max(now - self._begun - last.propose_s - last.forward_s, 0.0)
+        last = self._rounds[-1]
+        last.host_s = max(now - self._began - last.propose_s - last.forward_s, 0.0)
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """One request per line."""
     with path.open("w", encoding="utf-8") as file:
-        for own in traces:
-            rounds = [guess._asdict() for guess in own.guesses]
-            file.write(json.dumps({"method": own.method, "prompt": own.prompt, "most": own.most, "rounds": rounds}) + "\n")
+        for trace in traces:
+            rounds = [draft._asdict() for draft in trace.drafts]
+            file.write(
+                json.dumps({"method": trace.method, "prompt": trace.prompt, "most": trace.max_length, "rounds": rounds}) + "\n"
+            )
 
 
 def read_traces(path: Path) -> list[Trace]:
@@ -140,8 +125,11 @@ def read_traces(path: Path) -> list[Trace]:
     for number, line in enumerate(lines, 1):
         try:
             data = json.loads(line)
-            guesses = [Guess(own["parents"], own["survival"], own["path"], own["at"], own["room"]) for own in data["rounds"]]
-            traces.append(Trace(str(data["method"]), int(data["prompt"]), int(data["most"]), _checked(guesses)))
+            drafts = [
+                DraftRecord(draft["parents"], draft["survival"], draft["path"], draft["at"], draft["room"])
+                for draft in data["rounds"]
+            ]
+            traces.append(Trace(str(data["method"]), int(data["prompt"]), int(data["most"]), _checked(drafts)))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidParameter("--simulate", f"{path}:{number} is no trace of `outrider plan --record`: {error}") from None
     if not traces:
@@ -149,9 +137,13 @@ def read_traces(path: Path) -> list[Trace]:
     return traces
 
 
-def _checked(guesses: Sequence[Guess]) -> list[Guess]:
-    for own in guesses:
-        sizes = len(own.parents) == len(own.survival)
-        if not sizes or any(not -1 <= p < i for i, p in enumerate(own.parents)) or any(n >= len(own.parents) for n in own.path):
+def _checked(drafts: Sequence[DraftRecord]) -> list[DraftRecord]:
+    for draft in drafts:
+        sizes = len(draft.parents) == len(draft.survival)
+        if (
+            not sizes
+            or any(not -1 <= p < i for i, p in enumerate(draft.parents))
+            or any(n >= len(draft.parents) for n in draft.path)
+        ):
             raise ValueError("a draft whose nodes do not fit together")
-    return list(guesses)
+    return list(drafts)

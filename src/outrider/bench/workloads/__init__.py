@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.bench.workloads.turns import Conversation, Prompt, TurnReader
 from outrider.engine.acceptance import read_items
 from outrider.errors import InvalidParameter
-from outrider.text import Tokenizer
 
-__all__ = ["BUNDLED", "PromptSet", "Prompts", "find_prompts", "is_random", "load_prompts"]
+__all__ = ["BUNDLED", "Conversation", "PromptSet", "TurnReader", "find_prompts", "is_random", "load_prompts"]
 
 BUNDLED = {
     "code": "beginnings of Python functions and classes",
     "editing": "code, then a comment that asks for it again with a small change, and the beginning of the copy",
     "json": "JSON documents and Python dictionaries, cut in the middle",
 }
+Item = tuple[str | None, tuple[str, ...]]  # category and turns
 _RANDOM, _RANDOM_COUNT, _RANDOM_TOKENS = "random", 32, 64
-Prompts = Sequence[str | tuple[int, ...]]
+# Spec-Bench publishes six figures. The first is over the eight categories of MT-Bench, which its file keeps apart.
+_CONVERSATION = "multi-turn conversation"
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_SPEC_BENCH = {
+    **dict.fromkeys(_MT_BENCH, _CONVERSATION),
+    "translation": "translation",
+    "summarization": "summarization",
+    "qa": "question answering",
+    "math_reasoning": "mathematical reasoning",
+    "rag": "retrieval-augmented generation",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """A workload: its prompts, texts or token ids, by category."""
+    """A workload: its prompts (texts, token ids or conversations) by category."""
 
     name: str
-    categories: dict[str, Prompts]
-
-    def tokenized(self, tokenizer: Tokenizer | None, chat: bool = False) -> PromptSet:
-        """The same with token ids for texts."""
-
-        def ids(prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-            if not isinstance(prompt, str):
-                return prompt
-            if tokenizer is None:
-                raise InvalidParameter("workload", f"{self.name!r} holds text, and the model has no tokenizer; use random")
-            return tuple(tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt))
-
-        return PromptSet(self.name, {name: [ids(own) for own in prompts] for name, prompts in self.categories.items()})
+    categories: dict[str, Sequence[Prompt]]
 
 
 def find_prompts(name: str) -> Path:
@@ -67,7 +67,20 @@ def load_prompts(name: str, vocab: int | None = None) -> PromptSet:
         known = ", ".join((*BUNDLED, _RANDOM))
         raise InvalidParameter("workload", f"{name!r} is neither a workload ({known}) nor a JSONL file")
     stem = name if name in BUNDLED else path.stem
-    categories: dict[str, list[str]] = {}
-    for category, text in read_items(path):
-        categories.setdefault(category or stem, []).append(text)
+    items = read_items(path)
+    published = _SPEC_BENCH if {category for category, _ in items} == set(_SPEC_BENCH) else {}
+    categories: dict[str, list[Prompt]] = {}
+    for category, turns in _interleaved(items) if published else items:
+        name = published.get(category or "", category or stem)
+        categories.setdefault(name, []).append(turns[0] if len(turns) == 1 else Conversation(turns))
     return PromptSet(stem, dict(categories))
+
+
+def _interleaved(items: Sequence[Item]) -> list[Item]:
+    """The first item of every category, then the second of every one: a few of what is reported together stand for all of it."""
+    ranks: Counter[str | None] = Counter()
+    ranked = []
+    for category, turns in items:
+        ranked.append((ranks[category], (category, turns)))
+        ranks[category] += 1
+    return [item for _, item in sorted(ranked, key=lambda own: own[0])]

@@ -1,13 +1,14 @@
 // Attention over paged KV, reduced by logical position.
 //
-// A page of one head holds keys as [dimensions][slot] and values as [slots][dimension], in words of one
-// float or two bf16 values (two dimensions of a key, two slots of a value), so that both products are made
-// of the steps of simd.h. The score of a query and a key is one chain over the dimensions; the mix of
-// values is one chain over logical positions; sums of exponentials keep a lane per position modulo 16.
-// Positions a row does not see add exact zeros. So the bits depend on logical positions alone: not on slots,
-// pages, the windows of neighbours or the rows computed together.
+// A page of one head holds keys as [dimensions][slot] and values as [slots][dimension], in words of one float or two bf16
+// values (two dimensions of a key, two slots of a value). So both products are made of the steps of simd.h. The score of a
+// query and a key is one chain over the dimensions. The weighted sum of values is one chain over logical positions. Sums of
+// exponentials keep a lane per position modulo 16. Positions a row does not see add exact zeros, because no value in memory
+// is NaN or infinite (`keep_finite`). So the bits depend on logical positions alone: not on slots, pages, the windows of
+// neighbours or the rows computed together.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "linear.h"
@@ -17,7 +18,7 @@ namespace outrider {
 // KV memory of one layer, in words.
 struct Pages {
     uint32_t *keys, *values;
-    int kv_heads, page_size, head_dim, width;  // width: head_dim filled up to whole vectors
+    int kv_heads, page_size, head_dim, width;  // width: head_dim padded to whole vectors
     int per_word;
 
     // Sixteen values of a head, zero past its end.
@@ -40,16 +41,28 @@ struct Pages {
         for (int i = 0; i < width; i += kLanes) {
             K::encode(part(x, i), 1.0f, word);
             char* to = reinterpret_cast<char*>(row + i) + offset % K::per_step * size;
-            const char* own = reinterpret_cast<char*>(word);
-            for (int d = 0; d < kLanes; d++) std::memcpy(to + d * sizeof(uint32_t), own + d * size, size);
+            const char* encoded = reinterpret_cast<char*>(word);
+            for (int d = 0; d < kLanes; d++) std::memcpy(to + d * sizeof(uint32_t), encoded + d * size, size);
         }
     }
 };
 
+// Checks a key and the value after it before they are stored. Rows that do not see the slot multiply its value by zero,
+// which gives NaN for a value that is not finite. Such a value becomes zero and its key NaN, so that only rows that see the
+// slot have a result that is not finite.
+inline void keep_finite(float* key, int dim) {
+    uint32_t sound = 0xffff;
+    for (int i = 0; i < 2 * dim; i += kLanes)
+        sound &= at_most(magnitude(load_upto(key + i, 2 * dim - i)), splat(0x1.fep127f));  // the largest bf16 value
+    if (sound == 0xffff) return;
+    std::fill(key, key + dim, NAN);
+    std::fill(key + dim, key + 2 * dim, 0.0f);
+}
+
 // Rows of one sequence: `fed` committed tokens from `start`, then draft nodes in the slots after them.
 struct Feed {
     int start, fed, nodes, known;
-    int first_key;  // slots before it hold nothing
+    int first_key;  // the first slot with a key; those before are empty
     int page_count;
     const int32_t *pages, *parents;
     bool tree;  // some node does not lie at its logical position
@@ -68,8 +81,8 @@ struct Row {
 
 constexpr int kQueries = 16;  // rows x queries per head that one unit aims at
 
-// KV that is wanted next, brought near while arithmetic leaves memory idle: a line with every step.
-struct Ahead {
+// KV to prefetch while arithmetic leaves memory idle: one cache line with every step.
+struct Prefetch {
     const uint32_t *at, *end;
 };
 
@@ -81,19 +94,19 @@ struct Small {
     float* out;
     size_t out_stride;
     bool resume;
-    Ahead& ahead;
+    Prefetch& prefetch;
 };
 
 template <class K, int R, int C>
 inline void accumulate(const Small& p, int row, int column) {
     const uint32_t *x = p.x + row * p.x_stride, *w = p.w + column * kLanes;
     float* out = p.out + row * p.out_stride + column * kLanes;
-    Ahead ahead = p.ahead;
+    Prefetch prefetch = p.prefetch;
     f32x16 acc[R * C];
 #pragma GCC unroll 16
     for (int i = 0; i < R * C; i++) acc[i] = p.resume ? load(out + i / C * p.out_stride + i % C * kLanes) : splat(0.0f);
     for (int s = 0; s < p.steps; s++, w += p.w_stride) {
-        if (ahead.at < ahead.end) fetch(ahead.at), ahead.at += kLanes;
+        if (prefetch.at < prefetch.end) fetch(prefetch.at), prefetch.at += kLanes;
         Words columns[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) columns[c] = load_words(w + c * kLanes);
@@ -102,10 +115,10 @@ inline void accumulate(const Small& p, int row, int column) {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < R * C; i++) store(out + i / C * p.out_stride + i % C * kLanes, acc[i]);
-    p.ahead = ahead;
+    p.prefetch = prefetch;
 }
 
-// All rows and vectors of columns, in register-sized pieces.
+// All rows and vectors of columns, in blocks that fit the registers.
 template <class K, int C = 4>
 inline void accumulate_all(const Small& p, int rows, int vectors, int column = 0) {
     for (; column + C <= vectors; column += C) {
@@ -134,7 +147,7 @@ class Attention {
         first_page = first / kv.page_size;
         base = first_page * kv.page_size / kLanes * kLanes;
         until = round_up(last + 1, kLanes);
-        // whole words: what of the last one lies beyond has no weight, what does not fit goes row by row
+        // whole words: positions past the end have no weight, and words that tree nodes do not share go row by row
         shared = feed.tree ? (std::min(feed.root(), last) + 1) / kv.per_word * kv.per_word : round_up(last + 1, kv.per_word);
         span = round_up(std::max(end, last + 1) - base, kLanes) + 2 * kLanes;
         memory.resize(std::max(memory.size(), queries * (span + 2 * kv.width) + kv.width));
@@ -145,29 +158,31 @@ class Attention {
         gathered = query + queries * kv.width;
     }
 
-    // q has for each head of keys its queries, scaled and rotated, and two more; out is (rows, heads, head_dim). Keys of head
-    // `next` are fetched, if there is one.
+    // q has the scaled and rotated queries of each head of keys, then its key and value; out is (rows, heads, head_dim). Keys
+    // of head `next` are prefetched if it is not negative.
     void run(const Rows& q, const Rows& out, int next) {
         const int dim = kv.head_dim, width = kv.width;
         for (int i = 0; i < queries; i++) {
-            const float* own = place(q, group + 2, i);
+            const float* source = place(q, group + 2, i);
             uint32_t* word = query + i * width;
-            for (int d = 0; d < dim; d += kLanes) K::encode(load_upto(own + d, dim - d), 1.0f, word + d / K::per_step);
+            for (int d = 0; d < dim; d += kLanes) K::encode(load_upto(source + d, dim - d), 1.0f, word + d / K::per_step);
         }
         score();
         for (int i = 0; i < queries; i++) {
             const Row& row = rows[i / group];
-            float* own = scores + i * span;
-            // a path's slots rise, and its j-th never lies before position root + j: in place, in order
-            for (int at = row.feed->root() + 1; row.path && at <= row.position; at++)
-                own[at - base] = own[row.slot_of(at) - base];
-            own[span - 1] = soften(own, begin_of(row) - base, row.position + 1 - base, until - base);
+            float* row_scores = scores + i * span;
+            const int begin = begin_of(row);
+            // reorder scores in place: the slots of a path rise, and the j-th is never before position root + j. A window may
+            // begin below the root, and positions before the window have no scores
+            for (int at = std::max(row.feed->root() + 1, begin); row.path && at <= row.position; at++)
+                row_scores[at - base] = row_scores[row.slot_of(at) - base];
+            row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.position + 1 - base, until - base);
         }
         mix(next);
         for (int i = 0; i < queries; i++) {
             const f32x16 share = splat(1.0f / scores[(i + 1) * span - 1]);
-            float *own = place(out, group, i), *sums = mixed + i * width;
-            for (int d = 0; d < dim; d += kLanes) store_upto(own + d, load(sums + d) * share, dim - d);
+            float *target = place(out, group, i), *sums = mixed + i * width;
+            for (int d = 0; d < dim; d += kLanes) store_upto(target + d, load(sums + d) * share, dim - d);
         }
     }
 
@@ -176,35 +191,37 @@ class Attention {
         const int page = kv.page_size, steps = (kv.head_dim + K::per_step - 1) / K::per_step;
         for (int p = first_page; p * page < end; p++) {
             const size_t at = kv.place(rows->feed->pages[p], head);
-            Ahead ahead{kv.values + at, kv.values + at + kv.head_size()};
+            Prefetch prefetch{kv.values + at, kv.values + at + kv.head_size()};
             accumulate_all<K>({query, kv.keys + at, static_cast<size_t>(kv.width), static_cast<size_t>(page), steps,
-                               scores + (p * page - base), span, false, ahead},
+                               scores + (p * page - base), span, false, prefetch},
                               queries, (std::min(page, end - p * page) + kLanes - 1) / kLanes);
         }
     }
 
-    // Weights times values: what all rows share page by page, then what each row of a tree has to itself.
+    // Weights times values: shared positions page by page, then the path of each tree row.
     void mix(int next) const {
         const auto* weights = reinterpret_cast<const uint32_t*>(scores);
         const int page = kv.page_size, vectors = kv.width / kLanes;
         const auto width = static_cast<size_t>(kv.width);
-        Ahead ahead{};
+        Prefetch prefetch{};
         for (int p = first_page; p * page < shared; p++) {
-            const int own = rows->feed->pages[p];
-            if (next >= 0) ahead = {kv.keys + kv.place(own, next), kv.keys + kv.place(own, next + 1)};
-            accumulate_all<K>({weights + (p * page - base) / K::per_step, kv.values + kv.place(own, head), span, width,
-                               std::min(page, shared - p * page) / K::per_step, mixed, width, true, ahead},
+            const int page_id = rows->feed->pages[p];
+            if (next >= 0) prefetch = {kv.keys + kv.place(page_id, next), kv.keys + kv.place(page_id, next + 1)};
+            accumulate_all<K>({weights + (p * page - base) / K::per_step, kv.values + kv.place(page_id, head), span, width,
+                               std::min(page, shared - p * page) / K::per_step, mixed, width, true, prefetch},
                               queries, vectors);
         }
-        for (int i = 0; i < queries; i++)
-            for (int at = shared; at <= rows[i / group].position; at += K::per_step) {
-                gather(rows[i / group], at);
+        for (int i = 0; i < queries; i++) {
+            const Row& row = rows[i / group];
+            for (int at = std::max(shared, begin_of(row) / K::per_step * K::per_step); at <= row.position; at += K::per_step) {
+                gather(row, at);
                 const uint32_t* weight = weights + i * span + (at - base) / K::per_step;
-                accumulate_all<K>({weight, gathered, 1, width, 1, mixed + i * width, width, true, ahead}, 1, vectors);
+                accumulate_all<K>({weight, gathered, 1, width, 1, mixed + i * width, width, true, prefetch}, 1, vectors);
             }
+        }
     }
 
-    // The word of values at logical positions at, at + 1, ..., which may lie in any slots.
+    // Gathers the word of values at logical positions at, at + 1, ..., which may lie in any slots.
     void gather(const Row& row, int at) const {
         for (int i = 0; i < K::per_step; i++) {
             const int slot = row.slot_of(std::min(at + i, row.position));
@@ -218,24 +235,25 @@ class Attention {
         }
     }
 
+    // The first position a row sees; never before base.
     int begin_of(const Row& row) const { return std::max(row.feed->first_key, window > 0 ? row.position + 1 - window : 0); }
-    float* place(const Rows& x, int apart, int query) const {
-        return x[query / group] + static_cast<size_t>(head * apart + query % group) * kv.head_dim;
+    float* place(const Rows& x, int per_head, int query) const {
+        return x[query / group] + static_cast<size_t>(head * per_head + query % group) * kv.head_dim;
     }
 
-    // Scores [begin, end) become exponentials, everything else up to `until` zero, as words in place: none lies after its
-    // values. Returns their sum.
-    static float soften(float* score, int begin, int end, int until) {
+    // Scores [begin, end) become exponentials and all others up to `until` zero, encoded as words in place (a word never
+    // lies after its values). Returns the sum of the exponentials.
+    static float softmax_weights(float* score, int begin, int end, int until) {
         constexpr float kNever = -INFINITY;
         const int whole = round_up(end, kLanes);
         std::fill(score, score + begin, kNever);
         std::fill(score + end, score + whole, kNever);
         f32x16 top = splat(kNever), total = splat(0.0f);
         for (int i = 0; i < whole; i += kLanes) top = maximum(top, load(score + i));
-        const f32x16 most = splat(largest(top));
+        const f32x16 highest = splat(largest(top));
         auto* word = reinterpret_cast<uint32_t*>(score);
         for (int i = 0; i < whole; i += kLanes, word += kLanes / K::per_step) {
-            const f32x16 e = exponential(load(score + i) - most);
+            const f32x16 e = exponential(load(score + i) - highest);
             K::encode(e, 1.0f, word);
             total += e;
         }
@@ -248,9 +266,9 @@ class Attention {
     int head, group;  // of queries per head of keys
     int window;       // positions a row sees, itself included; 0: all
     int queries, first_page;
-    int base;    // scores lie at [query][position - base] and become weights there; a multiple of 16. The last is their sum
+    int base;    // scores lie at [query][position - base]; a multiple of 16. The last entry is the sum of the weights
     int end = 0;  // slots from here on are not read
-    int shared;  // logical positions below lie in slots of their own, for every row
+    int shared;  // logical positions below lie in the slot of the same number, for every row
     int until;   // positions from here on have no weight
     size_t span;
     float *scores, *mixed;

@@ -1,7 +1,7 @@
 // The layer stack in one call, and the C interface that ctypes binds (ops/native.py mirrors the structs).
 //
-// All threads run the same code over the same rows and meet at barriers; each computes its share of the
-// columns, heads or rows. Nothing is summed across threads, so the bits do not depend on their number.
+// All threads run the same code over the same rows and synchronise at barriers. Each computes its share of the columns,
+// heads or rows. Nothing is summed across threads, so the bits do not depend on their number.
 
 #include <sys/wait.h>
 
@@ -61,30 +61,39 @@ struct Layout {
 };
 
 // layout: feeds, rows, then per feed (start, fed, nodes, known, first_key, pages), then tokens of all rows, then
-// the pages of each feed, then the parents of each feed's nodes. False where it contradicts itself.
-bool read_layout(const int32_t* in, Layout& l) {
+// the pages of each feed, then the parents of each feed's nodes. Returns false where it contradicts itself or where a feed
+// has more slots than its pages. Nothing is derived from unchecked values.
+bool read_layout(const int32_t* in, int64_t page_size, Layout& l) {
     const int feeds = in[0], rows = in[1];
     l.tokens = in + 2 + 6 * feeds;
-    const int32_t* rest = l.tokens + rows;
+    const int32_t* next = l.tokens + rows;
     l.feeds.clear(), l.row.clear(), l.paths.clear();
-    for (const int32_t* head = in + 2; head < l.tokens; rest += head[5], head += 6)
-        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], head[5], rest, nullptr, false});
+    for (const int32_t* head = in + 2; head < l.tokens; next += head[5], head += 6)
+        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], head[5], next, nullptr, false});
+    std::vector<int> depths;  // of every node of every feed
     size_t steps = 0;
     for (Feed& feed : l.feeds) {
-        feed.parents = rest;
-        rest += feed.nodes;
-        for (int i = 0; i < feed.nodes; i++) feed.tree |= feed.parents[i] != i - 1;
-        steps += static_cast<size_t>(feed.nodes) * feed.nodes;
+        if (feed.start < 0 || feed.first_key < 0 || feed.first_key > feed.start) return false;
+        if (feed.known < 0 || feed.known > feed.nodes) return false;
+        if (int64_t{feed.start} + feed.fed + feed.nodes > feed.page_count * page_size) return false;
+        feed.parents = next;
+        next += feed.nodes;
+        const size_t before = depths.size();
+        size_t ancestors = 0;
+        for (int i = 0; i < feed.nodes; i++) {
+            const int parent = feed.parents[i];
+            if (parent < -1 || parent >= i) return false;
+            depths.push_back(parent < 0 ? 1 : depths[before + parent] + 1);
+            feed.tree |= parent != i - 1;
+            ancestors += depths.back();
+        }
+        if (feed.tree) steps += ancestors;
     }
     l.paths.reserve(steps);  // rows point into it
-    std::vector<int> depth;
+    const int* depth = depths.data();  // of the feed's nodes
     for (const Feed& feed : l.feeds) {
         for (int i = 0; i < feed.fed; i++) l.row.push_back({&feed, feed.start + i, feed.start + i, nullptr});
-        depth.assign(feed.nodes, 1);
-        for (int i = 0; i < feed.nodes; i++) {
-            if (feed.parents[i] >= i) return false;
-            if (feed.parents[i] >= 0) depth[i] = depth[feed.parents[i]] + 1;
-            if (i < feed.known) continue;
+        for (int i = feed.known; i < feed.nodes; i++) {
             int32_t* path = nullptr;
             if (feed.tree) {
                 l.paths.resize(l.paths.size() + depth[i]);
@@ -93,18 +102,19 @@ bool read_layout(const int32_t* in, Layout& l) {
             }
             l.row.push_back({&feed, feed.root() + depth[i], feed.root() + 1 + i, path});
         }
+        depth += feed.nodes;
     }
     return l.rows() == rows;
 }
 
-// Whether every row reads and writes memory that is there: nothing a caller lays out wrongly may do worse than fail.
+// Whether every row reads and writes valid memory: a wrong layout must fail and do no other harm.
 bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
     const auto all_below = [](const int32_t* x, int64_t count, int64_t limit) {
-        return std::all_of(x, x + count, [&](int32_t own) { return own >= 0 && own < limit; });
+        return std::all_of(x, x + count, [&](int32_t value) { return value >= 0 && value < limit; });
     };
+    if (f.first_layer < 0 || f.last_layer < f.first_layer || f.last_layer > s.layers || f.rotary_lag < 0) return false;
     for (const Feed& feed : l.feeds) {
-        const int64_t slots = int64_t{feed.start} + feed.fed + feed.nodes;
-        if (feed.start < 0 || feed.first_key < 0 || slots > feed.page_count * f.page_size) return false;
+        if (int64_t{feed.start} + feed.fed + feed.nodes > feed.page_count * f.page_size) return false;  // chains grow
         if (!all_below(feed.pages, feed.page_count, f.pages)) return false;
     }
     for (const Row& row : l.row)
@@ -112,11 +122,11 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
     return all_below(l.tokens, l.rows(), s.vocab) && all_below(f.wanted, f.wants, l.rows());
 }
 
-// What is kept from call to call, for each calling thread.
+// Buffers that each calling thread keeps from call to call.
 struct Workspace {
     std::array<std::vector<float>, 5> between;  // rows between layers
     std::vector<uint32_t> words;
-    std::array<Packed::Quantum, kChunk> quantum{};
+    std::array<PackedRows::Quantum, kChunk> quantum{};
     std::vector<std::vector<float>> scratch;  // per thread of a team
     Layout layout;
     Scratch choosing;
@@ -127,7 +137,7 @@ struct Workspace {
         between[which].resize(std::max<size_t>(between[which].size(), kChunk * stride));
         return {between[which].data(), static_cast<size_t>(stride), static_cast<int>(width)};
     }
-    Packed packed(size_t width) {
+    PackedRows packed(size_t width) {
         words.resize(std::max(words.size(), kChunk * (width + kStepBytes)));
         return {words.data(), quantum.data()};
     }
@@ -191,50 +201,52 @@ class Forward {
     template <class K>
     void attend(const LayerSpec& l, const Pages& kv) {
         const Share mine = m.share(kv.kv_heads);
-        // the columns of q, k and v that a thread has made may be those of whole heads of keys: then nobody waits for another
-        const bool apart = kv.kv_heads % m.threads == 0 && (group + 2) * kv.head_dim % (2 * kLanes) == 0;
-        if (!apart) m.meet();
+        // where the columns that a thread computed are those of whole heads of keys, no thread waits for another
+        const bool local_heads = kv.kv_heads % m.threads == 0 && (group + 2) * kv.head_dim % (2 * kLanes) == 0;
+        if (!local_heads) m.barrier();
         for (int head = mine.begin; head < mine.end; head++)  // of all rows: the values of two share a word
             for (int r = 0; r < rows; r++) place<K>(l, kv, r, head);
-        if (!apart) m.meet();
-        const Share heads = apart ? mine : Share{0, kv.kv_heads};
+        if (!local_heads) m.barrier();
+        const Share heads = local_heads ? mine : Share{0, kv.kv_heads};
         int turn = 0;
-        const int most = std::max(1, kQueries / group);
+        const int max_rows = std::max(1, kQueries / group);
         for (int begin = 0, end; begin < rows; begin = end) {
-            for (end = begin + 1; end < rows && end - begin < most && row(end).feed == row(begin).feed;) end++;
+            for (end = begin + 1; end < rows && end - begin < max_rows && row(end).feed == row(begin).feed;) end++;
             for (int head = heads.begin; head < heads.end; head++) {
-                if (!apart && turn++ % m.threads != m.thread) continue;
-                const int next = head + (apart ? 1 : m.threads);
+                if (!local_heads && turn++ % m.threads != m.thread) continue;
+                const int next = head + (local_heads ? 1 : m.threads);
                 Attention<K>(kv, &row(begin), end - begin, head, group, static_cast<int>(l.window), w.scratch[m.thread])
                     .run(qkv.from(begin), mixed.from(begin), next < heads.end ? next : -1);
             }
         }
-        m.meet();
+        m.barrier();
     }
 
-    // Norm and rotate a row's queries and key of one head of keys, and bring key and value to their slot.
+    // Norms and rotates a row's queries and key of one head of keys, and stores key and value in their slot.
     template <class K>
     void place(const LayerSpec& l, const Pages& kv, int r, int head) {
         const int dim = kv.head_dim, slot = row(r).slot, offset = slot % kv.page_size;
         const int page = row(r).feed->pages[slot / kv.page_size];
-        float *own = qkv[r] + static_cast<size_t>(head * (group + 2)) * dim, *key = own + group * dim;
-        for (float* query = own; query < key; query += dim) rotate(query, r, l.q_norm, 1.0f / std::sqrt(static_cast<float>(dim)));
+        float *queries = qkv[r] + static_cast<size_t>(head * (group + 2)) * dim, *key = queries + group * dim;
+        for (float* query = queries; query < key; query += dim)
+            rotate(query, r, l.q_norm, 1.0f / std::sqrt(static_cast<float>(dim)));
         rotate(key, r, l.k_norm, 1.0f);
+        keep_finite(key, dim);
         kv.put_key<K>(page, head, offset, key);
         kv.put_value<K>(page, head, offset, key + dim);
     }
 
-    void rotate(float* own, int r, const float* norm, float factor) {
+    void rotate(float* values, int r, const float* norm, float factor) {
         const int dim = static_cast<int>(s.head_dim), half = dim / 2;
-        if (norm) normed(own, own, norm, dim, eps);
+        if (norm) normed(values, values, norm, dim, eps);
         const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - f.rotary_lag, 0)) * half;
         const f32x16 scale = splat(factor);
         for (int i = 0; i < half; i += kLanes) {
             const int left = half - i;
             const f32x16 cos = load_upto(s.cos + turn + i, left), sin = load_upto(s.sin + turn + i, left);
-            const f32x16 a = load_upto(own + i, left), b = load_upto(own + half + i, left);
-            store_upto(own + i, (a * cos - b * sin) * scale, left);
-            store_upto(own + half + i, (b * cos + a * sin) * scale, left);
+            const f32x16 a = load_upto(values + i, left), b = load_upto(values + half + i, left);
+            store_upto(values + i, (a * cos - b * sin) * scale, left);
+            store_upto(values + half + i, (b * cos + a * sin) * scale, left);
         }
     }
 
@@ -242,11 +254,11 @@ class Forward {
     void enter() {
         each_row([&](int r) {
             const float* token = s.embedding + static_cast<size_t>(w.layout.tokens[first + r]) * hidden;
-            const float* given = f.features ? f.features + static_cast<size_t>(first + r) * hidden : token;
-            copy(x[r], given);
-            if (s.form != kTokens) copy(wide[r], token), copy(wide[r] + hidden, given);
+            const float* feature = f.features ? f.features + static_cast<size_t>(first + r) * hidden : token;
+            copy(x[r], feature);
+            if (s.form != kTokens) copy(wide[r], token), copy(wide[r] + hidden, feature);
         });
-        m.meet();
+        m.barrier();
         if (s.form == kJoined) multiply(*s.joined, {wide, rows}, x, Then::kStore);
     }
 
@@ -258,7 +270,7 @@ class Forward {
             normed(feature, feature, s.norm_hidden, hidden, eps);
             if (s.residual_normed) copy(x[r], feature);
         });
-        m.meet();
+        m.barrier();
         return {wide, rows};
     }
 
@@ -268,14 +280,14 @@ class Forward {
                 each_row([&](int r) { copy(f.tap_rows + (static_cast<size_t>(first + r) * f.taps + t) * hidden, x[r]); });
     }
 
-    // Rows as they leave, and the chunk's memory is free again.
+    // Copies the chunk's rows out; after it the chunk's memory is free again.
     void leave() const {
         each_row([&](int r) {
             const size_t at = static_cast<size_t>(first + r) * hidden;
             if (f.stream) copy(f.stream + at, x[r]);
             if (f.last) normed(f.last + at, x[r], s.norm, hidden, eps);
         });
-        m.meet();
+        m.barrier();
     }
 
     const StackSpec& s;
@@ -284,12 +296,12 @@ class Forward {
     int hidden, group;  // group: of queries per head of keys
     float eps;
     Rows x, wide, qkv, mixed, gated;
-    Packed packed;
+    PackedRows packed;
     Member m{};
     int first = 0, rows = 0;  // of the chunk
 };
 
-// False where rows are laid out over memory that is not there; nothing has been done then.
+// Returns false, and does nothing, where rows are laid out over memory that is not there.
 bool run_rows(const StackSpec& stack, const ForwardSpec& forward, Workspace& w) {
     if (!is_sound(w.layout, stack, forward)) return false;
     const Forward work(stack, forward, w);
@@ -297,35 +309,35 @@ bool run_rows(const StackSpec& stack, const ForwardSpec& forward, Workspace& w) 
     return true;
 }
 
-// Rows of logits and what each is to be chosen by.
+// Rows of logits, and the parameters and noise of each row's choice.
 struct ChoiceSpec {
     float* logits;  // (rows, vocab)
     int64_t rows, vocab;
     const Shape* shapes;     // of each row
-    const float* sharpness;  // likewise, of `rank`
+    const float* draft_temperatures;  // of each row, for `rank`
     const uint32_t* keys;    // two of each
     const uint32_t* words;   // of every token
     int64_t best;            // how many are ranked; 0: one is drawn
     int64_t* tokens;         // (rows, best), or of each row its choice; -1 where there is none
-    double* chances;         // likewise
+    double* chances;         // (rows, best), for `rank`
 };
 
 void choose(const ChoiceSpec& c, const Member& m) {
     Scratch& scratch = workspace().choosing;
     const int vocab = static_cast<int>(c.vocab), best = static_cast<int>(c.best);
     for (int64_t r = m.thread; r < c.rows; r += m.threads) {
-        const Law law = law_of(c.logits + r * vocab, vocab, c.shapes[r], scratch);
+        const Distribution dist = distribution_of(c.logits + r * vocab, vocab, c.shapes[r], scratch);
         const Noise noise{c.keys + 2 * r, c.words};
-        if (best) rank(law, c.sharpness[r], noise, best, scratch, c.tokens + r * best, c.chances + r * best);
-        else c.tokens[r] = draw(law, noise);
+        if (best) rank(dist, c.draft_temperatures[r], noise, best, scratch, c.tokens + r * best, c.chances + r * best);
+        else c.tokens[r] = draw(dist, noise);
     }
 }
 
-// Chains drafted by a model: the layout's feeds are read, then every sequence goes on from its own guesses.
+// Chains drafted by a model: the layout's feeds are run, then every sequence continues from its drafted tokens.
 struct ChainSpec {
     int64_t steps;          // of the longest chain
     const int32_t* wanted;  // tokens of each sequence's chain, the longest first
-    double floor;           // where no chain is as likely to have come this far, drafting ends
+    double floor;           // drafting ends where the survival of every chain is below it
     int64_t* drawn;         // steps until then
     ChoiceSpec first;       // of all sequences; logits, keys, tokens and chances of the later steps follow
 };
@@ -333,20 +345,21 @@ struct ChainSpec {
 bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& chain) {
     Workspace& w = workspace();
     Layout& l = w.layout;
-    if (!read_layout(forward.layout, l)) return false;
+    if (!read_layout(forward.layout, forward.page_size, l)) return false;
     ChoiceSpec choice = chain.first;
     const int64_t sequences = choice.rows;
+    if (l.feeds.size() != static_cast<size_t>(sequences)) return false;
     std::vector<float> last(l.row.size() * stack.hidden);
     std::vector<int32_t> ends, tokens(sequences);
     for (const Feed& feed : l.feeds) {
-        if (feed.fed < 1 || feed.nodes || l.feeds.size() != static_cast<size_t>(sequences)) return false;
+        if (feed.fed < 1 || feed.nodes) return false;
         ends.push_back((ends.empty() ? -1 : ends.back()) + feed.fed);
     }
     forward.last = last.data(), forward.wanted = ends.data();
     std::vector<double> reached(sequences, 1.0);
     for (int step = 0; step < chain.steps; step++) {
         while (choice.rows && chain.wanted[choice.rows - 1] <= step) choice.rows--;
-        if (step) {  // one token of each sequence that still wants more, where text would lie
+        if (step) {  // one token of each sequence that wants more, in the slot where text would lie
             l.tokens = tokens.data(), l.feeds.resize(choice.rows), l.row.resize(choice.rows);
             for (int s = 0; s < choice.rows; s++) {
                 Feed& feed = l.feeds[s];
@@ -359,10 +372,10 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
         if (!run_rows(stack, forward, w)) return false;
         flushing([&] { choose(choice, {nullptr, 0, 1}); });
         *chain.drawn = step + 1;
-        double most = 0.0;
-        for (int s = 0; s < choice.rows; s++) most = std::max(most, reached[s] *= choice.chances[s]);
+        double survival = 0.0;
+        for (int s = 0; s < choice.rows; s++) survival = std::max(survival, reached[s] *= choice.chances[s]);
         // the caller sees what is missing
-        if (std::count(choice.tokens, choice.tokens + choice.rows, -1) || most < chain.floor) return true;
+        if (std::count(choice.tokens, choice.tokens + choice.rows, -1) || survival < chain.floor) return true;
         choice.logits += sequences * choice.vocab, choice.keys += 2 * sequences;
         choice.tokens += sequences, choice.chances += sequences;
     }
@@ -389,14 +402,24 @@ bool tiles_agree() {
     multiply_tiles<K>(x.data(), kBlock * kUnit, l, 0, kPanels, tiled);
     bool agree = true;
     for (int p = 0; p < kPanels; p++) {
-        multiply<K, Whole, kBlock>(x.data(), l, p, sums);
+        multiply<K, RawBlock, kBlock>(x.data(), l, p, sums);
         agree &= std::memcmp(tiled[p], sums, sizeof sums) == 0;
     }
     return agree;
 }
 #endif
 
-// Products of zeros with panels of so many steps that lie in a row, or all in one place, for measuring.
+// The status of a call that may refuse its arguments. No exception leaves the library.
+template <class Do>
+int32_t status_of(const Do& run) {
+    try {
+        return run() ? 0 : 1;
+    } catch (const std::exception&) {  // of vectors that grow
+        return 2;
+    }
+}
+
+// Products of zeros with panels of kMeasured steps that lie in a row, or all in one place, for measurements.
 constexpr int kMeasured = 8 * kUnit;
 template <class K, int R>
 void multiply_panels(const char* weights, Share panels, bool in_place) {
@@ -405,7 +428,7 @@ void multiply_panels(const char* weights, Share panels, bool in_place) {
     l.steps = kMeasured, l.weights = weights;
     typename K::Acc sums[R];
     for (int panel = panels.begin; panel < panels.end; panel++) {
-        multiply<K, Whole, R>(x.data(), l, in_place ? 0 : panel, sums);
+        multiply<K, RawBlock, R>(x.data(), l, in_place ? 0 : panel, sums);
         asm volatile("" : : "m"(sums) : "memory");  // it is made
     }
 }
@@ -423,8 +446,8 @@ using namespace outrider;
 // A digest of the sources this was built from.
 OUTRIDER_API const char* outrider_sources() { return OUTRIDER_SOURCES; }
 
-// Whether this processor and kernel really run this build: 0, or what is wrong. Some virtual machines offer AMX
-// and fault on it, so a child process tries it first.
+// Whether this processor and kernel run this build: 0, or a code of what is wrong. Some virtual machines offer AMX and fault
+// on it, so a child process tries it first.
 OUTRIDER_API int32_t outrider_try() {
 #if defined(__AMX_TILE__)
     constexpr int kAskForTiles = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, ...)
@@ -439,28 +462,32 @@ OUTRIDER_API int32_t outrider_try() {
 #endif
 }
 
-// Whether products are made of tiles, which are loaded as they lie: weights may not be thin.
+// Whether products use AMX tiles. Tiles are loaded straight from memory, so weights may not be 12-bit packed.
 OUTRIDER_API int32_t outrider_tiles() { return kTiles; }
 
 // out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias; of paired columns silu(gate) * up.
 OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const float* norm, double eps, float* out,
                                   int64_t threads) {
-    const Packed packed = workspace().packed(l->inner);
+    const PackedRows packed = workspace().packed(l->inner);
     const Input in{dense(x, l->inner), static_cast<int>(rows), norm, static_cast<float>(eps)};
     const Then then = l->paired ? Then::kGate : Then::kStore;
     const Rows to = dense(out, l->columns);
     team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, to, then, packed, m); });
 }
 
-// 0, or 1 where rows are laid out over memory that is not there; nothing has been done then.
+// Returns 0; or 1 where rows are laid out over memory that is not there; or 2 where there is too little memory. With 1 or 2
+// nothing has been written.
 OUTRIDER_API int32_t outrider_forward(const StackSpec* stack, const ForwardSpec* forward) {
-    Workspace& w = workspace();
-    return read_layout(forward->layout, w.layout) && run_rows(*stack, *forward, w) ? 0 : 1;
+    return status_of([&] {
+        Workspace& w = workspace();
+        return read_layout(forward->layout, forward->page_size, w.layout) && run_rows(*stack, *forward, w);
+    });
 }
 
-// Likewise; a token below 0 says that a row of logits left no choice, and what follows it is not written.
+// Returns the codes of outrider_forward. A token below 0 says that a row of logits left no choice; later tokens of that
+// chain are not written.
 OUTRIDER_API int32_t outrider_draft(const StackSpec* stack, const ForwardSpec* forward, const ChainSpec* chain) {
-    return draft_chains(*stack, *forward, *chain) ? 0 : 1;
+    return status_of([&] { return draft_chains(*stack, *forward, *chain); });
 }
 
 // By a team, or by this thread without waking anybody.
@@ -469,7 +496,7 @@ OUTRIDER_API void outrider_choose(const ChoiceSpec* choice, int64_t threads) {
     flushing([&] { choose(*choice, {nullptr, 0, 1}); });
 }
 
-// So many products with steps from the first cache: the multiply-adds of all threads; 0 where tiles do the work.
+// Runs `steps` steps with weights from the L1 cache. Returns the multiply-adds of all threads, 0 where AMX tiles are used.
 OUTRIDER_API double outrider_multiply_add(int64_t kind, int64_t steps, int64_t threads) {
     const int panels = static_cast<int>(steps / kMeasured);
     const std::vector<char> weights(kMeasured * kStepBytes);

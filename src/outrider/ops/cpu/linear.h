@@ -1,9 +1,9 @@
 // Linear layers: weights packed once (ops/packing.py), activations packed per product, one kernel for every row count.
 //
-// Weights lie in panels of 16 output columns, each a contiguous run of blocks of four steps (simd.h). A thread's share
-// of the panels is one stream of memory: up to kBlock rows meet a panel while it passes, each with one register for its
-// sums, so their number never changes the order of additions. Two streams side by side are slower from memory, and one
-// row's single chain of additions still keeps up with it.
+// Weights lie in panels of 16 output columns, each a contiguous run of blocks of four steps (simd.h). A thread's share of
+// the panels is one stream of memory. Up to kBlock rows are multiplied by a panel as it streams by, each with one register
+// for its sums, so the number of rows never changes the order of additions. Two streams side by side are slower from
+// memory, and the single chain of additions of one row still keeps up with it.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ constexpr int kSteps = 4;                          // of a block
 constexpr int kUnit = 16;                          // steps whose words of one row lie together: a row of an AMX tile
 constexpr int kBlock = kRegisters == 32 ? 16 : 4;  // rows of one pass over a panel
 constexpr int kChunk = 64;                         // rows that share one pass over all weights
-constexpr int kPrefetch = 4096;                    // bytes ahead in the stream of weights
+constexpr int kPrefetch = 4096;                    // prefetch distance in the stream of weights, in bytes
 #if defined(__AMX_TILE__)
 constexpr bool kTiles = true;
-constexpr int kGroup = 8;  // panels that meet one block of rows after the other
+constexpr int kGroup = 8;  // panels that stay in cache while the blocks of rows pass
 #else
 constexpr bool kTiles = false;
 constexpr int kGroup = 2;
@@ -39,11 +39,11 @@ struct Linear {
     int64_t columns, inner;  // of a product
     int64_t panels, steps;
     int64_t paired;          // panels alternate between two halves of the columns: gate 0, up 0, gate 1, ...
-    const char* weights;     // [panels][steps][16 columns][4 / size values], or thin blocks
+    const char* weights;     // [panels][steps][16 columns][4 / size values], or blocks of 12-bit packed bf16
     const float *bias, *scale;  // per packed column, or null; scale for int8
-    const uint8_t* high;     // of thin weights their sixteen high bytes, four times; else null
-    const int32_t *escaped, *first_escaped;  // the blocks that need others, behind each panel's -1, and where a panel's begin
-    const char* whole;       // escaped blocks as they are
+    const uint8_t* high;     // the sixteen high bytes of 12-bit packed bf16, four times; else null
+    const int32_t *escaped, *first_escaped;  // blocks with other high bytes, -1 at the end of each panel; each panel's first
+    const char* raw_blocks;       // escaped blocks as they are
 
     size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes / 4 * (high ? 3 : 4); }
 
@@ -70,7 +70,7 @@ struct Rows {
 };
 inline Rows dense(float* at, int64_t width) { return {at, static_cast<size_t>(width), static_cast<int>(width)}; }
 
-// Rows that a product reads, and what is done to them first.
+// Rows that a product reads, and the norm applied to them first.
 struct Input {
     Rows x;
     int rows;
@@ -84,7 +84,7 @@ struct Input {
     }
 };
 
-// What becomes of a product's results. What is added to has whole vectors of columns.
+// What is done with the results of a product. The target of kAdd has whole vectors of columns.
 enum class Then {
     kStore,  // out = y
     kAdd,    // out += y
@@ -94,8 +94,8 @@ enum class Then {
 inline float inverse_rms(const float* x, int width, float eps) {
     f32x16 squares = splat(0.0f);
     for (int i = 0; i < width; i += kLanes) {
-        const f32x16 own = load_upto(x + i, width - i);
-        squares = fma(own, own, squares);
+        const f32x16 values = load_upto(x + i, width - i);
+        squares = fma(values, values, squares);
     }
     return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
 }
@@ -105,9 +105,9 @@ inline void normed(float* to, const float* x, const float* norm, int width, floa
     for (int i = 0; i < width; i++) to[i] = x[i] * inverse * norm[i];
 }
 
-// Activations as the kernel reads them: per block of rows, for every unit of the inner dimension, the words of
-// one row after the other. Threads pack shares of the rows.
-struct Packed {
+// Activations in the kernel's layout: per block of rows, for every unit of the inner dimension, the words of one row after
+// the other. Each thread packs its share of the rows.
+struct PackedRows {
     struct Quantum {
         float scale;
         int32_t offset;  // 128 x the row's sum, which the shifted weights add too much
@@ -123,35 +123,39 @@ struct Packed {
             const f32x16 inverse = splat(in.norm ? inverse_rms(x, width, in.eps) : 1.0f);
             const auto values = [&](int at) {
                 if (at >= width) return splat(0.0f);
-                const f32x16 own = load_upto(x + at, width - at);
-                return in.norm ? own * inverse * load_upto(in.norm + at, width - at) : own;
+                const f32x16 lanes = load_upto(x + at, width - at);
+                return in.norm ? lanes * inverse * load_upto(in.norm + at, width - at) : lanes;
             };
             f32x16 top = splat(0.0f);
             for (int at = 0; std::is_same<K, I8>::value && at < width; at += kLanes) top = maximum(magnitude(values(at)), top);
             const float scale = largest(top) / 127.0f, units = scale > 0.0f ? 1.0f / scale : 0.0f;  // the largest becomes 127
             f32x16 total = splat(0.0f);
-            const int first = r / kBlock * kBlock, apart = std::min(kBlock, in.rows - first) * kUnit;
+            const int first = r / kBlock * kBlock, unit_stride = std::min(kBlock, in.rows - first) * kUnit;
             uint32_t* to = words + static_cast<size_t>(first) * steps + (r - first) * kUnit;
-            for (int at = 0; at < steps * K::per_step; to += apart)
+            for (int at = 0; at < steps * K::per_step; to += unit_stride)
                 for (int part = 0; part < K::per_step; part++, at += kLanes) {
-                    const f32x16 own = values(at);
-                    K::encode(own, units, to + part * (kLanes / K::per_step));
-                    if (std::is_same<K, I8>::value) total += to_float(nearest_integers(own * splat(units)));
+                    const f32x16 lanes = values(at);
+                    K::encode(lanes, units, to + part * (kLanes / K::per_step));
+                    if (std::is_same<K, I8>::value) total += to_float(nearest_integers(lanes * splat(units)));
                 }
-            quantum[r] = {scale, 128 * static_cast<int32_t>(sum(total))};
+            // a value that is not finite becomes -2^31 as an integer, and no row of finite values adds up to that
+            const float all = sum(total);
+            const bool sound = std::abs(all) <= 128.0f * static_cast<float>(width);
+            quantum[r] = {sound ? scale : NAN, sound ? 128 * static_cast<int32_t>(all) : 0};
         }
     }
 };
 
-// Two of the four steps of a block that lies at `w`.
-struct Whole {
+// Decoding of weights: `pair` gives two of the four steps of the block at `w`. Packed12Block is 12-bit packed bf16
+// (lossless): 128 low bytes, then 128 four-bit codes of high bytes.
+struct RawBlock {
     static constexpr int bytes = kSteps * kStepBytes;
     template <int half>
     static void pair(const char* w, Words, Words* step) {
         step[0] = load_words(w + half * 2 * kStepBytes), step[1] = load_words(w + (half * 2 + 1) * kStepBytes);
     }
 };
-struct Thin {
+struct Packed12Block {
     static constexpr int bytes = 3 * kStepBytes;
     template <int half>
     static void pair(const char* w, Words table, Words* step) {
@@ -162,11 +166,11 @@ struct Thin {
     }
 };
 
-// Sums of R rows over one panel as results: int8 sums are freed of their offset and scaled; bias is added. Those of a
-// gate wait for its other half.
+// Turns the sums of R rows over one panel into results: int8 sums lose their offset and are scaled, and the bias is added.
+// The results of a gate wait in `gate` for the other half.
 template <class K, int R>
 inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out, Then then,
-                   const Packed::Quantum* rows, float (*gate)[kLanes]) {
+                   const PackedRows::Quantum* rows, float (*gate)[kLanes]) {
     const int at = (then == Then::kGate ? panel / 2 : panel) * kLanes, room = out.width - at;
     float* first = out.at + at;
     const size_t stride = out.stride;
@@ -195,36 +199,36 @@ inline void finish(const Linear& l, const typename K::Acc* sums, int panel, cons
 // R rows of words times one panel.
 template <class K, class Form, int R>
 inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* sums) {
-    constexpr bool thin = std::is_same<Form, Thin>::value;
+    constexpr bool packed12 = std::is_same<Form, Packed12Block>::value;
     const char* w = l.weights + l.panel_bytes() * panel;
-    const Words table = thin ? load_words(l.high) : splat_word(0);
-    const int32_t* escaped = thin ? l.escaped + l.first_escaped[panel] : nullptr;
-    const char* whole = thin ? l.whole + static_cast<size_t>(l.first_escaped[panel] - panel) * Whole::bytes : nullptr;
-    typename K::Acc acc[R];  // in registers, which gcc does not see of `sums`
+    const Words table = packed12 ? load_words(l.high) : splat_word(0);
+    const int32_t* escaped = packed12 ? l.escaped + l.first_escaped[panel] : nullptr;
+    const char* raw = packed12 ? l.raw_blocks + static_cast<size_t>(l.first_escaped[panel] - panel) * RawBlock::bytes : nullptr;
+    typename K::Acc acc[R];  // a local array stays in registers; `sums` would not
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r] = K::zero();
     for (int block = 0, blocks = static_cast<int>(l.steps) / kSteps; block < blocks; x += R * kUnit)
         for (const uint32_t *at = x, *end = x + kUnit; at < end; at += kSteps, block++, w += Form::bytes) {
-            const bool escapes = thin && __builtin_expect(block == *escaped, false);
+            const bool escapes = packed12 && __builtin_expect(block == *escaped, false);
             Words step[2];
             const auto join = [&](const uint32_t* words) {
 #pragma GCC unroll 32
                 for (int i = 0; i < 2 * R; i++)
                     acc[i % R] = K::join(acc[i % R], step[i / R], words + i % R * kUnit + i / R);
             };
-            // from a few rows on there is time to bring a line to the second cache early and to the first one late
+            // with several rows there is time to prefetch a line into L2 early and into L1 late
 #pragma GCC unroll 4
             for (int line = 0; line < Form::bytes; line += kStepBytes) {
                 if (R >= 4) _mm_prefetch(w + 4 * kPrefetch + line, _MM_HINT_T1);
                 fetch(w + (R >= 4 ? kPrefetch / 2 : kPrefetch) + line);
             }
             Form::template pair<0>(w, table, step);
-            if (escapes) Whole::pair<0>(whole, table, step);
+            if (escapes) RawBlock::pair<0>(raw, table, step);
             join(at);
             Form::template pair<1>(w, table, step);
             if (escapes) {
-                Whole::pair<1>(whole, table, step), escaped++, whole += Whole::bytes;
-                for (int line = 0; line < Whole::bytes; line += kStepBytes) fetch(whole + line);  // the next
+                RawBlock::pair<1>(raw, table, step), escaped++, raw += RawBlock::bytes;
+                for (int line = 0; line < RawBlock::bytes; line += kStepBytes) fetch(raw + line);  // the next
             }
             join(at + 2);
         }
@@ -232,9 +236,9 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
 }
 
 #if defined(__AMX_TILE__)
-// The same panels by tiles of 16 x 16 results: a unit of a panel is a tile as it lies, so are 16 rows of a block.
-// Rows past the block's own read whatever follows and their results are not looked at. Bits differ from the
-// vector kernel's (the unit adds in an order of its own) and not with the number of rows.
+// Products by AMX tiles of 16 x 16 results. A unit of a panel has the layout of a tile, and so do 16 rows of a block. Rows
+// past the end of the block read the memory that follows, and their results are ignored. The bits differ from the vector
+// kernel's, because the unit adds in another order, but they do not depend on the number of rows.
 struct TilesInUse {
     TilesInUse() {
         struct alignas(64) {
@@ -253,9 +257,9 @@ using Tile = float[kBlock][kLanes];
 // Sums of up to four panels. A unit of the rows' words lies every `unit` words.
 template <class K>
 inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int panel, int count, Tile* out) {
-    const size_t apart = l.panel_bytes();
-    const char* w = l.weights + apart * panel;
-    size_t ahead = kPrefetch;
+    const size_t panel_stride = l.panel_bytes();
+    const char* w = l.weights + panel_stride * panel;
+    size_t prefetch = kPrefetch;
     asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
     _tile_zero(0);
     _tile_zero(1);
@@ -263,12 +267,13 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int 
     _tile_zero(3);
 #define OUTRIDER_JOIN(c, tile)                                                                            \
     if (c < count) {                                                                                      \
-        for (int line = 0; line < kUnit; line++) fetch(w + c * apart + ahead + line * kStepBytes);        \
-        _tile_loadd(tile, w + c * apart, kStepBytes);                                                     \
+        for (int line = 0; line < kUnit; line++) fetch(w + c * panel_stride + prefetch + line * kStepBytes);        \
+        _tile_loadd(tile, w + c * panel_stride, kStepBytes);                                                     \
         if constexpr (std::is_same<K, I8>::value) { _tile_dpbsud(c, 4, tile); } else { _tile_dpbf16ps(c, 4, tile); } \
     }
     const int steps = static_cast<int>(l.steps);
-    for (int s = 0, end = std::max(steps - kPrefetch / kStepBytes, 0); s < steps; end = steps, ahead += (count - 1) * apart)
+    for (int s = 0, end = std::max(steps - kPrefetch / kStepBytes, 0); s < steps;
+         end = steps, prefetch += (count - 1) * panel_stride)
         for (; s < end; s += kUnit, x += unit, w += kUnit * kStepBytes) {
             _tile_loadd(4, x, kUnit * sizeof(uint32_t));
             OUTRIDER_JOIN(0, 5) OUTRIDER_JOIN(1, 6) OUTRIDER_JOIN(2, 7) OUTRIDER_JOIN(3, 5)
@@ -282,10 +287,10 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int 
 }
 #endif
 
-// Panels [panel, end) times so many rows, R at most. Each by itself: among others gcc keeps sums on the stack.
+// Panels [panel, end) times `rows` rows, at most R. Not inlined: in a larger function gcc keeps the sums on the stack.
 template <class K, class Form, int R = kBlock>
 __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end, const Rows& out,
-                                          Then then, const Packed::Quantum* quantum) {
+                                          Then then, const PackedRows::Quantum* quantum) {
     if constexpr (R > 1)
         if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum);
     alignas(64) float gate[R][kLanes];
@@ -302,7 +307,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
     }
 #endif
     for (; panel < end; panel++) {
-        // what the results need from beside the stream of weights, while the sums are being made
+        // prefetch scale and bias, which lie outside the stream of weights, while the sums are computed
         if (l.scale) fetch(l.scale + (panel + 1) * kLanes - 1);
         if (l.bias) fetch(l.bias + (panel + 1) * kLanes - 1);
         multiply<K, Form, R>(x, l, panel, sums);
@@ -312,7 +317,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
 
 // Panels of this thread times all rows.
 template <class K, class Form>
-void linear(const Linear& l, const Packed& x, int rows, const Rows& out, Then then, const Member& m) {
+void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, const Member& m) {
     const Share mine = l.share(m);
 #if defined(__AMX_TILE__)
     const TilesInUse tiles;
@@ -324,27 +329,28 @@ void linear(const Linear& l, const Packed& x, int rows, const Rows& out, Then th
                                 std::min(panel + group, mine.end), out.from(first), then, x.quantum + first);
 }
 
-// All rows times all panels, by every thread of a team; the result is ready for all of them when it returns, or of at most
-// kChunk rows what this thread has made.
-inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, Then then, const Packed& packed, const Member& m,
-                          bool ready = true) {
+// All rows times all panels, by every thread of a team. With `ready` the whole result is visible to all threads when it
+// returns; without it, for at most kChunk rows, only the columns of this thread are.
+inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, Then then, const PackedRows& packed,
+                          const Member& m, bool ready = true) {
     const char* mine = l.weights + l.panel_bytes() * l.share(m).begin;
     for (int line = 0; line < kPrefetch; line += kStepBytes) fetch(mine + line);  // while rows are packed
     with_kind(l.kind, [&](auto kind) {
         using K = decltype(kind);
         for (int first = 0; first < in.rows; first += kChunk) {
             const Input part = in.part(first, std::min(kChunk, in.rows - first));
-            const bool alone = part.rows == 1 && m.threads <= kChunk / 8;  // each for itself is quicker than meeting
+            const bool alone = part.rows == 1 && m.threads <= kChunk / 8;  // every thread packs the row: no barrier
             const int slot = alone ? 8 * m.thread : 0;
-            const Packed own{packed.words + static_cast<size_t>(slot) * l.steps, packed.quantum + slot};
-            own.fill<K>(part, static_cast<int>(l.steps), alone ? Share{0, 1} : m.share(part.rows));
-            if (!alone) m.meet();
+            const PackedRows part_rows{packed.words + static_cast<size_t>(slot) * l.steps, packed.quantum + slot};
+            part_rows.fill<K>(part, static_cast<int>(l.steps), alone ? Share{0, 1} : m.share(part.rows));
+            if (!alone) m.barrier();
             const Rows to = out.from(first);
             if constexpr (std::is_same<K, BF16>::value && !kTiles)
-                l.high ? linear<K, Thin>(l, own, part.rows, to, then, m) : linear<K, Whole>(l, own, part.rows, to, then, m);
+                l.high ? linear<K, Packed12Block>(l, part_rows, part.rows, to, then, m)
+                       : linear<K, RawBlock>(l, part_rows, part.rows, to, then, m);
             else
-                linear<K, Whole>(l, own, part.rows, to, then, m);
-            if (ready) m.meet();
+                linear<K, RawBlock>(l, part_rows, part.rows, to, then, m);
+            if (ready) m.barrier();
         }
     });
 }

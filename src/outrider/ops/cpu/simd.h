@@ -15,7 +15,7 @@ namespace outrider {
 
 constexpr int kLanes = 16;
 
-// Sixteen lanes are one register of AVX-512 or two of AVX2. What follows is written once, for each of them.
+// Sixteen lanes are one register of AVX-512 or two of AVX2. The functions below are written once for both.
 #if defined(__AVX512F__)
 constexpr int kRegisters = 32;
 using Floats = __m512;
@@ -56,7 +56,7 @@ OUTRIDER_BINARY(Words, operator+, add_epi32)
 OUTRIDER_BINARY(Words, operator-, sub_epi32)
 OUTRIDER_BINARY(Words, operator*, mullo_epi32)
 OUTRIDER_BINARY(Words, multiply_pairs, madd_epi16)
-// of bytes, in each 16 of them by itself
+// of bytes, within each lane of 16 bytes
 OUTRIDER_BINARY(Words, look_up, shuffle_epi8)
 OUTRIDER_BINARY(Words, join_bytes_low, unpacklo_epi8)
 OUTRIDER_BINARY(Words, join_bytes_high, unpackhi_epi8)
@@ -85,11 +85,11 @@ inline Words load_words(const void* p) {
 }
 inline void store(float* p, f32x16 a) { std::memcpy(p, &a, sizeof a); }
 inline void store_words(void* p, Words a) { std::memcpy(p, &a, sizeof a); }
-// The first n of sixteen, or all of more; the others are read as `rest`.
-inline f32x16 load_upto(const float* p, int n, float rest = 0.0f) {
+// The first n values, or sixteen where n is larger; the other lanes are `fill`.
+inline f32x16 load_upto(const float* p, int n, float fill = 0.0f) {
     if (n >= kLanes) return load(p);
     float all[kLanes];
-    for (int i = 0; i < kLanes; i++) all[i] = i < n ? p[i] : rest;
+    for (int i = 0; i < kLanes; i++) all[i] = i < n ? p[i] : fill;
     return load(all);
 }
 inline void store_upto(float* p, f32x16 a, int n) { n < kLanes ? void(std::memcpy(p, &a, n * sizeof(float))) : store(p, a); }
@@ -143,8 +143,8 @@ inline f32x16 exponential(f32x16 x) {
     return scaled_by_power(p, power);
 }
 
-// The three kinds of weights. `Acc` gathers steps and `join` adds one, with a row's word from memory; `encode` makes sixteen
-// values the words a product reads, one being so many units of int8.
+// The three kinds of weights. `Acc` accumulates steps, and `join` adds one step with a row's word from memory. `encode` turns
+// sixteen values into the words that a product reads; for int8 a value is multiplied by `units` first.
 struct F32 {
     static constexpr int per_step = 1;
     using Acc = f32x16;

@@ -1,7 +1,7 @@
-// A team of warm threads that all run the same function and meet at barriers.
+// A team of warm threads that all run the same function and synchronise at barriers.
 //
-// Waiting spins for a bounded time and then gives the core away, so that two processes on two cores
-// slow each other by a factor of two and not of fifty.
+// A waiting thread spins for a bounded time and then yields its core. So two processes on two cores slow each other by a
+// factor of two and not of fifty.
 #pragma once
 
 #include <immintrin.h>
@@ -32,10 +32,10 @@ struct Member {
         const auto until = [&](int who) { return static_cast<int>(int64_t{count} * who / threads); };
         return {until(thread), until(thread + 1)};
     }
-    inline void meet() const;
+    inline void barrier() const;
 };
 
-// Denormals are flushed in every thread alike: the bits must not depend on who computes.
+// Flushes denormals, in every thread: the bits must not depend on which thread computes them.
 template <class Body>
 inline void flushing(const Body& body) {
     const unsigned before = _mm_getcsr();
@@ -55,15 +55,15 @@ class Team {
         threads_ = threads;
         body_ = &body;
         caller_ = sched_getcpu();
-        rest_.store(threads == 1, std::memory_order_relaxed);
+        caller_alone_.store(threads == 1, std::memory_order_relaxed);
         if (threads > 1) {
             job_.store(((job_.load() >> 8) + 1) << 8 | static_cast<uint32_t>(threads));
-            if (asleep_.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
+            if (sleeping_.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
         }
         act(0);
     }
 
-    // Of that many threads; a late one must not ask threads_, which the next run may have changed.
+    // A barrier of `threads` threads. A late thread must not read threads_, which the next run may have changed.
     void barrier(int threads) {
         if (threads == 1) return;
         const uint32_t phase = phase_.load(std::memory_order_relaxed);
@@ -81,24 +81,24 @@ class Team {
     static constexpr int kIdle = 2000;  // waits before an idle worker sleeps: about a millisecond, some rounds of Python
 
     template <class Done>
-    static void wait_until(Done done, int most = INT_MAX) {
-        for (int waits = 0; waits < most && !done(); waits++) waits < kSpins ? _mm_pause() : void(sched_yield());
+    static void wait_until(Done done, int max_waits = INT_MAX) {
+        for (int waits = 0; waits < max_waits && !done(); waits++) waits < kSpins ? _mm_pause() : void(sched_yield());
     }
 
-    // Sleeping while the job is still this one, or waking who sleeps.
+    // Sleeps while the job word is unchanged, or wakes the sleeping threads.
     void futex(int what, uint32_t value) { syscall(SYS_futex, &job_, what, value, nullptr, nullptr, 0); }
 
     void work(int index, uint32_t seen) {
         int together = 0;  // jobs in a row that began on the caller's core
         for (;;) {
-            const auto news = [&] { return job_.load(std::memory_order_acquire) != seen; };
-            wait_until([&] { return news() || rest_.load(std::memory_order_relaxed); }, kIdle);
-            if (!news()) {
-                asleep_.fetch_add(1);
+            const auto has_job = [&] { return job_.load(std::memory_order_acquire) != seen; };
+            wait_until([&] { return has_job() || caller_alone_.load(std::memory_order_relaxed); }, kIdle);
+            if (!has_job()) {
+                sleeping_.fetch_add(1);
                 while (job_.load() == seen) futex(FUTEX_WAIT_PRIVATE, seen);
-                asleep_.fetch_sub(1);
+                sleeping_.fetch_sub(1);
             }
-            // the word itself says who takes part: by now a later job may have changed threads_
+            // the job word has the number of threads: a later job may have changed threads_ by now
             seen = job_.load(std::memory_order_acquire);
             if (index >= static_cast<int>(seen & 0xff)) continue;
             together = sched_getcpu() == caller_ ? together + 1 : 0;
@@ -107,7 +107,7 @@ class Team {
         }
     }
 
-    // Threads that wait by yielding may share a core for seconds while another is idle: not every scheduler parts them.
+    // Two threads that yield to each other may share a core for seconds while another core is idle. This moves one of them.
     void step_aside() const {
         cpu_set_t mine, others;
         if (sched_getaffinity(0, sizeof mine, &mine) || CPU_COUNT(&mine) < threads_) return;
@@ -120,23 +120,23 @@ class Team {
     void act(int index) {
         const Member member{this, index, threads_};
         flushing([&] { (*body_)(member); });
-        member.meet();
+        member.barrier();
     }
 
     std::mutex turn_;
     const Body* body_ = nullptr;
     int hired_ = 0, threads_ = 1, caller_ = -1;
     alignas(64) std::atomic<uint32_t> job_{0};  // count << 8 | threads
-    std::atomic<bool> rest_{false};  // the caller works alone: whoever idles should sleep, not share its core
-    std::atomic<int> asleep_{0};
+    std::atomic<bool> caller_alone_{false};  // the caller works alone, so idle threads should sleep and leave it its core
+    std::atomic<int> sleeping_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
-inline void Member::meet() const { team->barrier(threads); }
+inline void Member::barrier() const { team->barrier(threads); }
 
-// The process's team. Threads do not survive a fork, so a child gets a team of its own; the
-// parent's is left where it is, because its threads may hold anything.
+// The process's team. Threads do not survive a fork, so a child gets a new team. The parent's team is leaked there, because
+// its locks may be held.
 inline Team& team() {
     static std::mutex mutex;
     static Team* current = nullptr;

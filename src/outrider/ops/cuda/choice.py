@@ -1,7 +1,7 @@
-"""The choice on the device: Gumbel-max over logits, a draft's next row, KV moves.
+"""The choice on the device: Gumbel-max over logits, the next rows of a draft, KV moves.
 
-The twin is `sampling.choice.draw`. Random bits are the same; scores are float64, so a choice could differ from
-the processor's only where two scores agree to sixteen digits.
+The reference is `sampling.choice.draw`. Random bits are equal. Scores are float64, so a choice could differ from the
+CPU's only where two scores agree to sixteen digits.
 """
 
 # mypy: ignore-errors
@@ -45,7 +45,7 @@ def _gumbel(prefix, position, token):
 
 @triton.jit
 def score_of(x, temperature, prefix, position, token):
-    """Float64 scores of a block of logits: divided and with noise where the row is sampled. NaN counts as largest."""
+    """Float64 scores of a block of logits. Sampled rows are divided by the temperature and get noise. NaN counts as largest."""
     score = x.to(tl.float64)
     if temperature > 0.0:
         score = tl.div_rn(x, tl.zeros_like(x) + temperature).to(tl.float64) + _gumbel(prefix, position, token)
@@ -61,7 +61,7 @@ def best_of(score, token):
 
 @triton.jit
 def choose_tiles(logits, temperatures, prefixes, positions, tops, ids, masses, vocab, tiles, BN: tl.constexpr):
-    """Of each tile of the vocabulary: the largest score, its lowest id, and the sum of exp(score - largest)."""
+    """For each tile of the vocabulary: the largest score, its lowest id, and the sum of exp(score - largest)."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tile * BN + tl.arange(0, BN)
     x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -97,20 +97,20 @@ def choose_winner(tops, ids, masses, chosen, chances, tiles, PADDED: tl.constexp
 
 @triton.jit
 def next_rows(
-    chosen, chances, source, tokens, sequences, positions, roots, slots, table, drawn, odds, sequences_in, positions_in,
+    chosen, chances, source, tokens, sequences, positions, roots, slots, table, drawn, probs, sequences_in, positions_in,
     temperatures_in, prefixes_in, temperatures, prefixes, table_width, step, batch,
     PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Between two tokens of a draft: keep what was chosen, and make it the next row of its sequence.
+    """Between two tokens of a draft: store the chosen tokens and make them the next rows of their sequences.
 
-    Sequence b's choice is that of row source[b]; rows of the step before are given by `*_in`.
+    Sequence b's choice is that of row source[b]. The rows of the step before are the arguments `*_in`.
     """
     b = tl.arange(0, PADDED)
     inside = b < batch
     row = tl.load(source + b, mask=inside, other=0)
     token = tl.load(chosen + row, mask=inside, other=0)
     tl.store(drawn + step * batch + b, token, mask=inside)
-    tl.store(odds + step * batch + b, tl.load(chances + row, mask=inside, other=0.0), mask=inside)
+    tl.store(probs + step * batch + b, tl.load(chances + row, mask=inside, other=0.0), mask=inside)
     sequence = tl.load(sequences_in + row, mask=inside, other=0)
     position = tl.load(positions_in + row, mask=inside, other=0) + 1
     temperature = tl.load(temperatures_in + row, mask=inside, other=0.0)
@@ -128,43 +128,44 @@ def next_rows(
 
 @triton.jit
 def after_verdict(
-    tokens, positions, roots, slots, marks, promised, table, table_width, batch,
+    tokens, positions, roots, slots, lengths, future_tokens, table, table_width, batch,
     PAGE: tl.constexpr, PADDED: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """Where the verdict leaves sequences that were still being judged when their next draft was launched.
+    """Work out where the verdict leaves sequences whose next draft was launched while they were still being verified.
 
-    Such a row b has a token below zero, the promise of the choice at its root; the choices at its nodes follow it there.
-    marks[b] nodes are judged, the first of them promised[marks[batch + b]], the others slots[b] apart; tokens[batch + b]
-    is the root and positions[b] its position. Rows b and batch + b become the newest token and the one before it.
+    Such a row b has a token below zero: the future token of the choice at its root. The choices at its nodes follow that one
+    in the future-token buffer. lengths[b] nodes are verified; the first is future_tokens[lengths[batch + b]], the others
+    follow at a stride of slots[b]. tokens[batch + b] is the root and positions[b] its position. Rows b and batch + b become
+    the newest token and the one before it.
     """
     b = tl.arange(0, PADDED)
-    judged = (b < batch) & (tl.load(tokens + b, mask=b < batch, other=0) < 0)
-    chosen = -1 - tl.load(tokens + b, mask=judged, other=-1)
-    nodes = tl.load(marks + b, mask=judged, other=0)
-    first = tl.load(marks + batch + b, mask=judged, other=0)
-    apart = tl.load(slots + b, mask=judged, other=0)
-    root = tl.load(tokens + batch + b, mask=judged, other=0)
-    start = tl.load(positions + b, mask=judged, other=0)
+    verified = (b < batch) & (tl.load(tokens + b, mask=b < batch, other=0) < 0)
+    chosen = -1 - tl.load(tokens + b, mask=verified, other=-1)
+    nodes = tl.load(lengths + b, mask=verified, other=0)
+    first = tl.load(lengths + batch + b, mask=verified, other=0)
+    stride = tl.load(slots + b, mask=verified, other=0)
+    root = tl.load(tokens + batch + b, mask=verified, other=0)
+    start = tl.load(positions + b, mask=verified, other=0)
     node = tl.arange(0, NODES)[None, :]
-    inside = judged[:, None] & (node < nodes[:, None])
-    guess = tl.load(promised + first[:, None] + node * apart[:, None], mask=inside, other=-2)
-    choice = tl.load(promised + chosen[:, None] + node, mask=inside, other=-1)
-    right = tl.min(tl.where(guess == choice, NODES, node), 1)
-    newest = tl.load(promised + chosen + right, mask=judged, other=0)
-    guessed = tl.load(promised + first + (right - 1) * apart, mask=judged & (right > 0), other=0)
-    position = start + right + 1
+    inside = verified[:, None] & (node < nodes[:, None])
+    draft = tl.load(future_tokens + first[:, None] + node * stride[:, None], mask=inside, other=-2)
+    choice = tl.load(future_tokens + chosen[:, None] + node, mask=inside, other=-1)
+    accepted = tl.min(tl.where(draft == choice, NODES, node), 1)
+    newest = tl.load(future_tokens + chosen + accepted, mask=verified, other=0)
+    guessed = tl.load(future_tokens + first + (accepted - 1) * stride, mask=verified & (accepted > 0), other=0)
+    position = start + accepted + 1
     row = table + b.to(tl.int64) * table_width
-    page = tl.load(row + position // PAGE, mask=judged, other=0)
-    page_before = tl.load(row + (position - 1) // PAGE, mask=judged, other=0)
+    page = tl.load(row + position // PAGE, mask=verified, other=0)
+    page_before = tl.load(row + (position - 1) // PAGE, mask=verified, other=0)
     tl.debug_barrier()
-    tl.store(tokens + b, tl.maximum(newest, 0), mask=judged)
-    tl.store(tokens + batch + b, tl.maximum(tl.where(right > 0, guessed, root), 0), mask=judged)
-    tl.store(positions + b, position, mask=judged)
-    tl.store(positions + batch + b, position - 1, mask=judged)
-    tl.store(roots + b, position, mask=judged)
-    tl.store(roots + batch + b, position - 1, mask=judged)
-    tl.store(slots + b, page * PAGE + position % PAGE, mask=judged)
-    tl.store(slots + batch + b, page_before * PAGE + (position - 1) % PAGE, mask=judged)
+    tl.store(tokens + b, tl.maximum(newest, 0), mask=verified)
+    tl.store(tokens + batch + b, tl.maximum(tl.where(accepted > 0, guessed, root), 0), mask=verified)
+    tl.store(positions + b, position, mask=verified)
+    tl.store(positions + batch + b, position - 1, mask=verified)
+    tl.store(roots + b, position, mask=verified)
+    tl.store(roots + batch + b, position - 1, mask=verified)
+    tl.store(slots + b, page * PAGE + position % PAGE, mask=verified)
+    tl.store(slots + batch + b, page_before * PAGE + (position - 1) % PAGE, mask=verified)
 
 
 @triton.jit

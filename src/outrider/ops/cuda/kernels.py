@@ -1,12 +1,12 @@
-"""Triton kernels of one decoder layer. A row's bits depend on nothing but the row.
+"""Triton kernels of one decoder layer. The bits of a row depend on that row alone.
 
-Every product runs along the whole inner dimension inside one program, so tiles change which elements are
-computed together, never the order of one element's additions. Attention cuts the keys into blocks of BLOCK
-by *logical* position, whatever slots they lie in; blocks are merged in order. Sums over keys are taken by
-the tensor cores, whose order does not depend on how rows are laid out over warps; maxima have no order.
+A product sums the inner dimension in a fixed number of parts, each in order, and adds the parts in order (deterministic
+split-K). Tiles change which elements are computed together, never the order of one element's additions. Attention cuts
+the keys into blocks of BLOCK by *logical* position, whatever slots they lie in, and merges the blocks in order. The tensor
+cores sum over keys in an order that does not depend on how rows are laid out over warps. Maxima have no order.
 
-Weights of q, k, gate and up are stored with pairs side by side (`pair_rows`): rotary and silu(gate) * up
-then need only a column's neighbour. q and k stay in that order, which a dot product does not mind.
+Weights of q, k, gate and up are stored with pairs side by side (`pair_rows`), so that rotary and silu(gate) * up need only
+a neighbouring column. q and k stay in that order, which does not change their dot products.
 """
 
 # mypy: ignore-errors
@@ -26,14 +26,14 @@ BLOCK = 64  # keys of one block of the attention's reduction, by logical positio
 
 @triton.jit
 def embed_norm(
-    tokens, promised, embedding, weight, stream, normed, vocab, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr
+    tokens, future_tokens, embedding, weight, stream, normed, vocab, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """The stream of each row's token, float32, and its first norm. A token of -1 - i is promised[i]."""
+    """The float32 stream of each row's token, and its first norm. A token of -1 - i is read from future_tokens[i]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     token = tl.load(tokens + row).to(tl.int64)
-    drawn = tl.load(promised + (-1 - token), mask=token < 0, other=0)
+    drawn = tl.load(future_tokens + (-1 - token), mask=token < 0, other=0)
     token = tl.where(token < 0, tl.minimum(tl.maximum(drawn, 0), vocab - 1), token)
     x = tl.load(embedding + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(stream + row * WIDTH + column, x, mask=inside)
@@ -42,7 +42,7 @@ def embed_norm(
 
 @triton.jit
 def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Root-mean-square norm of float32 rows, rounded to the weights' kind."""
+    """Root-mean-square norm of float32 rows, rounded to the weights' dtype."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
@@ -52,20 +52,20 @@ def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr)
 
 @triton.jit
 def add_norm(
-    parts, bias, stream, weight, normed, rows, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    partials, bias, stream, weight, normed, rows, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A product that came in parts, added to the stream as `linear` would have, and the norm of that."""
+    """Add the split-K partial sums of a product to the stream, in the order of `linear`, and norm the stream."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
-    own = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        own = own + tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside, other=0.0)
+    product = tl.load(partials + row * WIDTH + column, mask=inside, other=0.0)
+    for k in tl.static_range(1, SPLIT_K):
+        product = product + tl.load(partials + (k * rows + row) * WIDTH + column, mask=inside, other=0.0)
     if HAS_BIAS:
-        own = own + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    x = x + own
+        product = product + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    x = x + product
     tl.store(stream + row * WIDTH + column, x, mask=inside)
     _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
 
@@ -82,16 +82,17 @@ def linear(
     x, w, bias, out, keys, values, slots, positions, cos, sin, rows, columns,
     INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr, ABREAST: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT_K: tl.constexpr, IN_REGISTER: tl.constexpr,
 ):  # fmt: skip
     """x (rows, INNER) times w (columns, INNER) transposed, and what follows it.
 
-    The inner dimension is summed in PARTS parts, each one chain of additions, and the parts in order. Few rows take
-    the parts abreast, because one chain alone would wait for the tensor cores' latency; many take them one by one.
+    The inner dimension is summed in SPLIT_K parts, each one chain of additions, and the parts are added in order. With
+    IN_REGISTER one program runs the chains side by side, because a single chain would wait for the latency of the tensor
+    cores; with many rows it runs them one by one. The bits are equal.
 
     FORM "store": out = product. "add": out += product, the residual stream. "silu": pairs of columns become
-    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows. "parts": each part
-    has programs of its own and goes to out (PARTS, rows, columns) as it is, for `add_norm`.
+    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows. "split_k": each part has
+    programs of its own, and its partial sums go to out (SPLIT_K, rows, columns) for `add_norm`.
     """
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -99,20 +100,20 @@ def linear(
     row_in, column_in = row < rows, column < columns
     x_at = x + row[:, None].to(tl.int64) * INNER
     w_at = w + column[None, :].to(tl.int64) * INNER
-    PART: tl.constexpr = INNER // PARTS
-    if FORM == "parts":
+    SPAN: tl.constexpr = INNER // SPLIT_K
+    if FORM == "split_k":
         part = tl.program_id(2)
-        acc = _run(x_at + part * PART, w_at + part * PART, row_in, column_in, PART, 1, BM, BN, BK, PRECISION)
+        acc = _run(x_at + part * SPAN, w_at + part * SPAN, row_in, column_in, SPAN, 1, BM, BN, BK, PRECISION)
         at = out + (part * rows + row[:, None]).to(tl.int64) * columns + column[None, :]
         tl.store(at, acc, mask=row_in[:, None] & column_in[None, :])
     else:
-        if PARTS == 4 and ABREAST:
-            acc = _run_abreast(x_at, w_at, row_in, column_in, PART, BM, BN, BK, PRECISION)
+        if SPLIT_K == 4 and IN_REGISTER:
+            acc = _run_in_register(x_at, w_at, row_in, column_in, SPAN, BM, BN, BK, PRECISION)
         else:
-            acc = _run(x_at, w_at, row_in, column_in, PART, PARTS, BM, BN, BK, PRECISION)
+            acc = _run(x_at, w_at, row_in, column_in, SPAN, SPLIT_K, BM, BN, BK, PRECISION)
         if HAS_BIAS:
-            own = tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)
-            acc = _add(acc, tl.broadcast_to(own[None, :], acc.shape))
+            bias_row = tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)
+            acc = _add(acc, tl.broadcast_to(bias_row[None, :], acc.shape))
         _finish(
             acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
             BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
@@ -120,67 +121,67 @@ def linear(
 
 
 @triton.jit
-def _run_abreast(
-    x_at, w_at, row_in, column_in, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def _run_in_register(
+    x_at, w_at, row_in, column_in, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Four parts of the inner dimension at once, and their sum."""
+    """Four parts of the inner dimension side by side in registers, and their sum."""
     k = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), tl.float32)
     acc_1 = tl.zeros((BM, BN), tl.float32)
     acc_2 = tl.zeros((BM, BN), tl.float32)
     acc_3 = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, PART, BK):
+    for start in range(0, SPAN, BK):
         at = start + k
-        acc = _step(x_at, w_at, at, row_in, column_in, acc, PART, BK, PRECISION)
-        acc_1 = _step(x_at + PART, w_at + PART, at, row_in, column_in, acc_1, PART, BK, PRECISION)
-        acc_2 = _step(x_at + 2 * PART, w_at + 2 * PART, at, row_in, column_in, acc_2, PART, BK, PRECISION)
-        acc_3 = _step(x_at + 3 * PART, w_at + 3 * PART, at, row_in, column_in, acc_3, PART, BK, PRECISION)
+        acc = _step(x_at, w_at, at, row_in, column_in, acc, SPAN, BK, PRECISION)
+        acc_1 = _step(x_at + SPAN, w_at + SPAN, at, row_in, column_in, acc_1, SPAN, BK, PRECISION)
+        acc_2 = _step(x_at + 2 * SPAN, w_at + 2 * SPAN, at, row_in, column_in, acc_2, SPAN, BK, PRECISION)
+        acc_3 = _step(x_at + 3 * SPAN, w_at + 3 * SPAN, at, row_in, column_in, acc_3, SPAN, BK, PRECISION)
     return _add(_add(_add(acc, acc_1), acc_2), acc_3)
 
 
 @triton.jit
 def _run(
-    x_at, w_at, row_in, column_in, PART: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_at, w_at, row_in, column_in, SPAN: tl.constexpr, SPLIT_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the inner dimension one after the other, and their sum: one loop, so that loads never pause between parts."""
+    """Parts of the inner dimension one after the other, and their sum. One loop, so that loads continue across parts."""
     k = tl.arange(0, BK)
-    STEPS: tl.constexpr = (PART + BK - 1) // BK
+    STEPS: tl.constexpr = (SPAN + BK - 1) // BK
     acc = tl.zeros((BM, BN), tl.float32)
     total = tl.zeros((BM, BN), tl.float32)
-    for step in range(0, PARTS * STEPS):
-        if PARTS == 1:
-            acc = _step(x_at, w_at, step * BK + k, row_in, column_in, acc, PART, BK, PRECISION)
+    for step in range(0, SPLIT_K * STEPS):
+        if SPLIT_K == 1:
+            acc = _step(x_at, w_at, step * BK + k, row_in, column_in, acc, SPAN, BK, PRECISION)
         else:
-            before = step // STEPS * PART
+            before = step // STEPS * SPAN
             at = step % STEPS * BK + k
-            acc = _step(x_at + before, w_at + before, at, row_in, column_in, acc, PART, BK, PRECISION)
+            acc = _step(x_at + before, w_at + before, at, row_in, column_in, acc, SPAN, BK, PRECISION)
             if (step + 1) % STEPS == 0:
                 total = _add(total, acc)
                 acc = tl.zeros((BM, BN), tl.float32)
-    if PARTS == 1:
+    if SPLIT_K == 1:
         return acc
     return total
 
 
 @triton.jit
 def _step(
-    x_at, w_at, at, row_in, column_in, acc, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+    x_at, w_at, at, row_in, column_in, acc, SPAN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """BK more terms of every element's sum."""
-    if PART % BK == 0:
+    if SPAN % BK == 0:
         a = tl.load(x_at + at[None, :], mask=row_in[:, None], other=0.0)
         b = tl.load(w_at + at[:, None], mask=column_in[None, :], other=0.0, eviction_policy="evict_first")
     else:
-        a = tl.load(x_at + at[None, :], mask=row_in[:, None] & (at < PART)[None, :], other=0.0)
-        b = tl.load(w_at + at[:, None], mask=column_in[None, :] & (at < PART)[:, None], other=0.0, eviction_policy="evict_first")
+        a = tl.load(x_at + at[None, :], mask=row_in[:, None] & (at < SPAN)[None, :], other=0.0)
+        b = tl.load(w_at + at[:, None], mask=column_in[None, :] & (at < SPAN)[:, None], other=0.0, eviction_policy="evict_first")
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _add(a, b):
-    """a + b, but not as an addition: the compiler would start the product behind b from a, which rounds otherwise."""
+    """a + b as a fused multiply-add. From a plain sum the compiler would start b's product at a, which rounds differently."""
     return tl.fma(b, tl.full(b.shape, 1.0, tl.float32), a)
 
 
@@ -213,7 +214,7 @@ def _rotate_and_place(
     acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in,
     BM: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """A tile lies inside q, k or v: its width divides theirs."""
+    """Rotate q and k and store k and v in their slots. A tile lies inside q, k or v, because its width divides theirs."""
     Q: tl.constexpr = HEADS * HEAD
     KV: tl.constexpr = KV_HEADS * HEAD
     slot = tl.load(slots + row, mask=row_in, other=0).to(tl.int64)
@@ -243,7 +244,7 @@ def rope_store(
     fused, out, keys, values, slots, positions, cos, sin, rows,
     BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """What follows a product of q, k and v that another library made."""
+    """Rotate and store the result of a q, k and v product that another library computed."""
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     column = first + tl.arange(0, BN)
@@ -255,7 +256,7 @@ def rope_store(
 
 @triton.jit
 def silu_pairs(fused, out, columns, BN: tl.constexpr):
-    """silu(gate) * up of a product that another library made."""
+    """silu(gate) * up of a product that another library computed."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < columns
@@ -282,7 +283,7 @@ def _block(q, key_at, value_at, seen, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def _merge(top, total, mixed, top_b, total_b, mixed_b):
-    """Add a block to what came before it. Where the block or the past is empty the other is kept as it is."""
+    """Merge a block into the blocks before it. Where one side is empty the other stays as it is."""
     higher = tl.maximum(top, top_b)
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     old, new = tl.exp2(top - shift), tl.exp2(top_b - shift)
@@ -294,11 +295,11 @@ def _merge(top, total, mixed, top_b, total_b, mixed_b):
 @triton.jit
 def attend_rows(
     q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes, arrived, out,
-    table_width, most_blocks, scale,
+    table_width, max_blocks, scale,
     LANES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Single rows, draft nodes among them: programs share the blocks of a row, and the last of them to end merges.
+    """Attention of single rows, draft nodes among them. Programs share the blocks of a row, and the last to finish merges.
 
     Row r sees positions firsts[r]..positions[r] of its sequence. Those up to roots[r] lie where the page table
     says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r]. `arrived` counts the
@@ -312,10 +313,10 @@ def attend_rows(
         g = tl.arange(0, 16)
         d = tl.arange(0, HEAD)
         long = row.to(tl.int64)
-        own_head = long * KV_HEADS * GROUP + head * GROUP + g
-        q_at = own_head[:, None] * HEAD + d[None, :]
+        query_head = long * KV_HEADS * GROUP + head * GROUP + g
+        q_at = query_head[:, None] * HEAD + d[None, :]
         mine = (g < GROUP)[:, None]
-        own = tl.load(q + q_at, mask=mine, other=0.0)
+        query = tl.load(q + q_at, mask=mine, other=0.0)
         for block in range(lane, blocks, LANES):
             j = block * BLOCK + tl.arange(0, BLOCK)
             seen = (j <= position) & (j >= first)
@@ -328,16 +329,16 @@ def attend_rows(
                 slot = tl.where(j > root, listed, slot)
             at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
             at = at[:, None] + d[None, :]
-            whole = tl.broadcast_to(seen[None, :], (16, BLOCK))
-            top, total, mixed = _block(own, keys + at, values + at, (seen, whole), scale, PRECISION)
-            part = own_head * most_blocks + block
+            seen_by_all = tl.broadcast_to(seen[None, :], (16, BLOCK))
+            top, total, mixed = _block(query, keys + at, values + at, (seen, seen_by_all), scale, PRECISION)
+            part = query_head * max_blocks + block
             tl.store(tops + part, top, mask=g < GROUP)
             tl.store(totals + part, total, mask=g < GROUP)
             tl.store(mixes + part[:, None] * HEAD + d[None, :], mixed, mask=mine)
         tl.debug_barrier()
         before = tl.atomic_add(arrived + row * KV_HEADS + head, 1, sem="acq_rel")
         if before == tl.minimum(blocks, LANES) - 1:
-            y = _merged(tops, totals, mixes, own_head * most_blocks, g < GROUP, blocks, HEAD)
+            y = _merged(tops, totals, mixes, query_head * max_blocks, g < GROUP, blocks, HEAD)
             tl.store(out + q_at, y.to(out.dtype.element_ty), mask=mine)
             tl.store(arrived + row * KV_HEADS + head, 0)
 
@@ -364,7 +365,7 @@ def attend_chunks(
     TILE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Runs of consecutive tokens of one sequence, TILE / GROUP of them at a time.
+    """Attention of runs of consecutive tokens of one sequence, TILE / GROUP of them at a time.
 
     chunks[t] is (first row, rows, position of the first row, sequence, first position that holds something).
     """
@@ -380,7 +381,7 @@ def attend_chunks(
     inside = token < rows
     row = (first_row + token).to(tl.int64)
     at_row = (row * KV_HEADS * GROUP + head * GROUP + i % GROUP)[:, None] * HEAD + d[None, :]
-    own = tl.load(q + at_row, mask=inside[:, None], other=0.0)
+    query = tl.load(q + at_row, mask=inside[:, None], other=0.0)
     position = start + token
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
@@ -388,14 +389,16 @@ def attend_chunks(
     last = start + rows - 1
     for block in range(0, last // BLOCK + 1):
         j = block * BLOCK + tl.arange(0, BLOCK)
-        there = j <= last
-        page = tl.load(table + sequence * table_width + j // PAGE, mask=there, other=0).to(tl.int64)
+        readable = (j <= last) & (j >= first)
+        if WINDOW > 0:
+            readable = readable & (j > start - WINDOW)  # keys that no row sees are not read, because they may hold anything
+        page = tl.load(table + sequence * table_width + j // PAGE, mask=readable, other=0).to(tl.int64)
         at = page * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + j % PAGE * HEAD
         at = at[:, None] + d[None, :]
         seen = (j[None, :] <= position[:, None]) & (j >= first)[None, :]
         if WINDOW > 0:
             seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        top_b, total_b, mixed_b = _block(own, keys + at, values + at, (there, seen), scale, PRECISION)
+        top_b, total_b, mixed_b = _block(query, keys + at, values + at, (readable, seen), scale, PRECISION)
         top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
     y = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_row, y, mask=inside[:, None])

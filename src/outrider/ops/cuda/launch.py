@@ -10,19 +10,19 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
-from outrider.ops.cuda.tiles import MOST_SPLIT_ROWS, Tile, split_tile_for, tile_for
+from outrider.ops.cuda.tiles import MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
 
-__all__ = ["BLOCK", "Kernels", "Paged", "Shape", "pair_rows"]
+__all__ = ["BLOCK", "AttentionMetadata", "Kernels", "Shape", "pair_qkv", "pair_rows", "supported"]
 
 BLOCK = kernels.BLOCK
-_PARTS = 4  # of every inner dimension, summed in order
-_NODES = 16  # of the longest chain
+_SPLIT_K = 4  # parts of every inner dimension, summed in order
+_NODES = 16  # nodes of the longest chain
 LANES = 16  # programs that share the blocks of one row and head
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels of a model have in common."""
+    """The sizes of a model that its kernels share."""
 
     hidden: int
     heads: int
@@ -33,8 +33,8 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Paged:
-    """Where the rows of a forward lie; all int32 on the device but the last two."""
+class AttentionMetadata:
+    """Attention and sampling metadata of the rows of a forward, on the device; int32 unless noted."""
 
     tokens: Tensor  # (N,)
     sequences: Tensor  # (N,) row of the page table
@@ -46,14 +46,14 @@ class Paged:
     ancestors: Tensor  # (N, depth) slots of the positions after the root
     temperatures: Tensor  # (N,) float32, 0 for greedy
     prefixes: Tensor  # (N,) int64, of the noise key: everything but the position
-    shaped: Tensor | None = None  # (N,) place of the row's head in Shaping, -1: it has none
+    param_rows: Tensor | None = None  # (N,) the row's parameters in the PenaltyTable, -1 where it has none
 
-    def rows(self, rows: slice) -> Paged:
+    def rows(self, rows: slice) -> AttentionMetadata:
         """Some of the rows."""
-        return Paged(
+        return AttentionMetadata(
             self.tokens[rows], self.sequences[rows], self.positions[rows], self.roots[rows], self.firsts[rows], self.slots[rows],
             self.table, self.ancestors[rows], self.temperatures[rows], self.prefixes[rows],
-            None if self.shaped is None else self.shaped[rows],
+            None if self.param_rows is None else self.param_rows[rows],
         )  # fmt: skip
 
 
@@ -64,25 +64,36 @@ def pair_rows(weight: Tensor, groups: int) -> Tensor:
     return weight.view(groups, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape).contiguous()
 
 
+def pair_qkv(fused: Tensor, turned_heads: int, head: int) -> Tensor:
+    """Rows of q and k, whose heads are rotated, in pairs; rows of v as they are."""
+    turned = turned_heads * head
+    return torch.cat((pair_rows(fused[:turned], turned_heads), fused[turned:]))
+
+
+def supported(head: int, group: int) -> bool:
+    """Whether the kernels support heads of this size in groups of this many query heads per KV head."""
+    return head in (16, 32, 64, 128, 256) and group in (1, 2, 4, 8, 16)
+
+
 class Kernels:
     """The kernels of one model."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, promised: Tensor | None = None) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, future_tokens: Tensor | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
-        self._promised = promised  # tokens that rows may name before the host knows them
+        self._future_tokens = future_tokens  # tokens that rows may name before the host knows them
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self._zeros: dict[int, Tensor] = {}
         self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
 
-    def embed(self, paged: Paged, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def embed(self, meta: AttentionMetadata, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The stream (N, hidden) float32 of every row, and its norm."""
-        rows, width = len(paged.tokens), self.shape.hidden
+        rows, width = len(meta.tokens), self.shape.hidden
         stream = torch.empty(rows, width, device=embedding.device)
         normed = torch.empty(rows, width, device=embedding.device, dtype=self.dtype)
-        promised = paged.tokens if self._promised is None else self._promised
+        future_tokens = meta.tokens if self._future_tokens is None else self._future_tokens
         kernels.embed_norm[(rows,)](
-            paged.tokens, promised, embedding, weight, stream, normed, len(embedding), self.shape.eps, width, _power(width),
+            meta.tokens, future_tokens, embedding, weight, stream, normed, len(embedding), self.shape.eps, width, _power(width),
             num_warps=self._norm_warps,
         )  # fmt: skip
         return stream, normed
@@ -96,17 +107,17 @@ class Kernels:
     def add_norm(
         self, x: Tensor, w: Tensor, bias: Tensor | None, stream: Tensor, weight: Tensor, tile: Tile | None = None
     ) -> Tensor:
-        """stream += x times w transposed, and its norm. Few rows take the product in parts, which the norm's kernel adds."""
+        """stream += x times w transposed, and its norm. For few rows split-K programs compute the product in parts."""
         rows, (columns, inner) = len(x), w.shape
-        if rows > MOST_SPLIT_ROWS or inner % 64:
+        if rows > MAX_SPLIT_K_ROWS or inner % 64:
             self.linear(x, w, bias, stream, "add", tile)
             return self.norm(stream, weight)
-        parts = torch.empty(_PARTS, rows, columns, device=x.device)
-        self._product(x, w, None, parts, "parts", tile or split_tile_for(rows, columns, inner), (parts,) * 6)
+        partials = torch.empty(_SPLIT_K, rows, columns, device=x.device)
+        self._product(x, w, None, partials, "split_k", tile or split_tile_for(rows, columns, inner), (partials,) * 6)
         normed = torch.empty(rows, columns, device=x.device, dtype=self.dtype)
         kernels.add_norm[(rows,)](
-            parts, weight if bias is None else bias, stream, weight, normed, rows, self.shape.eps, columns, _power(columns),
-            PARTS=_PARTS, HAS_BIAS=bias is not None, num_warps=self._norm_warps,
+            partials, weight if bias is None else bias, stream, weight, normed, rows, self.shape.eps, columns, _power(columns),
+            SPLIT_K=_SPLIT_K, HAS_BIAS=bias is not None, num_warps=self._norm_warps,
         )  # fmt: skip
         return normed
 
@@ -119,52 +130,56 @@ class Kernels:
         self._product(x, w, bias, out, form, tile or tile_for(len(x), w.shape[0], w.shape[1]), (out,) * 6)
 
     def qkv(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, q: Tensor, pool: tuple[Tensor, Tensor], paged: Paged,
+        self, x: Tensor, w: Tensor, bias: Tensor | None, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata,
         turns: tuple[Tensor, Tensor], tile: Tile | None = None,
     ) -> None:  # fmt: skip
         """Rotated q into `q`, rotated k and v into one layer of the pool."""
-        placed = (*pool, paged.slots, paged.positions, *turns)
+        placed = (*pool, meta.slots, meta.positions, *turns)
         self._product(x, w, bias, q, "qkv", tile or tile_for(len(x), w.shape[0], w.shape[1], self._section), placed)
 
     def _product(
         self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile, placed: tuple[Tensor, ...]
     ) -> None:
         rows, (columns, inner), s = len(x), w.shape, self.shape
-        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), _PARTS if form == "parts" else 1)
+        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), _SPLIT_K if form == "split_k" else 1)
         kernels.linear[grid](
             x, w, w if bias is None else bias, out, *placed, rows, columns,
             INNER=inner, BM=tile.rows, BN=tile.columns, BK=tile.inner, FORM=form, HAS_BIAS=bias is not None,
             HEADS=s.heads, KV_HEADS=s.kv_heads, HEAD=s.head, PAGE=s.page, PRECISION=self._precision,
-            PARTS=_PARTS if inner % 64 == 0 else 1, ABREAST=tile.rows <= 16,
+            SPLIT_K=_SPLIT_K if inner % 64 == 0 else 1, IN_REGISTER=tile.rows <= 16,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    def place(self, fused: Tensor, q: Tensor, pool: tuple[Tensor, Tensor], paged: Paged, turns: tuple[Tensor, Tensor]) -> None:
-        """What `qkv` does after its product, for one made elsewhere."""
+    def place(
+        self, fused: Tensor, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, turns: tuple[Tensor, Tensor]
+    ) -> None:
+        """Rotate and store the result of a q, k and v product that was computed elsewhere."""
         s, rows = self.shape, len(fused)
         kernels.rope_store[(triton.cdiv(rows, 16), fused.shape[1] // s.head)](
-            fused, q, *pool, paged.slots, paged.positions, *turns, rows, s.head, s.heads, s.kv_heads, s.head, s.page,
+            fused, q, *pool, meta.slots, meta.positions, *turns, rows, s.head, s.heads, s.kv_heads, s.head, s.page,
         )  # fmt: skip
 
     def silu(self, fused: Tensor) -> Tensor:
-        """What the form "silu" does after its product, for one made elsewhere."""
+        """silu(gate) * up of a product that was computed elsewhere."""
         rows, columns = len(fused), fused.shape[1] // 2
         out = torch.empty(rows, columns, device=fused.device, dtype=self.dtype)
         kernels.silu_pairs[(rows, triton.cdiv(columns, 1024))](fused, out, columns, 1024)
         return out
 
-    def attend_rows(self, q: Tensor, pool: tuple[Tensor, Tensor], paged: Paged, out: Tensor, window: int | None) -> None:
+    def attend_rows(
+        self, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, out: Tensor, window: int | None
+    ) -> None:
         """Attention of single rows, draft nodes among them."""
         s, rows = self.shape, len(q)
-        width, depth = paged.table.shape[1], paged.ancestors.shape[1]
-        most = triton.cdiv(width * s.page, BLOCK)
-        parts = rows * s.heads * most
+        width, depth = meta.table.shape[1], meta.ancestors.shape[1]
+        max_blocks = triton.cdiv(width * s.page, BLOCK)
+        parts = rows * s.heads * max_blocks
         tops, totals = (torch.empty(parts, device=q.device) for _ in range(2))
         mixes = torch.empty(parts, s.head, device=q.device)
-        kernels.attend_rows[(rows, s.kv_heads, min(most, LANES))](
-            q, *pool, paged.table, paged.sequences, paged.positions, paged.roots, paged.firsts, paged.ancestors,
-            tops, totals, mixes, self._counters(rows * s.kv_heads, q.device), out, width, most, self._scale,
-            LANES=min(most, LANES), KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head, PAGE=s.page, BLOCK=BLOCK,
+        kernels.attend_rows[(rows, s.kv_heads, min(max_blocks, LANES))](
+            q, *pool, meta.table, meta.sequences, meta.positions, meta.roots, meta.firsts, meta.ancestors,
+            tops, totals, mixes, self._counters(rows * s.kv_heads, q.device), out, width, max_blocks, self._scale,
+            LANES=min(max_blocks, LANES), KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head, PAGE=s.page, BLOCK=BLOCK,
             TREE=depth, WINDOW=window or 0, PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
 
@@ -184,7 +199,7 @@ class Kernels:
             q, *pool, table, chunks, out, table.shape[1], self._scale,
             TILE=self.chunk_tokens * s.heads // s.kv_heads, KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head,
             PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=4 if s.head <= 128 else 8,
-            num_stages=self._ahead,
+            num_stages=self._stages,
         )  # fmt: skip
 
     @property
@@ -199,7 +214,7 @@ class Kernels:
         return 64 // (self.shape.heads // self.shape.kv_heads)
 
     @property
-    def _ahead(self) -> int:
+    def _stages(self) -> int:
         """Blocks of keys and values in flight, as far as shared memory holds them."""
         return 3 if self.shape.head <= 128 and self.dtype == torch.bfloat16 else 1
 
@@ -207,7 +222,7 @@ class Kernels:
     def _scale(self) -> float:
         return float(self.shape.head**-0.5 * 1.4426950408889634)  # weights are powers of two
 
-    def choose(self, logits: Tensor, paged: Paged) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """The choice (N,) int32 of every row, -1 where there is none, and its chance as a drafter sees it."""
         rows, vocab = logits.shape
         tiles = triton.cdiv(vocab, choice.VOCAB_TILE)
@@ -217,31 +232,36 @@ class Kernels:
         chosen = torch.empty(rows, device=logits.device, dtype=torch.int32)
         chances = torch.empty(rows, device=logits.device)
         choice.choose_tiles[(rows, tiles)](
-            logits, paged.temperatures, paged.prefixes, paged.positions, tops, ids, masses, vocab, tiles,
+            logits, meta.temperatures, meta.prefixes, meta.positions, tops, ids, masses, vocab, tiles,
             choice.VOCAB_TILE,
         )  # fmt: skip
         choice.choose_winner[(rows,)](tops, ids, masses, chosen, chances, tiles, _power(tiles))
         return chosen, chances
 
     def next_rows(
-        self, found: tuple[Tensor, Tensor], before: Paged, after: Paged, drawn: tuple[Tensor, Tensor], step: int
+        self,
+        chosen: tuple[Tensor, Tensor],
+        before: AttentionMetadata,
+        after: AttentionMetadata,
+        drawn: tuple[Tensor, Tensor],
+        step: int,
     ) -> None:
         """Chosen tokens become step `step` of a draft and the next rows of their sequences."""
         batch = len(after.tokens)
         if batch not in self._order:
             self._order[batch] = torch.arange(batch, device=after.tokens.device)
         choice.next_rows[(1,)](
-            *found, self._order[batch], after.tokens, after.sequences, after.positions, after.roots,
+            *chosen, self._order[batch], after.tokens, after.sequences, after.positions, after.roots,
             after.slots, after.table, *drawn, before.sequences, before.positions, before.temperatures, before.prefixes,
             after.temperatures, after.prefixes, after.table.shape[1], step, batch, self.shape.page, max(_power(batch), 2),
         )  # fmt: skip
 
-    def after_verdict(self, paged: Paged, batch: int) -> None:
-        """Rows of a draft that was launched before the last one's verdict become those that follow it."""
-        promised = paged.tokens if self._promised is None else self._promised
+    def after_verdict(self, meta: AttentionMetadata, batch: int) -> None:
+        """Set the rows of a draft that was launched before the last draft's verdict to those that follow the verdict."""
+        future_tokens = meta.tokens if self._future_tokens is None else self._future_tokens
         choice.after_verdict[(1,)](
-            paged.tokens, paged.positions, paged.roots, paged.slots, paged.shaped, promised, paged.table,
-            paged.table.shape[1], batch, self.shape.page, max(_power(batch), 2), _NODES,
+            meta.tokens, meta.positions, meta.roots, meta.slots, meta.param_rows, future_tokens, meta.table,
+            meta.table.shape[1], batch, self.shape.page, max(_power(batch), 2), _NODES,
         )  # fmt: skip
 
     def move(self, pool: Tensor, moves: Tensor) -> None:

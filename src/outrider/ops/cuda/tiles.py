@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MOST_SPLIT_ROWS", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
+__all__ = ["MAX_SPLIT_K_ROWS", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
 
 
 class Tile(NamedTuple):
@@ -22,8 +22,8 @@ class Tile(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    columns: int  # at least so many
-    inner: int  # at least so long
+    columns: int  # smallest number of columns it is for
+    inner: int  # smallest inner dimension it is for
     tile: Tile
 
 
@@ -66,7 +66,7 @@ _TABLE: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
     (1 << 30, (_Entry(0, 0, Tile(128, 128, 64, 8, 4)),)),
 )
 
-# the same for products whose parts are computed apart
+# up to this many rows -> the first entry that fits, for products by split-K programs
 _SPLIT: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
     (
         16,
@@ -90,30 +90,30 @@ _SPLIT: tuple[tuple[int, tuple[_Entry, ...]], ...] = (
         ),
     ),
 )
-MOST_SPLIT_ROWS = _SPLIT[-1][0]
+MAX_SPLIT_K_ROWS = _SPLIT[-1][0]
 
 
-def tile_for(rows: int, columns: int, inner: int, most_columns: int = 1 << 30) -> Tile:
-    """The tile of a product, of at most so many columns."""
+def tile_for(rows: int, columns: int, inner: int, max_columns: int = 1 << 30) -> Tile:
+    """The tile of a product, at most `max_columns` wide."""
     tile = _look_up(_TABLE, rows, columns, inner)
-    return tile._replace(columns=min(tile.columns, most_columns))
+    return tile._replace(columns=min(tile.columns, max_columns))
 
 
 def split_tile_for(rows: int, columns: int, inner: int) -> Tile:
-    """The tile of a product of at most MOST_SPLIT_ROWS rows, each of whose parts has programs of its own."""
+    """The tile of a split-K product of at most MAX_SPLIT_K_ROWS rows."""
     return _look_up(_SPLIT, rows, columns, inner)
 
 
 def _look_up(table: tuple[tuple[int, tuple[_Entry, ...]], ...], rows: int, columns: int, inner: int) -> Tile:
-    entries = next(entries for most, entries in table if rows <= most)
-    return next(own.tile for own in entries if columns >= own.columns and inner >= own.inner)
+    entries = next(entries for max_rows, entries in table if rows <= max_rows)
+    return next(entry.tile for entry in entries if columns >= entry.columns and inner >= entry.inner)
 
 
 def every_split_tile() -> list[Tile]:
-    """All tiles in use for parts."""
-    return sorted({own.tile for _, entries in _SPLIT for own in entries})
+    """All tiles of split-K products."""
+    return sorted({entry.tile for _, entries in _SPLIT for entry in entries})
 
 
 def every_tile() -> list[Tile]:
-    """All tiles in use for whole products."""
-    return sorted({own.tile for _, entries in _TABLE for own in entries})
+    """All tiles of other products."""
+    return sorted({entry.tile for _, entries in _TABLE for entry in entries})

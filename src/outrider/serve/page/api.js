@@ -1,11 +1,13 @@
 // Talking to the server: JSON, server-sent events, and errors as people would want them told.
 
+import { tab } from "./storage.js";
+
 const KEY = "outrider.api_key";
 
 /** The API key lives as long as the tab does, and nowhere else. */
 export const apiKey = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => tab.get(KEY) ?? "",
+  set: (value) => (value ? tab.set(KEY, value) : tab.remove(KEY)),
 };
 
 export class ServerError extends Error {

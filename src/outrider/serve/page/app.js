@@ -3,6 +3,7 @@
 import "./dashboard.js";
 import { apiKey } from "./api.js";
 import { meet } from "./playground.js";
+import { browser } from "./storage.js";
 
 const $ = (id) => document.getElementById(id);
 const THEMES = ["auto", "light", "dark"];
@@ -21,7 +22,7 @@ function wear(theme) {
   document.documentElement.dataset.theme = theme;
   $("theme").setAttribute("aria-label", `Theme: ${theme}`);
   $("theme").title = `Theme: ${theme}`;
-  localStorage.setItem("outrider.theme", theme);
+  browser.set("outrider.theme", theme);
 }
 
 async function greet() {
@@ -52,7 +53,7 @@ $("key-form").addEventListener("submit", (event) => {
 document.addEventListener("key-wanted", wantKey);
 addEventListener("hashchange", show);
 
-const stored = localStorage.getItem("outrider.theme");
+const stored = browser.get("outrider.theme");
 wear(THEMES.includes(stored) ? stored : "auto");
 $("key").value = apiKey.get();
 show();

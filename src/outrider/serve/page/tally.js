@@ -1,37 +1,67 @@
 // Counting one run as its tokens come in, and what it adds up to.
 
-/** Tokens, rounds and guesses of a run. A round is the guesses that came true and the target's own token after them. */
+/** Tokens, rounds and guesses of a run. A round is the accepted guesses and the target's token after them. */
 export class Tally {
   tokens = [];
   text = "";
+  calls = []; // tool calls: {id, name, arguments}
   rounds = 0;
   guessed = 0;
-  reached = []; // rounds in which the guess at each position became text
+  accepted = []; // drafts whose guess at each position was accepted
+  drafted = []; // drafts that reached each position
   started = performance.now();
   first = 0;
   last = 0;
-  open = false; // the newest token was a guess, so its round goes on
+  depth = 0; // accepted guesses of the round that goes on
   finish = null;
   metrics = null;
 
-  /** Take the details of one chunk; each token learns whether it opens a round. */
+  /** Take one event of the stream. */
+  take(event) {
+    const choice = event.choices?.[0];
+    this.metrics = event.metrics ?? this.metrics;
+    this.finish = choice?.finish_reason ?? this.finish;
+    this.text += choice?.text ?? choice?.delta?.content ?? "";
+    for (const call of choice?.delta?.tool_calls ?? []) this.#call(call);
+    this.add(choice?.token_details ?? []);
+    return choice?.token_details ?? [];
+  }
+
+  /** Each token learns when it came, whether it opens a round, and how many guesses of its round were accepted. */
   add(details) {
     if (!details.length) return;
     this.last = performance.now();
     this.first ||= this.last;
     for (const token of details) {
       const guess = token.source !== "target";
-      token.opens = !this.open;
+      token.ms = this.last - this.started;
+      token.opens = this.depth === 0;
       if (token.opens) this.rounds++;
       if (guess) {
         this.guessed++;
-        const at = token.position ?? 0;
-        while (this.reached.length <= at) this.reached.push(0);
-        this.reached[at]++;
+        this.depth++;
+        this.#count(this.accepted, token.position);
+        this.#count(this.drafted, token.position);
       }
-      this.open = guess;
+      token.depth = this.depth;
+      const reach = Math.max(0, ...(token.rejected ?? []).map((node) => node.position + 1));
+      for (let position = this.depth; position < reach; position++) this.#count(this.drafted, position);
+      if (!guess) this.depth = 0;
       this.tokens.push(token);
     }
+  }
+
+  #count(counts, position) {
+    while (counts.length <= position) counts.push(0);
+    counts[position]++;
+  }
+
+  /** In a stream, id and name come once and arguments in pieces. */
+  #call({ index, id, function: part }) {
+    const call = (this.calls[index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= id ?? "";
+    call.name ||= part?.name ?? "";
+    call.arguments += part?.arguments ?? "";
   }
 
   get ids() {
@@ -57,7 +87,7 @@ export class Tally {
   }
 
   get perRound() {
-    return this.spec?.tokens_per_round || (this.rounds ? this.tokens.length / this.rounds : null);
+    return this.rounds ? this.tokens.length / this.rounds : null;
   }
 
   /** Share of the text that was guessed. */
@@ -65,12 +95,9 @@ export class Tally {
     return this.tokens.length ? this.guessed / this.tokens.length : null;
   }
 
-  /** While it runs: in which share of rounds a guess at each position came true. Then the server's: of those drafted there. */
+  /** Of the drafts that reached a position, in which share the guess there was accepted: now as at the end. */
   get byPosition() {
-    const told = this.spec?.acceptance_by_position;
-    if (told?.length) return told;
-    const rounds = Math.max(this.rounds - 1, 1); // the first round reads the prompt and has no draft
-    return this.reached.map((count) => Math.min(count / rounds, 1));
+    return this.drafted.map((reached, position) => ({ share: (this.accepted[position] ?? 0) / reached, of: reached }));
   }
 }
 

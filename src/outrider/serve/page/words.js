@@ -1,4 +1,4 @@
-// Small things every view needs: elements, numbers in words, stable places for sources.
+// Small things every view needs: elements, and numbers in words.
 
 /** An element with attributes and children; strings become text, never markup. */
 export function el(name, attributes = {}, ...children) {
@@ -36,11 +36,3 @@ export function uptime(seconds) {
 
 /** Method and reason names as the server writes them, for people. */
 export const plain = (name) => name.replaceAll("_", " ");
-
-const places = new Map([["target", 0]]);
-
-/** Which of the six colours and underlines a source has: the same one everywhere on the page, 0 for the target. */
-export function place(source) {
-  if (!places.has(source)) places.set(source, ((places.size - 1) % 6) + 1);
-  return places.get(source);
-}

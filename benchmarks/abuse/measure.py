@@ -1,0 +1,168 @@
+"""One scenario: /health and another client's short request, alone and under attack, and the server's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from benchmarks.abuse.attacker import Attacker
+from benchmarks.abuse.scenarios import Scenario
+from benchmarks.client import Connection, ServerProcess
+from outrider.quantiles import percentile_ms
+
+__all__ = ["Bars", "measure", "wait_until_ready"]
+
+_OTHER = "127.0.0.3"  # the client whose requests are timed
+_EVERY_S = 0.02  # between probes of /health
+_MEMORY_S = 0.1
+_ALONE = 15  # requests timed without an attack
+_FEWEST = 5  # requests timed under attack, however long it lasts
+_REQUEST_S = 120.0  # no request is waited for longer
+_IDLE_S = 60.0  # for the server to come to rest afterwards
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """What must hold."""
+
+    health_p99_ms: float = 50.0
+    health_max_ms: float = 250.0
+
+
+@dataclass(slots=True)
+class _Seen:
+    health_s: list[float] = field(default_factory=list)
+    request_s: list[float] = field(default_factory=list)
+    memory_mib: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+async def wait_until_ready(port: int) -> None:
+    """Until /health says that requests are served."""
+    connection, until = Connection(port), time.monotonic() + _IDLE_S
+    while (await connection.get("/health"))[0] != 200 and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+    connection.close()
+
+
+async def measure(server: ServerProcess, scenario: Scenario, seconds: float, bars: Bars) -> dict[str, Any]:
+    """The scenario's row of the report."""
+    before = server.resident_mib()
+    alone = _Seen()
+    other = Connection(server.port, _OTHER)
+    for number in range(_ALONE):
+        await _request(other, number, alone)
+    attacker = await asyncio.to_thread(Attacker, server.port, scenario.name, seconds)
+    seen = _Seen()
+    watchers = [asyncio.create_task(_watch_health(server.port, seen)), asyncio.create_task(_watch_memory(server, seen))]
+    await asyncio.sleep(0.5)  # the probes are under way before the attack is
+    seen.health_s.clear()
+    attacker.start()
+    begun = time.monotonic()
+    for number in count(_ALONE):
+        if (attacker.done or time.monotonic() - begun > 2 * seconds) and len(seen.request_s) >= _FEWEST:
+            break
+        if len(seen.failures) >= _FEWEST:
+            break
+        await _request(other, number, seen)
+        await asyncio.sleep(0.01)
+    lasted = time.monotonic() - begun
+    statuses = attacker.stop()
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    other.close()
+    return _row(scenario, bars, alone, seen) | {
+        "statuses": statuses,
+        "seconds": round(lasted, 2),
+        "memory_mib": {"before": round(before, 1), "peak": round(max(seen.memory_mib, default=before), 1)},
+        "idle_afterwards": await _is_idle(server.port),
+    }
+
+
+def _row(scenario: Scenario, bars: Bars, alone: _Seen, seen: _Seen) -> dict[str, Any]:
+    health = {name: percentile_ms(seen.health_s, share, 2) or 0.0 for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
+    times = {
+        "alone": percentile_ms(alone.request_s, 0.5, 2) or 0.0,
+        "attacked": percentile_ms(seen.request_s, 0.5, 2) or 0.0,
+        "attacked_max": percentile_ms(seen.request_s, 1.0, 2) or 0.0,
+    }
+    ratio = round(times["attacked"] / times["alone"], 2) if times["alone"] and seen.request_s else None
+    held = {
+        "health_p99": bool(seen.health_s) and health["p99"] < bars.health_p99_ms,
+        "health_max": bool(seen.health_s) and health["max"] < bars.health_max_ms,
+        "others_answered": not seen.failures and not alone.failures,
+    }
+    if scenario.most_slowdown is not None:
+        held["slowdown"] = ratio is not None and ratio <= scenario.most_slowdown
+    return {
+        "about": scenario.about,
+        "health_ms": health | {"samples": len(seen.health_s)},
+        "request_ms": times | {"ratio": ratio, "samples": len(seen.request_s)},
+        "failures": sorted(set(alone.failures + seen.failures))[:5],
+        "held": held,
+        "passed": all(held.values()),
+    }
+
+
+async def _request(connection: Connection, number: int, seen: _Seen) -> None:
+    """Four tokens after a short prompt that was not seen before."""
+    body = {"prompt": f"value_{number} = ", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    begun = time.perf_counter()
+    try:
+        async with asyncio.timeout(_REQUEST_S):
+            status = await connection.post("/v1/completions", json.dumps(body).encode())
+    except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+        connection.close()
+        seen.failures.append(type(error).__name__)
+        return
+    if status == 200:
+        seen.request_s.append(time.perf_counter() - begun)
+    else:
+        seen.failures.append(f"HTTP {status}")
+
+
+async def _watch_health(port: int, seen: _Seen) -> None:
+    connection = Connection(port)
+    try:
+        while True:
+            begun = time.perf_counter()
+            try:
+                status, _ = await connection.get("/health")
+                if status != 200:
+                    seen.failures.append(f"/health said {status}")
+            except (OSError, asyncio.IncompleteReadError) as error:
+                connection.close()
+                seen.failures.append(f"/health: {type(error).__name__}")
+                await asyncio.sleep(0.5)
+            finally:  # one that was not answered in time counts for as long as it was waited for
+                seen.health_s.append(time.perf_counter() - begun)
+            await asyncio.sleep(_EVERY_S)
+    finally:
+        connection.close()
+
+
+async def _watch_memory(server: ServerProcess, seen: _Seen) -> None:
+    while True:
+        seen.memory_mib.append(server.resident_mib())
+        await asyncio.sleep(_MEMORY_S)
+
+
+async def _is_idle(port: int) -> bool:
+    """Whether the server comes to rest: nothing runs, nothing waits, every page is back."""
+    connection, until = Connection(port), time.monotonic() + _IDLE_S
+    try:
+        while time.monotonic() < until:
+            stats = json.loads((await connection.get("/stats"))[1])
+            if stats["running"] == stats["waiting"] == stats["kv_usage"] == 0:
+                return True
+            await asyncio.sleep(0.2)
+    except (OSError, asyncio.IncompleteReadError, ValueError):
+        pass
+    finally:
+        connection.close()
+    return False

@@ -1,0 +1,55 @@
+"""The drafters that `recipes.pyrite.heads` can train: the ones that ship, and those they were compared with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.train.frozen import FrozenTarget
+    from outrider.train.networks import DraftNetwork
+
+__all__ = ["variants"]
+
+
+def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], DraftNetwork]]:
+    """Everything a stage can name."""
+    from outrider.train.shapes import DecoderShape, EagleShape, MedusaShape, new_draft, new_eagle, new_medusa
+
+    def eagle(kind: str = args.loss, **fields: Any) -> Callable[[FrozenTarget], DraftNetwork]:
+        return lambda target: new_eagle(target, EagleShape(**fields), kind, args.seed, args.depths)
+
+    def draft(layers: int, hidden: int, ffn: int, kind: str = args.loss) -> Callable[[FrozenTarget], DraftNetwork]:
+        heads = max(hidden // 64, 2)
+        return lambda target: new_draft(target, DecoderShape(layers, hidden, heads, heads // 2, ffn), kind, args.seed)
+
+    def medusa(heads: int, blocks: int, kind: str = "kl") -> Callable[[FrozenTarget], DraftNetwork]:
+        return lambda target: new_medusa(target, MedusaShape(heads, blocks), kind)
+
+    if args.smoke:
+        return {"eagle": eagle(taps=(1, 2, 4)), "draft": draft(1, 32, 48), "medusa": medusa(2, 1)}
+    taps = (2, 6, 9, 12)  # the published three and the stream that leaves the last layer
+    return {
+        "eagle": eagle(taps=taps),
+        "eagle_kl": eagle("kl", taps=taps),
+        "eagle_lk": eagle("lk", taps=taps),
+        "eagle_three": eagle(),
+        "eagle_late": eagle(taps=(4, 8, 12)),
+        "eagle_wide": eagle(taps=taps, ffn=2048),
+        "eagle_plain": eagle(taps=taps, fc_norm=False, norm_output=False),
+        "eagle1": eagle(form="eagle1"),
+        "draft": draft(2, 256, 704),
+        "draft_kl": draft(2, 256, 704, "kl"),
+        "draft_deep": draft(3, 256, 512),
+        "draft_slim": draft(4, 192, 512),
+        "medusa": medusa(4, 2),
+        "medusa_mix": medusa(4, 2, "mix"),
+        "medusa_deep": medusa(4, 4),
+        "medusa_deep_mix": medusa(4, 4, "mix"),
+        "medusa_deep_greedy": medusa(4, 4, "greedy"),
+        "medusa_six": medusa(4, 6),
+        "medusa_six_greedy": medusa(4, 6, "greedy"),
+        "medusa_five": medusa(5, 5),
+        "medusa_eight": medusa(3, 8),
+    }

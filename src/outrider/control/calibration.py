@@ -1,0 +1,125 @@
+"""A policy that times forwards and proposals of every size in turn, before anybody waits for them. No torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from outrider.control.costs import Costs
+from outrider.control.policy import Load, RoundStats
+from outrider.core import Arm, Drafts, Plan
+
+__all__ = ["Calibration"]
+
+# Draft nodes beside the one row of plain decoding. The sizes that say most come first: a slow model has time for few.
+_NODES = (0, 7, 15, 3, 1, 31, 11, 5, 2, 23, 63, 47)
+_PROPOSALS = (8, 2)  # nodes that every drafter is timed with, in this order
+_FIRST_FORWARDS = 2  # sizes of forwards that are timed before any proposal
+_WARM_UP = 12  # rounds
+_PASSES = 3  # over all sizes, so that no disturbance hits one size alone
+_REPEATS = 2  # rounds of a size in one pass; the first is not counted, because a drafter catches up in it
+_WEIGHT = 4  # observations that one calibrated time counts for in the cost table
+
+
+class _Measurement(NamedTuple):
+    nodes: int
+    arm: int | None  # None: the draft is made up, and the target's forward is timed
+    counts: bool
+
+
+class Calibration:
+    """Times forwards of growing row counts and proposals of every drafter, until all are timed or the deadline passes.
+
+    The tokens of a draft whose forward is timed are made up: whether they are accepted does not matter, and the
+    output of the requests that carry them is discarded.
+    """
+
+    def __init__(
+        self,
+        arms: Seq[Arm],
+        costs: Costs,
+        forwards: bool = True,
+        deadline: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.arms = arms
+        self._costs = costs
+        self._deadline, self._clock = deadline, clock
+        self._pending = [_Measurement(0, None, counts=False)] * _WARM_UP
+        self._pending += [
+            _Measurement(*size, counts=repeat > 0) for size in _sizes(arms, forwards) * _PASSES for repeat in range(_REPEATS)
+        ]
+        self._seconds: dict[tuple[int | None, int], float] = {}  # (arm, size) -> the minimum: noise only adds time
+        self._overhead = math.inf  # seconds of a round beside the forward and the proposal
+        self._current: _Measurement | None = None
+        self._load: Load | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Tokens a request must have room for: one a round, those that may be accepted, and the last draft."""
+        accepted = sum(pending.nodes for pending in self._pending if self._is_whole(pending.arm))
+        return len(self._pending) + accepted + max(_NODES) + 2
+
+    @property
+    def done(self) -> bool:
+        return not self._pending
+
+    def arms_named(self, method: str) -> list[int]:  # noqa: ARG002
+        return []
+
+    def plan(self, load: Load) -> Plan:
+        self._load, self._current = load, None
+        if all(load.room) and self._pending:  # every sequence has read its prompt
+            self._current = self._pending.pop(0)
+        nodes, arm = (0, None) if self._current is None else self._current[:2]
+        lengths = tuple(min(nodes, room) for room in load.room)
+        # Rounds of one kind may overlap, as they do in service.
+        again = bool(self._pending) and self._pending[0][:2] == (nodes, arm) and (arm is not None or not nodes)
+        return Plan(lengths, arms=(arm or 0,) * len(load.room), whole=self._is_whole(arm), again=again)
+
+    def _is_whole(self, arm: int | None) -> bool:
+        return arm is not None and self.arms[arm].ahead
+
+    def select(self, drafts: Drafts, load: Load) -> Drafts:
+        if self._current is not None and self._is_whole(self._current.arm):
+            return drafts  # its verification has been launched already
+        if self._current is None or self._current.arm is not None:
+            return Drafts.empty(len(load.room))
+        return Drafts.chains([[0] * min(self._current.nodes, room) for room in load.room])
+
+    def observe(self, stats: RoundStats) -> None:
+        if self._current is None or self._load is None:
+            return
+        nodes, arm, counts = self._current
+        if counts:
+            key, seconds = ((arm, stats.rows), stats.forward_s) if arm is None else ((arm, nodes), stats.propose_s)
+            self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
+            self._overhead = min(self._overhead, stats.rest_s)
+        if self._clock() >= self._deadline:
+            self._pending.clear()
+        if self.done and self._seconds:
+            self._enter(self._load)
+
+    def _enter(self, load: Load) -> None:
+        """Write what was timed into the cost table."""
+        for _ in range(_WEIGHT):
+            self._costs.observe_rest(len(load.room), self._overhead)
+        for (arm, size), seconds in self._seconds.items():
+            for _ in range(_WEIGHT):
+                if arm is None:
+                    self._costs.observe_forward(size, load.context, seconds)
+                else:
+                    self._costs.observe_proposal(self.arms[arm].name, len(load.room), size, seconds)
+
+    def forget(self, key: Hashable) -> None:
+        pass
+
+
+def _sizes(arms: Seq[Arm], forwards: bool) -> list[tuple[int, int | None]]:
+    """(nodes, arm) of one pass, in the order in which they are timed."""
+    nodes = [(count, None) for count in _NODES] if forwards else []
+    long, short = ([(min(count, arm.most), i) for i, arm in enumerate(arms)] for count in _PROPOSALS)
+    return [*nodes[:_FIRST_FORWARDS], *long, *nodes[_FIRST_FORWARDS:], *short]

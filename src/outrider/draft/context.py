@@ -1,0 +1,71 @@
+"""What a drafter is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from outrider.cache import KVPool
+from outrider.config import SpeculationConfig
+from outrider.draft.options import declared, read_options
+from outrider.errors import InvalidParameter
+from outrider.model import LoadOptions, Runner, locate
+from outrider.text import Tokenizer
+
+if TYPE_CHECKING:
+    from outrider.draft.protocol import Drafter
+
+__all__ = ["DraftContext", "weights_directory"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """The settings, the target, and how to load another model beside it."""
+
+    config: SpeculationConfig
+    target: Runner
+    directory: Path  # of the target
+    load_options: LoadOptions
+    load_model: Callable[[Path], Runner]  # a draft model, its KV in as many pages as the target's
+    tokenizer: Tokenizer | None = None  # the target's
+
+    def options(self, kind: type[T]) -> T:
+        """The drafter's own settings, checked, as the dataclass it declares."""
+        return kind(**read_options(self.config.method, declared(kind), self.config.options))
+
+    def nested(self) -> list[Drafter]:
+        """The drafters that this one is made of, built."""
+        return [self.build(config) for config in self.config.nested()]
+
+    def build(self, config: SpeculationConfig) -> Drafter:
+        """Another drafter for the same target."""
+        from outrider.draft.registry import build_drafter  # the registry knows every drafter, and some are made of others
+
+        return build_drafter(replace(self, config=config))
+
+    def weights(self, folder: str) -> Path:
+        """The directory that the settings name, or the one that lies beside the target's weights."""
+        return weights_directory(self.config, self.directory, folder)
+
+    def pool_like_the_target(self, kv_heads: int, head_dim: int) -> KVPool:
+        """One layer of KV in the target's pages."""
+        pool = self.target.pool
+        return KVPool(1, pool.pages, kv_heads, pool.page_size, head_dim)
+
+
+def weights_directory(config: SpeculationConfig, target: Path, folder: str) -> Path:
+    """Where a drafter's weights are: the directory that its settings name, or a folder beside the target's weights."""
+    if config.model is not None:
+        return locate(config.model)
+    directory, method = target / folder, config.method
+    if not (directory / "config.json").exists():
+        raise InvalidParameter(
+            f"{folder}_model" if folder == "draft" else "model",
+            f"method {method!r} needs the directory or hub id of its weights: {target} brings none in {folder}/; "
+            f"pass --method {method} --draft-model DIR, or in Python speculation={{'method': {method!r}, 'model': DIR}}",
+        )
+    return directory

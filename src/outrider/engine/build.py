@@ -1,0 +1,175 @@
+"""Building an engine from settings: the target and where it runs, then a drafter, a policy and the engine itself.
+
+Each step takes the finished result of the one before, so nothing half-built can be seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.cache import KVPool, PageTable
+from outrider.config import EngineConfig, SpeculationConfig
+from outrider.control import Adaptive, Costs, FixedLength, Policy
+from outrider.draft import DraftContext, build_drafter
+from outrider.draft.auto import arms_of
+from outrider.draft.resolve import resolve_drafters
+from outrider.engine.costs_file import costs_path, known_acceptance
+from outrider.engine.device import Device
+from outrider.engine.engine import Engine
+from outrider.errors import InvalidParameter
+from outrider.model import Decoder, LoadOptions, ModelConfig, Runner, load_decoder, locate
+from outrider.model.load import INT8, generation_defaults, is_int8, usable_ids
+from outrider.model.runner import kv_value_bytes
+from outrider.ops import find_core, missing_core
+from outrider.platform import guard, memory_bytes
+from outrider.text import Tokenizer
+
+__all__ = ["Built", "Settings", "Target", "build_engine", "load_target"]
+
+_log = logging.getLogger("outrider")
+_KV_SHARE_OF_MEMORY = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an LLM is loaded with; checked, and nothing is loaded yet."""
+
+    model: str
+    speculation: SpeculationConfig
+    sizes: EngineConfig
+    device: Device
+    dtype: str = "auto"
+    load_format: str = "safetensors"
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model that was loaded, where it runs, and what requests to it are checked against."""
+
+    directory: Path
+    device: Device
+    load_options: LoadOptions
+    sizes: EngineConfig  # with the context length resolved
+    pages: int
+    runner: Runner
+    tokenizer: Tokenizer | None
+    defaults: Mapping[str, Any]  # sampling parameters of its generation_config.json
+    eos: frozenset[int]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.runner.decoder.config
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.sizes.max_model_len is not None
+        return self.sizes.max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine, and what the LLM around it keeps beside it."""
+
+    engine: Engine
+    speculation: SpeculationConfig  # with every drafter named
+    draft_runners: list[Runner]
+    costs_path: Path | None  # where what the controller has learned is kept
+
+
+def load_target(settings: Settings) -> Target:
+    """The model, its tokenizer and its KV memory."""
+    device, sizes = settings.device, settings.sizes
+    directory = locate(settings.model, settings.revision)
+    options = LoadOptions(settings.dtype, settings.load_format, widen=not guard().bf16_products)
+    decoder = load_decoder(directory, options)
+    config = decoder.config
+    sizes = replace(sizes, max_model_len=min(sizes.max_model_len or config.context, config.context))
+    tokenizer = Tokenizer.load(directory)
+    defaults, eos = generation_defaults(directory, config)
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        eos |= usable_ids({tokenizer.eos_id}, config, directory / "tokenizer_config.json")
+    speculation = resolve_drafters(settings.speculation, directory, device.is_gpu)
+    pages = _page_count(device, sizes, config, speculation, directory)
+    runner = _runner(decoder, device, pages, sizes.page_size)
+    if not device.is_gpu and (missing := missing_core()) is not None:
+        _log.warning("the native core is not in use, so torch decodes, slower and with the same promises: %s", missing)
+    return Target(directory, device, options, sizes, pages, runner, tokenizer, defaults, eos)
+
+
+def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTable | None = None) -> Built:
+    """An engine for the target. With `pages` it shares the KV memory of another, whose graphs are captured already."""
+    speculation = resolve_drafters(speculation, target.directory, target.device.is_gpu)
+    draft_runners: list[Runner] = []
+
+    def load_model(directory: Path) -> Runner:
+        draft_runners.append(_draft_runner(target, speculation, directory))
+        return draft_runners[-1]
+
+    runner, device = target.runner, target.device
+    context = DraftContext(speculation, runner, target.directory, target.load_options, load_model, target.tokenizer)
+    drafter = build_drafter(context)
+    measured = Costs()
+    if device.is_gpu and pages is None:
+        length = max(config.draft_tokens if config.method != "none" else 0 for config in speculation.flat())
+        measured = device.warm_up(runner, draft_runners, drafter.needs.taps, target.sizes.max_num_seqs, length)
+    policy, path = _policy(target, speculation, measured)
+    return Built(Engine(runner, target.tokenizer, drafter, policy, target.sizes, pages), speculation, draft_runners, path)
+
+
+def _policy(target: Target, speculation: SpeculationConfig, measured: Costs) -> tuple[Policy, Path | None]:
+    """Fixed lengths for a method that was named; the controller, and the file of its costs, for `auto`."""
+    if speculation.method != "auto":
+        length = speculation.draft_tokens if speculation.method != "none" else 0
+        return FixedLength(length, speculation.rule), None
+    path = costs_path(target.directory, target.runner)
+    costs = Costs.load(path)
+    if measured.knows_forward:  # a GPU's graphs, just now
+        measured.accepted = costs.accepted
+        costs = measured
+    costs.accepted = costs.accepted or known_acceptance(target.directory)
+    return Adaptive(arms_of(speculation.nested(), target.device.is_gpu), costs), path
+
+
+def _draft_runner(target: Target, speculation: SpeculationConfig, directory: Path) -> Runner:
+    """Load a draft model, its KV in as many pages as the target's.
+
+    Stored in int8 it is served so where it can: it only guesses, and the target decides.
+    """
+    changes = {key: speculation.options[key] for key in ("dtype", "load_format") if key in speculation.options}
+    options, device = target.load_options, target.device
+    if options.dtype == "auto" and not device.is_gpu and find_core()[0] is not None and is_int8(directory):
+        changes = {"dtype": INT8} | changes
+    decoder = load_decoder(directory, replace(options, **changes))
+    return _runner(decoder, device, target.pages, target.sizes.page_size, target.runner)
+
+
+def _runner(decoder: Decoder, device: Device, pages: int, page_size: int, target: Runner | None = None) -> Runner:
+    """A model and its KV where it runs; a draft model knows its target."""
+    if device.is_gpu:
+        return device.runner(decoder, pages, page_size, target)
+    c = decoder.config
+    # one page more than the page table knows: rows that fill up a block write there
+    return Runner(decoder, KVPool(c.layers, pages + 1, c.kv_heads, page_size, c.head_dim))
+
+
+def _page_count(device: Device, sizes: EngineConfig, config: ModelConfig, speculation: SpeculationConfig, directory: Path) -> int:
+    """Pages for every sequence at full length, or as many as the memory allows."""
+    assert sizes.max_model_len is not None
+    if device.is_gpu:
+        drafters = list(speculation.flat())
+        drafts = [drafter.model or str(directory / "draft") for drafter in drafters if drafter.method == "draft_model"]
+        heads = [drafter for drafter in drafters if drafter.method in ("eagle", "medusa")]  # a layer each, or less
+        models = [config, *(ModelConfig.read(locate(name)) for name in drafts), *(replace(config, layers=1) for _ in heads)]
+        return device.page_count(sizes, models, sizes.max_model_len)
+    value_bytes = kv_value_bytes(config, sizes.page_size)
+    page_bytes = sizes.page_size * KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim, value_bytes)
+    budget = sizes.kv_bytes or int(_KV_SHARE_OF_MEMORY * memory_bytes())
+    count = min(sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size), budget // page_bytes)
+    if count < 1:
+        raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {page_bytes} bytes; raise it")
+    return count

@@ -1,0 +1,127 @@
+"""A model's weight files, their headers and their tensors. Nothing here knows a decoder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.checks import shown
+from outrider.errors import ModelError
+from outrider.model.fields import Fields, read_json
+
+__all__ = ["INDEX", "SCALE", "Header", "is_int8", "quantised", "read_headers", "read_tensors", "weight_files"]
+
+INDEX = "model.safetensors.index.json"
+SCALE = ".scale"  # int8 weights carry a float32 scale per output row beside them
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_IDS = ("d2t", "t2d")  # of EAGLE heads: a map of token ids, no weights
+
+
+class Header(NamedTuple):
+    """The metadata of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as torch names it
+    file: str
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory: those its index names, or all."""
+    index = directory / INDEX
+    files = [directory / name for name in _indexed(index)] if index.exists() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        pickled = sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
+        why = f" ({pickled[0].name} is a pickle, which can run code; convert it to safetensors)" if pickled else ""
+        raise ModelError(f"{directory} holds no *.safetensors{why}")
+    for file in files:
+        if not file.exists():
+            raise ModelError(f"{file} is missing, but {index.name} names it")
+    return files
+
+
+def _indexed(index: Path) -> list[str]:
+    """File names in an index. They lie beside it: a path that leads elsewhere is refused."""
+    fields = Fields(read_json(index), str(index))
+    names = set()
+    for tensor, name in fields.mapping("weight_map").items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name or "\0" in name:
+            raise ModelError(f"{index}: {tensor!r} must be in a *.safetensors file of this folder, got {shown(name)}")
+        names.add(name)
+    if not names:
+        raise ModelError(f"{index} lacks a 'weight_map' that names the files of the tensors")
+    return sorted(names)
+
+
+def read_headers(directory: Path) -> dict[str, Header]:
+    """Shape, dtype and file of every tensor; the scales of int8 weights are left out."""
+    headers: dict[str, Header] = {}
+    for path in weight_files(directory):
+        with _opened(path) as file:
+            for name, dtype in _dtypes(file, path).items():
+                if name in headers:
+                    raise ModelError(f"{path} holds {name!r}, and so does {headers[name].file}")
+                headers[name] = Header(tuple(file.get_slice(name).get_shape()), dtype, path.name)
+    return headers
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor, str]]:
+    """Every stored (name, tensor, file name) of a directory; int8 weights are dequantised on the way."""
+    for path in weight_files(directory):
+        with _opened(path) as file:
+            for name, dtype in _dtypes(file, path).items():
+                tensor = file.get_tensor(name)
+                if dtype == "int8":
+                    tensor = tensor.float() * file.get_tensor(name + SCALE).float()[:, None]
+                yield name, tensor, path.name
+
+
+def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as int8 and the scale of each row, as `read_tensors` reads them."""
+    scale = (tensor.float().abs().amax(1) / 127.0).clamp_min(1e-12)
+    return (tensor.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def is_int8(directory: Path) -> bool:
+    """Whether a directory's matrices are stored in int8."""
+    with contextlib.suppress(ModelError), _opened(weight_files(directory)[0]) as file:
+        return any(name.endswith(SCALE) for name in file.keys())  # noqa: SIM118 (not a dict)
+    return False
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        if path.is_dir():
+            raise ModelError(f"{path} cannot be read: it is a directory, not a safetensors file")
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ModelError(f"{path} cannot be read (truncated or corrupt?): {error}") from None
+
+
+def _dtypes(file: Any, path: Path) -> dict[str, str]:
+    """The dtype of each tensor: floating point, or int8 with a scale for each row beside it. Others are refused."""
+    parts = {name: file.get_slice(name) for name in sorted(file.keys())}
+    dtypes: dict[str, str] = {}
+    for name, part in parts.items():
+        if name.endswith(SCALE) and name.removesuffix(SCALE) in parts:
+            continue
+        stored, shape = part.get_dtype(), part.get_shape()
+        if stored == "I8" and len(shape) == 2 and (scale := parts.get(name + SCALE)) is not None:
+            if scale.get_shape() != shape[:1] or scale.get_dtype() not in _FLOATS:
+                raise ModelError(f"{path}: {name + SCALE!r} must be {shape[0]} floats, not {scale.get_shape()}")
+            dtypes[name] = "int8"
+        elif stored in _FLOATS or name in _IDS:
+            dtypes[name] = _FLOATS.get(stored, stored)
+        else:
+            raise ModelError(
+                f"{path}: {name!r} is stored as {stored}, so the weights are quantised in a way that Outrider does not read; "
+                f"known: {', '.join(_FLOATS.values())}, and int8 with a {SCALE!r} tensor beside each matrix"
+            )
+    return dtypes

@@ -1,0 +1,75 @@
+"""Matrix products by torch on a CPU: widths are padded, and matrices are packed for oneDNN where it supports that.
+
+Without packing, oneDNN reorders a matrix in every call, which takes longer than the product of one row. Odd widths are
+padded with zeros, because libraries treat the rows of such a product differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.ops.row_counts import BLOCK, Counts, agreeing_counts, cancelling, in_counts
+
+__all__ = ["Product"]
+
+_WIDTH = 32  # widths become multiples of it: rows of either dtype then lie on whole cache lines
+
+
+class Product:
+    """x times a matrix (columns, inner) transposed, plus a bias. A row's bits do not depend on the other rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._columns, inner = weight.shape
+        self._missing = -inner % _WIDTH
+        padded, padded_bias = weight.detach().contiguous(), None if bias is None else bias.detach()
+        if self._missing or self._columns % _WIDTH:
+            padded = F.pad(padded, (0, self._missing, 0, -self._columns % _WIDTH))
+            padded_bias = None if padded_bias is None else F.pad(padded_bias, (0, -self._columns % _WIDTH))
+        self._shape = (padded.shape[0], padded.shape[1])
+        self._dtype, self._biased = weight.dtype, bias is not None
+        self._multiply = _multiplication(padded, padded_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(rows, columns) of (rows, inner), in the matrix's dtype."""
+        x = x.to(self._dtype)
+        if self._missing:
+            x = F.pad(x, (0, self._missing))
+        counts = _counts(self._shape, self._dtype, self._biased, torch.get_num_threads())
+        out = in_counts(x, counts, self._multiply)
+        return out if out.shape[1] == self._columns else out[:, : self._columns].contiguous()
+
+
+def _multiplication(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if not _can_pack(weight.dtype):
+        return lambda x: F.linear(x, weight, bias)
+    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK), torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, bias, "none", [], "")
+
+
+@lru_cache(maxsize=8)
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch and this processor have packed products of the dtype."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(_WIDTH, _WIDTH, dtype=dtype), BLOCK)
+        torch.ops.mkldnn._linear_pointwise(torch.zeros(BLOCK, _WIDTH, dtype=dtype), packed, None, "none", [], "")
+    except (AttributeError, RuntimeError):  # not in this build; not for this dtype or processor
+        return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _counts(shape: tuple[int, int], dtype: torch.dtype, biased: bool, threads: int) -> Counts:
+    """Row counts for a matrix of that shape; `threads` is what torch uses now, by which libraries cut products."""
+    del threads
+    columns, inner = shape
+    rows, weight_rows = cancelling(inner)
+    weight = weight_rows.repeat(-(-columns // len(weight_rows)), 1)[:columns].to(dtype).contiguous()
+    bias = weight_rows[0, :1].expand(columns).to(dtype).contiguous() if biased else None
+    return agreeing_counts(rows.to(dtype), _multiplication(weight, bias))

@@ -1,0 +1,202 @@
+"""The networks to train for a target: their shapes, and fresh weights for each of them.
+
+The networks themselves are defined in `heads/` and `model/`, once for training and serving.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import InvalidParameter
+from outrider.heads import (
+    EAGLE1,
+    EAGLE3,
+    Borrowed,
+    EagleConfig,
+    EagleHead,
+    MedusaConfig,
+    MedusaHeads,
+    default_taps,
+)
+from outrider.model import Decoder, ModelConfig, Rope
+from outrider.train.frozen import FrozenTarget
+from outrider.train.losses import Divergence
+from outrider.train.networks import DraftModelNetwork, EagleNetwork, MedusaNetwork
+from outrider.train.unroll import usable_chain
+
+__all__ = [
+    "DecoderShape",
+    "EagleShape",
+    "MedusaShape",
+    "initialise",
+    "new_decoder",
+    "new_draft",
+    "new_eagle",
+    "new_medusa",
+    "set_vocabulary",
+]
+
+_FRESH = 0.03  # root mean square of a fresh embedding
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The size of a decoder to train: a draft model, or a target."""
+
+    layers: int = 12
+    hidden: int = 512
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 1408
+    vocab: int = 8192
+    context: int = 2048
+    tied: bool = True
+
+    def config(self, eos: int) -> ModelConfig:
+        """The decoder's configuration; weights are stored for bfloat16."""
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            rule = f"{self.heads} must divide hidden {self.hidden} and be a multiple of kv_heads {self.kv_heads}"
+            raise InvalidParameter("heads", rule)
+        return ModelConfig(
+            architecture="LlamaForCausalLM",
+            vocab=self.vocab,
+            hidden=self.hidden,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.hidden // self.heads,
+            ffn=self.ffn,
+            context=self.context,
+            rope=Rope(theta=10000.0),
+            tied=self.tied,
+            windows=(None,) * self.layers,
+            dtype="bfloat16",
+            eos_ids=(eos,),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EagleShape:
+    """An EAGLE head to train. Empty and 0 mean: as in the target."""
+
+    form: str = EAGLE3
+    taps: tuple[int, ...] = ()
+    heads: int = 0
+    kv_heads: int = 0
+    ffn: int = 0
+    own_output: bool = False
+    draft_vocab: int = 0  # tokens of a reduced vocabulary, the most frequent ones
+    fc_norm: bool = True
+    norm_output: bool = True
+    norm_before_residual: bool = False
+
+    def config(self, target: ModelConfig) -> EagleConfig:
+        """The head's configuration for a target."""
+        if self.form not in (EAGLE1, EAGLE3):
+            raise InvalidParameter("form", f"unknown {self.form!r}; known: {EAGLE1}, {EAGLE3}")
+        wide = self.form == EAGLE3
+        shape = replace(
+            target,
+            architecture="LlamaForCausalLM",
+            layers=1,
+            heads=self.heads or target.heads,
+            kv_heads=self.kv_heads or target.kv_heads,
+            ffn=self.ffn or target.ffn,
+            windows=(None,),
+            qk_norm=False,
+            attention_bias=False,
+            output_bias=False,
+            mlp_bias=False,
+        )
+        return EagleConfig(
+            shape=shape,
+            target_hidden=target.hidden,
+            taps=(self.taps or default_taps(target.layers)) if wide else (target.layers,),
+            form=self.form,
+            draft_vocab=self.draft_vocab or None,
+            own_output=self.own_output or bool(self.draft_vocab),
+            fc_bias=not wide,
+            fc_norm=wide and self.fc_norm,
+            norm_output=wide and self.norm_output,
+            norm_before_residual=wide and self.norm_before_residual,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaShape:
+    """Medusa heads to train; the output matrix is the target's."""
+
+    heads: int = 4
+    blocks: int = 1
+
+
+def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder:
+    """A decoder with fresh float32 weights."""
+    decoder = Decoder(config)
+    initialise(decoder, seed)
+    return decoder.to(device)
+
+
+def new_draft(target: FrozenTarget, shape: DecoderShape, kind: Divergence, seed: int) -> DraftModelNetwork:
+    """A fresh draft model; its embedding starts as the main directions of the target's."""
+    shape = replace(shape, vocab=target.config.vocab, context=target.config.context)
+    config = shape.config(target.config.eos_ids[0])
+    decoder = new_decoder(config, seed, target.decoder.norm.device)
+    if config.hidden < target.config.hidden:
+        table = target.decoder.embedding.detach().float()
+        directions = torch.linalg.eigh(table.T @ table).eigenvectors  # ascending
+        start = table @ directions[:, -config.hidden :]
+        with torch.no_grad():  # at the scale of a fresh one: a tied model would start by repeating its input
+            decoder.embedding.copy_(start * (_FRESH / start.pow(2).mean().sqrt()))
+    return DraftModelNetwork(decoder, kind)
+
+
+def new_eagle(target: FrozenTarget, shape: EagleShape, kind: Divergence, seed: int, depths: int = 6) -> EagleNetwork:
+    """A fresh EAGLE head. A reduced vocabulary is set by `set_vocabulary` before training."""
+    device = target.decoder.norm.device
+    borrowed = Borrowed.of(target.decoder)
+    head = EagleHead(shape.config(target.config), borrowed)
+    initialise(head, seed)
+    with torch.no_grad():
+        if head.norm is not None:  # the norm that the target's output matrix was trained with
+            head.norm.copy_(borrowed.norm)
+        if head.config.own_output:
+            head.output.copy_(borrowed.output[: head.config.outputs])
+    return EagleNetwork(head.to(device), kind, depths, fast=usable_chain(device))
+
+
+def set_vocabulary(network: EagleNetwork, target: FrozenTarget, counts: Tensor) -> None:
+    """Let a head with a reduced vocabulary propose the most frequent tokens of (V,) counts."""
+    head = network.module
+    if head.vocab_ids is None:
+        return
+    ids = counts.topk(head.config.outputs).indices.sort().values.to(head.vocab_ids.device)
+    with torch.no_grad():
+        head.vocab_ids.copy_(ids)
+        head.output.copy_(Borrowed.of(target.decoder).output[ids])
+
+
+def new_medusa(target: FrozenTarget, shape: MedusaShape, kind: Divergence) -> MedusaNetwork:
+    """Fresh Medusa heads: the blocks are zero, so every head starts as the target's output."""
+    config = MedusaConfig(target.config.hidden, target.config.vocab, target.config.layers, shape.heads, shape.blocks)
+    return MedusaNetwork(MedusaHeads(config, Borrowed.of(target.decoder)).to(target.decoder.norm.device), kind)
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """Fresh weights: small normals, zero where a sublayer joins the residual stream, norms at one.
+
+    Embeddings and outputs are small normals too; callers that have better ones copy them afterwards.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            last = name.rsplit(".", 1)[-1]
+            if last in ("out", "down") or name.startswith("weights."):
+                param.zero_()
+            elif param.dim() > 1:
+                std = 0.02 if last in ("embedding", "output") else 0.5 / math.sqrt(param.shape[-1])
+                param.copy_(torch.randn(param.shape, generator=generator) * std)

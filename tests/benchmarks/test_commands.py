@@ -1,0 +1,55 @@
+"""Maintainers' benchmarks as commands: real processes that end in one JSON report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.ops import find_core
+from tests.support import write_family, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("benchmarks")
+    write_tokenizer(root)
+    return ["--model", str(write_family(root, "llama2", vocab_size=300)), "--load-format", "dummy"]
+
+
+def test_round(model: list[str]) -> None:
+    result = json.loads(benchmark("round", *model, "--rounds", "20").stdout)
+    assert [row["temperature"] for row in result["rounds"]] == [0.0, 0.8]
+    assert all(0 < row["outside_us"] < row["total_us"] for row in result["rounds"])
+    assert result["noise"]["rows"] == 16
+
+
+def test_loss(tmp_path: Path) -> None:
+    """Rows and weights in int8 cost far less than 1 % of the loss."""
+    if find_core()[0] is None:
+        pytest.skip(find_core()[1])
+    data = tmp_path / "texts.jsonl"
+    data.write_text(json.dumps({"text": "import os\n\n\ndef names(path):\n    return sorted(os.listdir(path))\n" * 4}))
+    rows = json.loads(benchmark("loss", str(data)).stdout)["rows"]
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16", "int8"]
+    assert rows[0]["tokens"] > 50
+    assert all(abs(row["change"]) < 0.01 for row in rows)
+    assert len({row["loss"] for row in rows}) == 3
+
+
+def test_forward() -> None:
+    settings = ["--models", "draft", "--rows", "1,3", "--context", "8", "--repeats", "2", "--dtypes", "bfloat16"]
+    result = json.loads(benchmark("forward", *settings).stdout)
+    assert result["context"] == 8
+    assert [list(row["ms"]) for row in result["results"]] == [["1", "3"]]
+    assert all(ms > 0 for ms in result["results"][0]["ms"].values())

@@ -1,0 +1,169 @@
+"""A config.json may hold anything: it gives a typed error that names the field, or a model that decodes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from outrider.engine.llm import LLM
+from outrider.errors import ModelError, OutriderError
+from outrider.model import LoadOptions, ModelConfig, load_decoder
+from outrider.sampling import SamplingParams
+from tests.support import BASE, FAMILIES, write_family
+
+_FIELDS = [
+    *("architectures", "attention_bias", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size"),
+    *("intermediate_size", "layer_types", "max_position_embeddings", "max_window_layers", "mlp_bias", "num_attention_heads"),
+    *("num_hidden_layers", "num_key_value_heads", "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling"),
+    *("rope_theta", "sliding_window", "tie_word_embeddings", "torch_dtype", "use_sliding_window", "vocab_size"),
+]
+_ROPE = ["rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_theta"]
+_NUMBERS = [0, -1, 1, 2, 3, 5, 7, 16, 10**12, 2**31, 2**63, 10**400, 0.0, 0.5, -1.5, 1e-320, 1e308, math.nan, math.inf, -math.inf]
+_OTHERS = [None, True, False, "", "float16", "linear", "llama3", "x" * 5000, [], [1], ["full_attention"] * 2, [[]], {}, {"a": 1}]
+_values = st.sampled_from([*_NUMBERS, *_OTHERS])
+_rope = st.dictionaries(st.sampled_from(_ROPE), _values, min_size=1, max_size=3)
+_changes = st.dictionaries(st.sampled_from(_FIELDS), st.one_of(_values, _rope), min_size=1, max_size=2)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(sorted(FAMILIES)), _changes)
+@example("llama2", {"num_attention_heads": 1, "num_key_value_heads": 2})
+@example("llama2", {"num_key_value_heads": 8})
+@example("llama2", {"head_dim": 10**12})
+@example("llama2", {"num_hidden_layers": 10**9})
+@example("mistral", {"sliding_window": 0})
+@example("llama3", {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}})
+def test_mutated_configs_load_or_say_why(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    directory = write_family(tmp_path / "model", family, **changes)
+    sizes: dict[str, Any] = {"max_model_len": 24, "max_num_seqs": 1, "page_size": 8, "speculation": "none"}
+    try:
+        llm = LLM(directory, load_format="dummy", **sizes)
+    except OutriderError as error:
+        assert len(str(error)) < 600  # noqa: PT017 (either outcome is right)
+        return
+    tokens = llm.generate([[1, 0, 1]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids
+    assert all(0 <= token < llm.config.vocab for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 1, "num_key_value_heads": 2}, r"num_key_value_heads must be in \[1, 1\], got 2"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 8}, "num_key_value_heads must divide"),
+        ({"num_key_value_heads": 0}, r"num_key_value_heads must be in \[1, 4\], got 0"),
+        ({"head_dim": 10**12}, r"head_dim must be in \[2, 1024\], got 1000000000000"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size must be a multiple of num_attention_heads"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be in \[1, 1024\]"),
+        ({"hidden_size": -48}, "hidden_size must be in"),
+        ({"hidden_size": "48"}, "hidden_size must be an integer in .*got '48'"),
+        ({"vocab_size": 1}, r"vocab_size must be in \[2, "),
+        ({"vocab_size": True}, "vocab_size must be an integer"),
+        ({"sliding_window": 0}, r"sliding_window must be in \[1, "),
+        ({"rope_theta": math.nan}, "rope_theta must be in .*got nan"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, "rope_scaling: factor must be in .*got inf"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 8.0}}, "low_freq_factor must be below high_freq_factor"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention for each of the 2"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be True or False"),
+        ({"dtype": "int4"}, "dtype 'int4' is not supported; known: float32, bfloat16, float16"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+    ],
+)
+def test_each_field_says_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=rf"^somewhere/config\.json: .*{message}"):
+        ModelConfig.from_hf(BASE | FAMILIES["llama2"] | changes, "somewhere/config.json")
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_it_takes_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.model.load.memory_bytes", lambda: 16 * 2**30)
+    directory = write_family(tmp_path, "llama2", hidden_size=2**17, num_hidden_layers=1024, head_dim=64, intermediate_size=2**20)
+    with pytest.raises(ModelError, match=r"needs [\d,.]+ GiB for its weights .* this machine has"):
+        load_decoder(directory, LoadOptions(load_format="dummy"))
+    directory = write_family(tmp_path, "llama2", max_position_embeddings=2**24, head_dim=256)
+    with pytest.raises(ModelError, match="rotary tables of 16,777,216 positions"):
+        load_decoder(directory, LoadOptions(load_format="dummy"))
+
+
+def test_shapes_are_compared_before_the_decoder_takes_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"vocab_size": 2**22, "hidden_size": 512}))
+    monkeypatch.setattr("outrider.model.decoder.Decoder.to_empty", lambda *_, **__: pytest.fail("memory was taken"))
+    with pytest.raises(ModelError, match=r"model\.safetensors: '.*' has shape \(.*\), config\.json asks for \(.*\)"):
+        load_decoder(saved)
+
+
+@pytest.mark.parametrize(("stored", "served"), [("float16", "bfloat16"), ("float64", "float32")])
+def test_another_precision_than_the_stored_one_is_said(
+    saved: Path, caplog: pytest.LogCaptureFixture, stored: str, served: str
+) -> None:
+    file = saved / "model.safetensors"
+    save_file({name: tensor.to(getattr(torch, stored)) for name, tensor in load_file(file).items()}, file)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    assert load_decoder(saved).config.dtype == served
+    assert f"stored as {stored}, served as {served}" in caplog.text
+    assert ("dtype=float32 keeps more of it" in caplog.text) == (served != "float32")
+    caplog.clear()
+    load_decoder(saved, LoadOptions(dtype="float32"))
+    assert not caplog.text
+
+
+def test_a_config_that_names_less_precision_than_is_stored_is_told(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = saved / "model.safetensors"
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert load_decoder(saved).config.dtype == "bfloat16"
+    assert "stored as float32, served as bfloat16" in caplog.text
+    caplog.clear()
+    norms_apart = {name: own if own.dim() == 1 else own.bfloat16() for name, own in load_file(file).items()}
+    save_file(norms_apart, file)
+    load_decoder(saved)
+    assert not caplog.text, "norms are often stored apart in float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats_are_refused(saved: Path, dtype: torch.dtype) -> None:
+    file = saved / "model.safetensors"
+    save_file({name: tensor.to(dtype) if tensor.dim() == 2 else tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ModelError, match=r"model\.safetensors: '.*' is stored as .*quantised"):
+        load_decoder(saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "settings_of_it", "name"),
+    [
+        ("quantization_config", {"quant_method": "awq", "bits": 4}, "awq"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
+        ("quantization_config", {"quant_method": "fp8"}, "fp8"),
+        ("quantization_config", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
+        ("quantization_config", {"load_in_4bit": True}, "bitsandbytes"),
+        ("quantization_config", {}, "quantised"),
+        ("quantization_config", "awq", "awq"),
+        ("compression_config", {"format": "int-quantized"}, "int-quantized"),
+    ],
+)
+def test_quantised_models_are_refused_by_name(saved: Path, key: str, settings_of_it: Any, name: str) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {key: settings_of_it}))
+    with pytest.raises(ModelError, match=f"quantised with .*{name}|{name}.*unquantised"):
+        load_decoder(saved)
+
+
+def test_quantised_folders_with_a_plain_config_are_refused(saved: Path) -> None:
+    (saved / "quantize_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"quantised \(quantize_config\.json\)"):
+        load_decoder(saved)
