@@ -17,7 +17,7 @@ from outrider.bench.client import Level, ServedAnswer, Target
 from outrider.bench.serve import bench_server, parse_goodput, summarise_level
 from outrider.cli import app
 from outrider.errors import InvalidParameter, OutriderError
-from tests.bench.server import stand_in
+from tests.support.openai_server import stand_in
 
 pytest.importorskip("httpx", reason="bench serve needs httpx: pip install 'outrider[bench]'")
 QUIET = Console(file=io.StringIO())

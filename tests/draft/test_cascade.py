@@ -18,8 +18,8 @@ from outrider.draft.suffix import SuffixDrafter
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
-from tests.engine.test_same_tokens import random_params
 from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.engines import random_params
 
 LOOKUPS = {
     "none": lambda: None,

@@ -13,8 +13,8 @@ from outrider.draft.growth import TreeShape
 from outrider.draft.reader import Reader, Text
 from outrider.model import Feed, Runner
 from outrider.sampling import Row, SamplingParams, rank
-from tests.engine.test_same_tokens import random_params
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.engines import random_params
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 

@@ -20,8 +20,8 @@ from outrider.engine.engine import Engine
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Decoder, Feed, Rows, Runner
 from outrider.sampling import SamplingParams
-from tests.engine.test_same_tokens import random_params
 from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.engines import random_params
 
 LAYERS = 4
 

@@ -26,6 +26,7 @@ from outrider.errors import DrafterFault
 from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
 from tests.support import VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.drafters import held
 
 Make = Callable[[], Drafter]
 
@@ -250,19 +251,6 @@ def test_a_sequence_may_sit_out(make: Make) -> None:
         assert [bool(n) or not c for n, c in zip(lengths, drafts.counts, strict=True)] == [True, True]
         judged(drafter, [a, b], drafts, rng, reject=False)
     proposed(drafter, [b], [4])
-
-
-def held(drafter: Any) -> list[Sequence]:
-    """Sequences found anywhere in the drafter's own attributes, and in those of the drafters it is made of."""
-    found: list[Sequence] = []
-    for value in vars(drafter).values():
-        if isinstance(value, dict):
-            found += [key for key in value if isinstance(key, Sequence)]
-        for part in value if isinstance(value, list | tuple) else [value]:
-            inner = part.drafter if isinstance(part, Member) else part
-            if type(inner).__module__.startswith("outrider.draft."):
-                found += held(inner) if hasattr(inner, "__dict__") else []
-    return found
 
 
 def test_held_looks_inside() -> None:

@@ -34,10 +34,10 @@ from outrider.heads import Borrowed, MedusaConfig, MedusaHeads
 from outrider.model import Decoder, Runner
 from outrider.ops import Blocked
 from outrider.sampling import SamplingParams
-from tests.draft.test_heads import random_head, reference_chain
-from tests.draft.test_protocol import held
-from tests.engine.test_same_tokens import random_params
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.drafters import held
+from tests.support.eagle import random_head, reference_chain
+from tests.support.engines import random_params
 
 PAGE = 16
 TREE = TreeShape(beam=3, branch=3, depth=4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.core import Sequence
 from outrider.engine.fairness import fair_split, shortest_first
 from outrider.engine.scheduler import Scheduler, Turn
-from tests.engine.test_scheduler import SIZE, play, scheduler, sequence, submit
+from tests.support.scheduling import SIZE, play, scheduler, sequence, submit
 
 _names = (f"r{i}" for i in count())
 

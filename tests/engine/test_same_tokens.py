@@ -16,6 +16,7 @@ from outrider.engine.commit import advance
 from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
 from tests.support import FAMILIES, VOCAB, Oracle, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.engines import random_params
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 
@@ -46,25 +47,6 @@ def logits_seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]
 
     monkeypatch.setattr(engine_module, "advance", recording)
     return seen
-
-
-def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    """Greedy, sampled with filters, or shaped by penalties and bias; each as likely."""
-    common = {"seed": rng.randrange(2**62), "max_tokens": max_tokens, "logprobs": rng.choice([None, 0, 3])}
-    kind = rng.choice(["greedy", "sampled", "shaped"])
-    if kind == "greedy":
-        return SamplingParams(temperature=0.0, **common)
-    if kind == "sampled":
-        filters = {"top_p": rng.choice([1.0, 0.9, 0.5]), "top_k": rng.choice([0, 20]), "min_p": rng.choice([0.0, 0.05])}
-        return SamplingParams(temperature=rng.choice([0.8, 0.3, 1.3]), **filters, **common)
-    return SamplingParams(
-        temperature=rng.choice([0.0, 0.8]),
-        repetition_penalty=rng.choice([1.0, 1.2]),
-        presence_penalty=rng.choice([0.0, 0.7]),
-        frequency_penalty=rng.choice([0.0, 0.4]),
-        logit_bias=rng.choice([None, {3: 2.5, 7: -4.0}]),
-        **common,
-    )
 
 
 def assert_equal_runs(plain, fast, seen_plain, seen_fast) -> None:  # type: ignore[no-untyped-def]

@@ -7,7 +7,6 @@ that is only ever drafted may have an embedding that is NaN or infinite: nothing
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,74 +16,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outrider.core import Batch, Drafts, Plan, Sequence, Tree
-from outrider.engine import engine as engine_module
-from outrider.engine.commit import OutputProcessor, advance
-from outrider.engine.engine import Engine
 from outrider.model import Decoder
 from outrider.sampling import SamplingParams
-from tests.support import VOCAB, Oracle, make_engine, make_request, random_decoder, run, write_family
+from tests.support import VOCAB, make_engine, make_request, random_decoder, write_family
+from tests.support.engines import assert_same_bits, run_recorded
+from tests.support.oracle import SPOILED, Shapes, Spoiled
 
 pytestmark = pytest.mark.usefixtures("both_paths")
-SPOILED = VOCAB - 1  # no plain text holds it
-Bits = dict[str, list[torch.Tensor]]
-
-
-class Shapes(Oracle):
-    """Trees of one shape that hold the plain text on one branch and wrong guesses on the others."""
-
-    shape = "chain"
-
-    def _draft(self, seq: Sequence, room: int) -> tuple[list[int], list[int]]:
-        if room == 0:
-            return [], []
-        parents = tree_of(self.shape, room)
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        answer, at = self.answers[seq.request.id], len(seq.tokens)
-        last = max(range(room), key=lambda node: (depths[node], node))
-        trunk = set()
-        while last >= 0:
-            trunk.add(last)
-            last = parents[last]
-        right = self._random.randint(0, max(depths) + 1)
-        tokens = []
-        for node, depth in enumerate(depths):
-            truth = answer[at + depth] if at + depth < len(answer) else 0
-            tokens.append(truth if node in trunk and depth < right else self._wrong(truth))
-        return tokens, parents
-
-
-class Spoiled(Oracle):
-    """Trees whose wrong guesses are all the spoiled token."""
-
-    def _wrong(self, token: int) -> int:
-        return SPOILED
-
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        drafts = super().propose(batch, plan)
-        answers = [self.answers[seq.request.id][len(seq.tokens) :] for seq in batch.sequences]
-        return Drafts.trees([_only_truth(tree, answer) for tree, answer in zip(drafts.per_sequence, answers, strict=True)])
-
-
-def _only_truth(tree: Tree, answer: list[int]) -> tuple[list[int], list[int]]:
-    """The tree with the spoiled token wherever a guess is not the text's."""
-    right = [depth < len(answer) and token == answer[depth] for token, depth in zip(tree.tokens, tree.depths, strict=True)]
-    return [token if fits else SPOILED for token, fits in zip(tree.tokens, right, strict=True)], tree.parents
-
-
-def tree_of(shape: str, nodes: int) -> list[int]:
-    """Parents of a tree with so many nodes."""
-    if shape == "chain":
-        return list(range(-1, nodes - 1))
-    if shape == "two chains":  # side by side, their nodes in turn
-        return [max(node - 2, -1) for node in range(nodes)]
-    if shape == "comb":  # a trunk with a leaf at every joint
-        return [-1 if node < 2 else node - 1 - node % 2 for node in range(nodes)]
-    if shape == "late":  # siblings first, then one deep chain
-        return [-1] * (nodes // 3) + [-1 if node == nodes // 3 else node - 1 for node in range(nodes // 3, nodes)]
-    return [(node - 1) // 3 if node > 2 else -1 for node in range(nodes)]  # bushy
 
 
 @lru_cache(maxsize=32)
@@ -95,30 +33,6 @@ def windowed_decoder(root: Path, window: int, dtype: str) -> Decoder:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-def run_recorded(engine: Engine, requests: list) -> tuple[list[OutputProcessor], Bits]:  # type: ignore[type-arg]
-    """The writers, and the raw logits behind every token they emitted."""
-    seen: Bits = defaultdict(list)
-
-    def recording(writer, emitted, rows, scores):  # type: ignore[no-untyped-def]
-        settled = advance(writer, emitted, rows, scores)
-        seen[writer.seq.request.id] += [scores.logits[row].clone() for row in rows[: settled.kept]]
-        return settled
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "advance", recording)
-        writers = run(engine, requests)
-    return writers, seen
-
-
-def assert_same_bits(plain: tuple[list[OutputProcessor], Bits], fast: tuple[list[OutputProcessor], Bits]) -> None:
-    for a, b in zip(plain[0], fast[0], strict=True):
-        assert b.seq.tokens == a.seq.tokens
-        assert b.seq.finish_reason == a.seq.finish_reason == "length"
-        assert b.seq.stats.fallback_reason is None
-        name = a.seq.request.id
-        assert all(torch.equal(x, y) for x, y in zip(plain[1][name], fast[1][name], strict=True))
 
 
 SHAPES = ("chain", "two chains", "comb", "late", "bushy")

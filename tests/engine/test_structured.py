@@ -20,7 +20,7 @@ from outrider.engine import engine as engine_module
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
 from outrider.sampling import Guide, Row, Structured
-from tests.schemas import random_schema
+from tests.support.schemas import random_schema
 
 METHODS = {
     "suffix": {"method": "suffix", "draft_tokens": 8},

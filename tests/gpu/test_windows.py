@@ -17,8 +17,9 @@ from outrider.control import FixedLength
 from outrider.engine.engine import Engine
 from outrider.model import Decoder
 from outrider.sampling import SamplingParams
-from tests.engine.test_same_windows import SPOILED, Shapes, Spoiled, assert_same_bits, run_recorded
 from tests.support import NoDrafter, make_request, random_decoder, write_family
+from tests.support.engines import assert_same_bits, run_recorded
+from tests.support.oracle import SPOILED, Shapes, Spoiled
 
 INTERPRETED = True
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,7 @@ from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.networks import EagleNetwork
 from outrider.train.shapes import EagleShape
 from outrider.train.unroll import flash_chain, plain_chain
-from tests.heads.toy import VOCAB, toy_eagle, toy_target
+from tests.support.heads import VOCAB, toy_eagle, toy_target
 
 DEPTHS = 4
 SHAPES = {

@@ -17,7 +17,7 @@ from outrider.heads import EAGLE1, EagleHead, SaveOptions, load_eagle, load_medu
 from outrider.model import Decoder, LoadOptions
 from outrider.ops import Plain
 from outrider.train.shapes import EagleShape
-from tests.heads.toy import CONTEXT, VOCAB, toy_eagle, toy_head, toy_medusa, toy_target
+from tests.support.heads import CONTEXT, VOCAB, toy_eagle, toy_head, toy_medusa, toy_target
 
 FULL = LoadOptions(dtype="float32")
 H = 32

@@ -11,7 +11,7 @@ from outrider.heads import load_medusa, save_medusa
 from outrider.ops import Blocked, Plain
 from outrider.train.frozen import FrozenTarget
 from outrider.train.networks import MedusaNetwork
-from tests.heads.toy import VOCAB, toy_medusa, toy_target
+from tests.support.heads import VOCAB, toy_medusa, toy_target
 
 
 def test_heads_are_residual_blocks_before_the_shared_output() -> None:

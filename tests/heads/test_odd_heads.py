@@ -18,7 +18,7 @@ from outrider.errors import ModelError, OutriderError
 from outrider.heads import SaveOptions, load_eagle, load_medusa, save_eagle, save_medusa
 from outrider.model import Decoder
 from outrider.train.shapes import EagleShape
-from tests.heads.toy import toy_eagle, toy_medusa, toy_target
+from tests.support.heads import toy_eagle, toy_medusa, toy_target
 
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _FIELDS = [

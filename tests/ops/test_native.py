@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.cache import KVPool
-from outrider.model import Decoder, Feed, ModelConfig, Rope, Runner
+from outrider.model import Decoder, Feed
 from outrider.model.load import DTYPES
-from outrider.ops import Core, Native, PackedLinear, Plain, find_core, serving_ops
+from outrider.ops import Core, PackedLinear, Plain, find_core, serving_ops
 from outrider.ops.native import Threads, load_build, usable_builds
+from tests.support.native import make_decoder, make_runner
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
@@ -134,22 +133,6 @@ def test_norm_before_a_product_is_the_norm(core: Core) -> None:
         x, norm = torch.randn(5, width), torch.randn(width)
         got = PackedLinear(core, "float32", torch.eye(width))(x, norm, 1e-5)
         torch.testing.assert_close(got, Plain().rms_norm(x, norm, 1e-5), rtol=2e-6, atol=1e-6)
-
-
-def make_decoder(dtype: str, **changes: object) -> Decoder:
-    """A decoder with random weights of every kind the configuration asks for."""
-    shape = ModelConfig("LlamaForCausalLM", 97, 48, 2, 4, 2, head_dim=12, ffn=72, context=256, rope=Rope(), dtype=dtype)
-    decoder = Decoder(replace(shape, **changes), DTYPES.get(dtype, torch.float32)).requires_grad_(False).eval()  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(5)
-    for parameter in decoder.parameters():
-        scale = 0.3 if parameter.dim() == 1 else parameter.shape[1] ** -0.5
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + (parameter.dim() == 1))
-    return decoder
-
-
-def make_runner(core: Core, decoder: Decoder, page_size: int = 16) -> Runner:
-    c = decoder.config
-    return Runner(decoder, KVPool(c.layers, 14, c.kv_heads, page_size, c.head_dim), Native(core))
 
 
 class Rounding(Plain):

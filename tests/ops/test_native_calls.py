@@ -13,7 +13,7 @@ from outrider.model import Feed
 from outrider.model.stack import lay_out_rows
 from outrider.ops import PackedLinear, Span, Stack, find_core
 from outrider.sampling.noise import token_words_at
-from tests.ops.test_native import make_decoder, make_runner
+from tests.support.native import make_decoder, make_runner
 
 CORE = find_core()[0]
 pytestmark = pytest.mark.skipif(CORE is None, reason=find_core()[1])

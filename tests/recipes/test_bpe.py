@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 from outrider.errors import InvalidParameter, ModelError
 from outrider.train.tokenizer import encode_documents, load_tokenizer
 from recipes.pyrite.bpe import EOS, SPECIAL, save_tokenizer, train_tokenizer
-
-from ..small_corpus import module_text
+from tests.support.corpus import module_text
 
 _TEXTS = [module_text(i) for i in range(20)]
 

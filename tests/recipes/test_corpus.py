@@ -12,8 +12,7 @@ from recipes.pyrite.clean import decode, rejection, strip_licence
 from recipes.pyrite.corpus import CorpusRules, build_corpus, heldout_packages
 from recipes.pyrite.dedup import NearDuplicates, line_hashes
 from recipes.pyrite.sources import Distribution, find_sources, installed_folders
-
-from ..small_corpus import module_text
+from tests.support.corpus import module_text
 
 SERIAL = CorpusRules(workers=1, file_share=0.0, heldout=("package1",))
 

@@ -6,7 +6,7 @@ import torch
 
 from outrider.sampling import CORRUPTED, Key, Row, SamplingParams, choice, choose, draw, process, rank
 from outrider.sampling.noise import bits, gumbel, keys_of
-from tests.sampling.chi import UNLIKELY, p_value
+from tests.support.chi_square import UNLIKELY, p_value
 
 INF = float("inf")
 NAN = float("nan")

@@ -22,7 +22,7 @@ from outrider.sampling import guide as guide_module
 from outrider.sampling.matcher import Follower, Spec, compile_grammar
 from outrider.sampling.sandbox import Sandbox
 from outrider.text import Tokenizer
-from tests.schemas import random_schema
+from tests.support.schemas import random_schema
 
 EOS = 0
 VOCAB = 8192

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, Key, Stream, bits, bits_torch, gumbel, keys_of, uniform
-from tests.sampling.chi import UNLIKELY, p_value
+from tests.support.chi_square import UNLIKELY, p_value
 
 COUNT = 40_000
 

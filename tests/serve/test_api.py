@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from outrider import LLM, SamplingParams
-from tests.serve.conftest import Running
+from tests.support.server import Running
 
 PROMPT = "def read_config(path):\n    "
 

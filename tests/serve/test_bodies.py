@@ -23,7 +23,7 @@ from outrider.serve import schemas
 from outrider.serve.errors import ApiError
 from outrider.serve.settings import Limits
 from outrider.serve.validation import SCHEMAS, Refusal, check, restore
-from tests.serve.conftest import Running, request_bytes, until
+from tests.support.server import Running, request_bytes, until
 
 Starter = Callable[..., Running]
 MANY = 20_000

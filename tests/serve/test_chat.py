@@ -24,7 +24,7 @@ from outrider.serve.chat import Chat
 from outrider.serve.chat_input import piped_message
 from outrider.serve.chat_partner import RemoteModel
 from outrider.serve.chat_screen import printable
-from tests.serve.conftest import Running, until
+from tests.support.server import Running, until
 
 PROMPT = r">\x08\x1b\[2C"  # as prompt_toolkit draws it
 PARAMS = {"temperature": 0.6, "max_tokens": 16, "seed": 5}

@@ -21,7 +21,7 @@ from outrider.errors import InvalidParameter
 from outrider.serve.banner import describe
 from outrider.serve.cli import parse_bytes, resolve_speculation
 from outrider.serve.settings import Limits, Settings
-from tests.serve.conftest import MAIN, Process
+from tests.support.server import MAIN, Process
 
 
 class Resolved(Exception):

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from outrider import LLM, SamplingParams
-from tests.serve.conftest import Running, request_bytes, until
 from tests.support import make_engine, make_request, random_decoder, write_family
+from tests.support.server import Running, request_bytes, until
 
 LONG = {"prompt": "def read_config(path):\n    ", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 Starter = Callable[..., Running]

@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.sampling import Structured
 from outrider.sampling.grammar import Grammars
 from outrider.serve.settings import Limits
-from tests.serve.conftest import Running, request_bytes, until
+from tests.support.server import Running, request_bytes, until
 
 Starter = Callable[..., Running]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -13,7 +13,7 @@ import pytest
 
 from outrider import LLM
 from outrider.serve.settings import Limits
-from tests.serve.conftest import Running, request_bytes, until
+from tests.support.server import Running, request_bytes, until
 
 PROMPT = "def read_config(path):\n    "
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}

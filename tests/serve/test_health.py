@@ -18,7 +18,7 @@ from outrider import LLM
 from outrider.errors import EngineDead, ModelError
 from outrider.model.bundled import bundled_model
 from outrider.serve.settings import Settings
-from tests.serve.conftest import Running, until
+from tests.support.server import Running, until
 
 Starter = Callable[..., Running]
 PATHS = ("/livez", "/readyz", "/health")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider import LLM
 from outrider.errors import InvalidParameter
 from outrider.serve.settings import Limits, Settings
-from tests.serve.conftest import Running, request_bytes
+from tests.support.server import Running, request_bytes
 
 Starter = Callable[..., Running]
 PAGE = "https://app.example"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidParameter
 from outrider.serve.keys import Keys
 from outrider.serve.settings import Settings
-from tests.serve.conftest import Running
+from tests.support.server import Running
 
 Starter = Callable[..., Running]
 SPACE = st.text(" \t\r\n", max_size=3)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.load import LoadPlan, check_texts, passed, run_load, summarise
-from tests.serve.conftest import Running
+from tests.support.server import Running
 
 
 @dataclass

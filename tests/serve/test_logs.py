@@ -15,7 +15,7 @@ from outrider import LLM
 from outrider.serve.context import request_id
 from outrider.serve.logs import JsonFormatter, TextFormatter, escaped
 from outrider.serve.trace import Tracer
-from tests.serve.conftest import Running, until
+from tests.support.server import Running, until
 
 Starter = Callable[..., Running]
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR)( \[[\w.\-]+\])? ")

@@ -12,7 +12,7 @@ from outrider._version import __version__
 from outrider.serve.latency import bucket_quantile
 from outrider.serve.settings import Settings
 from outrider.serve.trace import Tracer
-from tests.serve.conftest import Running
+from tests.support.server import Running
 
 NAMES = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",

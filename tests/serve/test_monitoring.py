@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from outrider.serve.settings import Settings
-from tests.serve.conftest import Running
+from tests.support.server import Running
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.serve.conftest import Running
+from tests.support.server import Running
 
 CHECKS = [
     not_a_server_error,

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import outrider.cli
 from outrider.model.bundled import bundled_model
-from tests.serve.conftest import MAIN, Process, until
+from tests.support.server import MAIN, Process, until
 
 SMALL = str(bundled_model() / "draft")
 BROKEN = """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider import LLM
-from tests.serve.browsing import ask, chat, details, ended, ready, sent, shown
-from tests.serve.conftest import Running, until
+from tests.support.page import ask, chat, details, ended, ready, sent, shown
+from tests.support.server import Running, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route

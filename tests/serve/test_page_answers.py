@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from outrider.draft.registry import method_names
-from tests.serve.browsing import ask, details, ended, ready, sent, shown
-from tests.serve.conftest import Running
+from tests.support.page import ask, details, ended, ready, sent, shown
+from tests.support.server import Running
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

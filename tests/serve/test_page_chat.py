@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.serve.browsing import ask, chat, ended, ready, sent, shown
-from tests.serve.conftest import Running
+from tests.support.page import ask, chat, ended, ready, sent, shown
+from tests.support.server import Running
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route

@@ -17,7 +17,7 @@ from outrider import LLM
 from outrider.errors import InvalidParameter
 from outrider.serve import guard, keys
 from outrider.serve.settings import Settings
-from tests.serve.conftest import Running, request_bytes
+from tests.support.server import Running, request_bytes
 
 Starter = Callable[..., Running]
 KEY = "correct horse"

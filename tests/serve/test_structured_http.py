@@ -14,7 +14,7 @@ from openai import OpenAI
 from outrider.sampling import grammar as grammar_module
 from outrider.sampling import guide as guide_module
 from outrider.sampling.sandbox import Sandbox
-from tests.serve.conftest import Running, until
+from tests.support.server import Running, until
 
 SCHEMA = {
     "type": "object",

@@ -1,5 +1,5 @@
-"""The fixtures of tests/small_corpus.py."""
+"""The fixtures of tests/support/corpus.py."""
 
-from ..small_corpus import packages, prepared, target
+from tests.support.corpus import packages, prepared, target
 
 __all__ = ["packages", "prepared", "target"]

@@ -36,8 +36,7 @@ from outrider.train.task import TrainingTask
 from outrider.train.tokenizer import document_end, load_tokenizer
 from recipes.pyrite.lm import greedy
 from recipes.pyrite.packages import environment as recipe_environment
-
-from ..small_corpus import module_text
+from tests.support.corpus import module_text
 
 CPU = torch.device("cpu")
 COMMON = ("--rows=4", "--no-compile", "--device=cpu", "--adam-lr=0.01", "--lr=0.02")

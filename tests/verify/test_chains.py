@@ -9,8 +9,8 @@ import torch
 from outrider.sampling import CORRUPTED, Key, Stream, draw, uniform
 from outrider.verify import block, rejection
 from outrider.verify.rejection import Acceptance
-from tests.sampling.chi import UNLIKELY, p_value
-from tests.verify.toy import PARAMS, Rule, counts, dirichlet, drafters, drafts, error, judged, processed
+from tests.support.chi_square import UNLIKELY, p_value
+from tests.support.enumeration import PARAMS, Rule, counts, dirichlet, drafters, drafts, error, judged, processed
 
 RULES = {"rejection": Rule(rejection.acceptance, rejection.count), "block": Rule(block.acceptance, block.count)}
 SIZES = [(vocab, length) for vocab in (2, 3, 4) for length in (1, 2, 3)]

@@ -9,7 +9,7 @@ import torch
 
 from outrider.sampling import Key, draw
 from outrider.verify.match import walk
-from tests.verify.toy import PARAMS, continued, dirichlet, joint, processed
+from tests.support.enumeration import PARAMS, continued, dirichlet, joint, processed
 
 
 def paths(tree):

@@ -11,8 +11,8 @@ from outrider.core import Batch, Drafts, Plan, Request, Scores, Sequence
 from outrider.sampling import Key, Row, SamplingParams, Stream, draw, probs_of
 from outrider.sampling.noise import bits, gumbel, keys_of
 from outrider.verify import verify
-from tests.sampling.chi import UNLIKELY, p_value
-from tests.verify.toy import PROMPT, joint
+from tests.support.chi_square import UNLIKELY, p_value
+from tests.support.enumeration import PROMPT, joint
 
 VOCAB, LENGTH = 3, 4  # of the text whose law is tested
 PARAMS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.verify import typical
-from tests.verify.toy import PARAMS, continued, dirichlet, drafts, joint, processed
+from tests.support.enumeration import PARAMS, continued, dirichlet, drafts, joint, processed
 
 
 def rows(*laws):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.serve.conftest import Running
+from tests.support.server import Running
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
