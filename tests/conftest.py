@@ -19,18 +19,24 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("whole", settings.get_profile("outrider"))
 settings.load_profile("outrider")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole-grids", action="store_true", help="Run every combination of a grid's parameters, not a pairwise cover of them."
+        "--whole-grids",
+        action="store_true",
+        help="Run every combination of a grid's parameters, the exhaustive tests, and every example of the random ones.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "grid: a grid of parameters; by default a pairwise cover of it runs")
-    config.addinivalue_line("markers", "slow: takes seconds; left out by `make test-fast`")
+    config.addinivalue_line("markers", "exhaustive: left out unless every grid is run whole")
+    config.addinivalue_line("markers", "slow: takes a second or more; left out by `make test-fast`")
+    if config.getoption("--whole-grids"):
+        settings.load_profile("whole")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: tests of Ctrl-C need it heard
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,13 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--whole-grids"):
         return
+    left_out = {id(item) for item in items if item.get_closest_marker("exhaustive") is not None}
     grids: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("grid") is not None:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("grid") is not None and id(item) not in left_out:
             assert item.parent is not None
             grids.setdefault((item.parent.nodeid, item.originalname), []).append(item)
     kept = {id(item) for grid in grids.values() for item in pairwise_cover(grid)}
-    left_out = {id(item) for grid in grids.values() for item in grid} - kept
+    left_out |= {id(item) for grid in grids.values() for item in grid} - kept
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 
