@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -12,33 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider import __version__, cli
+from outrider import __version__
 from outrider.terminal import PlainConsole, print_error
 from tests.support import write_family, write_tokenizer
-
-
-class Done:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+from tests.support.command import Command
 
 
 @pytest.fixture
-def outrider(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Runs the command line; anything but an exit is a traceback to the user, and fails the test."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str, stdin: bytes = b"") -> Done:
-        monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as left:
-            code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
-        printed = capfd.readouterr()
-        return Done(code, printed.out, printed.err)
-
-    return run
+def outrider(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +49,15 @@ def test_version(outrider) -> None:  # type: ignore[no-untyped-def]
         (["x", "--method", "cascade"], b"", "--method 'cascade:levels=ngram+(draft_model:model=DIR)'"),
         (["x", "--method", "no.such:Class"], b"", "cannot import 'no.such'"),
         (["x", "--top-k", "-7"], b"", "top_k: must be in"),
+        (["x", "--temperature", "nan"], b"", "temperature"),
+        (["x", "--top-p", "0"], b"", "top_p"),
+        (["x", "--max-tokens", "100000"], b"", "max_tokens"),
+        (["x", "--method", "telepathy"], b"", "known: auto, cascade, draft_model"),
+        (["x", "--method", "draft_model"], b"", "needs the directory"),
+        (["x", "--method", "ngram", "--draft-model", "x"], b"", "--draft-model"),
+        (["x", "--rule", "typical"], b"", "lossy_typical"),
+        (["x", "--json", "--stream"], b"", "--stream"),
+        (["x", "--dtype", "int3"], b"", "dtype"),
     ],
 )
 def test_mistakes_are_one_line(  # type: ignore[no-untyped-def]

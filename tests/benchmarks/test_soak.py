@@ -11,12 +11,17 @@ SIZE = 16
 
 
 @pytest.mark.parametrize(
-    ("method", "together", "pages"), [("auto", 12, 30), ("auto", 1, 40), ("mixture:8:members=suffix+draft_model", 12, 30)]
+    ("method", "together", "pages"),
+    [
+        ("auto", 12, 30),
+        ("auto", 1, 40),
+        pytest.param("mixture:8:members=suffix+draft_model", 12, 30, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_crowd_equals_solo_runs(
     method: str, together: int, pages: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    requests = 200 if request.config.getoption("--whole-grids") else 80 if method == "auto" and together > 1 else 40
+    requests, pages = (200, pages) if request.config.getoption("--whole-grids") else (40, 22) if together > 1 else (20, pages)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     alone = LLM(speculation="none", max_model_len=512)
     room = pages * SIZE * alone.engine.runner.pool.token_bytes
