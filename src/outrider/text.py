@@ -120,7 +120,7 @@ class Tokenizer:
             self._plain = type(self.fast).from_str(self.fast.to_str())
             self._plain.encode_special_tokens = True
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        if any(token.special for i, token in self.fast.get_added_tokens_decoder().items() if i in ids):
+        if not self.special_ids.isdisjoint(ids):
             raise InvalidParameter("messages", f"{text!r} is a control token, and this tokenizer cannot spell it")
         return ids
 
