@@ -96,11 +96,9 @@ class SpeculationStats:
         return self.emitted / self.rounds if self.rounds else 0.0
 
     def record(self, depths: Seq[int], accepted: int, emitted: int) -> None:
-        """Count one round: the depth (from 0) of every drafted node, and what came of it."""
+        """Count a round that drafted: the depth (from 0) of every drafted node, and what came of it."""
         self.rounds += 1
         self.emitted += emitted
-        if not depths:
-            return
         self.drafted += len(depths)
         self.accepted += accepted
         reach = max(depths) + 1

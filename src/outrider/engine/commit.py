@@ -176,11 +176,14 @@ def emit(processor: OutputProcessor, verdict: Verdict, tree: Tree, root: int, sc
     seq, path = processor.seq, verdict.path
     report = advance(processor, verdict.tokens, [root, *[root + 1 + node for node in path]] if path else (root,), scores)
     rejected: Seq[Rejected] = ()
-    if tree.parents:
+    if not tree.parents:
+        seq.stats.rounds += 1
+        seq.stats.emitted += report.kept
+    else:
         report.depths, report.drafter = tree.depths, drafter
+        seq.stats.record(report.depths, report.accepted, report.kept)
         if seq.request.return_rejected:
             rejected = rejected_of(tree, report.depths, path[: report.accepted])
-    seq.stats.record(report.depths, report.accepted, report.kept)
     processor.runs.append(Run(drafter, report.accepted, report.kept, rejected))
     return report
 

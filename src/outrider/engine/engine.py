@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
 
@@ -38,7 +39,6 @@ from outrider.verify import guided, verify
 __all__ = ["Engine"]
 
 _log = logging.getLogger("outrider")
-_TIMED = Phases._fields[:-1]  # the last one, learning, comes after the report
 
 
 class Engine:
@@ -148,35 +148,34 @@ class Engine:
         return changed
 
     def _round(self) -> list[OutputProcessor]:
-        watch = _Stopwatch(self._clock)
+        now = self._clock
+        marks = [now()]  # when the round began, and when each of its phases ended
         self._current = []
         batch = self._next_batch()
         if not batch.sequences:
             return []
         processors = self._current = [self._processors[seq] for seq in batch.sequences]
         load = self._load(batch)
-        watch.lap("schedule")
+        marks.append(now())
         plan = self.policy.plan(load)
-        watch.lap("plan")
+        marks.append(now())
         plan = plan._replace(lengths=self._reserve(batch, plan.lengths), whole=plan.whole and _depends_on_no_text(batch))
         drafts = self.drafter.propose(batch, plan)
         batch.again = plan.again and self._may_go_on(batch, plan, drafts)
-        watch.lap("propose")
+        marks.append(now())
         drafts, pending = self._select(drafts, batch, plan, load)
-        watch.lap("select")
+        marks.append(now())
         scores = self._score(batch, drafts)
-        watch.lap("forward")
-        if pending is not None:
-            drafts = pending.drafts
-            watch.move(pending.seconds, "forward", "propose")
+        marks.append(now())
+        drafts, waited = (drafts, 0.0) if pending is None else (pending.drafts, pending.seconds)
         verdicts = verify(drafts, scores, batch, plan)
-        watch.lap("verify")
+        marks.append(now())
         tokens_at = perf_counter()
-        reports = self._commit(_Verified(batch, processors, plan, drafts, verdicts, scores, tokens_at), watch)
+        reports = self._commit(_Verified(batch, processors, plan, drafts, verdicts, scores, tokens_at), marks)
         rows = load.rows + sum([len(seq.depths) for seq in reports])
-        phases = Phases._make((*watch.seconds.values(), self._learning))
+        phases = _phases(marks, waited, self._learning)
         self._publish(RoundReport(
-            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, watch.began, tokens_at
+            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, marks[0], tokens_at
         ))  # fmt: skip
         return [processor for processor, seq in zip(processors, reports, strict=True) if seq.kept or processor.seq.finish_reason]
 
@@ -268,7 +267,7 @@ class Engine:
             room = request.draft_tokens
         return max(0, room)
 
-    def _commit(self, verified: _Verified, watch: _Stopwatch) -> list[SequenceReport]:
+    def _commit(self, verified: _Verified, marks: list[float]) -> list[SequenceReport]:
         """Make the verdicts permanent."""
         batch, processors, plan, drafts, verdicts, scores, _ = verified
         reports: list[SequenceReport] = []
@@ -288,16 +287,16 @@ class Engine:
             drafter = self.policy.arms[plan.arms[b]].name if plan.arms and tree.parents else seq.stats.method
             reports.append(emit(processor, verdict, tree, root, scores, drafter))
         settle_kv(self.runner.pool, batch, verdicts, reports)
-        watch.lap("commit")
+        marks.append(self._clock())
         self.drafter.commit(batch, drafts, verdicts, scores)
-        watch.lap("record")
+        marks.append(self._clock())
         for seq in undecided:  # give the last row back, to have its logits when the mask is there
             seq.cached -= 1
             self.drafter.end(seq)  # it forgets that it saw the row
             self.drafter.begin(seq)
         self._settle(verified, reports)
         self._mid_change = False
-        watch.lap("commit")
+        marks.append(self._clock())
         return reports
 
     def _settle(self, verified: _Verified, reports: Seq[SequenceReport]) -> None:
@@ -387,26 +386,6 @@ class _Verified(NamedTuple):
     tokens_at: float  # when the tokens came
 
 
-class _Stopwatch:
-    """The seconds of a round's phases. A lap adds the time since the one before to its phase."""
-
-    __slots__ = ("_clock", "_last", "began", "seconds")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.began = self._last = clock()
-        self.seconds = dict.fromkeys(_TIMED, 0.0)
-
-    def lap(self, phase: str) -> None:
-        now = self._clock()
-        self.seconds[phase] += now - self._last
-        self._last = now
-
-    def move(self, seconds: float, source: str, target: str) -> None:
-        self.seconds[source] -= seconds
-        self.seconds[target] += seconds
-
-
 class _PendingDrafts:
     """Drafts that the device still drew when the forward was launched, and how long the host waited for them.
 
@@ -423,6 +402,12 @@ class _PendingDrafts:
         self.seconds = perf_counter() - began
         self.drafts = self._select(drafts)
         return self.drafts
+
+
+def _phases(marks: list[float], waited: float, learning: float) -> Phases:
+    """The seconds of each phase. While the forward ran the host `waited` for drafts, which counts as proposing them."""
+    schedule, plan, propose, select, forward, verifying, commit, record, settle = [b - a for a, b in pairwise(marks)]
+    return Phases(schedule, plan, propose + waited, select, forward - waited, verifying, commit + settle, record, learning)
 
 
 def _stats(report: RoundReport, separate_prefill: bool) -> RoundStats:
