@@ -141,7 +141,7 @@ class _Client:
         self.error: str | None = None
         self.left = False
         self._request, self._thread = request, thread
-        requests, method = llm.requests(
+        requests, method = llm.intake.prepare(
             request.prompt, request.params, request.speculation or None, request.tenant, request.priority
         )
         self._job: Job | None = None

@@ -51,10 +51,10 @@ def test_auto_emits_what_plain_decoding_does(auto: LLM, temperature: float) -> N
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, repetition_penalty=1.05, logprobs=1)
     outputs = [result.outputs[0] for result in auto.generate(PROMPTS, params)]
     plain = [auto.generate(prompt, params, speculation=False)[0].outputs[0] for prompt in PROMPTS]
-    assert [own.token_ids for own in outputs] == [own.token_ids for own in plain]
-    assert [own.logprobs for own in outputs] == [own.logprobs for own in plain]
-    assert sum(own.speculation["accepted"] for own in outputs) > 0
-    assert all(own.speculation["fallback_reason"] is None for own in outputs)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert [output.logprobs for output in outputs] == [output.logprobs for output in plain]
+    assert sum(output.speculation["accepted"] for output in outputs) > 0
+    assert all(output.speculation["fallback_reason"] is None for output in outputs)
     assert auto.engine.pages.used == 0
 
 

@@ -16,7 +16,7 @@ from outrider.config import SpeculationConfig
 from outrider.core import RoundReport
 from outrider.draft import check_speculation
 from outrider.engine.acceptance import summarise
-from outrider.engine.arguments import model_name
+from outrider.engine.intake import model_name
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter, ModelError

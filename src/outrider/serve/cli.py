@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outrider.errors import InvalidParameter
-from outrider.options import ModelFirst
+from outrider.options import ModelFirst, spread
 from outrider.serve.address import has_terminal, listen
 from outrider.serve.banner import describe, written
-from outrider.serve.flags import LogFormat, ServeFlags, as_command, reread
+from outrider.serve.flags import LogFormat, ServeFlags, reread
 from outrider.serve.logs import configure
 from outrider.terminal import PlainConsole
 
@@ -79,7 +79,7 @@ def _run(
 def register(app: typer.Typer) -> None:
     """Add `outrider serve` to the command line."""
     epilog = "`outrider serve --model MODEL` is the same as `outrider serve MODEL`."
-    app.command("serve", cls=ModelFirst, epilog=epilog)(as_command(serve))
+    app.command("serve", cls=ModelFirst, epilog=epilog)(spread(serve))
 
 
 def settings_of(flags: ServeFlags) -> Settings:
@@ -128,8 +128,8 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     """Whatever can be known to fail before the server says that it listens. What is on the hub is looked at later."""
     from outrider.draft import check_speculation, check_weights
     from outrider.draft.resolve import resolve_drafters
-    from outrider.engine.arguments import model_name
     from outrider.engine.device import Device
+    from outrider.engine.intake import model_name
     from outrider.model import LoadOptions, check_model, is_hub_id, locate
 
     check_speculation(speculation)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import enum
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from outrider.errors import InvalidParameter
 
-__all__ = ["LogFormat", "ServeFlags", "as_command", "reread"]
+__all__ = ["LogFormat", "ServeFlags", "reread"]
 
 _RELOADED = ("max_queue", "max_body", "stream_interval", "ping_interval", "drain_timeout", "watchdog_timeout")
 
@@ -180,23 +179,6 @@ class ServeFlags:
     log_format: Annotated[LogFormat, _option("log-format", "Format of the log.")] = LogFormat.text
     log_requests: Annotated[bool, _option("log-requests", "Log request bodies, including prompts.")] = False
     access_log: Annotated[bool, _option("access-log", "Log a line for each request: client, path, status and time.")] = False
-
-
-def as_command(work: Callable[[typer.Context, ServeFlags], None]) -> Callable[..., None]:
-    """A Typer command with a parameter for each flag, which calls `work` with all of them."""
-
-    def command(context: typer.Context, **values: Any) -> None:
-        work(context, ServeFlags(**values))
-
-    hints = get_type_hints(ServeFlags, include_extras=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("context", keyword, annotation=typer.Context)]
-    for flag in fields(ServeFlags):
-        parameters.append(inspect.Parameter(flag.name, keyword, default=flag.default, annotation=hints[flag.name]))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = work.__doc__
-    return command
 
 
 def reread(context: typer.Context) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def check_forward(llm: LLM, thread: EngineThread) -> Future[str | None]:
         elif event.output is not None:
             answer.set_result(str(event.output.stop_reason) if event.output.finish_reason == "error" else None)
 
-    requests, method = llm.requests([0], SamplingParams(max_tokens=1, temperature=0.0), False)
+    requests, method = llm.intake.prepare([0], SamplingParams(max_tokens=1, temperature=0.0), False)
     thread.submit(requests, method, callback)
     return answer
 

@@ -186,7 +186,7 @@ def _check_lengths(llm: LLM, prompts: list[str | list[int]]) -> None:
         if isinstance(prompt, str):
             _check_chars(llm, "prompt", len(prompt))
         else:
-            llm.check_length(len(prompt))
+            llm.intake.check_length(len(prompt))
 
 
 def _check_messages(llm: LLM, messages: list[Message]) -> None:
@@ -229,7 +229,7 @@ def _requests(llm: LLM, prompt: str | list[int], params: SamplingParams, body: G
     speculation: Any = body.speculation
     if speculation is not None and not isinstance(speculation, bool):
         speculation = speculation.model_dump(include={"enabled", "method", "max_tokens", "return_rejected"}, exclude_none=True)
-    return llm.requests(prompt, params, speculation, body.cache_salt, body.priority or 0)
+    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0)
 
 
 def _sampling(body: GenerationRequest) -> dict[str, Any]:
