@@ -82,8 +82,7 @@ def test_what_lies_below_changes_no_draft(models: list[Decoder], lookup: str) ->
         fast = run(make_engine(models[0], watched(CascadeDrafter([own], lowest), seen), 6), wanted)
         assert [writer.seq.tokens for writer in fast] == plain
         assert not any(writer.seq.stats.fallback_reason for writer in fast)
-        assert not own._fed
-        assert not own._settled
+        assert not own.reader._states
     assert alone == below
     assert any(tokens for drafts in alone for tokens in drafts)
 

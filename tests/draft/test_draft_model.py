@@ -155,7 +155,7 @@ def test_trees_change_nothing(tmp_path, dtype: str, shape: str) -> None:  # type
         assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
         assert engine.pages.used == 0
         assert not drafter._reader._states
-        assert not drafter._draft_logits
+        assert not drafter._draft_temperature.last
     assert sum(w.seq.stats.accepted for w in fast) > 0
 
 

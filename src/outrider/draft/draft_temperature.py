@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.core import Scores, Verdict
+from outrider.core import Batch, Scores, Sequence, Verdict
 from outrider.sampling import Row, SamplingParams, process
 from outrider.sampling.noise import Key, bits, gumbel, keys_of
 
@@ -79,6 +79,7 @@ class DraftTemperature:
     def __init__(self, tree: bool = False, by_depth: bool = False) -> None:
         self._worth = likelihood if tree else hits
         self._by_depth = by_depth  # whether logits of different depths are of different kinds, as Medusa's heads are
+        self.last: dict[Sequence, LogitsAt] = {}  # logits of the last draft, until its verdict is known
         self._records: dict[tuple[float, int], _Record] = {}
         self._held: list[tuple[_Record, DraftLogits, Tensor]] = []  # positions to look at: the draft's logits, the target's
 
@@ -89,6 +90,18 @@ class DraftTemperature:
             return 1.0
         best = int(np.argmax(record.right))
         return TEMPERATURES[best] if record.right[best] - record.right[0] > _WORTH_IT * record.weight else TEMPERATURES[0]
+
+    def end(self, seq: Sequence) -> None:
+        self.last.pop(seq, None)
+
+    def commit(self, batch: Batch, verdicts: list[Verdict], scores: Scores) -> None:
+        """Compare both distributions at the nodes of the last draft that became text."""
+        if not self.last:
+            return
+        for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
+            logits_at = self.last.pop(seq, None)
+            if logits_at is not None and seq.finish_reason is None:
+                self.learn(seq.request.params, logits_at, verdict, scores, root)
 
     def learn(self, params: SamplingParams, logits_at: LogitsAt, verdict: Verdict, scores: Scores, root: int) -> None:
         """Take in a round: the draft's logits by path, and the target's at the nodes that became text."""
