@@ -187,7 +187,7 @@ def test_medusa_says_how_likely_each_node_is(decoder: Decoder, dynamic: bool) ->
         (tree,), (says,) = drafts.per_sequence, drafts.survival
         for parent in {*tree.parents}:
             above = 1.0 if parent < 0 else says[parent]
-            assert 0.0 < sum(own for own, of in zip(says, tree.parents, strict=True) if of == parent) <= above + 1e-6
+            assert 0.0 < sum(survival for survival, of in zip(says, tree.parents, strict=True) if of == parent) <= above + 1e-6
         assert not dynamic or says == sorted(says, reverse=True)
     assert any(drafts.per_sequence[0].tokens for drafts in drawn)
 

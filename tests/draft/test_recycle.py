@@ -128,8 +128,8 @@ def test_trees_are_the_likeliest_paths(table: dict[int, list[int]], width: int, 
             if every.setdefault((*path, token), every[path] * CHANCES[rank]) > 0
         ]
     assert len(set(paths)) == len(paths)
-    shallow = [(path, own) for path, own in zip(paths, tree.survival, strict=True) if path in every]
-    assert all(own == pytest.approx(every[path]) for path, own in shallow)
+    shallow = [(path, survival) for path, survival in zip(paths, tree.survival, strict=True) if path in every]
+    assert all(survival == pytest.approx(every[path]) for path, survival in shallow)
     del every[()]
     left_out = [worth for path, worth in every.items() if path not in set(paths)]
     assert len(paths) == nodes or not left_out

@@ -269,7 +269,7 @@ def test_through_the_front_door(root: Path, way: str) -> None:
     llm = LLM(root / "target", load_format="dummy", speculation=speculation)
     plain = LLM(root / "target", speculation="none", load_format="dummy")
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    fast, slow = (own.generate([TEXT, "日本"], params) for own in (llm, plain))
+    fast, slow = (engine.generate([TEXT, "日本"], params) for engine in (llm, plain))
     assert [o.outputs[0].token_ids for o in fast] == [o.outputs[0].token_ids for o in slow]
     assert all(o.outputs[0].speculation["fallback_reason"] is None for o in fast)
 

@@ -161,7 +161,7 @@ class EagleDrafter:
         return self._logits(hidden[: len(grown)])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the target's vocabulary, -inf where the head has no say."""
+        """Scores over the target's vocabulary, -inf for tokens the head does not have."""
         logits = self._runner.logits(hidden)
         ids = self._head.vocab_ids
         if ids is None:

@@ -42,7 +42,7 @@ class TreeShape:
 
 @dataclass(slots=True)
 class Growing:
-    """One sequence's draft while it grows. Nodes are in the order they were thought of."""
+    """One sequence's draft while it grows. Nodes are in the order they were added."""
 
     seq: Sequence
     room: int  # nodes it may keep, and slots it may feed
@@ -62,15 +62,15 @@ class Growing:
         survival.append(chance if node == ROOT else survival[node] * chance)
 
     def kept(self) -> list[int]:
-        """The `room` nodes of most value. A parent is never worth less than its child, so the tree stays whole."""
-        return sorted(sorted(range(len(self.tree.tokens)), key=self._worth)[: self.room])
+        """The `room` likeliest nodes. A parent is never less likely than its child, so the tree stays whole."""
+        return sorted(sorted(range(len(self.tree.tokens)), key=self._rank_key)[: self.room])
 
     def narrow(self, beam: int) -> None:
         """Leave on the frontier the best nodes whose children could still be kept, as many as slots allow."""
         alive = set(self.kept()) if len(self.tree.tokens) > self.room else None
         able = [node for node in self.frontier if alive is None or node in alive]
         full = alive is None and len(self.tree.tokens) == self.room and beam == 1
-        self.frontier = [] if full else sorted(able, key=self._worth)[: min(beam, self.room - len(self._slot_of))]
+        self.frontier = [] if full else sorted(able, key=self._rank_key)[: min(beam, self.room - len(self._slot_of))]
 
     def feed(self) -> Feed:
         """The frontier's rows; the nodes fed before lie in their slots."""
@@ -81,7 +81,7 @@ class Growing:
         slot_parents = [self._slot_of.get(parents[node], ROOT) for node in self._slot_of]
         return Feed(self.pages, self.size, (), [tokens[node] for node in self.frontier], slot_parents, known)
 
-    def _worth(self, node: int) -> tuple[float, int]:
+    def _rank_key(self, node: int) -> tuple[float, int]:
         return -self.tree.survival[node], node
 
 

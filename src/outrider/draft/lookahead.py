@@ -1,4 +1,4 @@
-"""Lookahead decoding: the target iterates on a window of future tokens while it verifies, and what it says is kept."""
+"""Lookahead decoding: the target iterates on a window of future tokens while it verifies, and its choices are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture: several drafters guess for the same round, and the best of what they say becomes one tree."""
+"""A mixture: several drafters guess for the same round, and the best of their guesses become one tree."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ class Drafter(Protocol):
     """Guesses what the target will choose. Nothing it does can change the text, only the speed.
 
     `propose` may return fewer nodes than the plan allows, never more. Slots for the planned nodes
-    are reserved before it is called. `commit` only records; a drafter that was not asked catches up
+    are reserved before it is called. `commit` only records; a drafter that was left out catches up
     inside a later `propose`.
     """
 
     @property
     def needs(self) -> Needs:
-        """What it wants from the engine; asked every round."""
+        """What it wants from the engine; read every round."""
 
     def begin(self, seq: Sequence) -> None:
         """A sequence starts."""
@@ -36,7 +36,7 @@ class Drafter(Protocol):
         """What became of the guesses. Sequences already hold their new tokens."""
 
     def end(self, seq: Sequence) -> None:
-        """A sequence is over, or gives way and begins again later (`finish_reason` is None); forget it."""
+        """A sequence is over, or preempted and begins again later (`finish_reason` is None); forget it."""
 
 
 class Lookup(Drafter, Protocol):

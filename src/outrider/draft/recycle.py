@@ -1,4 +1,4 @@
-"""Token recycling: what the target last thought could follow each token is the next draft."""
+"""Token recycling: the target's likeliest successors of each token are the next draft."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RecycleDrafter(LookupDrafter["SuccessorTable"]):
         likeliest next tokens in a table under the token it followed, what was chosen there first.
         The draft is a tree read from that table, starting at the last token: a node's children are
         its token's successors, and a fixed chance for each rank says which nodes are worth having.
-        Tokens of the prompt that the target was not yet asked about have as successors what
+        Tokens of the prompt that no row has scored yet have as successors what
         followed them there.
     When it helps: everywhere a little, also on text that repeats nothing; best where verifying
         some dozens of nodes costs about as much as one.
