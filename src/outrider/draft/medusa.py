@@ -142,6 +142,7 @@ class _Guesses(NamedTuple):
 
 
 def _by_depth(heads: Seq[DraftLogits]) -> LogitsAt:
+    """Look logits up by the depth of a path alone: a head does not know which tokens lead to it."""
     return lambda path: heads[len(path)] if len(path) < len(heads) else None
 
 
