@@ -12,10 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from outrider.errors import InvalidParameter
-from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, numbers, set_threads
+from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, numbers, set_threads
 from outrider.terminal import PlainConsole
 
-__all__ = ["add_moved", "app"]
+__all__ = ["app"]
 
 
 class _RunByDefault(TyperGroup):
@@ -36,18 +36,6 @@ _errors = PlainConsole(stderr=True)
 
 
 _MOVED = ("round", "forward", "loss", "synthetic", "batching", "soak", "proposal", "load")
-_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-def add_moved(app: typer.Typer, name: str, module: str) -> None:
-    """Register the old name of a command that is a module of `benchmarks/` now: it says where to find it."""
-
-    def moved() -> None:
-        raise InvalidParameter(name, f"has moved out of the package: run `python -m {module}` in a checkout of the repository")
-
-    app.command(name, hidden=True, context_settings=_ANY_ARGUMENTS)(moved)
-
-
 for _name in _MOVED:
     add_moved(app, _name, f"benchmarks.{_name}")
 add_moved(app, "http", "benchmarks.serve_http")

@@ -133,7 +133,7 @@ def train(
 
 
 def compile_checked(
-    name: str, function: Callable[..., Result], check: Callable[[Callable[..., Result]], None]
+    name: str, function: Callable[..., Result], check: Callable[[Callable[..., Result]], object]
 ) -> Callable[..., Result] | None:
     """The function through torch.compile, checked by one call; None where that fails."""
     begin = time.monotonic()
