@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.command import errors, run
+from benchmarks.command import close_report, errors, run
 from outrider.quantiles import percentile_ms
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ def main(
 ) -> None:
     """Load a server that it starts: no failures, every finished text equal to its solo run, memory flat, /health quick."""
     from benchmarks.client import ServerProcess
-    from outrider.bench.environment import close_report
 
     plan = LoadPlan(streams, 60 * minutes, cancel, tokens, seed)
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(max_num_seqs)]

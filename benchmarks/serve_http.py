@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.command import errors, run
+from benchmarks.command import close_report, errors, run
 
 if TYPE_CHECKING:
     from benchmarks.client import Connection
@@ -31,7 +31,6 @@ def main(
 ) -> None:
     """Time to first token and throughput through HTTP, beside the same requests in process. Fails beyond 10 ms or below 0.85."""
     from benchmarks.client import ServerProcess
-    from outrider.bench.environment import close_report
     from outrider.engine.llm import LLM
 
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(batch)]

@@ -34,7 +34,7 @@ def _sections() -> Iterator[str]:
     yield from _section("Speed in int8", "bench_int8.json", f"{int8} > results/bench_int8.json", _bench)
     yield from _section("Served", "bench_serve.json", "outrider bench serve --output results/bench_serve.json", _serve)
     yield from _section(
-        "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _plan
+        "Predicted and measured", "plan_check.json", "python -m benchmarks.plan_check > results/plan_check.json", _plan
     )
     yield from _section("Beside other engines", "peers.json", "python -m benchmarks.baselines > results/peers.json", _baselines)
     sizes = "python -m benchmarks.baselines --models 40m,150m,1.1b > results/peers_sizes.json"
