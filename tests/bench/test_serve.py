@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.bench.client import Level, ServedAnswer, Target
+from outrider.bench.client import Endpoint, Level, ServedAnswer
 from outrider.bench.serve import bench_server, parse_goodput, summarise_level
 from outrider.cli import app
 from outrider.errors import InvalidParameter, OutriderError
@@ -113,7 +113,7 @@ def test_nobody_there_is_one_line() -> None:
     with stand_in() as server:
         url = server.url
     with pytest.raises(OutriderError, match="is a server running and ready there"):
-        bench_server(Target(url), [Level(concurrency=1)], ["x"], {}, QUIET)
+        bench_server(Endpoint(url), [Level(concurrency=1)], ["x"], {}, QUIET)
 
 
 def test_goodput_counts_requests_within_every_limit() -> None:

@@ -156,7 +156,7 @@ def bench_serve(
     Answers are streamed. ITL is the time between pieces, which may hold several tokens; TPOT divides by tokens. A key in
     OUTRIDER_API_KEY is sent as a bearer token. One JSON line comes last; ends with 1 where a request failed, 130 after Ctrl-C.
     """
-    from outrider.bench.client import Level, Target
+    from outrider.bench.client import Endpoint, Level
     from outrider.bench.serve import bench_server, parse_goodput
     from outrider.bench.workloads import Conversation, load_prompts
 
@@ -172,9 +172,9 @@ def bench_serve(
     texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     body |= ({"seed": seed} if seed is not None else {}) | ({"ignore_eos": True} if ignore_eos else {}) | _json_object(extra_body)
-    target = Target(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
+    endpoint = Endpoint(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
-    code = bench_server(target, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
+    code = bench_server(endpoint, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
     if code:
         raise typer.Exit(code)
 
