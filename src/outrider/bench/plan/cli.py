@@ -150,7 +150,6 @@ def _measured(options: dict[str, Any], console: Console) -> dict[str, Any]:
 
 def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import planner, show
-    from outrider.bench.plan.formulas import best_tree
 
     chances = _chances("--acceptance", options["acceptance"])
     costs, plain, name = _costs(options)
@@ -158,19 +157,8 @@ def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any
     chain = planner.plan_chain(costs, plain, one, max_length=32, batch=options["batch"])
     table = planner.what_if(costs, plain, max_length=32, batch=options["batch"])
     if options["ranks"]:
-        trees: list[dict[str, Any]] = []
-        for size in planner.LENGTHS:
-            tokens, parents = best_tree(_chances("--ranks", options["ranks"]), size)
-            base = plain.round_s(0, 0, options["batch"])
-            trees.append(
-                {
-                    "nodes": size,
-                    "tokens": tokens,
-                    "parents": parents,
-                    "speedup": tokens * base / costs.round_s(size, size, options["batch"]),
-                }
-            )
-        chain["tree"] = max(trees, key=lambda tree: tree["speedup"])
+        ranks = _chances("--ranks", options["ranks"])
+        chain["tree"] = planner.plan_tree(costs, plain, ranks, max_nodes=32, batch=options["batch"])
     show.chain(chain, name, console)
     show.what_if(table, f"chains at the costs of {name}", console)
     if options["html"]:
