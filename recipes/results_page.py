@@ -64,14 +64,19 @@ def _section(title: str, name: str, command: str, body: Callable[[dict[str, Any]
     yield from body(data)
 
 
+_CASE: dict[str, Cell] = {
+    "workload": lambda row: row["workload"],
+    "temperature": lambda row: f"{row['temperature']:g}",
+    "batch": lambda row: str(row["batch"]),
+}
+
+
 def _bench(data: dict[str, Any]) -> Iterator[str]:
     yield _environment(data)
     yield _table(
         data["rows"],
-        {
-            "workload": lambda row: row["workload"],
-            "temperature": lambda row: f"{row['temperature']:g}",
-            "batch": lambda row: str(row["batch"]),
+        _CASE
+        | {
             "method": lambda row: f"`{row['method']}`",
             "tok/s": lambda row: _number(row["tok_s"], 0),
             "speed-up": lambda row: _number(row["speedup"]),
@@ -181,10 +186,8 @@ def _never_slower(data: dict[str, Any]) -> Iterator[str]:
     yield _environment(data)
     yield _table(
         data["rows"],
-        {
-            "workload": lambda row: row["workload"],
-            "temperature": lambda row: f"{row['temperature']:g}",
-            "batch": lambda row: str(row["batch"]),
+        _CASE
+        | {
             "plain tok/s": lambda row: _number(row["plain_tok_s"], 0),
             "auto over plain": lambda row: _number(row["ratio"]),
             "95 %": lambda row: f"{row['low']:.2f} to {row['high']:.2f}",

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.bench.plan.costs import RoundCosts
-from outrider.bench.plan.planner import given_costs, plan_chain, plan_rows, read_costs
+from outrider.bench.plan.planner import assumed_costs, plan_chain, plan_rows, read_costs
 from outrider.bench.plan.profile import Profile
 from outrider.bench.plan.recommend import rank_candidates, recommend
 from outrider.bench.plan.simulate import Traffic, simulate
@@ -45,8 +45,8 @@ def constant(accepted: int, most: int, method: str = "twin", rounds: int = 40) -
     return Trace(method, 8, most, draft)
 
 
-def test_given_costs_give_the_formulas_speed_up() -> None:
-    costs, plain = given_costs(draft=0.1, row=0.0, host=0.0)
+def test_assumed_costs_give_the_formulas_speed_up() -> None:
+    costs, plain = assumed_costs(draft=0.1, row=0.0, host=0.0)
     result = plan_chain(costs, plain, 0.8, max_length=8)
     assert result["speedup"][4] == pytest.approx((1 - 0.8**5) / 0.2 / 1.4)
     assert result["best_length"] == max(range(9), key=lambda k: (1 - 0.8 ** (k + 1)) / 0.2 / (1 + 0.1 * k))
@@ -59,10 +59,10 @@ def test_a_batch_pays_for_the_rows_of_all() -> None:
 
 
 def test_rows_that_cost_end_it_at_some_batch() -> None:
-    costs, plain = given_costs(draft=0.0, row=0.1, host=0.0)
+    costs, plain = assumed_costs(draft=0.0, row=0.1, host=0.0)
     few, many = (plan_chain(costs, plain, chance, max_length=4)["break_even_batch"] for chance in (0.5, 0.9))
     assert 0 < few < many
-    free, base = given_costs(draft=0.0, row=0.0, host=0.0)
+    free, base = assumed_costs(draft=0.0, row=0.0, host=0.0)
     assert plan_chain(free, base, 0.5, max_length=4)["break_even_batch"] >= 4096
 
 

@@ -37,8 +37,8 @@ class Endpoint:
 
     def question(self, prompt: str) -> dict[str, Any]:
         """The body of a request."""
-        asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return {"model": self.model} | asked | self.body
+        question = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        return {"model": self.model} | question | self.body
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,13 +48,13 @@ def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
     begun = datetime.now(UTC)
     folder = folder or Path("outrider-bench") / begun.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
-    marks = environment() | {"begun": begun.isoformat(timespec="seconds")} | _provenance(suite)
+    conditions = environment() | {"begun": begun.isoformat(timespec="seconds")} | _provenance(suite)
     interrupted = False
     path = folder / "results.jsonl"
     with path.open("w", encoding="utf-8") as file, _live_board(console) as board:
         try:
             for row in run_suite(suite, board.say):
-                file.write(json.dumps(row | {"conditions": marks}) + "\n")
+                file.write(json.dumps(row | {"conditions": conditions}) + "\n")
                 file.flush()
                 board.add(row)
         except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
     _show_failures(rows, console)
     if rows:
         console.print(f"{path}, {write_report(rows, folder)}", highlight=False, markup=False, soft_wrap=True)
-    brief = {name: value for name, value in marks.items() if name != "meaning"}
+    brief = {name: value for name, value in conditions.items() if name != "meaning"}
     whole = [row for row in rows if row["category"] is None]
     print(json.dumps({"rows": [{name: row.get(name) for name in _SHOWN} for row in whole]} | brief), flush=True)
     if interrupted:

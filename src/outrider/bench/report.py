@@ -136,7 +136,7 @@ def _group(row: Row) -> str:
 
 
 def _header(rows: Sequence[Row], good: Sequence[Row]) -> str:
-    marks = rows[0]["conditions"]
+    run = rows[0]["conditions"]
     whole, failed = _whole(good), len(rows) - len(good)
     best = max(whole, key=lambda row: row["speedup"], default=None)
     compared = sum(row["compared"] for row in whole)
@@ -150,10 +150,10 @@ def _header(rows: Sequence[Row], good: Sequence[Row]) -> str:
         f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(note)}</small></div>'
         for name, value, note in cards
     )
-    versions = ", ".join(f"{name} {version}" for name, version in marks["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return (
-        f"<header><h1>Outrider bench</h1><p>{escape(marks['model'])} on {escape(marks['device'])}, {escape(marks['core'])}; "
-        f"{escape(versions)}; {escape(marks['begun'])}</p><pre>{escape(marks['command'])}</pre></header>"
+        f"<header><h1>Outrider bench</h1><p>{escape(run['model'])} on {escape(run['device'])}, {escape(run['core'])}; "
+        f"{escape(versions)}; {escape(run['begun'])}</p><pre>{escape(run['command'])}</pre></header>"
         f'<div class="cards">{drawn}</div>'
     )
 

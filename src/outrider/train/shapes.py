@@ -76,8 +76,6 @@ class EagleShape:
 
     form: str = EAGLE3
     taps: tuple[int, ...] = ()
-    heads: int = 0
-    kv_heads: int = 0
     ffn: int = 0
     own_output: bool = False
     draft_vocab: int = 0  # tokens of a reduced vocabulary, the most frequent ones
@@ -94,8 +92,6 @@ class EagleShape:
             target,
             architecture="LlamaForCausalLM",
             layers=1,
-            heads=self.heads or target.heads,
-            kv_heads=self.kv_heads or target.kv_heads,
             ffn=self.ffn or target.ffn,
             windows=(None,),
             qk_norm=False,

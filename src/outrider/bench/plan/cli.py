@@ -167,10 +167,10 @@ def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any
 
 
 def _costs(options: dict[str, Any]) -> tuple[RoundCosts, RoundCosts, str]:
-    from outrider.bench.plan.planner import given_costs, read_costs
+    from outrider.bench.plan.planner import assumed_costs, read_costs
 
     if options["costs"] is None:
-        return *given_costs(options["draft_cost"], options["row_cost"], options["host_cost"]), "the costs given"
+        return *assumed_costs(options["draft_cost"], options["row_cost"], options["host_cost"]), "the costs passed"
     table = read_costs(options["costs"])
     names = [name for name in table if name != "none"]
     wanted = options["methods"] or (names[0] if len(names) == 1 else None)

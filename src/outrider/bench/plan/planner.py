@@ -19,8 +19,8 @@ __all__ = [
     "CHANCES",
     "LENGTHS",
     "PlanRow",
+    "assumed_costs",
     "costs_of",
-    "given_costs",
     "measure",
     "plan_chain",
     "plan_rows",
@@ -45,7 +45,7 @@ class PlanRow:
     best_speedup: float
     break_even_batch: int
     by_position: list[float]
-    tree: dict[str, Any] | None  # the best static tree from the ranks of what came true; None: it guesses chains
+    tree: dict[str, Any] | None  # the best static tree from the ranks of what was accepted; None: it drafts chains
     weights_bytes: int
     kv_bytes_per_token: int
     curve: list[tuple[int, float]] = field(default_factory=list)  # speed-up by length
@@ -143,7 +143,7 @@ def what_if(costs: RoundCosts, plain: RoundCosts, max_length: int, batch: int = 
     return out
 
 
-def given_costs(draft: float, row: float, host: float, knee: int = 1) -> tuple[RoundCosts, RoundCosts]:
+def assumed_costs(draft: float, row: float, host: float, knee: int = 1) -> tuple[RoundCosts, RoundCosts]:
     """Costs in units of a plain forward: a draft token, a row beyond the first `knee`, the host; with a drafter and without."""
     plain, drafter = RoundCosts(), RoundCosts()
     for table in (plain, drafter):
