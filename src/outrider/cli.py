@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider._version import __version__
-from outrider.bench.cli import add_moved
 from outrider.bench.cli import app as bench_app
 from outrider.bench.plan.cli import plan
 from outrider.environment import known_variables, tidy
 from outrider.errors import EngineDead, InvalidParameter, OutriderError
-from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, set_threads, spread
+from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, set_threads, spread
 from outrider.serve.chat import chat
 from outrider.serve.cli import register as register_serve
 from outrider.terminal import PlainConsole, print_checks, print_error

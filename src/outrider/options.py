@@ -10,8 +10,11 @@ import typer
 from typer.core import TyperCommand
 
 from outrider.errors import InvalidParameter
+from outrider.terminal import print_error
 
-__all__ = ["AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "numbers", "set_threads", "spread"]
+__all__ = [
+    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "numbers", "set_threads", "spread",
+]  # fmt: skip
 
 Number = TypeVar("Number", int, float)
 
@@ -68,3 +71,14 @@ def set_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def add_moved(app: typer.Typer, name: str, command: str) -> None:
+    """Register the old name of a command that left the package: it says which command replaces it and ends with 2."""
+
+    def moved() -> None:
+        print_error(f"{name} has moved out of the package: run `python -m {command}` in a checkout of the repository")
+        raise typer.Exit(2)
+
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, hidden=True, context_settings=anything)(moved)
