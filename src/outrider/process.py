@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import IO, Any, BinaryIO
@@ -50,12 +51,16 @@ class PythonProcess:
             raise RuntimeError(f"{self._function} failed: {result}")
         return result
 
-    def close(self) -> None:
-        """End the process; a call under way raises ProcessDied."""
-        if (process := self._process) is not None:
-            process.kill()
-        with self._turn:
+    def close(self, timeout: float = 5.0) -> None:
+        """End the process within `timeout` seconds; a call under way raises ProcessDied."""
+        deadline, is_ours = time.monotonic() + timeout, False
+        while not is_ours and time.monotonic() < deadline:
+            if (process := self._process) is not None:  # None while a call is still starting it
+                process.kill()
+            is_ours = self._turn.acquire(timeout=0.05)
+        if is_ours:
             self._end()
+            self._turn.release()
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -22,6 +22,7 @@ import pytest
 from outrider import LLM
 from outrider.serve.address import listen
 from outrider.serve.app import create_app
+from outrider.serve.health import stacks
 from outrider.serve.server import Server
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
@@ -84,7 +85,11 @@ class Running:
             client.close()
         self.server.should_exit = True
         self._thread.join(30)
-        assert not self._thread.is_alive()
+        assert not self._thread.is_alive(), f"the server did not end:\n{stacks()}\n{self._tasks()}"
+
+    def _tasks(self) -> str:
+        """The tasks of the server's event loop."""
+        return "" if self.service._loop is None else "\n".join(map(repr, asyncio.all_tasks(self.service._loop)))
 
 
 def until(true: Callable[[], bool], seconds: float = 60.0) -> None:

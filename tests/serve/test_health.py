@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +19,7 @@ from outrider import LLM
 from outrider.errors import EngineDead, ModelError
 from outrider.model.bundled import bundled_model
 from outrider.serve.settings import Settings
-from tests.serve.conftest import Running, until
+from tests.serve.conftest import Running, request_bytes, until
 
 Starter = Callable[..., Running]
 PATHS = ("/livez", "/readyz", "/health")
@@ -49,6 +50,29 @@ def test_loading_and_draining_servers_are_alive_but_not_ready() -> None:
     finally:
         held.set()
         server.close()
+
+
+def test_a_client_that_reads_nothing_does_not_delay_the_end() -> None:
+    """The second request on its connection waits for its body when the server stops, behind an answer that fills all buffers."""
+    held = threading.Event()
+    server = Running(Settings(), lambda: LLM(held.wait(60) and "/nowhere"))
+    state = server.server.server_state
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    server.connections.append(connection)
+    server.http.close()
+    until(lambda: len(state.connections) == 1)
+    (protocol,) = state.connections
+    while not protocol.flow.write_paused:
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda answered=state.total_requests: state.total_requests > answered and protocol.cycle.response_complete)
+    connection.sendall(request_bytes("/v1/completions", SHORT)[:-1])
+    until(lambda: not protocol.cycle.response_complete and bool(state.tasks))
+    server.connections.clear()  # it stays open
+    held.set()
+    server.close()
+    connection.close()
 
 
 def test_nan_weights_fail_the_load_by_name(tmp_path: Path) -> None:

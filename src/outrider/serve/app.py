@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 _log = logging.getLogger("outrider.serve")
+_END_S = 20.0  # limit on the whole shutdown; the waits in it have shorter limits
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
 }
@@ -83,8 +85,8 @@ def create_app(
         try:
             yield
         finally:
-            await service.end()
-            checker.close()
+            async with asyncio.timeout(_END_S):
+                await asyncio.gather(service.end(), asyncio.to_thread(checker.close))
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service

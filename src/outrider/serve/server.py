@@ -67,6 +67,11 @@ class Server(uvicorn.Server):
             loop.add_signal_handler(signal.SIGHUP, self._hang_up, leaves)
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # a client that does not read would delay the end without limit
+            connection.transport.abort()
+
     def stop(self) -> None:
         """Drain and end. A second call aborts running requests, and a third one ends the server at once."""
         if self._draining is None:
