@@ -25,7 +25,7 @@ from outrider.serve.app import create_app
 from outrider.serve.health import stacks
 from outrider.serve.server import Server
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
+from outrider.serve.settings import ServerSettings
 from outrider.serve.trace import Tracer
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ MAIN = [sys.executable, "-c", "from outrider.cli import main; main()", "serve"]
 class Running:
     """A server in a thread."""
 
-    def __init__(self, settings: Settings, load: Callable[[], LLM], tracer: Tracer | None = None) -> None:
+    def __init__(self, settings: ServerSettings, load: Callable[[], LLM], tracer: Tracer | None = None) -> None:
         self.app = create_app(settings, load, tracer)
         self.service: Service = self.app.state.service
         self._socket = listen(settings.host, 0)
@@ -46,7 +46,7 @@ class Running:
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self._socket])))
         self._thread.start()
         self.connections: list[socket.socket] = []
-        headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
+        headers = {"Authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
         until(lambda: self.server.started)
 
@@ -119,19 +119,19 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def _current(llm: LLM) -> Iterator[dict[Settings, Running]]:
-    current: dict[Settings, Running] = {}
+def _current(llm: LLM) -> Iterator[dict[ServerSettings, Running]]:
+    current: dict[ServerSettings, Running] = {}
     yield current
     for running in current.values():
         running.close()
 
 
 @pytest.fixture
-def server_with(llm: LLM, _current: dict[Settings, Running]) -> Iterator[Callable[..., Running]]:
+def server_with(llm: LLM, _current: dict[ServerSettings, Running]) -> Iterator[Callable[..., Running]]:
     """Starts servers with given settings. They share one engine, so the previous server is stopped."""
 
     def start(**changes: Any) -> Running:
-        settings = Settings(**changes)
+        settings = ServerSettings(**changes)
         if settings not in _current:
             for other in list(_current):
                 _current.pop(other).close()

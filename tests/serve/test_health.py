@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM
 from outrider.errors import EngineDead, ModelError
 from outrider.model.bundled import bundled_model
-from outrider.serve.settings import Settings
+from outrider.serve.settings import ServerSettings
 from tests.serve.conftest import Running, request_bytes, until
 
 Starter = Callable[..., Running]
@@ -42,7 +42,7 @@ def test_loading_and_draining_servers_are_alive_but_not_ready() -> None:
         held.wait(60)
         raise ModelError("never")
 
-    server = Running(Settings(), load)
+    server = Running(ServerSettings(), load)
     try:
         assert health_of(server) == {"/livez": (200, "loading"), "/readyz": (503, "loading"), "/health": (503, "loading")}
         server.service.draining = True
@@ -55,7 +55,7 @@ def test_loading_and_draining_servers_are_alive_but_not_ready() -> None:
 def test_a_client_that_reads_nothing_does_not_delay_the_end() -> None:
     """The second request on its connection waits for its body when the server stops, behind an answer that fills all buffers."""
     held = threading.Event()
-    server = Running(Settings(), lambda: LLM(held.wait(60) and "/nowhere"))
+    server = Running(ServerSettings(), lambda: LLM(held.wait(60) and "/nowhere"))
     state = server.server.server_state
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -84,7 +84,7 @@ def test_nan_weights_fail_the_load_by_name(tmp_path: Path) -> None:
     tensors[name][0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
     announced: list[LLM] = []
-    server = Running(Settings(), lambda: LLM(folder, speculation="none"))
+    server = Running(ServerSettings(), lambda: LLM(folder, speculation="none"))
     server.service._announce = announced.append
     try:
         until(lambda: server.service.failure is not None or bool(announced))
@@ -97,7 +97,7 @@ def test_nan_weights_fail_the_load_by_name(tmp_path: Path) -> None:
 
 
 def test_the_test_token_is_not_counted(server_with: Starter) -> None:
-    server = server_with(drain_s=0.31)
+    server = server_with(drain_timeout=0.31)
     stats = server.http.get("/stats").json()
     assert (stats["generated_tokens"], stats["running"]) == (0, 0)
     assert server.is_idle()
@@ -106,7 +106,7 @@ def test_the_test_token_is_not_counted(server_with: Starter) -> None:
 def test_a_stuck_engine_fails_its_requests_and_logs_all_stacks(
     server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = server_with(watchdog_s=0.3)
+    server = server_with(watchdog_timeout=0.3)
     held, score = threading.Event(), llm.engine.runner.score
 
     def stuck_forward(*arguments: Any) -> Any:
@@ -152,7 +152,7 @@ def test_every_round_resets_the_watchdog(server: Running, llm: LLM, monkeypatch:
 def test_an_engine_that_fails_every_request_ends_the_server(
     server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = server_with(drain_s=0.32)
+    server = server_with(drain_timeout=0.32)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
@@ -166,7 +166,7 @@ def test_an_engine_that_fails_every_request_ends_the_server(
 
 
 def test_single_failed_requests_do_not_end_the_server(server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = server_with(drain_s=0.33)
+    server = server_with(drain_timeout=0.33)
     score = llm.engine.runner.score
     checks: list[int] = []
 
