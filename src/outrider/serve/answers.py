@@ -66,7 +66,7 @@ class Answer:
     def whole(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The answer to a request that does not stream."""
         return self._head(self.kinds[0]) | {
-            "choices": [self.whole_choice(index, _as_chunk(output), output) for index, output in enumerate(outputs)],
+            "choices": [self.whole_choice(index, _as_chunk(output)) for index, output in enumerate(outputs)],
             "usage": self._usage(outputs),
             "metrics": self._metrics(outputs),
         }
@@ -115,7 +115,7 @@ class Answer:
         chunk = {"choices": [], "usage": self._usage(outputs), "metrics": self._metrics(outputs)}
         return f"data: {dumps(self._head(self.kinds[1]) | chunk)}\n\ndata: [DONE]\n\n".encode()
 
-    def whole_choice(self, index: int, chunk: StreamPiece, output: CompletionOutput) -> dict[str, Any]:
+    def whole_choice(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
         raise NotImplementedError
 
     def chunk_choices(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ class CompletionAnswer(Answer):
     def top(self) -> int:
         return self._body.logprobs or 0
 
-    def whole_choice(self, index: int, chunk: StreamPiece, output: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+    def whole_choice(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
         choice = self._choice(index, chunk, is_first=True)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(self._request(index).prompt_ids)
@@ -296,7 +296,9 @@ class ChatAnswer(Answer):
     def top(self) -> int:
         return self._body.top_logprobs or 0
 
-    def whole_choice(self, index: int, chunk: StreamPiece, output: CompletionOutput) -> dict[str, Any]:
+    def whole_choice(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
+        output = chunk.output
+        assert output is not None
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
         calls: list[ToolCall] = []
         if self._prepared.family:

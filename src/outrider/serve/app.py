@@ -22,7 +22,7 @@ from outrider.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from outrider.serve.body import BodyChecker, StrictRoute
 from outrider.serve.errors import ApiError, install_handlers
 from outrider.serve.exchange import TOKENS, Exchange
-from outrider.serve.fairness import client_of
+from outrider.serve.fairness import client_of, in_daemon_thread
 from outrider.serve.guard import AccessGuard, Keys
 from outrider.serve.logs import adopt, request_id
 from outrider.serve.requests import (
@@ -109,7 +109,7 @@ def create_app(
             yield
         finally:
             async with asyncio.timeout(_END_S):
-                await asyncio.gather(service.end(), asyncio.to_thread(checker.close))
+                await asyncio.gather(service.end(), in_daemon_thread(checker.close, "outrider-close-body"))
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service

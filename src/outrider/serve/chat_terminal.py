@@ -111,7 +111,7 @@ def totals(summaries: Sequence[Summary]) -> str:
     last = summaries[-1]
     lines = [f"{len(summaries)} answer{'s' * (len(summaries) > 1)}, {tokens} tokens, {tokens / max(rounds, 1):.2f} per round"]
     if drafted:
-        lines.append(f"guessed {drafted} tokens, {accepted} came true ({accepted / drafted:.0%})")
+        lines.append(f"drafted {drafted} tokens, {accepted} accepted ({accepted / drafted:.0%})")
     lines.append(f"last: {finished(last)}")
     if last.by_position:
         lines.append("acceptance by position: " + " ".join(f"{share:.0%}" for share in last.by_position))

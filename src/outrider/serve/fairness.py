@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["LARGE_BYTES", "Admission", "Completions", "FairPool", "Places", "client_of"]
+__all__ = ["LARGE_BYTES", "Admission", "Completions", "FairPool", "Places", "client_of", "in_daemon_thread"]
 
 T = TypeVar("T")
 LARGE_BYTES = 16 * 2**10  # jobs on fewer bytes are small
@@ -220,3 +220,18 @@ class FairPool:
                         return lane, job
                 self._changed.wait()
         return None
+
+
+def in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run work in a new daemon thread. Neither the end of the event loop nor the end of the process waits for it."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # so that the result is set even if nobody waits for it any more
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return asyncio.wrap_future(result)

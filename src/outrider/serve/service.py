@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import gc
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from outrider.core import Request
@@ -22,7 +21,7 @@ from outrider.errors import EngineDead, OutriderError
 from outrider.model.bundled import is_bundled
 from outrider.sampling import Structured
 from outrider.serve.errors import ApiError
-from outrider.serve.fairness import Admission, Completions, FairPool, Places
+from outrider.serve.fairness import Admission, Completions, FairPool, Places, in_daemon_thread
 from outrider.serve.health import Watchdog, check_model
 from outrider.serve.logs import request_id
 from outrider.serve.metrics import Metrics, Snapshot, snapshot_of
@@ -160,18 +159,8 @@ class Service:
         self._tasks = [self._loop.create_task(work()) for work in (self._start, self._sample, self._watchdog.run)]
 
     async def _start(self) -> None:
-        loaded: Future[tuple[LLM, EngineThread]] = Future()
-        loaded.set_running_or_notify_cancel()  # so that nothing cancels it: the thread sets its result
-
-        def work() -> None:
-            try:
-                loaded.set_result(self._load_checked())
-            except BaseException as error:
-                loaded.set_exception(error)
-
-        threading.Thread(target=work, name="outrider-load", daemon=True).start()
         try:
-            llm, thread = await asyncio.wrap_future(loaded)
+            llm, thread = await in_daemon_thread(self._load_checked, "outrider-load")
         except Exception as error:
             self.failure = error
             return
@@ -212,7 +201,8 @@ class Service:
             task.cancel()
         gc.unfreeze()
         if self.thread is not None:
-            await asyncio.to_thread(self.thread.close, 10.0 if self.failure is None else 0.5)  # a stuck engine never ends
+            timeout = 10.0 if self.failure is None else 0.5  # a stuck engine never ends
+            await in_daemon_thread(partial(self.thread.close, timeout), "outrider-close")
         self._text.close()
 
     async def drain(self) -> None:

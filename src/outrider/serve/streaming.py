@@ -95,7 +95,7 @@ class LiveAnswer(Response):
         yield self._answer.closing()
 
     def _document(self) -> Iterator[str]:
-        yield from json_parts(self._answer.whole(self._handle.finished_outputs()))  # only when asked for, off the event loop
+        yield from json_parts(self._answer.whole(self._handle.finished_outputs()))  # a generator: it runs off the event loop
 
     async def _written(self, parts: Iterator[str]) -> AsyncIterator[bytes]:
         """Write parts off the event loop. A block is made when the previous one has been sent."""
