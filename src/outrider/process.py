@@ -80,12 +80,16 @@ class PythonProcess:
         self._exchange(process, (sys.path, self._function, setup), _START_S)
         return process
 
-    def close(self) -> None:
-        """End the process; a call under way raises ProcessDied."""
-        if (process := self._process) is not None:
-            process.kill()
-        with self._turn:
+    def close(self, timeout: float = 5.0) -> None:
+        """End the process within `timeout` seconds; a call under way raises ProcessDied."""
+        deadline, is_ours = time.monotonic() + timeout, False
+        while not is_ours and time.monotonic() < deadline:
+            if (process := self._process) is not None:  # None while a call is still starting it
+                process.kill()
+            is_ours = self._turn.acquire(timeout=0.05)
+        if is_ours:
             self._end()
+            self._turn.release()
 
     def _exchange(self, process: subprocess.Popen[bytes], question: tuple[Any, ...], budget: float) -> Any:
         clock = _Clock(process.pid)

@@ -49,7 +49,7 @@ class Watchdog:
         service = self._service
         while service.failure is None:
             await asyncio.sleep(_WATCH_S)
-            thread, limit = service.thread, service.settings.watchdog_s
+            thread, limit = service.thread, service.settings.watchdog_timeout
             if thread is None or service.llm is None:
                 continue
             if not thread.alive:
