@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.cache import KVPool
+from outrider.cache import KVPool, Slots
 from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
 from outrider.model.config import ModelConfig
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
     tokens: Tensor  # (N,)
     positions: Tensor  # (N,)
-    slots: tuple[Tensor, Tensor]  # page and offset of each row's KV
+    slots: Slots  # of each row's KV
     plan: AttentionPlan
 
 
@@ -89,8 +89,11 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None])
         for slot in segment.slots():
             pages.append(feed.pages[slot // size])
             offsets.append(slot % size)
+    plan = plan_attention(segments, size, windows)
+    if len(tokens) == 1:
+        return Rows(torch.tensor(tokens), torch.tensor(positions), (pages[0], offsets[0]), plan)
     ids, where, page, offset = integers([tokens, positions, pages, offsets]).unbind()
-    return Rows(ids, where, (page, offset), plan_attention(segments, size, windows))
+    return Rows(ids, where, (page, offset), plan)
 
 
 def kv_value_bytes(config: ModelConfig, page_size: int) -> int:
