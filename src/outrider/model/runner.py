@@ -18,8 +18,9 @@ from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows
-from outrider.ops import AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
+from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention, serving_ops
 from outrider.ops.forwards import network
+from outrider.ops.native import ChainParams, StackSpan, find_core
 from outrider.sampling import Row
 from outrider.sampling.choice import shape_of
 from outrider.sampling.noise import Key, token_words_at, words_of
@@ -29,9 +30,8 @@ __all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes",
 Tokens = list[list[int]]
 Chances = list[list[float]]
 
-
 _LONGEST_CHAIN = 256
-_WHOLE = Span()
+_WHOLE = StackSpan()
 
 
 class Feed(NamedTuple):
@@ -155,7 +155,7 @@ class Runner:
         if not isinstance(rows, array):
             return self._run_torch(rows, taps, layers, x, wanted)
         assert self.stack is not None
-        span = _WHOLE if layers is None else Span(layers.start, layers.stop)
+        span = _WHOLE if layers is None else StackSpan(layers.start, layers.stop)
         outputs = self.stack.forward(rows, _layer_numbers(taps) if taps else None, span, x, wanted)
         assert outputs.last is not None
         if outputs.taps is None:
@@ -249,7 +249,7 @@ class Runner:
             for step in range(0 if rows[i].params.greedy else lengths[i]):
                 at = 2 * (step * len(feeds) + place)
                 keys[at : at + 2] = array("I", words_of(Key(seed, first + step, sample)))
-        chains = Chains(
+        chains = ChainParams(
             wanted=array("i", [lengths[i] for i in order]),
             shapes=array("d", [part for i in order for part in shape_of(rows[i].params)]),
             draft_temperatures=array("f", [draft_temperatures[i] for i in order]),
