@@ -19,7 +19,7 @@ from outrider.errors import InvalidParameter
 from outrider.ops.native import Core, find_core
 from outrider.ops.products import Product
 
-__all__ = ["Blocked", "Native", "Ops", "Plain", "missing_core", "rotate", "serving_ops", "threads_used"]
+__all__ = ["Blocked", "Native", "Ops", "Plain", "missing_core", "serving_ops", "threads_used"]
 
 _PATHS = ("auto", "native", "torch")
 
@@ -58,8 +58,10 @@ class Plain:
         return F.silu(gate) * up
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary position embedding of (N, heads, head_dim), in float32."""
-        return rotate(x, cos, sin)
+        """Rotate pairs (i, i + half) of the last dimension of (N, heads, head_dim), in float32; cos and sin are (N, half)."""
+        first, second = x.float().chunk(2, dim=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Blocked(Plain):
@@ -123,10 +125,3 @@ def threads_used() -> int:
     """Processor threads that products run on."""
     core = find_core()[0]
     return max(torch.get_num_threads(), 1 if core is None else core.threads)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + half) of the last dimension; cos and sin are (N, head_dim / 2)."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
