@@ -13,7 +13,8 @@ from outrider.errors import InvalidParameter
 from outrider.terminal import print_error
 
 __all__ = [
-    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "numbers", "set_threads", "spread",
+    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "numbers",
+    "set_threads", "spread",
 ]  # fmt: skip
 
 Number = TypeVar("Number", int, float)

@@ -140,9 +140,9 @@ def test_paged_attention_is_attention(fed: int, kv_heads: int, group: int, head_
 
 def attended(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], segment: Segment, size: int) -> torch.Tensor:
     """Attention of a segment's rows over keys and values (T, KV, d), laid into the segment's pages."""
-    pools = [torch.zeros(max(segment.pages) + 1, own.shape[1], size, own.shape[2]) for own in kv]
-    for pool, own in zip(pools, kv, strict=True):
-        for t, row in enumerate(own):
+    pools = [torch.zeros(max(segment.pages) + 1, part.shape[1], size, part.shape[2]) for part in kv]
+    for pool, part in zip(pools, kv, strict=True):
+        for t, row in enumerate(part):
             pool[segment.pages[t // size], :, t % size] = row
     return paged_attention(q, *pools, plan_attention([segment], size, frozenset({None})))
 
@@ -157,11 +157,11 @@ def test_where_pages_lie_does_not_matter(size: int, kv_heads: int, group: int, w
     q = torch.randn(6, kv_heads * group, width)
     layouts = [range(1, count + 1), range(1, 2 * count + 1, 2), [*range(1, count), count + 3], range(count, 0, -1)]
     for rows in (1, 2, 6):
-        found = [attended(q[:rows], kv, Segment(0, total - rows, rows, list(pages)), size) for pages in layouts]
-        assert all(torch.equal(own, found[0]) for own in found[1:]), rows
+        outputs = [attended(q[:rows], kv, Segment(0, total - rows, rows, list(pages)), size) for pages in layouts]
+        assert all(torch.equal(other, outputs[0]) for other in outputs[1:]), rows
         alone = attended(q[rows - 1 : rows], kv, Segment(0, total - 1, 1, list(layouts[0])), size)
-        assert torch.equal(alone[0], found[0][-1])
-    moved = [torch.cat((own[:-2], own[-1:])) for own in kv]  # the second of two siblings, where it lies when it is text
+        assert torch.equal(alone[0], outputs[0][-1])
+    moved = [torch.cat((part[:-2], part[-1:])) for part in kv]  # the second of two siblings, where it lies when it is text
     for pages in layouts:
         tree = attended(q[:3], kv, Segment(0, total - 3, 1, list(pages), (-1, -1)), size)
         assert torch.equal(tree[2], attended(q[2:3], (moved[0], moved[1]), Segment(0, total - 2, 1, list(pages)), size)[0])

@@ -16,7 +16,7 @@ from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, Runner, lay_out
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_weights, stack_over
-from outrider.ops import BESIDE, JOINED, Core, Ops, PackedLinear, Span, Stack, paged_attention
+from outrider.ops import BESIDE, JOINED, Core, Ops, PackedLinear, Stack, StackSpan, paged_attention
 from outrider.ops.forwards import network
 from outrider.sampling import Row
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["DraftedChains", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner", "eagle_network", "medusa_network"]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
-_PLACED = Span(rotary_lag=1)  # row i lies in slot i + 1, beside its token
+_PLACED = StackSpan(rotary_lag=1)  # row i lies in slot i + 1, beside its token
 
 
 class DraftedChains(NamedTuple):

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ModelError, UnknownMethod
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import SCALE, quantised, read_tensors
-from outrider.model.foreign import refuse_quantised
+from outrider.model.files import SCALE, quantised, read_tensors, refuse_quantised
 
 __all__ = ["Place", "SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "write"]
 
