@@ -9,6 +9,9 @@ EMULATED := build/emulated/_core_amx.so
 COMPILE = $(CXX) -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthread -DOUTRIDER_SOURCES="\"$$(cat \
   $(sort $(wildcard src/outrider/ops/cpu/*.h) $(wildcard src/outrider/ops/cpu/*.cpp)) | sha256sum | cut -d' ' -f1)\"" src/outrider/ops/cpu/core.cpp
 
+# Both workers begin with one half of the tests each, so that servers and models are made once; whoever is done first takes over.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+
 .PHONY: test test-fast test-all check demo doctor sanitize emulate clean
 .DEFAULT_GOAL := test
 
@@ -25,15 +28,15 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 test: check
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
-# For the inner loop: no tests marked slow, grids of parameters thinned to pairs.
+# For the inner loop: no tests marked slow.
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
-# Every combination of every grid.
+# Every combination of every grid of parameters, every example of random tests, and the exhaustive cases.
 test-all: check
-	$(BIN)/python -m pytest -n 2 --whole-grids
+	$(PYTEST) --whole-grids
 
 demo: $(STAMP)
 	$(BIN)/outrider compare "$$(printf 'import json\nfrom pathlib import Path\n\n\ndef load_config(path: Path) -> dict:\n    ')"

@@ -19,18 +19,24 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("whole", settings.get_profile("outrider"))
 settings.load_profile("outrider")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole-grids", action="store_true", help="Run every combination of a grid's parameters, not a pairwise cover of them."
+        "--whole-grids",
+        action="store_true",
+        help="Run every combination of a grid's parameters, the exhaustive tests, and every example of the random ones.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "grid: a grid of parameters; by default a pairwise cover of it runs")
-    config.addinivalue_line("markers", "slow: takes seconds; left out by `make test-fast`")
+    config.addinivalue_line("markers", "grid(once=()): a grid of parameters; by default a pairwise cover of it runs")
+    config.addinivalue_line("markers", "exhaustive: left out unless every grid is run whole")
+    config.addinivalue_line("markers", "slow: takes a second or more; left out by `make test-fast`")
+    if config.getoption("--whole-grids"):
+        settings.load_profile("whole")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: tests of Ctrl-C need it heard
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,28 +44,36 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--whole-grids"):
         return
+    left_out = {id(item) for item in items if item.get_closest_marker("exhaustive") is not None}
     grids: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("grid") is not None:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("grid") is not None and id(item) not in left_out:
             assert item.parent is not None
             grids.setdefault((item.parent.nodeid, item.originalname), []).append(item)
-    kept = {id(item) for grid in grids.values() for item in pairwise_cover(grid)}
-    left_out = {id(item) for grid in grids.values() for item in grid} - kept
+    kept = {id(item) for grid in grids.values() for item in cover(grid)}
+    left_out |= {id(item) for grid in grids.values() for item in grid} - kept
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 
 
-def pairwise_cover(grid: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """Items of a grid that together hold every pair of values of any two parameters: the greedy choice, in order."""
-    values = {item: [(name, id(value)) for name, value in item.callspec.params.items()] for item in grid}
-    pairs = {item: set(combinations(values[item], 2)) for item in grid}
-    missing = set().union(*pairs.values())
+def cover(grid: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Items of a grid that together hold every pair of values of any two parameters: the greedy choice, in order.
+
+    Pairs with a parameter named in the marker's `once` are not needed: each of its values occurs at least once.
+    """
+    marker = grid[0].get_closest_marker("grid")
+    once = marker.kwargs.get("once", ()) if marker is not None else ()
+    needed: dict[pytest.Function, set[object]] = {}
+    for item in grid:
+        values = [(name, id(value)) for name, value in item.callspec.params.items()]
+        needed[item] = {*values, *combinations([value for value in values if value[0] not in once], 2)}
+    missing = set().union(*needed.values())
     chosen: list[pytest.Function] = []
     while missing:
-        best = max(grid, key=lambda item: len(pairs[item] & missing))
+        best = max(grid, key=lambda item: len(needed[item] & missing))
         chosen.append(best)
-        missing -= pairs[best]
-    return chosen or list(grid)
+        missing -= needed[best]
+    return chosen
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -96,7 +96,7 @@ def main() -> None:
         args.model = _tiny_target(args.work)
         args.minutes += now() / 60
     shipment = Shipment(args.out, args.work, args.model)
-    _start_watchdog(shipment, args.minutes * 60 * (5 if args.smoke else 1))  # a smoke run may be late
+    _start_watchdog(shipment, max(args.minutes * 60, 300.0 if args.smoke else 0.0))  # a smoke run may be late
     corpus = _start_corpus(args)
     target, stages = _target(args), [Stage.parse(text) for text in args.stages]
     known = variants(args)

@@ -49,6 +49,7 @@ def llm() -> LLM:
     return LLM(speculation="auto", max_model_len=512)
 
 
+@pytest.mark.grid(once=["arm"])
 @pytest.mark.parametrize("arm", ["eagle", "medusa", "draft_model"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_asked_after_a_long_silence(llm: LLM, arm: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:

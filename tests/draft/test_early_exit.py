@@ -47,6 +47,7 @@ def early_exit_engine(decoder: Decoder, length: int, exit_layer: int | None, tai
     return engine
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("exit_layer", "tail"), [(1, 0), (3, 0), (1, 2), (2, 1), (None, 0)])
 def test_same_tokens(decoder: Decoder, exit_layer: int | None, tail: int) -> None:
     rng = random.Random(f"{exit_layer} {tail}")
@@ -64,6 +65,7 @@ def test_same_tokens(decoder: Decoder, exit_layer: int | None, tail: int) -> Non
         assert all(w.seq.stats.drafted > 0 for w in fast)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 def test_resumed_logits_and_kv_are_the_same_bits(both_paths: str, decoder: Decoder, exit_layer: int) -> None:
     """Beside a sequence that reads its prompt and one that has no draft."""

@@ -45,6 +45,7 @@ def requests(seed: str, count: int) -> list:  # type: ignore[type-arg]
     return [make_request(prompt, random_params(rng, 25), f"r{i}") for i, prompt in enumerate(prompts)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_eagle_changes_nothing(decoder: Decoder, form: str, shape: str) -> None:
@@ -113,6 +114,7 @@ def medusa(decoder: Decoder, own_output: bool, dynamic: bool) -> MedusaDrafter:
     return MedusaDrafter(heads.eval(), serving_ops(), dynamic)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("own_output", [False, True])
 def test_medusa_changes_nothing(decoder: Decoder, own_output: bool, dynamic: bool) -> None:

@@ -294,6 +294,7 @@ def test_a_sequence_begun_anew_drafts_as_the_first_time(name: str) -> None:
     assert guesses(proposed(drafter, [again], [6])) == first
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_tokens_as_plain_decoding(make: Make, decoder_of, dtype: str, temperature: float) -> None:  # type: ignore[no-untyped-def]

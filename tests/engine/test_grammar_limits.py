@@ -122,6 +122,7 @@ def lose_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guide, "_wait_for", late)
 
 
+@pytest.mark.grid(once=["method"])
 @pytest.mark.parametrize("how", ["a round is lost", "masks are late", "masks come from a sandbox"])
 @pytest.mark.parametrize("method", METHODS)
 def test_waiting_for_masks_changes_no_token(method: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

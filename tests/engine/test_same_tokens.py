@@ -60,7 +60,7 @@ def assert_equal_runs(plain, fast, seen_plain, seen_fast) -> None:  # type: igno
             assert torch.equal(x, y)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(once=["case"])
 @pytest.mark.parametrize("case", range(12))
 @pytest.mark.parametrize("branches", [0, 5], ids=["chains", "trees"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,7 +86,7 @@ def test_oracle_drafts_change_nothing(root, logits_seen, family, dtype, branches
     assert not any(writer.seq.stats.fallback_reason for writer in fast)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(once=["case"])
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)

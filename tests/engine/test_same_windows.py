@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.model import Decoder
 from outrider.sampling import SamplingParams
 from tests.support import VOCAB, make_engine, make_request, random_decoder, write_family
 from tests.support.engines import assert_same_bits, run_recorded
+from tests.support.examples import examples
 from tests.support.oracle import SPOILED, Shapes, Spoiled
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -46,7 +47,7 @@ CASES = {
 }
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(**CASES)
 @example(window=4, page_size=16, shape="chain", nodes=63, dtype="bfloat16", prompt=9)
 @example(window=4, page_size=16, shape="two chains", nodes=63, dtype="bfloat16", prompt=9)
@@ -79,7 +80,7 @@ def spoiled_decoder(root: Path, window: int, dtype: str, value: float) -> Decode
     return spoiled
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     **{name: CASES[name] for name in ("window", "page_size", "dtype", "prompt")},
     value=st.sampled_from([float("nan"), float("inf"), float("-inf")]),

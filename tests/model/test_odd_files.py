@@ -143,13 +143,13 @@ _PATHS = [*_LONG, "", "\0", "a\0b/c", "~nobody-of-that-name/x", "\ud800", "a/b/c
 
 
 @pytest.mark.parametrize("path", [*_PATHS, b"x", 7, 1.5, [], {}, object()], ids=lambda path: ascii(path)[:20])
-def test_odd_paths(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_paths(original: Path, path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(OutriderError) as caught:
         LLM(path, speculation="none")
     assert len(str(caught.value)) < 600
     with pytest.raises(OutriderError):
-        LLM(speculation={"method": "draft_model", "model": path})
+        LLM(original, speculation={"method": "draft_model", "model": path})
 
 
 def test_folders_of_other_tools_are_refused_by_name(saved: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from outrider.train.export import export_model
 from outrider.train.loop import compile_checked
 from outrider.train.shapes import DecoderShape, new_decoder
 from outrider.train.sizing import pick_device
-from recipes.pyrite.cli import app
+from recipes.pyrite.cli import app, main
 from recipes.pyrite.lm import greedy, heldout_loss
-from recipes.pyrite.packages import environment
 
 CPU = torch.device("cpu")
 SMALL = (
@@ -48,14 +46,19 @@ def test_lm_end_to_end(packages: Path, tmp_path: Path) -> None:
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [0]
 
 
-def test_errors_reach_the_user_as_one_line(tmp_path: Path) -> None:
+def test_errors_reach_the_user_as_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "a.py").write_text("def function_name(argument):\n    return argument + 1\n" * 4)
-    command = [sys.executable, "-m", "recipes.pyrite", "lm", str(tmp_path / "tiny"), "--out", str(tmp_path / "m"), *SMALL]
-    done = subprocess.run([*command, "--rows=64", "--steps=5", "--vocab=270"], capture_output=True, text=True, env=environment())
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: corpus: ")
-    assert "one batch needs 2049" in done.stderr
+    command = ["lm", str(tmp_path / "tiny"), "--out", str(tmp_path / "m"), *SMALL, "--rows=64", "--steps=5", "--vocab=270"]
+    monkeypatch.setattr(sys, "argv", ["recipes.pyrite", *command])
+    with pytest.raises(SystemExit) as exit_code:
+        main()
+    assert exit_code.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: corpus: ")
+    assert "one batch needs 2049" in line
 
 
 def test_heldout_loss_of_an_untrained_model_is_the_uniform_one(prepared: TokenCorpus) -> None:

@@ -9,6 +9,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from outrider.heads import load_eagle, load_medusa
 from outrider.model import load_decoder
 from outrider.train.corpus import load_tokenizer
@@ -38,7 +40,7 @@ def run_recipe(name: str, *options: str) -> None:
 def test_pyrite_heads_in_miniature(tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
     small = ("--smoke", "--no-compile", "--out", str(out))
-    run_recipe("heads", *small, "--minutes=0.6", "--work", str(work))
+    run_recipe("heads", *small, "--minutes=0.3", "--work", str(work))
     for name in ("eagle", "draft", "medusa", "heads"):
         with tarfile.open(out / f"{name}.tar") as tar:
             tar.extractall(tmp_path, filter="data")
@@ -53,7 +55,7 @@ def test_pyrite_heads_in_miniature(tmp_path: Path) -> None:
 
     rows = ("--row-tokens=96", "--write-share=0.8", "--stages=medusa", "--begin-from", str(tmp_path))
     made = ("--model", str(work / "target"), "--corpus", str(work / "target.work" / "corpus"))
-    run_recipe("heads", *small, "--minutes=0.4", "--work", str(tmp_path / "again"), *rows, *made)
+    run_recipe("heads", *small, "--minutes=0.2", "--work", str(tmp_path / "again"), *rows, *made)
     with tarfile.open(out / "heads.tar") as tar:
         assert set(tar.getnames()) >= {"figures.json", "run-medusa-metrics.jsonl"}
         tar.extractall(tmp_path, filter="data")
@@ -62,13 +64,15 @@ def test_pyrite_heads_in_miniature(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_pyrite_served_in_miniature(tmp_path: Path) -> None:
+@pytest.mark.parametrize("temperatures", [(0.8,), pytest.param((0.0, 0.8), marks=pytest.mark.exhaustive)])
+def test_pyrite_served_in_miniature(tmp_path: Path, temperatures: tuple[float, ...]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "import os\n", "class A:\n")))
-    size = ("--max-tokens=6", "--processes=1", "--shards=2", "--methods=ngram:4,medusa:8:dynamic=0", "--temperatures=0,0.8")
-    run_recipe("served", str(prompts), "--out", str(tmp_path / "rows.json"), *size)
+    size = ("--max-tokens=6", "--processes=1", "--shards=2", "--methods=ngram:4,medusa:8:dynamic=0")
+    heat = f"--temperatures={','.join(map(str, temperatures))}"
+    run_recipe("served", str(prompts), "--out", str(tmp_path / "rows.json"), *size, heat)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(row["temperature"], row["method"]) for row in rows] == [
-        (temperature, method) for temperature in (0.0, 0.8) for method in ("medusa:8:dynamic=0", "ngram:4")
+        (temperature, method) for temperature in temperatures for method in ("medusa:8:dynamic=0", "ngram:4")
     ]
     assert all(row["equal"] == 1.0 and row["outputs"] == 3 for row in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Decimal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -249,10 +250,9 @@ def test_the_key_is_kept_in_the_tab_s_session(server_with: Callable[..., Running
 
 
 def spelled(ms: float) -> str:
-    """A time as the page writes it."""
-    if ms >= 1000:
-        return f"{ms / 1000:.{2 if ms < 10_000 else 1}f} s"
-    return f"{ms:.{1 if ms < 10 else 0}f} ms"
+    """A time as the page writes it: ties are rounded up there, and to even digits by Python's formats."""
+    value, digits, unit = (ms / 1000, 2 if ms < 10_000 else 1, "s") if ms >= 1000 else (ms, 1 if ms < 10 else 0, "ms")
+    return f"{Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)} {unit}"
 
 
 def test_dashboard_shows_the_server(server: Running, opened: Callable[..., Page], keep: Callable[..., None]) -> None:

@@ -31,6 +31,7 @@ from outrider.train.networks import TrainableDraftModel, network_loss
 from outrider.train.optim import OptimOptions
 from outrider.train.shapes import DecoderShape, EagleShape, MedusaShape, new_draft, new_eagle, new_medusa, set_vocabulary
 from outrider.train.task import TrainingTask
+from recipes.pyrite.cli import app as recipe
 from recipes.pyrite.lm import greedy
 from recipes.pyrite.packages import environment as recipe_environment
 from tests.support.corpus import module_text
@@ -171,9 +172,9 @@ def test_a_resumed_run_gives_the_same_head(target: Path, prepared: TokenCorpus, 
 
 
 def test_another_tokenizer_is_refused(target: Path, packages: Path, tmp_path: Path) -> None:
-    corpus = [sys.executable, "-m", "recipes.pyrite", "corpus", str(packages), "--out", str(tmp_path / "other"), "--vocab=300"]
+    corpus = ["corpus", str(packages), "--out", str(tmp_path / "other"), "--vocab=300", "--workers=1"]
+    assert CliRunner().invoke(recipe, corpus).exit_code == 0
     environment = recipe_environment() | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*corpus, "--workers=1"], check=True, capture_output=True, env=environment)
     command = [sys.executable, "-m", "outrider.train", "eagle", "--data", str(tmp_path / "other"), "--target", str(target)]
     done = subprocess.run([*command, "--out", str(tmp_path / "e"), "--steps=1"], capture_output=True, text=True, env=environment)
     assert done.returncode == 1

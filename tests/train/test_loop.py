@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from outrider.errors import InvalidParameter, ModelError, OutriderError
 from outrider.train import loop as loop_module
@@ -27,6 +28,7 @@ from outrider.train.loop import Budget, LoopOptions, Schedule, TrainingOutcome, 
 from outrider.train.optim import OptimOptions, build_optimizers
 from outrider.train.progress import Report, plot_panels
 from outrider.train.shapes import DecoderShape, new_decoder
+from recipes.pyrite.cli import app
 from recipes.pyrite.lm import LmTask
 from recipes.pyrite.packages import environment as recipe_environment
 
@@ -177,13 +179,14 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
 def test_a_killed_process_resumes_to_the_same_weights(prepared: TokenCorpus, tmp_path: Path) -> None:
     """SIGKILL at a random moment after the first checkpoint, then the same command again."""
 
-    def command(name: str) -> list[str]:
+    def arguments(name: str) -> list[str]:
         size = "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn 48 --context 32 --rows 4 --steps 200 --checkpoint-steps 7"
         where = ["--data", str(prepared.directory), "--out", str(tmp_path / name), "--work", str(tmp_path / f"{name}.work")]
-        return [sys.executable, "-m", "recipes.pyrite", "lm", *where, *size.split(), "--no-compile", "--device", "cpu"]
+        return ["lm", *where, *size.split(), "--no-compile", "--device", "cpu"]
 
     environment = recipe_environment() | {"OMP_NUM_THREADS": "1"}
-    victim = subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "recipes.pyrite", *arguments("killed")]
+    victim = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     checkpoint = tmp_path / "killed.work" / "checkpoint.safetensors"
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and victim.poll() is None and time.monotonic() < deadline:
@@ -192,7 +195,7 @@ def test_a_killed_process_resumes_to_the_same_weights(prepared: TokenCorpus, tmp
     assert victim.wait() == -signal.SIGKILL
     assert step_of(checkpoint) < 200
     for name in ("killed", "straight"):
-        subprocess.run(command(name), env=environment, check=True, stdout=subprocess.DEVNULL)
+        assert CliRunner().invoke(app, arguments(name)).exit_code == 0
     paths = [tmp_path / f"{name}.work" / "checkpoint.safetensors" for name in ("killed", "straight")]
     assert [step_of(path) for path in paths] == [200, 200]
     ends = [load_file(path) for path in paths]

@@ -120,6 +120,7 @@ CASES = {
 }
 
 
+@pytest.mark.grid(once=["case"])
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_rounds_have_the_target_s_law(case, params):
