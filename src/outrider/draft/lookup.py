@@ -65,24 +65,22 @@ def best_first(nodes: int, start: S, below: Callable[[S, float, int], Guesses[S]
     tokens, parents, survivals = tree = Tree([], [], [])
     waiting: list[tuple[float, int, int, int, S, Iterator[tuple[float, int, S]]]] = []
     order = itertools.count()  # the earliest among equals comes first
-
-    def wait(parent: int, siblings: Iterator[tuple[float, int, S]]) -> None:
-        for survival, token, state in siblings:
-            heapq.heappush(waiting, (-survival, next(order), parent, token, state, siblings))
-            return
-
-    if nodes:
-        wait(ROOT, iter(below(start, 1.0, nodes)))
-    while waiting:
-        unlikely, _, parent, token, state, siblings = heapq.heappop(waiting)
+    node, children = ROOT, iter(below(start, 1.0, nodes))
+    while len(tokens) < nodes:
+        if child := next(children, None):
+            heapq.heappush(waiting, (-child[0], next(order), node, child[1], child[2], children))
+        if not waiting:
+            break
+        unlikely, _, parent, token, state, siblings = waiting[0]
+        if sibling := next(siblings, None):
+            heapq.heapreplace(waiting, (-sibling[0], next(order), parent, sibling[1], sibling[2], siblings))
+        else:
+            heapq.heappop(waiting)
         node = len(tokens)
         tokens.append(token)
         parents.append(parent)
         survivals.append(-unlikely)
-        if node + 1 == nodes:
-            break
-        wait(parent, siblings)
-        wait(node, iter(below(state, -unlikely, nodes - node - 1)))
+        children = iter(below(state, -unlikely, nodes - len(tokens)))
     return tree
 
 

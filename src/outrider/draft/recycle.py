@@ -127,7 +127,8 @@ def read_tree(table: SuccessorTable, root: int, width: int, nodes: int) -> Tree:
     chances = CHANCES[:width]
 
     def below(token: int, survival: float, _room: int) -> Iterable[tuple[float, int, int]]:
-        return ((survival * chance, after, after) for chance, after in zip(chances, table.after(token), strict=False))
+        successors = table.after(token)
+        return zip(map(survival.__mul__, chances), successors, successors, strict=False)
 
     return best_first(nodes, root, below)
 
