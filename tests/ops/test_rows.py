@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.bench.doctor import attention_is_invariant, linear_is_invariant
-from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention
+from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention, products
 from outrider.ops.row_counts import agreeing_counts, in_counts
 
 ROWS = (1, 2, 3, 5, 16, 17, 48, 112)
@@ -49,6 +49,19 @@ def test_elementwise_operations(width: int, threads: int) -> None:
 @pytest.mark.parametrize("shape", [(512, 1024), (1408, 512), (60, 100), (77, 33), (512, 8192)])
 def test_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert linear_is_invariant(OPS, dtype, shape[::-1])
+
+
+@pytest.mark.parametrize("flags", [frozenset(), frozenset({"avx512_bf16"})], ids=["emulated", "bf16 instructions"])
+def test_bf16_products_with_and_without_instructions(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bf16 is emulated, rows are multiplied one by one; the bits do not depend on the row count either way."""
+    monkeypatch.setattr(products, "cpu_flags", lambda: flags)
+    products._counts.cache_clear()
+    try:
+        assert linear_is_invariant(Blocked(), torch.bfloat16, (512, 1024))
+        if not flags and products._can_pack(torch.bfloat16):
+            assert products._counts((512, 1024), torch.bfloat16, False, torch.get_num_threads()) == (1,)
+    finally:
+        products._counts.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
