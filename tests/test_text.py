@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +17,7 @@ from outrider.errors import InvalidParameter, ModelError
 from outrider.model.bundled import bundled_model
 from outrider.text import StopStrings, TextStream, Tokenizer, _letters
 from tests.support import write_tokenizer
+from tests.support.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def added(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data(), skip=st.booleans())
 def test_streamed_text_is_what_the_tokens_add_to_the_prompt(
     kinds: dict[str, Tokenizer], kind: str, data: st.DataObject, skip: bool

@@ -20,10 +20,18 @@ METHODS = ["none", *EVERY_METHOD.split(","), "early_exit:4:exit_layer=9", "draft
 NETWORKS = ("draft_model:5", "cascade:8:levels=ngram+draft_model", "medusa:24", "eagle:5", "early_exit:4:exit_layer=9")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_profiled_rounds_emit_the_same_tokens(method: str) -> None:
+@pytest.fixture(scope="module", params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(method: str) -> LLM:
+    return LLM(speculation=method, prefix_cache=False)
+
+
+def test_profiled_rounds_emit_the_same_tokens(llm: LLM, method: str) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
-    llm = LLM(speculation=method, prefix_cache=False)
     expected = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params, speculation=False)]
     began = time.perf_counter()
     with profiling(llm, alone=True) as profiler:
@@ -40,8 +48,7 @@ def test_profiled_rounds_emit_the_same_tokens(method: str) -> None:
     assert len(profiler.gaps) >= len(rounds)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_forward_of_every_drafter_is_timed_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_forward_of_every_drafter_is_timed_alone(llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of the native core, or of a torch network, in a round is made once more outside of its time."""
     counts: Counter[tuple[str, bool]] = Counter()
 
@@ -52,7 +59,6 @@ def test_every_forward_of_every_drafter_is_timed_alone(method: str, monkeypatch:
 
         return count
 
-    llm = LLM(speculation=method, prefix_cache=False)
     places = [(Stack, name) for name in ("forward", "draft", "logits")] + [(PackedLinear, "__call__"), (Plain, "linear")]
     for owner, name in places:
         if name in vars(owner):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.control import Costs
@@ -20,6 +20,7 @@ from outrider.engine.llm import LLM
 from outrider.model.bundled import bundled_model
 from outrider.sampling import SamplingParams
 from tests.support import write_family
+from tests.support.examples import examples
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _NUMBERS = [math.nan, math.inf, -math.inf, -1.0, 0, 0.0, 1e308, 1e-320, 10**400]
@@ -57,7 +58,7 @@ def damaged(draw: st.DrawFn) -> Any:
     return data
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.one_of(damaged().map(json.dumps), st.text(max_size=20)))
 @example("[" * 100_000)
 @example('{"a":' * 100_000)
@@ -94,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family(tmp_path_factory.mktemp("tiny"), "llama2", num_hidden_layers=1)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(damaged())
 def test_an_engine_starts_and_writes_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path, data: Any

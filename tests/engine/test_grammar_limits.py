@@ -13,6 +13,7 @@ from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
 from outrider.sampling import Grammars, Guide, Structured, matcher
 from outrider.sampling import guide as guide_module
+from tests.support.examples import thinned
 
 AMBIGUOUS = 'start: a\na: a a | "x" | "x" a "x" | b\nb: b b | "x" | a b | b a'
 
@@ -49,7 +50,12 @@ def outcome(output: CompletionOutput) -> tuple[object, ...]:
     return output.token_ids, output.text, output.finish_reason, output.stop_reason
 
 
-@pytest.mark.parametrize("method", ["suffix:8", "draft_model:5", "recycle:12", "lookahead:24"])
+WHOLE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "method", ["suffix:8", "draft_model:5", pytest.param("recycle:12", marks=WHOLE), pytest.param("lookahead:24", marks=WHOLE)]
+)
 def test_limits_hit_by_drafts_change_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(method)
     llm = loaded(method)
@@ -79,7 +85,7 @@ def test_no_rule_leaves_a_grammar_at_its_limits(rule: str, monkeypatch: pytest.M
     rng = random.Random(rule)
     llm = LLM(speculation={"method": "draft_model", "draft_tokens": 4, "rule": rule})
     limit_rows(llm, monkeypatch, 80)
-    for case in range(6):
+    for case in range(max(thinned(6), 3)):
         structured = Structured("lark", AMBIGUOUS if case == 0 else random_grammar(rng))
         params = [SamplingParams(seed=seed, max_tokens=30, structured=structured) for seed in range(3)]
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.config import RequestSpeculation, SpeculationConfig
@@ -16,6 +16,7 @@ from outrider.engine.llm import LLM
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.sampling import SamplingParams
 from tests.support import write_family, write_tokenizer
+from tests.support.examples import examples
 
 _FEW = SamplingParams(max_tokens=2, temperature=0.0)
 _odd = st.sampled_from(
@@ -74,7 +75,7 @@ _SETTINGS = ["dtype", "load_format", "revision", "device", "numerics", "memory",
 _VLLM = ["speculative_config", "speculative_model", "num_speculative_tokens"]
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(st.dictionaries(st.sampled_from([*_SIZES, *_SETTINGS, *_VLLM]), _odd, min_size=1, max_size=2))
 @example({"page_size": 1.5})
 @example({"memory": "x"})
@@ -114,7 +115,7 @@ def _speculation(draw: st.DrawFn) -> Any:
     return {"method": method} | draw(st.dictionaries(names, st.one_of(_odd, nested), max_size=2))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(_speculation())
 @example({"method": "suffix", "factor": math.inf})
 @example({"method": ["ngram"]})
@@ -146,7 +147,7 @@ def test_drafters_without_end() -> None:
         SpeculationConfig.parse("(mixture:members=" * 3000 + ")" * 3000)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.one_of(
         st.text(alphabet="eagle:=+()0.\u00b2\0\ud800", max_size=24), st.sampled_from(["ngram:\u00b2", "ngram:" + "9" * 5000])
@@ -170,7 +171,7 @@ _FIELDS = [
 ]
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(
     st.dictionaries(
         st.sampled_from(_FIELDS),
@@ -193,7 +194,7 @@ def test_sampling_parameters(llm: LLM, changes: dict[str, Any]) -> None:
     assert llm.generate([[1, 2]], _FEW)[0].outputs[0].token_ids, "the engine serves the next request"
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.sampled_from(["generate", "stream", "chat"]),
     _odd,
@@ -228,7 +229,7 @@ def test_requests(llm: LLM, name: str, prompt: Any, params: Any, speculation: An
     assert llm.generate([[1, 2]], _FEW)[0].outputs[0].token_ids, "the engine serves the next request"
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     st.one_of(_odd, st.dictionaries(st.sampled_from(["enabled", "method", "max_tokens", "draft_tokens", "x"]), _odd, max_size=2))
 )
@@ -247,7 +248,7 @@ _OTHER_CALLS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(st.sampled_from(sorted(_OTHER_CALLS)), _odd)
 @example("use_tqdm", 7)
 @example("priority", "x")

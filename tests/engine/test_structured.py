@@ -20,6 +20,8 @@ from outrider.engine import engine as engine_module
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
 from outrider.sampling import Guide, Row, Structured
+from outrider.sampling import guide as guide_module
+from tests.support.examples import thinned
 from tests.support.schemas import random_schema
 
 METHODS = {
@@ -67,10 +69,11 @@ def both(llm: LLM, params: Sequence[SamplingParams]) -> list[CompletionOutput]:
 
 @pytest.mark.parametrize("number", range(len(METHODS)), ids=METHODS)
 def test_random_schemas(number: int) -> None:
-    """Fifty for each method, at temperature 1, in one batch with requests that have no grammar."""
+    """Many for each method, at temperature 1, in one batch with requests that have no grammar."""
     rng = random.Random(number)
     llm = loaded(list(METHODS)[number])
-    schemas = [random_schema(rng) for _ in range(50)]
+    count = thinned(50)
+    schemas = [random_schema(rng) for _ in range(count)]
     params = [
         SamplingParams(temperature=1.0, seed=rng.randrange(2**62), max_tokens=140, structured=Structured("json_schema", schema))
         for schema in schemas
@@ -78,16 +81,16 @@ def test_random_schemas(number: int) -> None:
     free = [SamplingParams(temperature=1.0, seed=seed, max_tokens=30) for seed in range(4)]
     found = both(llm, [*params, *free])
     cut = 0
-    for schema, output in zip(schemas, found[:50], strict=True):
+    for schema, output in zip(schemas, found[:count], strict=True):
         if output.finish_reason == "length":
             cut += 1
             continue
         assert output.finish_reason == "stop"
         jsonschema.validate(json.loads(output.text), schema)
-    assert cut <= 3
-    assert sum(output.speculation["accepted"] for output in found[:50]) > 100
+    assert cut <= 0.06 * count
+    assert sum(output.speculation["accepted"] for output in found[:count]) > 2 * count
     if number == 0:
-        assert [o.token_ids for o in found[50:]] == [o.token_ids for o in outputs(llm, free, False)]
+        assert [o.token_ids for o in found[count:]] == [o.token_ids for o in outputs(llm, free, False)]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +289,7 @@ def test_a_mask_missing_at_inner_nodes_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 def test_pruning_and_prescribing_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forbidden nodes are never chosen and prescribed text always is: what a grammar does to drafts is speed alone."""
+    monkeypatch.setattr(guide_module, "WAIT_S", 60.0)  # on a busy machine a late mask would cost a round
     params = [SamplingParams(seed=i, max_tokens=120, structured=PERSON) for i in range(6)]
     guided = both(loaded("suffix"), params)
     with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,6 +18,7 @@ from outrider.errors import ModelError, OutriderError
 from outrider.heads import SaveOptions, load_eagle, load_medusa, save_eagle, save_medusa
 from outrider.model import Decoder
 from outrider.train.shapes import EagleShape
+from tests.support.examples import examples
 from tests.support.heads import toy_eagle, toy_medusa, toy_target
 
 _TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -64,7 +65,7 @@ def heads(target: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {name: root / name for name in ("eagle", "reduced", "medusa")}
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     st.sampled_from(["eagle", "reduced", "medusa"]),
     st.dictionaries(st.sampled_from(_FIELDS), st.sampled_from(_ODD), min_size=1, max_size=2),

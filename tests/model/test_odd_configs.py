@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +18,7 @@ from outrider.errors import ModelError, OutriderError
 from outrider.model import LoadOptions, ModelConfig, load_decoder
 from outrider.sampling import SamplingParams
 from tests.support import BASE, FAMILIES, write_family
+from tests.support.examples import examples
 
 _FIELDS = [
     *("architectures", "attention_bias", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size"),
@@ -33,7 +34,7 @@ _rope = st.dictionaries(st.sampled_from(_ROPE), _values, min_size=1, max_size=3)
 _changes = st.dictionaries(st.sampled_from(_FIELDS), st.one_of(_values, _rope), min_size=1, max_size=2)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.sampled_from(sorted(FAMILIES)), _changes)
 @example("llama2", {"num_attention_heads": 1, "num_key_value_heads": 2})
 @example("llama2", {"num_key_value_heads": 8})

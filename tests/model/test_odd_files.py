@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +19,7 @@ from outrider.model import ModelConfig, load_decoder, save_decoder, write_config
 from outrider.model.load import generation_defaults
 from outrider.sampling import SamplingParams
 from tests.support import random_decoder, write_family, write_tokenizer
+from tests.support.examples import examples
 
 INDEX = "model.safetensors.index.json"
 _BROKEN: list[bytes] = [b"", b"{", b"\xff\xfe", b"null", b"[]", b'"x"', b"1", b"NaN", b"[" * 100_000, b"9" * 5000, b"{}\0"]
@@ -107,7 +108,7 @@ def test_one_tensor_in_two_files(saved: Path) -> None:
         load_decoder(saved)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_damaged_safetensors_load_or_name_the_file(original: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Bytes of the header changed, or the file cut anywhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -13,6 +13,7 @@ from outrider.errors import InvalidParameter, ModelError
 from outrider.train.corpus import encode_documents, load_tokenizer
 from recipes.pyrite.bpe import EOS, SPECIAL, save_tokenizer, train_tokenizer
 from tests.support.corpus import module_text
+from tests.support.examples import examples
 
 _TEXTS = [module_text(i) for i in range(20)]
 
@@ -23,7 +24,7 @@ def tokenizer() -> Tokenizer:
 
 
 @given(st.text(max_size=200) | st.sampled_from(_TEXTS))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 

@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import Request, Sequence
 from outrider.sampling import Row, SamplingParams, probs_of, process
+from tests.support.examples import examples
 
 INF = float("inf")
 SLACK = 1e-6  # of a cut-off: float32 exp and float64 exp may differ about a token that lies on it
@@ -110,7 +111,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=600, deadline=None, derandomize=True, database=None)
+@examples(600)
 def test_process_equals_the_reference(case):
     check(*case)
 

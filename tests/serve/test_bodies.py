@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -23,6 +23,7 @@ from outrider.serve import schemas
 from outrider.serve.errors import ApiError
 from outrider.serve.settings import Limits
 from outrider.serve.validation import SCHEMAS, Refusal, check, restore
+from tests.support.examples import examples
 from tests.support.server import Running, request_bytes, until
 
 Starter = Callable[..., Running]
@@ -132,7 +133,7 @@ BODIES = st.builds(lambda some, more: more | some, CLOSE, st.dictionaries(st.sam
 PATHS = st.sampled_from(sorted(SCHEMAS))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(path=PATHS, value=BODIES)
 def test_the_checker_process_gives_the_same_result(checker_process: PythonProcess, path: str, value: Any) -> None:
     data = json.dumps(value).encode()
@@ -144,7 +145,7 @@ INTERNAL = re.compile(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(path=PATHS, value=BODIES)
 def test_errors_name_fields_that_the_client_wrote(path: str, value: Any) -> None:
     result = check(path, json.dumps(value, allow_nan=True).encode(), 16)

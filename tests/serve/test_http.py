@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import LLM
 from outrider.errors import InvalidParameter
 from outrider.serve.settings import Limits, ServerSettings
+from tests.support.examples import examples
 from tests.support.server import Running, request_bytes
 
 Starter = Callable[..., Running]
@@ -183,7 +184,7 @@ VALUES = st.sampled_from(
 ) | st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f"), max_size=20)  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     method=st.sampled_from(["GET", "POST", "OPTIONS", "HEAD", "PUT"]),
     path=st.sampled_from(["/version", "/v1/completions", "/health", "/nowhere", "/v1/models/%ff", "//", "/%", "*"]),
