@@ -124,7 +124,7 @@ class DraftModel:
         self._draft_logits = {}
         if not readable:
             return Drafts.empty(len(batch.sequences))
-        if plan.whole and self._reader.runner.overlaps_drafts:
+        if plan.verify_all and self._reader.runner.overlaps_drafts:
             futures, wait = self._reader.draw(readable, lengths)
 
             def resolved() -> Drafts:
@@ -135,7 +135,7 @@ class DraftModel:
 
             return Drafts.promised(_of_all(batch, readable, futures), resolved)
         sharpness = [self._draft_temperature.temperature(text.seq.request.params) for text in readable]
-        tokens, chances, logits = self._reader.draft(readable, lengths, sharpness, plan.floor)
+        tokens, chances, logits = self._reader.draft(readable, lengths, sharpness, plan.confidence_threshold)
         for s, (text, chain) in enumerate(zip(readable, tokens, strict=True)):
             if logits is not None and not text.seq.request.params.greedy:
                 self._draft_logits[text.seq] = logits_of_chain(chain, logits, s, Row.at(text.seq))

@@ -135,7 +135,7 @@ class MixtureDrafter:
         open_ = list(plan.lengths)
         for m in range(len(self._members)):
             if any(open_):
-                drafts = self._ask(m, batch, plan._replace(lengths=tuple(open_), whole=False))
+                drafts = self._ask(m, batch, plan._replace(lengths=tuple(open_), verify_all=False))
                 for nodes, tree in zip(merged, drafts.per_sequence, strict=True):
                     nodes.add(m, tree)
                 if self._enough < math.inf:
