@@ -180,9 +180,9 @@ class Plan(NamedTuple):
     rule: str = "match"
     keep_q: bool = False  # the rule needs the distribution each draft token was drawn from
     arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
-    whole: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
-    floor: float = 0.0  # survival under which further nodes are not worth drawing, where a drafter can stop
-    again: bool = False  # the next round's plan is likely to be the same: it may start before the host has seen this one's tokens
+    verify_all: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
+    confidence_threshold: float = 0.0  # survival under which further nodes are not worth drawing, where a drafter can stop
+    may_overlap: bool = False  # the next plan is likely to be the same: its round may start before the host has seen this one's
 
 
 class Tree(NamedTuple):

@@ -56,7 +56,7 @@ def test_a_chain_may_stop_where_nothing_is_likely_enough(decoder, temperature: f
             for i, seq in enumerate(batch.sequences):
                 seq.pages = [i + 1]
                 drafter.begin(seq)
-            drafts = drafter.propose(batch, Plan((8, 5), floor=floor))
+            drafts = drafter.propose(batch, Plan((8, 5), confidence_threshold=floor))
             found.append([(tree.tokens, says) for tree, says in zip(drafts.per_sequence, drafts.survival, strict=True)])
             for seq in batch.sequences:
                 drafter.end(seq)

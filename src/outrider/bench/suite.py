@@ -12,7 +12,7 @@ from typing import Any
 from outrider.bench.profiler import profiling
 from outrider.bench.summary import Group, MethodResult, combined, cost_points, summary
 from outrider.bench.workloads import PromptSet, TurnReader, load_prompts
-from outrider.config import SpeculationConfig, parse_method
+from outrider.config import SpeculationConfig, parse_method, pinned
 from outrider.draft import check_speculation
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
@@ -131,7 +131,7 @@ class _Bench:
         suite = self._suite
         # prompts come again and again: what is measured is reading them, not finding them
         sizes: dict[str, Any] = {"max_num_seqs": max(suite.batches), "prefix_cache": False}
-        llm = LLM(suite.model, speculation=parse_method(method), **suite.load, **sizes)
+        llm = LLM(suite.model, speculation=pinned(method), **suite.load, **sizes)
         llm.measure_costs()  # what a controller would learn in its first minutes of service
         return llm
 

@@ -116,7 +116,7 @@ class DraftModel:
         runner, last = self._reader.runner, self._draft_temperature.last
         lengths = [min(room, runner.drafts_chains) for room in rooms]
         last.clear()
-        if plan.whole and runner.overlaps_drafts:
+        if plan.verify_all and runner.overlaps_drafts:
             futures, wait = self._reader.draw(texts, lengths)
 
             def resolved() -> Drafts:
@@ -128,7 +128,7 @@ class DraftModel:
             future_of = {text.seq: tokens for text, tokens in zip(texts, futures, strict=True)}
             return Drafts.promised([future_of.get(seq, []) for seq in batch.sequences], resolved)
         temperatures = [self._draft_temperature.temperature(text.seq.request.params) for text in texts]
-        tokens, chances, logits = self._reader.draft(texts, lengths, temperatures, plan.floor)
+        tokens, chances, logits = self._reader.draft(texts, lengths, temperatures, plan.confidence_threshold)
         for s, (text, chain) in enumerate(zip(texts, tokens, strict=True)):
             if logits is not None and not text.seq.request.params.greedy:
                 last[text.seq] = logits_of_chain(chain, logits, s, Row.at(text.seq))

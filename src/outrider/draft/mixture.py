@@ -127,7 +127,7 @@ class MixtureDrafter:
         lengths, enough = list(plan.lengths), self._options.enough
         for m in range(len(self._members)):
             if any(lengths):
-                drafts = self._ask(m, batch, plan._replace(lengths=tuple(lengths), whole=False))
+                drafts = self._ask(m, batch, plan._replace(lengths=tuple(lengths), verify_all=False))
                 for nodes, tree in zip(merged, drafts.per_sequence, strict=True):
                     nodes.add(m, tree)
                 if enough < math.inf:

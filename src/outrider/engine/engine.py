@@ -159,9 +159,10 @@ class Engine:
         marks.append(now())
         plan = self.policy.plan(load)
         marks.append(now())
-        plan = plan._replace(lengths=self._reserve(batch, plan.lengths), whole=plan.whole and _depends_on_no_text(batch))
+        verify_all = plan.verify_all and _depends_on_no_text(batch)
+        plan = plan._replace(lengths=self._reserve(batch, plan.lengths), verify_all=verify_all)
         drafts = self.drafter.propose(batch, plan)
-        batch.again = plan.again and self._may_go_on(batch, plan, drafts)
+        batch.again = plan.may_overlap and self._may_go_on(batch, plan, drafts)
         marks.append(now())
         drafts, pending = self._select(drafts, batch, plan, load)
         marks.append(now())
@@ -250,9 +251,10 @@ class Engine:
         emitting = sum(seq.cached + fed == size for seq, fed, size in zip(sequences, batch.feeds, sizes, strict=True))
         methods = [request.method for request in requests]
         arms = [None if method is None else self.policy.arms_named(method) for method in methods] if any(methods) else ()
-        kinds = [request.params.temperature_bucket for request in requests]
+        buckets = [request.params.temperature_bucket for request in requests]
+        remaining = [len(r.prompt_ids) + r.max_tokens - size for r, size in zip(requests, sizes, strict=True)]
         room = [0] * len(sizes) if self._suspects else list(map(self._room, sequences, requests, sizes))
-        return Load(room, sequences, sum(batch.feeds), sum(sizes), emitting, arms, kinds)
+        return Load(room, sequences, sum(batch.feeds), sum(sizes), emitting, arms, buckets, remaining)
 
     def _room(self, seq: Sequence, request: Request, size: int) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""

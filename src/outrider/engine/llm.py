@@ -18,7 +18,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from outrider import checks
 from outrider.config import SpeculationConfig, resolve_speculation
-from outrider.control import Adaptive, Policy
+from outrider.control import Controller, Policy
 from outrider.draft import check_speculation
 from outrider.engine.build import Built, Settings, build_engine, load_target
 from outrider.engine.calibrate import calibrate
@@ -107,10 +107,12 @@ class LLM:
     def _calibrate_first_start(self, seconds: float) -> None:
         """Time rounds before the first request where nothing is known of them; on a GPU always, since it takes a moment."""
         policy = self.engine.policy
-        if not isinstance(policy, Adaptive) or not seconds:
+        if not isinstance(policy, Controller) or not seconds:
             return
         if self.device.is_gpu:
             self.measure_costs()
+        elif self.speculation.method != "auto":
+            return  # a drafter that was named drafts at once, and its first rounds are timed
         elif not policy.costs.knows_forward or not all(map(policy.costs.knows_proposal, (arm.name for arm in policy.arms))):
             _progress.info(
                 "first start of %s on this machine: timing rounds and drafts, %g s at most", self.directory.name, seconds
@@ -121,7 +123,7 @@ class LLM:
         """Time forwards and proposals of all sizes now, within `seconds`, instead of learning their cost in service."""
         self._check_open()
         checks.real("seconds", seconds, 0.0)
-        if isinstance(self.engine.policy, Adaptive):
+        if isinstance(self.engine.policy, Controller):
             candidates, sizes = _CALIBRATED[: 3 if self.device.is_gpu else 2], self._target.sizes
             limit = min(sizes.max_num_seqs, candidates[-1] if sizes.max_queue is None else sizes.max_queue)
             batches = sorted({min(batch, limit) for batch in candidates if limit})
@@ -276,5 +278,5 @@ def _progress_bar(use_tqdm: UseTqdm, outputs: int) -> AbstractContextManager[Any
 
 
 def _save_costs(policy: Policy, path: Path) -> None:
-    if isinstance(policy, Adaptive):
+    if isinstance(policy, Controller):
         policy.keep(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Subject:
 
     def __init__(self, model: str | None, method: str | Mapping[str, Any], dtype: str = "auto", batch: int = 1) -> None:
         config = SpeculationConfig.parse(method)
+        config = replace(config, adaptive=config.method == "auto")  # every length is set here
         kv = batch * _LONG * _kv_bytes(model) if batch > 1 else None  # several engines stand side by side
         self.llm = LLM(model, speculation=config, dtype=dtype, max_num_seqs=batch, prefix_cache=False, kv_bytes=kv)
         name = method if isinstance(method, str) else config.method
