@@ -75,9 +75,9 @@ def compare_cold(temperature: str, seed: int) -> dict[str, Any]:
             "--json",
         ]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OUTRIDER_CACHE": cache}, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["identical"], "the tokens differ"
-    return found
+    comparison: dict[str, Any] = json.loads(done.stdout)
+    assert comparison["identical"], "the tokens differ"
+    return comparison
 
 
 def summary(values: list[float], goal: float) -> dict[str, Any]:

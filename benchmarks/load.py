@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.command import errors, run
+from benchmarks.command import close_report, errors, run
 from outrider.quantiles import percentile_ms
 
 if TYPE_CHECKING:
-    from benchmarks.client import Connection
+    from outrider.bench.client import Client
 
 __all__ = ["LoadPlan", "main", "run_load"]
 
@@ -65,8 +65,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
 ) -> None:
     """Load a server that it starts: no failures, every finished text equal to its solo run, memory flat, /health quick."""
-    from benchmarks.client import ServerProcess
-    from outrider.bench.environment import close_report
+    from benchmarks.server import ServerProcess
 
     plan = LoadPlan(streams, 60 * minutes, cancel, tokens, seed)
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(max_num_seqs)]
@@ -86,7 +85,7 @@ def main(
 
 async def run_load(server: Any, plan: LoadPlan, room: int) -> tuple[LoadResult, dict[str, Any]]:
     """Keep the server busy; what was seen, and the server's statistics at the end."""
-    from benchmarks.client import Connection
+    from benchmarks.server import client_of
 
     seen, until = LoadResult(), time.monotonic() + plan.seconds
     watchers = [asyncio.create_task(_watch_health(server.port, seen)), asyncio.create_task(_watch_memory(server, seen))]
@@ -95,13 +94,12 @@ async def run_load(server: Any, plan: LoadPlan, room: int) -> tuple[LoadResult, 
         watcher.cancel()
     await asyncio.gather(*watchers, return_exceptions=True)
     await _overfill(server.port, plan, room, seen)
-    connection = Connection(server.port)
-    for _ in range(100):  # those who left are cleared away within a round
-        stats: dict[str, Any] = json.loads((await connection.get("/stats"))[1])
-        if stats["running"] == stats["waiting"] == 0 and stats["kv_usage"] == 0:
-            break
-        await asyncio.sleep(0.05)
-    connection.close()
+    async with client_of(server.port) as client:
+        for _ in range(100):  # those who left are cleared away within a round
+            stats: dict[str, Any] = json.loads((await client.get("/stats"))[1])
+            if stats["running"] == stats["waiting"] == 0 and stats["kv_usage"] == 0:
+                break
+            await asyncio.sleep(0.05)
     return seen, stats
 
 
@@ -125,70 +123,66 @@ def requests_of(plan: LoadPlan) -> list[dict[str, Any]]:
 
 
 async def _client(port: int, plan: LoadPlan, number: int, until: float, seen: LoadResult) -> None:
-    from benchmarks.client import Connection
+    from benchmarks.server import client_of
 
     draw = random.Random(plan.seed * 1_000_003 + number)
-    requests, connection = requests_of(plan), Connection(port)
-    while time.monotonic() < until:
-        which = draw.randrange(len(requests))
-        leave = draw.randrange(0, 12) if draw.random() < plan.cancel else None
-        reply = await connection.stream(requests[which], leave)
-        if reply.cancelled:
-            seen.cancelled += 1
-        elif reply.status != 200 or reply.error is not None or not reply.done:
-            seen.failures[f"{reply.status}: {reply.error or 'the stream broke off'}"[:200]] += 1
-        else:
-            seen.finished.append((which, reply.text, reply.tokens))
-            seen.first_s.append(reply.first_s)
-    connection.close()
+    requests = requests_of(plan)
+    async with client_of(port) as client:
+        while time.monotonic() < until:
+            which = draw.randrange(len(requests))
+            leave = draw.randrange(0, 12) if draw.random() < plan.cancel else None
+            answer = await client.stream(requests[which], leave)
+            if answer.cancelled:
+                seen.cancelled += 1
+            elif answer.failed is not None:
+                seen.failures[answer.failed[:200]] += 1
+            else:
+                seen.finished.append((which, answer.text, answer.tokens))
+                seen.first_s.append(answer.first_s)
 
 
 async def _overfill(port: int, plan: LoadPlan, room: int, seen: LoadResult) -> None:
     """Fill the queue to its last place, and see how soon one more is refused."""
-    from benchmarks.client import Connection
+    from benchmarks.server import client_of
 
     body = requests_of(plan)[0] | {"max_tokens": 1000, "ignore_eos": True}
-    probe, connection = Connection(port), Connection(port)
-    while await _busy(connection):  # those who left are cleared away within a round
+    client = client_of(port)
+    while await _busy(client):  # those who left are cleared away within a round
         await asyncio.sleep(0.05)
-    held = [asyncio.create_task(Connection(port).stream(body)) for _ in range(room)]
-    while await _busy(connection) < room:
+    held = [asyncio.create_task(client.stream(body)) for _ in range(room)]
+    while await _busy(client) < room:
         if any(task.done() for task in held):
             seen.failures["the queue could not be filled"] += 1
             break
         await asyncio.sleep(0.05)
     for _ in range(_PROBES):
-        reply = await probe.stream(body)
-        seen.refusals_s.append(reply.total_s)
-        if reply.status != 429:
-            seen.failures[f"a full queue said {reply.status}"] += 1
+        answer = await client.stream(body)
+        seen.refusals_s.append(answer.total_s)
+        if answer.status != 429:
+            seen.failures[f"a full queue said {answer.status}"] += 1
         await asyncio.sleep(0.02)
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
-    for each in (probe, connection):
-        each.close()
+    await client.close()
 
 
-async def _busy(connection: Connection) -> int:
-    stats = json.loads((await connection.get("/stats"))[1])
+async def _busy(client: Client) -> int:
+    stats = json.loads((await client.get("/stats"))[1])
     return int(stats["running"] + stats["waiting"])
 
 
 async def _watch_health(port: int, seen: LoadResult) -> None:
-    from benchmarks.client import Connection
+    from benchmarks.server import client_of
 
-    connection = Connection(port)
-    try:
+    async with client_of(port) as client:
         while True:
             begun = time.perf_counter()
-            status, _ = await connection.get("/health")
+            status, _ = await client.get("/health")
             seen.health_s.append(time.perf_counter() - begun)
             if status != 200:
                 seen.failures[f"/health said {status}"] += 1
             await asyncio.sleep(_HEALTH_S)
-    finally:
-        connection.close()
 
 
 async def _watch_memory(server: Any, seen: LoadResult) -> None:

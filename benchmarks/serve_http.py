@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.command import errors, run
+from benchmarks.command import close_report, errors, run
 
 if TYPE_CHECKING:
-    from benchmarks.client import Connection
+    from outrider.bench.client import Client
     from outrider.engine.llm import LLM
 
 __all__ = ["main"]
@@ -30,8 +30,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
 ) -> None:
     """Time to first token and throughput through HTTP, beside the same requests in process. Fails beyond 10 ms or below 0.85."""
-    from benchmarks.client import ServerProcess
-    from outrider.bench.environment import close_report
+    from benchmarks.server import ServerProcess
     from outrider.engine.llm import LLM
 
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(batch)]
@@ -49,12 +48,12 @@ def main(
 
 
 async def _measure(port: int, llm: LLM, batch: int, tokens: int, pairs: int) -> dict[str, Any]:
-    from benchmarks.client import Connection
+    from benchmarks.server import client_of
     from outrider.bench.workloads import find_prompts
     from outrider.engine.acceptance import read_prompts
 
     prompts = read_prompts(find_prompts("code"))
-    connections = [Connection(port) for _ in range(batch)]
+    client = client_of(port)
     first: dict[str, list[float]] = {"http": [], "process": []}
     speeds: dict[str, list[float]] = {"http": [], "process": []}
     equal = True
@@ -67,8 +66,8 @@ async def _measure(port: int, llm: LLM, batch: int, tokens: int, pairs: int) -> 
         texts: dict[str, list[str]] = {}
         for name, _ in sorted(runs, key=lambda run: run[1]):
             if name == "http":
-                alone = [(await connections[0].stream(body | {"max_tokens": 2})).first_s for body in bodies[:_FIRSTS]]
-                speed, texts[name] = await _through_http(connections, bodies)
+                alone = [(await client.stream(body | {"max_tokens": 2})).first_s for body in bodies[:_FIRSTS]]
+                speed, texts[name] = await _through_http(client, bodies)
             else:
                 alone = [_first_in_process(llm, body) for body in bodies[:_FIRSTS]]
                 speed, texts[name] = _in_process(llm, bodies)
@@ -76,8 +75,7 @@ async def _measure(port: int, llm: LLM, batch: int, tokens: int, pairs: int) -> 
                 first[name].append(statistics.median(alone))
                 speeds[name].append(speed)
         equal &= texts["http"] == texts["process"]
-    for connection in connections:
-        connection.close()
+    await client.close()
     more = [1000 * (a - b) for a, b in zip(first["http"], first["process"], strict=True)]
     ratios = [a / b for a, b in zip(speeds["http"], speeds["process"], strict=True)]
     return {
@@ -90,9 +88,9 @@ async def _measure(port: int, llm: LLM, batch: int, tokens: int, pairs: int) -> 
     }
 
 
-async def _through_http(connections: list[Connection], bodies: list[dict[str, Any]]) -> tuple[float, list[str]]:
+async def _through_http(client: Client, bodies: list[dict[str, Any]]) -> tuple[float, list[str]]:
     begun = time.perf_counter()
-    replies = await asyncio.gather(*(connection.stream(body) for connection, body in zip(connections, bodies, strict=True)))
+    replies = await asyncio.gather(*(client.stream(body) for body in bodies))
     seconds = time.perf_counter() - begun
     return sum(reply.tokens for reply in replies) / seconds, [reply.text for reply in replies]
 

@@ -122,7 +122,7 @@ def soak(busy: LLM, alone: LLM, requests: Sequence[SoakRequest], progress: Calla
     finally:
         thread.close()
     for i, request in enumerate(requests):
-        _judge(i, clients[i], request, alone, report)
+        _compare(i, clients[i], request, alone, report)
     clients.clear()
     _note_leaks(busy, free, before, report)
     held = _sequences() - others
@@ -141,21 +141,21 @@ class _Client:
         self.error: str | None = None
         self.left = False
         self._request, self._thread = request, thread
-        requests, method = llm.requests(
+        requests, method = llm.intake.prepare(
             request.prompt, request.params, request.speculation or None, request.tenant, request.priority
         )
         self._job: Job | None = None
-        self._job = thread.submit(requests, method, self._hear)
+        self._job = thread.submit(requests, method, self._on_event)
 
-    def _hear(self, news: Any) -> None:
-        if isinstance(news, Exception):
-            self.error = f"{type(news).__name__}: {news}"
-            self.left = self.left or isinstance(news, QueueFull)
+    def _on_event(self, event: Any) -> None:
+        if isinstance(event, Exception):
+            self.error = f"{type(event).__name__}: {event}"
+            self.left = self.left or isinstance(event, QueueFull)
             self.done.set()
             return
-        self.seen.setdefault(news.index, []).extend(news.token_ids)
-        if news.output is not None:
-            self.outputs[news.index] = news.output
+        self.seen.setdefault(event.index, []).extend(event.token_ids)
+        if event.output is not None:
+            self.outputs[event.index] = event.output
         limit = self._request.give_up
         if limit is not None and not self.left and self._job is not None and sum(map(len, self.seen.values())) > limit:
             self.left = True
@@ -164,7 +164,7 @@ class _Client:
             self.done.set()
 
 
-def _judge(i: int, client: _Client, one: SoakRequest, alone: LLM, report: SoakReport) -> None:
+def _compare(i: int, client: _Client, one: SoakRequest, alone: LLM, report: SoakReport) -> None:
     if client.error or not client.done.is_set():
         report.failed.append(f"request {i}: {client.error or 'never ended'}")
         return

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.command import run
 from outrider.bench.bandwidth import gpu_bandwidth
 from outrider.config import EngineConfig, SpeculationConfig
-from outrider.control import Adaptive, FixedLength, Policy
+from outrider.control import Controller, FixedLength, Policy
 from outrider.core import Request
 from outrider.draft import Drafter
 from outrider.draft.auto import AutoDrafter, arms_of
@@ -123,7 +123,7 @@ class Synthetic:
         arms = arms_of(members, on_gpu=True)
         drafters: list[Drafter] = [SuffixDrafter(), DraftModel(self.draft)]
         costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
-        engine = self.engine(AutoDrafter(drafters), policy=Adaptive(arms, costs))
+        engine = self.engine(AutoDrafter(drafters), policy=Controller(arms, costs))
         calibrate(engine, (1, 8, batch))
         return engine
 

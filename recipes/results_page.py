@@ -34,7 +34,7 @@ def _sections() -> Iterator[str]:
     yield from _section("Speed in int8", "bench_int8.json", f"{int8} > results/bench_int8.json", _bench)
     yield from _section("Served", "bench_serve.json", "outrider bench serve --output results/bench_serve.json", _serve)
     yield from _section(
-        "Predicted and measured", "plan_check.json", "outrider plan --check --json > results/plan_check.json", _plan
+        "Predicted and measured", "plan_check.json", "python -m benchmarks.plan_check > results/plan_check.json", _plan
     )
     yield from _section("Beside other engines", "peers.json", "python -m benchmarks.baselines > results/peers.json", _baselines)
     sizes = "python -m benchmarks.baselines --models 40m,150m,1.1b > results/peers_sizes.json"
@@ -64,14 +64,19 @@ def _section(title: str, name: str, command: str, body: Callable[[dict[str, Any]
     yield from body(data)
 
 
+_CASE: dict[str, Cell] = {
+    "workload": lambda row: row["workload"],
+    "temperature": lambda row: f"{row['temperature']:g}",
+    "batch": lambda row: str(row["batch"]),
+}
+
+
 def _bench(data: dict[str, Any]) -> Iterator[str]:
     yield _environment(data)
     yield _table(
         data["rows"],
-        {
-            "workload": lambda row: row["workload"],
-            "temperature": lambda row: f"{row['temperature']:g}",
-            "batch": lambda row: str(row["batch"]),
+        _CASE
+        | {
             "method": lambda row: f"`{row['method']}`",
             "tok/s": lambda row: _number(row["tok_s"], 0),
             "speed-up": lambda row: _number(row["speedup"]),
@@ -181,10 +186,8 @@ def _never_slower(data: dict[str, Any]) -> Iterator[str]:
     yield _environment(data)
     yield _table(
         data["rows"],
-        {
-            "workload": lambda row: row["workload"],
-            "temperature": lambda row: f"{row['temperature']:g}",
-            "batch": lambda row: str(row["batch"]),
+        _CASE
+        | {
             "plain tok/s": lambda row: _number(row["plain_tok_s"], 0),
             "auto over plain": lambda row: _number(row["ratio"]),
             "95 %": lambda row: f"{row['low']:.2f} to {row['high']:.2f}",

@@ -101,7 +101,7 @@ def test_bench_alone_explains_itself(outrider) -> None:  # type: ignore[no-untyp
 
 @pytest.mark.parametrize(
     ("command", "module"),
-    [(("peers", "--quick"), "baselines"), (("bench", "http", "-h"), "serve_http")]
+    [(("peers", "--quick"), "baselines"), (("bench", "http", "-h"), "serve_http"), (("plan", "--check"), "plan_check")]
     + [
         (("bench", name, "--threads", "1", "more"), name)
         for name in ("round", "forward", "loss", "synthetic", "batching", "soak")

@@ -122,7 +122,7 @@ def test_drafters_made_of_drafters() -> None:
     suffix, cascade = config.nested()
     assert (suffix.method, suffix.draft_tokens) == ("suffix", 8)
     assert cascade.draft_tokens == 256  # no limit of its own
-    assert [own.method for own in cascade.nested()] == ["ngram", "draft_model"]
+    assert [config.method for config in cascade.nested()] == ["ngram", "draft_model"]
     assert list(config.methods()) == ["mixture", "suffix", "cascade", "ngram", "draft_model"]
     assert SpeculationConfig.parse({"method": "mixture", "members": "ngram"}).nested()[0].method == "ngram"
 

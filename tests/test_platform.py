@@ -86,7 +86,7 @@ def test_a_users_setting_is_respected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "limits", "share"),
+    ("membership", "limits", "share"),
     [
         ("0::/\n", {"memory.max": "1048576"}, 2**20),
         ("0::/a/b\n", {"memory.max": "max", "a/memory.max": "4096", "a/b/memory.max": "8192"}, 4096),
@@ -96,10 +96,10 @@ def test_a_users_setting_is_respected() -> None:
         ("", {}, None),
     ],
 )
-def test_memory_is_what_a_container_may_take(tmp_path: Path, own: str, limits: dict[str, str], share: int | None) -> None:
-    (tmp_path / "own").write_text(own)
+def test_memory_is_what_a_container_may_take(tmp_path: Path, membership: str, limits: dict[str, str], share: int | None) -> None:
+    (tmp_path / "membership").write_text(membership)
     for name, text in limits.items():
         (tmp_path / "cgroups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroups" / name).write_text(text + "\n")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert memory_bytes(tmp_path / "cgroups", tmp_path / "own") == (share or machine)
+    assert memory_bytes(tmp_path / "cgroups", tmp_path / "membership") == (share or machine)

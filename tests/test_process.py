@@ -56,3 +56,23 @@ def test_it_ends_with_its_parent() -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env, timeout=60)
     assert int(out.stdout), "the child holds the pipe of stderr too, so run() has waited for its end"
+
+
+def test_a_call_beyond_its_budget_is_killed_and_the_next_one_served() -> None:
+    calls = PythonProcess("time:sleep")
+    try:
+        with pytest.raises(ProcessDied):
+            calls(60, budget=0.05)
+        assert calls(0, budget=30.0) is None
+        assert calls.starts == 2
+    finally:
+        calls.close()
+
+
+def test_a_setup_is_called_once_in_each_process() -> None:
+    calls = PythonProcess("operator:attrgetter", setup=lambda: ("real",))
+    try:
+        assert (calls(3), calls(4)) == (3, 4)
+        assert calls.starts == 1
+    finally:
+        calls.close()

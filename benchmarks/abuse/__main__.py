@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.abuse.measure import Bars, measure, wait_until_ready
 from benchmarks.abuse.scenarios import SCENARIOS
-from benchmarks.client import ServerProcess
+from benchmarks.server import ServerProcess
 from outrider.bench.environment import environment
 from outrider.errors import OutriderError
 

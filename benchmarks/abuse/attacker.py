@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections import Counter
 from multiprocessing import get_context
-from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.abuse.scenarios import SCENARIOS, Shot
-from benchmarks.client import Connection
+from benchmarks.server import client_of
 
 __all__ = ["Attacker"]
 
@@ -49,7 +49,7 @@ class Attacker:
         return statuses
 
 
-def _attack(pipe: Pipe[Any, Any], port: int, name: str, seconds: float) -> None:
+def _attack(pipe: Connection[Any, Any], port: int, name: str, seconds: float) -> None:
     scenario = SCENARIOS[name]
     shots = scenario.shots()
     pipe.send("ready")
@@ -73,15 +73,13 @@ async def _shoot_all(port: int, shots: list[Shot], connections: int, repeat_s: f
 
 async def _shoot(port: int, shots: list[Shot], seconds: float, pause: float, statuses: Counter[str]) -> None:
     """Every shot once, and again while the time lasts."""
-    connection, until = Connection(port, _ADDRESS), time.monotonic() + seconds
-    try:
+    until = time.monotonic() + seconds
+    async with client_of(port, _ADDRESS) as client:
         for number in range(_MOST_SHOTS):
             if number >= len(shots) and time.monotonic() >= until:
                 return
             shot = shots[number % len(shots)]
-            status = await connection.post(shot.path, shot.body)
+            status = await client.post(shot.path, shot.body)
             statuses[str(status)] += 1
             if status != 200:
                 await asyncio.sleep(pause)
-    finally:
-        connection.close()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import httpx
+
 from benchmarks.abuse.attacker import Attacker
 from benchmarks.abuse.scenarios import Scenario
-from benchmarks.client import Connection, ServerProcess
+from benchmarks.server import ServerProcess, client_of
+from outrider.bench.client import Client
 from outrider.quantiles import percentile_ms
 
 __all__ = ["Bars", "measure", "wait_until_ready"]
@@ -43,17 +47,17 @@ class _Seen:
 
 async def wait_until_ready(port: int) -> None:
     """Until /health says that requests are served."""
-    connection, until = Connection(port), time.monotonic() + _IDLE_S
-    while (await connection.get("/health"))[0] != 200 and time.monotonic() < until:
-        await asyncio.sleep(0.05)
-    connection.close()
+    until = time.monotonic() + _IDLE_S
+    async with client_of(port) as client:
+        while (await client.get("/health"))[0] != 200 and time.monotonic() < until:
+            await asyncio.sleep(0.05)
 
 
 async def measure(server: ServerProcess, scenario: Scenario, seconds: float, bars: Bars) -> dict[str, Any]:
     """The scenario's row of the report."""
     before = server.resident_mib()
     alone = _Seen()
-    other = Connection(server.port, _OTHER)
+    other = client_of(server.port, _OTHER)
     for number in range(_ALONE):
         await _request(other, number, alone)
     attacker = await asyncio.to_thread(Attacker, server.port, scenario.name, seconds)
@@ -75,7 +79,7 @@ async def measure(server: ServerProcess, scenario: Scenario, seconds: float, bar
     for watcher in watchers:
         watcher.cancel()
     await asyncio.gather(*watchers, return_exceptions=True)
-    other.close()
+    await other.close()
     return _row(scenario, bars, alone, seen) | {
         "statuses": statuses,
         "seconds": round(lasted, 2),
@@ -109,15 +113,14 @@ def _row(scenario: Scenario, bars: Bars, alone: _Seen, seen: _Seen) -> dict[str,
     }
 
 
-async def _request(connection: Connection, number: int, seen: _Seen) -> None:
+async def _request(client: Client, number: int, seen: _Seen) -> None:
     """Four tokens after a short prompt that was not seen before."""
     body = {"prompt": f"value_{number} = ", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     begun = time.perf_counter()
     try:
         async with asyncio.timeout(_REQUEST_S):
-            status = await connection.post("/v1/completions", json.dumps(body).encode())
-    except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-        connection.close()
+            status = await client.post("/v1/completions", json.dumps(body).encode())
+    except (TimeoutError, httpx.HTTPError) as error:
         seen.failures.append(type(error).__name__)
         return
     if status == 200:
@@ -127,23 +130,19 @@ async def _request(connection: Connection, number: int, seen: _Seen) -> None:
 
 
 async def _watch_health(port: int, seen: _Seen) -> None:
-    connection = Connection(port)
-    try:
+    async with client_of(port) as client:
         while True:
             begun = time.perf_counter()
             try:
-                status, _ = await connection.get("/health")
+                status, _ = await client.get("/health")
                 if status != 200:
                     seen.failures.append(f"/health said {status}")
-            except (OSError, asyncio.IncompleteReadError) as error:
-                connection.close()
+            except httpx.HTTPError as error:
                 seen.failures.append(f"/health: {type(error).__name__}")
                 await asyncio.sleep(0.5)
             finally:  # one that was not answered in time counts for as long as it was waited for
                 seen.health_s.append(time.perf_counter() - begun)
             await asyncio.sleep(_EVERY_S)
-    finally:
-        connection.close()
 
 
 async def _watch_memory(server: ServerProcess, seen: _Seen) -> None:
@@ -154,15 +153,12 @@ async def _watch_memory(server: ServerProcess, seen: _Seen) -> None:
 
 async def _is_idle(port: int) -> bool:
     """Whether the server comes to rest: nothing runs, nothing waits, every page is back."""
-    connection, until = Connection(port), time.monotonic() + _IDLE_S
-    try:
-        while time.monotonic() < until:
-            stats = json.loads((await connection.get("/stats"))[1])
-            if stats["running"] == stats["waiting"] == stats["kv_usage"] == 0:
-                return True
-            await asyncio.sleep(0.2)
-    except (OSError, asyncio.IncompleteReadError, ValueError):
-        pass
-    finally:
-        connection.close()
+    until = time.monotonic() + _IDLE_S
+    with suppress(httpx.HTTPError, ValueError):
+        async with client_of(port) as client:
+            while time.monotonic() < until:
+                stats = json.loads((await client.get("/stats"))[1])
+                if stats["running"] == stats["waiting"] == stats["kv_usage"] == 0:
+                    return True
+                await asyncio.sleep(0.2)
     return False

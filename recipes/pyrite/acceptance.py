@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.control import Adaptive, Costs
+from outrider.control import Controller, Costs
 from outrider.engine.costs_file import ACCEPTANCE
 from outrider.engine.llm import LLM
 from outrider.sampling import SamplingParams
@@ -53,7 +53,7 @@ def functions() -> list[str]:
 def main() -> None:
     texts = random.Random(0).sample(functions(), TEXTS * len(TEMPERATURES))
     llm = LLM(speculation="auto", prefix_cache=False)
-    policy = llm.engine.policy = Adaptive(llm.engine.policy.arms, FreeDrafts())
+    policy = llm.engine.policy = Controller(llm.engine.policy.arms, FreeDrafts())
     for t, temperature in enumerate(TEMPERATURES):
         for number, text in enumerate(texts[t * TEXTS : (t + 1) * TEXTS]):
             params = SamplingParams(temperature=temperature, seed=number, max_tokens=TOKENS, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The commands `corpus` (text to tokens) and `lm` (pretraining) of `python -m recipes.pyrite`."""
+"""The commands `corpus` (text to tokens), `lm` (pretraining) and `medusa-tree` of `python -m recipes.pyrite`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.train.corpus import SUMMARY, TokenCorpus
 from recipes.pyrite.corpus import CorpusRules
+from recipes.pyrite.medusa_tree import medusa_tree
 from recipes.pyrite.prepare import PrepareOptions, prepare
 from recipes.pyrite.sources import find_sources, installed_sources
 
@@ -29,6 +30,8 @@ Suffixes = Annotated[str, typer.Option(help="File names to read in folders, comm
 HeldoutNames = Annotated[str, typer.Option(help="Packages to hold out, comma-separated; empty: some by hash.")]
 SkipUnreadable = Annotated[bool, typer.Option(help="Count unreadable files instead of stopping.")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Directory with a tokenizer to use instead of training one.")]
+
+app.command()(medusa_tree)
 
 
 @app.command()

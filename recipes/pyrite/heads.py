@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from outrider.train.corpus import TokenCorpus
     from outrider.train.data import TokenStore
     from outrider.train.distill import Distillation
-    from outrider.train.evaluation import EvaluationText
     from outrider.train.frozen import FrozenTarget
-    from outrider.train.networks import DraftNetwork
+    from outrider.train.networks import TrainableDrafter
+    from recipes.pyrite.evaluation import EvaluationText
 
 _FINISH_S = 34.0  # export and figures after training
 _EVALUATED_TOKENS = 320  # of a text written after a held-out stub
@@ -67,16 +67,14 @@ class Shipment:
     out: Path
     work: Path
     model: Path
-    open: dict[str, DraftNetwork] = field(default_factory=dict)  # trained, not yet exported
+    open: dict[str, TrainableDrafter] = field(default_factory=dict)  # trained, not yet exported
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def export_all(self) -> None:
         """Export every network that is still open."""
-        from outrider.train.export import export
-
         with self._lock:
             for name, network in list(self.open.items()):
-                export(network, self.model, self.work / name)
+                network.export(self.model, self.work / name)
                 write_tar(
                     self.out / f"{name}.tar", [(file, f"{name}/{file.name}") for file in sorted((self.work / name).iterdir())]
                 )
@@ -200,10 +198,9 @@ def _target(args: argparse.Namespace) -> FrozenTarget:
 
 
 def _build(
-    stage: Stage, known: dict[str, Callable[[FrozenTarget], DraftNetwork]], target: FrozenTarget, args: argparse.Namespace
+    stage: Stage, known: dict[str, Callable[[FrozenTarget], TrainableDrafter]], target: FrozenTarget, args: argparse.Namespace
 ) -> Distillation:
     from outrider.train.distill import Distillation
-    from outrider.train.export import begin_from
 
     run = Distillation(target, {name: known[name](target) for name in stage.names})
     for name, network in run.networks.items():
@@ -218,9 +215,19 @@ def _build(
     return run
 
 
+def begin_from(network: TrainableDrafter, target: FrozenTarget, directory: Path) -> None:
+    """Copy the weights of an exported drafter into a fresh network of the same shape."""
+    from outrider.errors import ModelError
+
+    saved = network.loaded(directory, target).module.state_dict()
+    try:
+        network.module.load_state_dict(saved)
+    except RuntimeError as error:
+        raise ModelError(f"{directory} holds a drafter of another shape: {error}") from None
+
+
 def _wait(corpus: subprocess.Popen[bytes] | None, args: argparse.Namespace) -> TokenCorpus:
-    from outrider.train.corpus import TokenCorpus
-    from outrider.train.frozen import require_same_tokenizer
+    from outrider.train.corpus import TokenCorpus, require_same_tokenizer
 
     if args.corpus is not None:
         while not (args.corpus / "corpus.json").exists():
@@ -239,8 +246,8 @@ def _wait(corpus: subprocess.Popen[bytes] | None, args: argparse.Namespace) -> T
 def _text(target: FrozenTarget, corpus: TokenCorpus, args: argparse.Namespace) -> tuple[TokenStore, EvaluationText]:
     """The text to train on and the text to evaluate on."""
     from outrider.train.acceptance import heldout_rows, written_for
-    from outrider.train.evaluation import EvaluationText
     from outrider.train.generate import Writing, merged, write_until
+    from recipes.pyrite.evaluation import EvaluationText
 
     store, heldout = corpus.store("train"), corpus.store("heldout_packages")
     rows, count = (8, 48) if args.smoke else (64, 200)
@@ -261,8 +268,8 @@ def _after_stubs(
     target: FrozenTarget, corpus: TokenCorpus, args: argparse.Namespace, text: Tensor
 ) -> tuple[TokenStore, EvaluationText]:
     """Both texts from what the target writes after stubs. Static trees are chosen on one text and evaluated on another."""
-    from outrider.train.evaluation import EvaluationText
-    from outrider.train.tokenizer import load_tokenizer
+    from outrider.train.corpus import load_tokenizer
+    from recipes.pyrite.evaluation import EvaluationText
     from recipes.pyrite.onpolicy import StubWriting, with_windows, write_after_stubs, written_after
     from recipes.pyrite.parallel import cores
     from recipes.pyrite.stubs import find_stubs
@@ -297,9 +304,10 @@ def _train(
     shipment: Shipment,
 ) -> None:
     from outrider.train.distill import DistillOptions
-    from outrider.train.evaluation import measure_tree
     from outrider.train.loop import Budget, LoopOptions
+    from outrider.train.networks import TrainableMedusa
     from outrider.train.optim import OptimOptions
+    from outrider.train.tree import fit_tree
 
     shipment.open = dict(run.networks)
     run.heldout = text.rows[:: max(len(text.rows) // 16, 1)]
@@ -310,18 +318,17 @@ def _train(
     at = run.train(store, options, loop).position
     note(f"trained {'+'.join(stage.names)}: {at.step} steps, {at.tokens / 1e6:.0f}M tokens in {at.seconds:.0f} s")
     for name, network in run.networks.items():
-        expected = measure_tree(network, run.target, text)
-        if expected is not None:
+        if isinstance(network, TrainableMedusa):
+            expected = fit_tree(network, run.target, text.fit or text.written)
             note(f"{name}: its static tree gives {expected:.2f} tokens per round on the text it was fitted to")
 
 
 def _evaluate(run: Distillation, target: FrozenTarget, text: EvaluationText, work: Path) -> dict[str, Any]:
-    from outrider.train.evaluation import describe, evaluate_drafter
-    from outrider.train.export import load_network
+    from recipes.pyrite.evaluation import describe, evaluate_drafter
 
     figures = {}
     for name, network in run.networks.items():
-        figures[name] = evaluate_drafter(load_network(network, target, work / name), target, text)
+        figures[name] = evaluate_drafter(network.loaded(work / name, target), target, text)
         note(name)
         describe(figures[name], note)
     return figures

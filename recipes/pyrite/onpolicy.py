@@ -17,10 +17,12 @@ from torch import Tensor
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder
 from outrider.train.data import TokenStore
-from outrider.train.generate import Ids, Written, random_windows, steady, write_text
+from outrider.train.generate import Ids, Written, random_windows, write_text
 from recipes.pyrite.stubs import Stubs
 
-__all__ = ["StubWriting", "with_windows", "write_after_stubs", "written_after"]
+__all__ = ["StubWriting", "looping", "steady", "with_windows", "write_after_stubs", "written_after"]
+
+_GRAM, _TIMES = 8, 3  # a text loops where some 8-gram occurs more than three times, as in served figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,22 @@ def with_windows(written: TokenStore, corpus: TokenStore, share: float, seed: in
     windows = random_windows(corpus, count, length, seed) if count else np.zeros((0, length), np.int64)
     texts = np.concatenate((written.ids.reshape(-1, length).astype(np.int64), windows))
     return _texts(texts, [*written.groups, *["corpus"] * count])
+
+
+def steady(written: Written, eos: int) -> Tensor:
+    """(B,) whether a text neither loops nor ends before its last token."""
+    tokens = written.tokens[:, written.prompt :]
+    return ~looping(tokens) & (tokens != eos).all(-1)
+
+
+def looping(tokens: Tensor) -> Tensor:
+    """(B,) whether some 8-gram of a row of (B, n) occurs more than three times."""
+    if tokens.shape[1] < _GRAM + _TIMES:
+        return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    grams = tokens.unfold(1, _GRAM, 1)
+    factors = torch.tensor([0x9E3779B97F4A7C15 * (2 * i + 1) % 2**61 | 1 for i in range(_GRAM)], device=tokens.device)
+    hashed = ((grams + 1) * factors).sum(-1).sort(dim=1).values  # integer overflow is harmless here
+    return (hashed[:, _TIMES:] == hashed[:, :-_TIMES]).any(-1)
 
 
 def _turns(count: int, writing: StubWriting, generator: np.random.Generator) -> Iterator[tuple[int, int]]:

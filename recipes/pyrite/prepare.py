@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.train.checkpoint import guarded_write
-from outrider.train.corpus import SUMMARY, TokenCorpus
+from outrider.train.corpus import SUMMARY, TokenCorpus, copy_tokenizer, document_end, encode_documents, load_tokenizer
 from outrider.train.data import Ids, write_store
-from outrider.train.tokenizer import copy_tokenizer, document_end, encode_documents, load_tokenizer
 from recipes.pyrite.bpe import EOS, SPECIAL, save_tokenizer, train_tokenizer
 from recipes.pyrite.corpus import SPLITS, CleanDocument, Corpus, CorpusRules, build_corpus
 from recipes.pyrite.parallel import chunked, cores, map_chunks

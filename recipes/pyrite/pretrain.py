@@ -13,7 +13,6 @@ import torch
 
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, load_decoder
-from outrider.train.attention import fastest_kernel, kernel
 from outrider.train.corpus import TokenCorpus
 from outrider.train.data import TrainingRows
 from outrider.train.export import export_model
@@ -21,6 +20,7 @@ from outrider.train.loop import LoopOptions, Loss, TrainingOutcome, compile_chec
 from outrider.train.optim import OptimOptions, build_optimizers
 from outrider.train.shapes import DecoderShape, new_decoder
 from outrider.train.sizing import evaluation_rows, pick_device
+from recipes.pyrite.kernels import fastest_kernel, kernel
 from recipes.pyrite.lm import HeldoutLoss, LmTask, heldout_loss
 
 __all__ = ["PretrainOptions", "Pretraining"]
@@ -74,7 +74,7 @@ class Pretraining:
         print("compile: going on without it", flush=True)
 
     def train(self, corpus: TokenCorpus, loop: LoopOptions) -> TrainingOutcome:
-        """Spend the loop's budget on a corpus corpus."""
+        """Spend the loop's budget on a corpus."""
         shape = self.options.shape
         if corpus.vocab != shape.vocab or corpus.eos != self.options.eos:
             raise InvalidParameter("vocab", f"the corpus was prepared for {corpus.vocab} tokens, the model has {shape.vocab}")

@@ -185,7 +185,7 @@ def _evaluate(run: Pretraining, corpus: TokenCorpus, work: Path) -> None:
 
 def _sample(run: Pretraining, work: Path, times: Times) -> None:
     from outrider.model import load_decoder
-    from outrider.train.tokenizer import load_tokenizer
+    from outrider.train.corpus import load_tokenizer
     from recipes.pyrite.lm import greedy
 
     decoder = load_decoder(work / "pyrite").to(run.device)

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.train.frozen import FrozenTarget
-    from outrider.train.networks import DraftNetwork
+    from outrider.train.networks import TrainableDrafter
 
 __all__ = ["variants"]
 
 
-def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], DraftNetwork]]:
+def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], TrainableDrafter]]:
     """Everything a stage can name."""
     from outrider.train.shapes import DecoderShape, EagleShape, MedusaShape, new_draft, new_eagle, new_medusa
 
-    def eagle(kind: str = args.loss, **fields: Any) -> Callable[[FrozenTarget], DraftNetwork]:
+    def eagle(kind: str = args.loss, **fields: Any) -> Callable[[FrozenTarget], TrainableDrafter]:
         return lambda target: new_eagle(target, EagleShape(**fields), kind, args.seed, args.depths)
 
-    def draft(layers: int, hidden: int, ffn: int, kind: str = args.loss) -> Callable[[FrozenTarget], DraftNetwork]:
+    def draft(layers: int, hidden: int, ffn: int, kind: str = args.loss) -> Callable[[FrozenTarget], TrainableDrafter]:
         heads = max(hidden // 64, 2)
         return lambda target: new_draft(target, DecoderShape(layers, hidden, heads, heads // 2, ffn), kind, args.seed)
 
-    def medusa(heads: int, blocks: int, kind: str = "kl") -> Callable[[FrozenTarget], DraftNetwork]:
+    def medusa(heads: int, blocks: int, kind: str = "kl") -> Callable[[FrozenTarget], TrainableDrafter]:
         return lambda target: new_medusa(target, MedusaShape(heads, blocks), kind)
 
     if args.smoke:

@@ -5,6 +5,7 @@ Importing the package first makes bf16 products safe on processors that hide the
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from outrider._version import __version__
@@ -13,6 +14,8 @@ from outrider.platform import guard
 guard()  # before anything here loads torch
 
 __all__ = ["LLM", "SamplingParams", "__version__", "register_drafter"]
+
+_HOMES = {"LLM": "outrider.engine.llm", "SamplingParams": "outrider.sampling.params", "register_drafter": "outrider.draft"}
 
 if TYPE_CHECKING:
     from outrider.draft import register_drafter
@@ -26,16 +29,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Load the heavy parts when first used, so that `outrider --help` is quick."""
-    if name == "LLM":
-        from outrider.engine.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from outrider.sampling.params import SamplingParams
-
-        return SamplingParams
-    if name == "register_drafter":
-        from outrider.draft import register_drafter
-
-        return register_drafter
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

@@ -26,8 +26,8 @@ def shown(value: object) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that was probably meant, to follow the unknown one in a message; often empty."""
-    found = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    matches = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def integer(name: str, value: Any, low: int = 0, high: int = MAX_COUNT) -> int:

@@ -6,22 +6,26 @@ import json
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider._version import __version__
-from outrider.bench.cli import add_moved
 from outrider.bench.cli import app as bench_app
 from outrider.bench.plan.cli import plan
 from outrider.environment import known_variables, tidy
 from outrider.errors import EngineDead, InvalidParameter, OutriderError
-from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, set_threads
+from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, set_threads, spread
 from outrider.serve.chat import chat
 from outrider.serve.cli import register as register_serve
-from outrider.terminal import PlainConsole, print_error
+from outrider.terminal import PlainConsole, print_checks, print_error
 from outrider.train.cli import app as train_app
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM, CompletionOutput
+    from outrider.sampling import SamplingParams
 
 __all__ = ["app", "main"]
 
@@ -40,34 +44,61 @@ app.command()(plan)
 add_moved(app, "peers", "benchmarks.baselines")
 _errors = PlainConsole(stderr=True)
 
-Prompt = Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        help="Drafting method: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, early_exit, cascade, "
-        "mixture, auto (a controller chooses round by round), or "
-        'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
-        "Default: auto."
-    ),
-]
-DraftModel = Annotated[
-    str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: those in the model's folder.")
-]
-DraftTokens = Annotated[int | None, typer.Option(min=0, max=256, help="Maximum tokens drafted per round. Default: 5.")]
-Rule = Annotated[str, typer.Option(help="Verification rule: match (same tokens), rejection, block, lossy_typical.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Keep the most probable tokens whose probabilities add up to this.")]
-TopK = Annotated[int, typer.Option(help="Keep this many most probable tokens; 0 keeps all.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn and reported.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")]
-Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")]
-Numerics = Annotated[
-    str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, without that promise.")
-]
-Memory = Annotated[float, typer.Option(help="Share of the GPU's memory that weights, KV and graphs may take.")]
+
+@dataclass(frozen=True, slots=True)
+class DecodingFlags:
+    """How a prompt is continued: options of `generate` and `compare`."""
+
+    prompt: Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")]
+    model: Model = None
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafting method: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, early_exit, cascade, "
+            "mixture, auto (a controller chooses round by round), or "
+            'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
+            "Default: auto."
+        ),
+    ] = None
+    draft_model: Annotated[
+        str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: those in the model's folder.")
+    ] = None
+    draft_tokens: Annotated[int | None, typer.Option(min=0, max=256, help="Maximum tokens drafted per round. Default: 5.")] = None
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens whose probabilities add up to this.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Keep this many most probable tokens; 0 keeps all.")] = 0
+    min_p: Annotated[float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")] = 1.0
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn and reported.")] = None
+    max_tokens: MaxTokens = 200
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False
+    dtype: Dtype = "auto"
+    load_format: LoadFormat = "safetensors"
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto"
+    numerics: Annotated[
+        str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, without that promise.")
+    ] = "exact"
+    memory: Annotated[float, typer.Option(help="Share of the GPU's memory that weights, KV and graphs may take.")] = 0.9
+    threads: Threads = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateFlags(DecodingFlags):
+    """Options of `outrider generate`."""
+
+    rule: Annotated[str, typer.Option(help="Verification rule: match (same tokens), rejection, block, lossy_typical.")] = "match"
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompareFlags(DecodingFlags):
+    """Options of `outrider compare`."""
+
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, interleaved; medians are shown.")] = 3
+    svg: Annotated[Path | None, typer.Option(help="Also write what is shown to this SVG file.")] = None
+    as_json: AsJson = False
 
 
 def main() -> None:
@@ -113,39 +144,16 @@ def version() -> None:
 
 
 @app.command()
-def generate(
-    prompt: Prompt,
-    model: Model = None,
-    method: Method = None,
-    draft_model: DraftModel = None,
-    draft_tokens: DraftTokens = None,
-    rule: Rule = "match",
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    max_tokens: MaxTokens = 200,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
-    dtype: Dtype = "auto",
-    load_format: LoadFormat = "safetensors",
-    device: Device = "auto",
-    numerics: Numerics = "exact",
-    memory: Memory = 0.9,
-    threads: Threads = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
-    as_json: AsJson = False,
-) -> None:
+@spread
+def generate(flags: GenerateFlags) -> None:
     """Continue a prompt."""
-    from outrider.engine.terminal import print_summary
+    from outrider.engine.comparison import print_summary
 
-    if stream and as_json:
+    if flags.stream and flags.as_json:
         raise InvalidParameter("--stream", "cannot be combined with --json")
-    llm = _load(locals())
-    params, text = _params(locals()), _prompt(prompt)
-    if stream:
+    llm = _load(flags, flags.rule)
+    params, text = _params(flags), _prompt(flags.prompt)
+    if flags.stream:
         for chunk in llm.stream(text, params):
             print(chunk.text, end="", flush=True)
             if chunk.output is not None:
@@ -153,7 +161,7 @@ def generate(
                 print_summary(chunk.output)
         return
     output = llm.generate(text, params)[0].outputs[0]
-    if as_json:
+    if flags.as_json:
         print(json.dumps(_as_json(output)))
     else:
         print(output.text)
@@ -161,41 +169,17 @@ def generate(
 
 
 @app.command()
-def compare(
-    prompt: Prompt,
-    model: Model = None,
-    method: Method = None,
-    draft_model: DraftModel = None,
-    draft_tokens: DraftTokens = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    max_tokens: MaxTokens = 200,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
-    dtype: Dtype = "auto",
-    load_format: LoadFormat = "safetensors",
-    device: Device = "auto",
-    numerics: Numerics = "exact",
-    memory: Memory = 0.9,
-    threads: Threads = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, interleaved; medians are shown.")] = 3,
-    svg: Annotated[Path | None, typer.Option(help="Also write what is shown to this SVG file.")] = None,
-    as_json: AsJson = False,
-) -> None:
+@spread
+def compare(flags: CompareFlags) -> None:
     """Decode the same request plainly and speculatively, check that the tokens are equal, show both speeds."""
-    from outrider.engine.comparison import compare_runs
-    from outrider.engine.terminal import print_comparison
+    from outrider.engine.comparison import compare_runs, print_comparison
 
-    llm = _load(locals() | {"rule": "match"})
-    result = compare_runs(llm, _prompt(prompt), _params(locals()), repeats)
-    if as_json:
+    llm = _load(flags)
+    result = compare_runs(llm, _prompt(flags.prompt), _params(flags), flags.repeats)
+    if flags.as_json:
         print(json.dumps(result.as_dict()))
     else:
-        print_comparison(result, llm, svg)
+        print_comparison(result, llm, flags.svg)
     if not result.identical:
         raise typer.Exit(1)
 
@@ -215,7 +199,6 @@ def doctor(
     if costs:
         return _doctor_costs(model, plot, as_json)
     from outrider.bench.doctor import diagnose
-    from outrider.engine.terminal import print_checks
 
     with _errors.status("measuring"):
         findings = diagnose()
@@ -242,32 +225,32 @@ def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:
         _errors.print(f"curves in {plot}", highlight=False, markup=False)
 
 
-def _default_method(options: dict[str, Any]) -> str:
+def _default_method(flags: DecodingFlags, rule: str) -> str:
     """`auto`, unless an option needs another method."""
-    if options["draft_model"] is not None:
+    if flags.draft_model is not None:
         return "draft_model"
-    if options["rule"] != "match":
-        return "ngram" if options["model"] else "eagle"
+    if rule != "match":
+        return "ngram" if flags.model else "eagle"
     return "auto"
 
 
-def _load(options: dict[str, Any]) -> Any:
+def _load(flags: DecodingFlags, rule: str = "match") -> LLM:
     """An LLM from command-line options, with its settings checked before anything is loaded."""
     from outrider.config import speculation_of_flags
     from outrider.engine.llm import LLM
 
-    set_threads(options["threads"])
-    method, draft = options["method"] or _default_method(options), options["draft_model"]
-    speculation = speculation_of_flags(method, draft, options["draft_tokens"], options["rule"])
+    set_threads(flags.threads)
+    method = flags.method or _default_method(flags, rule)
+    speculation = speculation_of_flags(method, flags.draft_model, flags.draft_tokens, rule)
     names = ("dtype", "load_format", "device", "numerics", "memory")
-    return LLM(options["model"], speculation=speculation, **{name: options[name] for name in names})
+    return LLM(flags.model, speculation=speculation, **{name: getattr(flags, name) for name in names})
 
 
-def _params(options: dict[str, Any]) -> Any:
+def _params(flags: DecodingFlags) -> SamplingParams:
     from outrider.sampling import SamplingParams
 
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens", "stop", "ignore_eos")
-    return SamplingParams(**{name: options[name] for name in names})
+    return SamplingParams(**{name: getattr(flags, name) for name in names})
 
 
 def _prompt(prompt: str) -> str:
@@ -280,20 +263,11 @@ def _prompt(prompt: str) -> str:
         raise InvalidParameter("prompt", f"standard input is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _as_json(output: Any) -> dict[str, Any]:
-    return {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-        "seed": output.seed,
-        "speculation": output.speculation,
-        "timings": {
-            "first_token_s": output.timings.first_token_s,
-            "total_s": output.timings.total_s,
-            "decode_tokens_per_s": output.timings.decode_tokens_per_s,
-        },
-    }
+def _as_json(output: CompletionOutput) -> dict[str, Any]:
+    names = ("text", "token_ids", "finish_reason", "stop_reason", "seed", "speculation")
+    times = ("first_token_s", "total_s", "decode_tokens_per_s")
+    timings = {name: getattr(output.timings, name) for name in times}
+    return {name: getattr(output, name) for name in names} | {"timings": timings}
 
 
 if __name__ == "__main__":

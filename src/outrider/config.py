@@ -19,6 +19,7 @@ __all__ = [
     "RequestSpeculation",
     "SpeculationConfig",
     "parse_method",
+    "pinned",
     "resolve_speculation",
     "speculation_of_flags",
 ]
@@ -34,6 +35,7 @@ _MAX_DIGITS = 9  # of a number of draft tokens in one word
 SPELLINGS = {  # other engines' names for settings of speculation, and ours
     "num_speculative_tokens": "draft_tokens",  # vLLM
     "speculative_model": "model",
+    "speculative_disable_by_batch_size": "disable_by_batch_size",
     "prompt_lookup_min": "ngram_min",
     "prompt_lookup_max": "ngram_max",
     "num_assistant_tokens": "draft_tokens",  # Transformers
@@ -42,7 +44,7 @@ SPELLINGS = {  # other engines' names for settings of speculation, and ours
     "max_matching_ngram_size": "ngram_max",
 }
 _IMPLIED = {"prompt_lookup_num_tokens": "ngram"}  # spellings that name a method too
-FIELDS = ("method", "model", "draft_tokens", "rule")
+FIELDS = ("method", "model", "draft_tokens", "rule", "adaptive", "min_draft_tokens", "disable_by_batch_size")
 METHODS = (  # built in; draft/registry.py has their classes
     "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa",
     "early_exit", "cascade", "mixture", "auto",
@@ -83,6 +85,9 @@ class SpeculationConfig:
     model: str | None = None
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     rule: str = "match"
+    adaptive: bool = True  # at most `draft_tokens`, and none where that is faster; False: as many in every round
+    min_draft_tokens: int = 1  # of a round that drafts at all
+    disable_by_batch_size: int | None = None  # batches from this size on are decoded plainly
     options: Mapping[str, Any] = field(default_factory=dict)  # the drafter's own settings
 
     def __post_init__(self) -> None:
@@ -94,6 +99,21 @@ class SpeculationConfig:
         if self.rule not in RULES:
             raise UnknownMethod("rule", checks.text("rule", self.rule), list(RULES))
         checks.integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
+        checks.integer("min_draft_tokens", self.min_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        if self.disable_by_batch_size is not None:
+            checks.integer("disable_by_batch_size", self.disable_by_batch_size, 1, _MAX_SEQUENCES)
+        words = {"false": False, "true": True, 0: False, 1: True}  # as one word of a command line spells it
+        adaptive = words.get(self.adaptive, self.adaptive) if isinstance(self.adaptive, str | int) else self.adaptive
+        object.__setattr__(self, "adaptive", checks.boolean("adaptive", adaptive))
+        if self.method == "auto" and not self.adaptive:
+            raise InvalidParameter("adaptive", "'auto' chooses how far to draft; name a drafter to pin its length")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether every round drafts as far as `draft_tokens` says. Under rules by which the text depends on the drafts it
+        does: with lengths that depend on the clock, no output could be repeated.
+        """
+        return not self.adaptive or self.rule != "match" or self.draft_tokens == 0
 
     def nested(self) -> tuple[SpeculationConfig, ...]:
         """The drafters this one is made of: a cascade's levels, a mixture's members."""
@@ -212,7 +232,7 @@ def speculation_of_flags(
 ) -> SpeculationConfig:
     """The settings of speculation from the command line's flags, None where one is not set."""
     settings = parse_method(method or ("draft_model" if draft_model else "auto"))
-    if draft_model is not None and settings["method"] not in WITH_WEIGHTS:
+    if draft_model is not None and settings["method"] not in (*WITH_WEIGHTS, "auto"):
         raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {settings['method']!r} has none")
     flags = {"model": draft_model, "draft_tokens": draft_tokens, "rule": rule}
     return SpeculationConfig.parse(settings | {name: value for name, value in flags.items() if value is not None})
@@ -239,6 +259,12 @@ def parse_method(text: str) -> dict[str, Any]:
                 "method", f"{checks.shown(part)} in {checks.shown(text)} is neither a number of draft tokens nor name=value"
             )
     return settings
+
+
+def pinned(text: str) -> dict[str, Any]:
+    """Settings from one word, for a measurement: a drafter that is named drafts as far as it says in every round."""
+    settings = parse_method(text)
+    return settings if settings["method"] == "auto" else {"adaptive": False} | settings
 
 
 def _settings(name: str, settings: Any, spellings: Mapping[str, str] = SPELLINGS) -> dict[str, Any]:

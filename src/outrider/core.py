@@ -96,11 +96,9 @@ class SpeculationStats:
         return self.emitted / self.rounds if self.rounds else 0.0
 
     def record(self, depths: Seq[int], accepted: int, emitted: int) -> None:
-        """Count one round: the depth (from 0) of every drafted node, and what came of it."""
+        """Count a round that drafted: the depth (from 0) of every drafted node, and what came of it."""
         self.rounds += 1
         self.emitted += emitted
-        if not depths:
-            return
         self.drafted += len(depths)
         self.accepted += accepted
         reach = max(depths) + 1
@@ -128,35 +126,25 @@ class SpeculationStats:
         }
 
 
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One generation in flight. Owned and changed by the engine alone."""
 
-    __slots__ = (
-        "cached",
-        "finish_reason",
-        "guide",
-        "keys",
-        "named",
-        "order",
-        "pages",
-        "request",
-        "stats",
-        "stop_reason",
-        "tokens",
-    )
+    request: Request
+    tokens: list[int] = field(init=False)
+    order: tuple[int, int] = field(init=False)  # priority, then arrival
+    pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # what its leading full pages hold, as the prefix cache names it
+    named: int = 0  # leading pages the prefix cache knows
+    cached: int = 0  # leading tokens whose KV is in the pages
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    guide: Guide | None = None  # what a grammar lets follow
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.tokens: list[int] = list(request.prompt_ids)
-        self.pages: list[int] = []
-        self.keys: list[bytes] = []  # what its leading full pages hold, as the prefix cache names it
-        self.named = 0  # leading pages the prefix cache knows
-        self.cached = 0  # leading tokens whose KV is in the pages
-        self.order = (request.priority, 0)  # seniority
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.stats = SpeculationStats()
-        self.guide: Guide | None = None  # what a grammar lets follow
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+        self.order = (self.request.priority, 0)
 
     @property
     def prompt_len(self) -> int:
@@ -190,11 +178,11 @@ class Plan(NamedTuple):
 
     lengths: tuple[int, ...]  # most draft nodes for each sequence of the batch; 0 = do not draft
     rule: str = "match"
-    keep_q: bool = False  # the rule needs the law each draft token was drawn from
+    keep_q: bool = False  # the rule needs the distribution each draft token was drawn from
     arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
-    whole: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
-    floor: float = 0.0  # survival under which further nodes are not worth drawing, where a drafter can stop
-    again: bool = False  # the next round's plan is likely to be the same: it may start before the host has seen this one's tokens
+    verify_all: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
+    confidence_threshold: float = 0.0  # survival under which further nodes are not worth drawing, where a drafter can stop
+    may_overlap: bool = False  # the next plan is likely to be the same: its round may start before the host has seen this one's
 
 
 class Tree(NamedTuple):
@@ -372,6 +360,11 @@ class Batch:
         """Whether sequence b has read all of its tokens after this round and so emits."""
         seq = self.sequences[b]
         return seq.cached + self.feeds[b] == len(seq.tokens)
+
+    def where(self, keep: Callable[[Sequence, int], bool]) -> Batch:
+        """Only the sequences for which a function of the sequence and its fed tokens is true."""
+        rows = [(seq, fed) for seq, fed in zip(self.sequences, self.feeds, strict=True) if keep(seq, fed)]
+        return Batch([seq for seq, _ in rows], [fed for _, fed in rows])
 
 
 @dataclass(slots=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from outrider.errors import InvalidParameter
+from outrider.terminal import print_error
 
-__all__ = ["AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "numbers", "set_threads"]
+__all__ = [
+    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "numbers",
+    "set_threads", "spread",
+]  # fmt: skip
 
 Number = TypeVar("Number", int, float)
 
@@ -37,6 +42,22 @@ class ModelFirst(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+def spread(work: Callable[..., None]) -> Callable[..., None]:
+    """A Typer command from a function whose parameter `flags` is a dataclass: an option for each of its fields."""
+    flags_type = get_type_hints(work)["flags"]
+    others = [parameter for name, parameter in inspect.signature(work, eval_str=True).parameters.items() if name != "flags"]
+    options = inspect.signature(flags_type, eval_str=True).parameters.values()
+
+    def command(**values: Any) -> None:
+        work(**{parameter.name: values.pop(parameter.name) for parameter in others}, flags=flags_type(**values))
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*others, *options)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__name__, command.__doc__ = work.__name__, work.__doc__
+    return command
+
+
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
     """Numbers separated by commas."""
     try:
@@ -51,3 +72,14 @@ def set_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def add_moved(app: typer.Typer, name: str, command: str) -> None:
+    """Register the old name of a command that left the package: it says which command replaces it and ends with 2."""
+
+    def moved() -> None:
+        print_error(f"{name} has moved out of the package: run `python -m {command}` in a checkout of the repository")
+        raise typer.Exit(2)
+
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, hidden=True, context_settings=anything)(moved)

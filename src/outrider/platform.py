@@ -29,7 +29,7 @@ _CPUID_CODE = bytes.fromhex("5389f889f14989d00fa24189004189580441894808418950 0c
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class AmxGuard:
     """The state of the AMX trap and the action taken against it."""
 
     amx: Amx
@@ -67,10 +67,10 @@ def amx_state(flags: frozenset[str], tile_leaf: tuple[int, int, int, int] | None
     return "usable" if any(tile_leaf) else "hidden"
 
 
-def memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Memory that this process may take: the machine's, or less where a container's limit (cgroup v1 or v2) says so."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for line in _lines(own):
+    for line in _lines(membership):
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers in ("", "memory"):
             root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
@@ -86,50 +86,44 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def _cpuinfo(*names: str) -> str:
+    """The value of the first entry of /proc/cpuinfo whose name begins with one of these; empty where there is none."""
+    entries = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith(names)]
+    return entries[0].partition(":")[2].strip() if entries else ""
+
+
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
     """The processor's feature flags as the kernel names them."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return frozenset(line.split(":", 1)[1].split())
-    except OSError:
-        pass
-    return frozenset()
+    return frozenset(_cpuinfo("flags", "Features").split())
 
 
 @lru_cache(maxsize=1)
 def cpu_name() -> str:
     """The processor's model name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 @lru_cache(maxsize=1)
-def guard() -> Guard:
+def guard() -> AmxGuard:
     """Avoid the AMX trap in this process; called once when the package is imported."""
     flags = cpu_flags()
     amx = amx_state(flags, cpuid(0x1D, 1) if "amx_tile" in flags else None)
     if amx != "hidden":
-        return Guard(amx, "nothing to do", True)
+        return AmxGuard(amx, "nothing to do", True)
     return _avoid(torch_was_first="torch" in sys.modules)
 
 
-def _avoid(torch_was_first: bool) -> Guard:
+def _avoid(torch_was_first: bool) -> AmxGuard:
     for name in _ISA_VARIABLES:
         if name in os.environ:
-            return Guard("hidden", f"{name}={os.environ[name]} was set by the user", True)
+            return AmxGuard("hidden", f"{name}={os.environ[name]} was set by the user", True)
     # os.environ writes through to the C environment, and oneDNN reads it at its first product.
     os.environ[_ISA_VARIABLES[0]] = _SAFE_ISA
     action = f"set {_ISA_VARIABLES[0]}={_SAFE_ISA}"
     if not torch_was_first or _product_survives():
-        return Guard("hidden", action, True)
-    return Guard("hidden", action + " too late (torch was in use); bf16 products run in float32", False)
+        return AmxGuard("hidden", action, True)
+    return AmxGuard("hidden", action + " too late (torch was in use); bf16 products run in float32", False)
 
 
 def _product_survives(timeout_s: float = 20.0) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
-__all__ = ["PlainConsole", "print_error"]
+__all__ = ["PlainConsole", "print_checks", "print_error"]
 
 
 class PlainConsole(Console):
@@ -29,6 +31,18 @@ class _PlainStatus(Status):
 def print_error(error: object) -> None:
     """An error in one line, on standard error."""
     PlainConsole(stderr=True).print(Text.assemble(("error:", "bold red"), " ", str(error)), soft_wrap=True)
+
+
+def print_checks(checks: Sequence[tuple[str, str, str, bool]]) -> None:
+    """The doctor's report as one table."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    section = ""
+    for group, name, value, good in checks:
+        if group != section:
+            section = group
+            table.add_row(Text(group, style="bold"), "", "")
+        table.add_row("", name, Text(value, style="" if good else "bold red"))
+    PlainConsole().print(table)
 
 
 def _plain(text: RenderableType) -> RenderableType:

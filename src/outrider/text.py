@@ -120,7 +120,7 @@ class Tokenizer:
             self._plain = type(self.fast).from_str(self.fast.to_str())
             self._plain.encode_special_tokens = True
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        if any(token.special for i, token in self.fast.get_added_tokens_decoder().items() if i in ids):
+        if not self.special_ids.isdisjoint(ids):
             raise InvalidParameter("messages", f"{text!r} is a control token, and this tokenizer cannot spell it")
         return ids
 
@@ -169,8 +169,8 @@ class Tokenizer:
         return frozenset(i for token, i in self.fast.get_vocab(with_added_tokens=False).items() if _BYTE.fullmatch(token))
 
     def _decoders(self) -> set[str]:
-        state = getattr(self.fast.decoder, "__getstate__", bytes)() or b"{}"
-        return {part.get("type", "") for part in _parts(json.loads(state))}
+        decoder = json.loads(getattr(self.fast.decoder, "__getstate__", bytes)() or b"{}")
+        return {part.get("type", "") for part in decoder.get("decoders", [decoder])}  # one, or a sequence of several
 
     def spellings(self) -> dict[int, tuple[bool, bytes]]:
         """The bytes of each token, and whether it is an added one, such as a control token.
@@ -190,10 +190,6 @@ class Tokenizer:
                 byte = _BYTE.fullmatch(token) if "ByteFallback" in kinds else None
                 out[i] = False, bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
         return out
-
-
-def _parts(decoder: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
 
 
 @lru_cache(maxsize=1)

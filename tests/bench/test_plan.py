@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.plan.check import check, halves
 from outrider.bench.plan.costs import RoundCosts
-from outrider.bench.plan.planner import given_costs, plan_chain, plan_rows, read_costs
+from outrider.bench.plan.planner import assumed_costs, plan_chain, plan_rows, read_costs
 from outrider.bench.plan.profile import Profile
 from outrider.bench.plan.recommend import rank_candidates, recommend
 from outrider.bench.plan.simulate import Traffic, simulate
@@ -46,8 +45,8 @@ def constant(accepted: int, most: int, method: str = "twin", rounds: int = 40) -
     return Trace(method, 8, most, draft)
 
 
-def test_given_costs_give_the_formulas_speed_up() -> None:
-    costs, plain = given_costs(draft=0.1, row=0.0, host=0.0)
+def test_assumed_costs_give_the_formulas_speed_up() -> None:
+    costs, plain = assumed_costs(draft=0.1, row=0.0, host=0.0)
     result = plan_chain(costs, plain, 0.8, max_length=8)
     assert result["speedup"][4] == pytest.approx((1 - 0.8**5) / 0.2 / 1.4)
     assert result["best_length"] == max(range(9), key=lambda k: (1 - 0.8 ** (k + 1)) / 0.2 / (1 + 0.1 * k))
@@ -60,10 +59,10 @@ def test_a_batch_pays_for_the_rows_of_all() -> None:
 
 
 def test_rows_that_cost_end_it_at_some_batch() -> None:
-    costs, plain = given_costs(draft=0.0, row=0.1, host=0.0)
+    costs, plain = assumed_costs(draft=0.0, row=0.1, host=0.0)
     few, many = (plan_chain(costs, plain, chance, max_length=4)["break_even_batch"] for chance in (0.5, 0.9))
     assert 0 < few < many
-    free, base = given_costs(draft=0.0, row=0.0, host=0.0)
+    free, base = assumed_costs(draft=0.0, row=0.0, host=0.0)
     assert plan_chain(free, base, 0.5, max_length=4)["break_even_batch"] >= 4096
 
 
@@ -138,43 +137,6 @@ def test_the_controllers_own_file_serves_as_costs(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("[1]")
     with pytest.raises(InvalidParameter, match="no table of costs"):
         read_costs(tmp_path / "bad.json")
-
-
-def test_a_request_is_its_rounds_and_its_prompt() -> None:
-    profile = Profile(
-        "twin", 3, [constant(3, 3)], make_costs(0.0002), firsts=[(10, 0.01), (20, 0.02), (30, 0.03)], entries=[(10, 0.005)]
-    )
-    first, total = profile.request_s(40, 1 + 5 * 4 + 2, 3)
-    assert first == pytest.approx(0.04)
-    full, short = profile.costs.round_s(3, 3), profile.costs.round_s(1, 1)  # at the end there is room for one
-    assert total == pytest.approx(0.04 + 0.005 + 5 * full + short)
-    plain = Profile("none", 0, costs=make_costs(0.0))
-    assert plain.request_s(40, 11, 0)[1] == pytest.approx(10 * 0.0032)
-
-
-def test_halves_are_alike() -> None:
-    scores = [float(i * i % 101) for i in range(1, 37)]
-    learnt, predicted = halves(scores)
-    assert sorted([*learnt, *predicted]) == list(range(36))
-    order = sorted(range(36), key=lambda i: scores[i])
-    assert all({order[i], order[i + 1]} == {learnt[i // 2], predicted[i // 2]} for i in range(0, 36, 2))
-    sums = [sum(scores[i] for i in half) for half in (learnt, predicted)]
-    assert sums[0] == pytest.approx(sums[1], rel=0.02)  # the lower of every pair in one half would be 5 % apart
-
-
-def test_one_half_is_learnt_from_and_the_other_measured() -> None:
-    subjects = [Subject(None, method) for method in ("none", "eagle:4")]
-    (row,) = check(subjects, [*PROMPTS, PROMPTS[0]], GREEDY, 2, lambda _: None)
-    profile = subjects[1].profile
-    assert row.method == "eagle:4"
-    assert len(profile.traces) == 2  # of every other prompt one run
-    for trace in profile.traces:
-        places = [draft.at for draft in trace.drafts]
-        assert places[0] == 1  # the first token comes with the prompt
-        assert all(b - a == len(draft.path) + 1 for a, b, draft in zip(places, places[1:], trace.drafts, strict=False))
-    assert 1.0 < row.tokens_per_round <= 5.0
-    assert row.predicted > 0
-    assert row.measured > 0
 
 
 def test_what_a_drafter_needs_beside_the_target() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,12 +12,9 @@ from outrider.bench.plan.formulas import (
     best_length,
     best_tree,
     break_even,
-    chain_outcomes,
     closed_form_length,
-    expected_time,
     expected_tokens,
     survival_of,
-    tree_tokens,
 )
 
 
@@ -99,25 +97,6 @@ def test_break_even_of_a_roofline_is_the_textbooks() -> None:
     assert batch == pytest.approx(knee * (tokens - cost) / (1 + length), abs=1.0)
 
 
-def test_a_request_takes_the_time_of_its_rounds() -> None:
-    """Against dice, with drafts cut where the request ends."""
-    chance, length, tokens = 0.7, 4, 23
-    seconds, rounds = expected_time(
-        tokens, chain_outcomes(chance, length), lambda room, nodes: 1.0 + 0.1 * min(room, length) + nodes
-    )
-    rng, spent, count, runs = random.Random(2), 0.0, 0, 20_000
-    for _ in range(runs):
-        left = tokens
-        while left:
-            nodes = min(length, left - 1)
-            accepted = next((i for i in range(nodes) if rng.random() > chance), nodes)
-            spent += 1.0 + 0.1 * nodes + nodes
-            count += 1
-            left -= accepted + 1
-    assert seconds == pytest.approx(spent / runs, rel=0.01)
-    assert rounds == pytest.approx(count / runs, rel=0.01)
-
-
 def _trees(nodes: int) -> list[list[int]]:
     return [list(tree) for tree in itertools.product(*(range(-1, i) for i in range(nodes)))]
 
@@ -137,3 +116,11 @@ def _fits(parents: list[int], ranks: list[float], depth: int | None) -> bool:
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return (depth is None or max(depths) <= depth) and all(parents.count(tree) <= len(ranks) for tree in set(parents))
+
+
+def tree_tokens(parents: Sequence[int], chances: Sequence[float]) -> float:
+    """E of a tree: `chances[i]` is that of node i once its parent is accepted; siblings exclude each other."""
+    survival: list[float] = []
+    for parent, chance in zip(parents, chances, strict=True):
+        survival.append(chance * (survival[parent] if parent >= 0 else 1.0))
+    return 1.0 + sum(survival)

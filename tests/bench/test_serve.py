@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import signal
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.bench.client import Level, ServedAnswer, Target
+from outrider.bench.client import Client, Endpoint, Level, ServedAnswer
 from outrider.bench.serve import bench_server, parse_goodput, summarise_level
 from outrider.cli import app
 from outrider.errors import InvalidParameter, OutriderError
@@ -109,11 +110,28 @@ def test_an_interrupted_run_keeps_its_finished_loads() -> None:
     assert "Traceback" not in err
 
 
+def test_a_client_may_leave_before_the_end_and_come_back() -> None:
+    async def use(url: str) -> tuple[ServedAnswer, ServedAnswer, tuple[int, bytes], int]:
+        async with Client(Endpoint(url), address="127.0.0.2") as client:
+            body = {"prompt": "x", "max_tokens": 400}
+            left, whole = await client.stream(body, leave_after=1), await client.stream(body)
+            return left, whole, await client.get("/v1/models"), await client.post("/v1/completions", json.dumps(body).encode())
+
+    with stand_in() as server:
+        left, whole, (status, data), posted = asyncio.run(use(server.url))
+    assert left.cancelled
+    assert left.failed is None
+    assert left.text == "word " * 4
+    assert not whole.cancelled
+    assert (whole.status, whole.failed, whole.tokens, whole.text) == (200, None, 400, "word " * 400)
+    assert (status, json.loads(data)["object"], posted) == (200, "list", 200)
+
+
 def test_nobody_there_is_one_line() -> None:
     with stand_in() as server:
         url = server.url
     with pytest.raises(OutriderError, match="is a server running and ready there"):
-        bench_server(Target(url), [Level(concurrency=1)], ["x"], {}, QUIET)
+        bench_server(Endpoint(url), [Level(concurrency=1)], ["x"], {}, QUIET)
 
 
 def test_goodput_counts_requests_within_every_limit() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.control import Adaptive, Calibration, Costs, Load, RoundStats
+from outrider.control import Calibration, Controller, Costs, Load, RoundStats
 from outrider.core import Arm
 
 
@@ -23,14 +23,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def table_of(llm: LLM) -> dict[str, dict[str, object]]:
-    assert isinstance(llm.engine.policy, Adaptive)
+    assert isinstance(llm.engine.policy, Controller)
     return llm.engine.policy.costs.as_dict()
 
 
 def test_calibration_fills_the_table_and_leaves_no_trace(cache: Path) -> None:
     llm = LLM(speculation="auto", max_model_len=512, calibration_s=0)
     policy = llm.engine.policy
-    assert isinstance(policy, Adaptive)
+    assert isinstance(policy, Controller)
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=20)
     before = llm.generate("def f(x):\n", params, speculation=False)[0].outputs[0].token_ids
     llm.measure_costs()
@@ -45,7 +45,7 @@ def test_calibration_fills_the_table_and_leaves_no_trace(cache: Path) -> None:
     assert not llm.engine.has_work
     assert list(cache.rglob("*.json")), "kept for the next start"
     again = LLM(speculation="auto", max_model_len=512).engine.policy
-    assert isinstance(again, Adaptive)
+    assert isinstance(again, Controller)
     assert set(map(int, again.costs.as_dict()["forward"])) == rows
     assert llm.generate("def f(x):\n", params)[0].outputs[0].token_ids == before
 

@@ -78,12 +78,11 @@ def test_what_lies_below_changes_no_draft(models: list[Decoder], lookup: str) ->
     alone: list[list[list[int]]] = []
     below: list[list[list[int]]] = []
     for seen, lowest in ((alone, None), (below, LOOKUPS[lookup]())):
-        own, _ = level(models[1])
-        fast = run(make_engine(models[0], watched(CascadeDrafter([own], lowest), seen), 6), wanted)
+        model, _ = level(models[1])
+        fast = run(make_engine(models[0], watched(CascadeDrafter([model], lowest), seen), 6), wanted)
         assert [writer.seq.tokens for writer in fast] == plain
         assert not any(writer.seq.stats.fallback_reason for writer in fast)
-        assert not own._fed
-        assert not own._settled
+        assert not model.reader._states
     assert alone == below
     assert any(tokens for drafts in alone for tokens in drafts)
 
@@ -147,8 +146,8 @@ def test_one_forward_checks_a_whole_copy(models: list[Decoder]) -> None:
             return Tree.chain(rest)
 
     answer: list[int] = []
-    own, runner = level(decoder)
-    drafter = CascadeDrafter([own], Knowing())
+    model, runner = level(decoder)
+    drafter = CascadeDrafter([model], Knowing())
     drafter.begin(seq)
     answer += drafter.propose(Batch([seq], [1]), Plan((6,))).per_sequence[0].tokens
     assert len(answer) == 6

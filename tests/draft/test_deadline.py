@@ -90,7 +90,7 @@ class Rude:
         self._do("begin", seq)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        assert all(any(seq is own for own in self.known) for seq in batch.sequences), "a sequence is one object all its life"
+        assert all(any(seq is copy for copy in self.known) for seq in batch.sequences), "a sequence is one object all its life"
         drafts = Drafts.chains([[seq.tokens[-1]] * n for seq, n in zip(batch.sequences, plan.lengths, strict=True)])
         self._do("propose", batch, drafts)
         return drafts
@@ -134,7 +134,7 @@ CHANGES: dict[str, tuple[str, Callable[..., object]]] = {
     "commit forgets": ("commit", lambda batch, *_: [forget(seq) for seq in batch.sequences]),
     "commit clears verdicts": (
         "commit",
-        lambda _b, _d, verdicts, _s: ([own.tokens.clear() for own in verdicts], verdicts.pop()),
+        lambda _b, _d, verdicts, _s: ([verdict.tokens.clear() for verdict in verdicts], verdicts.pop()),
     ),
     "commit clears drafts": ("commit", lambda _b, drafts, *_: [tree.tokens.clear() for tree in drafts.per_sequence]),
     "commit clears scores": ("commit", lambda *shown: (shown[3].logits.fill_(7.0), shown[3].roots.clear())),
@@ -151,9 +151,9 @@ def test_what_a_drafter_is_shown_is_a_copy(decoder: Decoder, name: str) -> None:
     engine = make_engine(decoder, Deadline(drafter, 30.0), 3)
     for _ in range(2):
         writers = run(engine, wanted)
-        assert [own.seq.tokens for own in writers] == [own.seq.tokens for own in plain]
-        assert [own.logprobs for own in writers] == [own.logprobs for own in plain]
-        assert all(own.seq.stats.rounds > 0 and own.seq.stats.drafted > 0 for own in writers)
+        assert [writer.seq.tokens for writer in writers] == [writer.seq.tokens for writer in plain]
+        assert [writer.logprobs for writer in writers] == [writer.logprobs for writer in plain]
+        assert all(writer.seq.stats.rounds > 0 and writer.seq.stats.drafted > 0 for writer in writers)
     assert engine.pages.used == 0
     assert not drafter.known
     assert not engine.drafter.drafter._copies, "nothing is kept of a sequence that has ended"  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def test_a_chain_may_stop_where_nothing_is_likely_enough(decoder, temperature: f
     whole: list[list[tuple[list[int], list[float]]]] = []
     stopped: list[list[tuple[list[int], list[float]]]] = []
     for found in (whole, stopped):
-        floor = sorted(max(says[2] for _, says in own) for own in whole)[6] if whole else 0.0
+        floor = sorted(max(says[2] for _, says in chains) for chains in whole)[6] if whole else 0.0
         drafter = DraftModel(Runner(decoder, make_pool(decoder)))
         if not drafter._is_chain:
             pytest.skip("only the native core can stop")
@@ -56,13 +56,13 @@ def test_a_chain_may_stop_where_nothing_is_likely_enough(decoder, temperature: f
             for i, seq in enumerate(batch.sequences):
                 seq.pages = [i + 1]
                 drafter.begin(seq)
-            drafts = drafter.propose(batch, Plan((8, 5), floor=floor))
+            drafts = drafter.propose(batch, Plan((8, 5), confidence_threshold=floor))
             found.append([(tree.tokens, says) for tree, says in zip(drafts.per_sequence, drafts.survival, strict=True)])
             for seq in batch.sequences:
                 drafter.end(seq)
-    for own, short in zip(whole, stopped, strict=True):
-        steps = next((i for i in range(1, 9) if all(len(says) < i or says[i - 1] < floor for _, says in own)), 8)
-        assert short == [(tokens[:steps], says[:steps]) for tokens, says in own]
+    for chains, short in zip(whole, stopped, strict=True):
+        steps = next((i for i in range(1, 9) if all(len(says) < i or says[i - 1] < floor for _, says in chains)), 8)
+        assert short == [(tokens[:steps], says[:steps]) for tokens, says in chains]
     assert len({len(short[0][0]) for short in stopped}) > 1
 
 
@@ -147,15 +147,15 @@ def test_trees_change_nothing(tmp_path, dtype: str, shape: str) -> None:  # type
         make_request([rng.randrange(7) for _ in range(rng.randint(1, 40))], random_params(rng, 25), f"r{i}") for i in range(5)
     ]
     plain = [run(make_engine(target), [request])[0].seq.tokens for request in requests]
-    for own in (draft, target):  # a poor model and a perfect one
-        drafter = DraftModel(Runner(own, make_pool(own)), TREES[shape])
+    for model in (draft, target):  # a poor model and a perfect one
+        drafter = DraftModel(Runner(model, make_pool(model)), TREES[shape])
         engine = make_engine(target, drafter, 9)
         fast = run(engine, requests)
         assert [w.seq.tokens for w in fast] == plain
         assert [w.seq.stats.fallback_reason for w in fast] == [None] * 5
         assert engine.pages.used == 0
         assert not drafter._reader._states
-        assert not drafter._draft_logits
+        assert not drafter._draft_temperature.last
     assert sum(w.seq.stats.accepted for w in fast) > 0
 
 
@@ -233,7 +233,7 @@ def test_one_call_drafts_what_growing_does(decoder, temperature: float, monkeypa
         seq.pages = list(range(8 * i, 8 * i + 8))
     found = []
     for one_call in (True, False):
-        monkeypatch.setattr(DraftModel, "_in_one_call", lambda self, texts, own=one_call: own)
+        monkeypatch.setattr(DraftModel, "_in_one_call", lambda self, texts, is_one_call=one_call: is_one_call)
         drafter = DraftModel(Runner(decoder, make_pool(decoder)))
         lengths, rounds = random.Random(1), []
         text = {seq: list(seq.tokens) for seq in sequences}

@@ -34,11 +34,11 @@ def taught(draft_temperature: DraftTemperature, temperature: float, sharper: flo
     """Rounds in which the first `depth` guesses were right, all with the same pair of laws."""
     for position in range(positions):
         logp, logq = laws(position, sharper)
-        own = DraftLogits(torch.from_numpy(logq).float() * (temperature or 1.0), row(temperature, position))
+        drafted = DraftLogits(torch.from_numpy(logq).float() * (temperature or 1.0), row(temperature, position))
         logits = torch.from_numpy(logp).float()[None].repeat(depth + 1, 1) * temperature
         verdict = Verdict(list(range(depth)), list(range(depth + 1)))
         draft_temperature.learn(
-            own.row.params, {tuple(range(d)): own for d in range(depth + 1)}.get, verdict, Scores(logits, [0]), 0
+            drafted.row.params, {tuple(range(d)): drafted for d in range(depth + 1)}.get, verdict, Scores(logits, [0]), 0
         )
 
 
@@ -75,8 +75,8 @@ def test_the_estimates_are_of_what_is_served(temperature: float) -> None:
         ranked = rank(torch.from_numpy(logq).float()[None], at, VOCAB, [temperature])
         right.append(ranked.tokens[0, 0] == choice)
         chances.append(max(np.log(ranked.chances[0][ranked.tokens[0] == choice][0]), -7.0))
-        own = TEMPERATURES.index(temperature)
-        estimated.append((hits(logq, logp)[own], likelihood(logq, logp)[own]))
+        index = TEMPERATURES.index(temperature)
+        estimated.append((hits(logq, logp)[index], likelihood(logq, logp)[index]))
     assert np.mean(right) == pytest.approx(np.mean(estimated, 0)[0], abs=0.04)
     assert np.mean(chances) == pytest.approx(np.mean(estimated, 0)[1], abs=0.1)
 
@@ -116,8 +116,8 @@ def test_logits_are_read_before_they_are_written_over() -> None:
     for position in range(900):
         logp, logq = laws(position, 2.0)
         p[0], q[:] = torch.from_numpy(logp), torch.from_numpy(logq)
-        own = DraftLogits(q, row(1.0, position))
-        reused.learn(own.row.params, {(): own}.get, Verdict([], [0]), Scores(p, [0]), 0)
+        drafted = DraftLogits(q, row(1.0, position))
+        reused.learn(drafted.row.params, {(): drafted}.get, Verdict([], [0]), Scores(p, [0]), 0)
         p.zero_(), q.zero_()
     (first,), (second,) = kept._records.values(), reused._records.values()
     assert first.right.tolist() == second.right.tolist()
@@ -128,9 +128,9 @@ def test_what_brings_nothing_is_left_alone() -> None:
     draft_temperature = DraftTemperature()
     for position in range(900):
         logp, _ = laws(position)
-        own = DraftLogits(torch.from_numpy(logp).float(), row(1.0, position))
+        drafted = DraftLogits(torch.from_numpy(logp).float(), row(1.0, position))
         draft_temperature.learn(
-            own.row.params, {(): own}.get, Verdict([], [0]), Scores(torch.from_numpy(logp).float()[None], [0]), 0
+            drafted.row.params, {(): drafted}.get, Verdict([], [0]), Scores(torch.from_numpy(logp).float()[None], [0]), 0
         )
     assert draft_temperature.temperature(SamplingParams(temperature=1.0)) == 1.0
 

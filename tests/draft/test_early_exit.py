@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.core import Batch, Drafts, Plan, Resume, Sequence
 from outrider.draft import check_drafts
 from outrider.draft.deadline import Deadline
-from outrider.draft.early_exit import Costs, EarlyExit, EarlyExitOptions, best_length, measure_costs
+from outrider.draft.early_exit import EarlyExit, EarlyExitOptions, LayerCosts, best_length, measure_costs
 from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.engine.engine import Engine
 from outrider.errors import DrafterFault, InvalidParameter
@@ -43,7 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def early_exit_engine(decoder: Decoder, length: int, exit_layer: int | None, tail: int = 0, **sizes: int) -> Engine:
     engine = make_engine(decoder, None, length, **sizes)
-    engine.drafter.drafter = EarlyExit(engine.runner, EarlyExitOptions(exit_layer, tail), Costs(1.0, 0.01))
+    engine.drafter.drafter = EarlyExit(engine.runner, EarlyExitOptions(exit_layer, tail), LayerCosts(1.0, 0.01))
     return engine
 
 
@@ -215,7 +215,7 @@ def test_where_no_exit_pays_nothing_is_drafted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("agreement", [0.0, 0.3, 0.6, 0.9, 1.0])
 def test_best_length_is_the_best(agreement: float) -> None:
-    costs, exit_layer, tail, layers = Costs(1.0, 2.0), 2, 1, 12
+    costs, exit_layer, tail, layers = LayerCosts(1.0, 2.0), 2, 1, 12
     speeds = []
     for n in range(9):
         tokens = sum(agreement**i for i in range(n + 1))

@@ -13,7 +13,8 @@ from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Plan
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import TreeShape
-from outrider.draft.medusa import MedusaDrafter, best_paths
+from outrider.draft.lookup import best_first
+from outrider.draft.medusa import MedusaDrafter
 from outrider.heads import Borrowed, MedusaConfig, MedusaHeads
 from outrider.model import Decoder
 from outrider.ops import serving_ops
@@ -140,19 +141,24 @@ def test_medusa_says_how_likely_each_node_is(decoder: Decoder, dynamic: bool) ->
         (tree,), (says,) = drafts.per_sequence, drafts.survival
         for parent in {*tree.parents}:
             above = 1.0 if parent < 0 else says[parent]
-            assert 0.0 < sum(own for own, of in zip(says, tree.parents, strict=True) if of == parent) <= above + 1e-6
+            assert 0.0 < sum(survival for survival, of in zip(says, tree.parents, strict=True) if of == parent) <= above + 1e-6
         assert not dynamic or says == sorted(says, reverse=True)
     assert any(drafts.per_sequence[0].tokens for drafts in drawn)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 5, 9, 30])
-def test_best_paths_are_the_best(nodes: int) -> None:
+@pytest.mark.parametrize("nodes", [0, 1, 2, 5, 9, 30])
+def test_the_best_nodes_are_drafted(nodes: int) -> None:
+    """Three heads of three guesses: the nodes are the most probable paths of all, parents first."""
     chances = [[0.6, 0.2, 0.1], [0.5, 0.15, 0.12], [0.3, 0.2, 0.05]]
     worth = {
         ranks: math.prod(chances[head][rank] for head, rank in enumerate(ranks))
         for depth in (1, 2, 3)
         for ranks in itertools.product(range(3), repeat=depth)
     }
-    paths = best_paths(chances, nodes)
-    assert [worth[path] for path in paths] == pytest.approx(sorted(worth.values(), reverse=True)[:nodes])
-    assert all(path[:-1] in ((), *paths[:i]) for i, path in enumerate(paths))
+    tree = best_first(
+        nodes, 0, lambda depth, survival, _: [(survival * c, rank, depth + 1) for rank, c in enumerate([*chances, []][depth])]
+    )
+    best = sorted(worth.values(), reverse=True)[:nodes]
+    assert [worth[tuple(path)] for path in tree.paths()[1:]] == pytest.approx(best)
+    assert tree.survival == pytest.approx(best)
+    assert all(parent < node for node, parent in enumerate(tree.parents))

@@ -41,7 +41,7 @@ def test_drafts_are_the_definition(tokens: list[int], grow: list[int], low: int,
         drafts = drafter.propose(Batch([seq], [1]), Plan((length,)))
         assert drafts.per_sequence[0].tokens == expected(seq.tokens, low, low + extra, length)
     drafter.end(seq)
-    assert not drafter._indexes
+    assert not drafter._states
 
 
 def test_rounds_sat_out_are_caught_up() -> None:

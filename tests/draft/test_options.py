@@ -78,7 +78,7 @@ def test_every_drafter_declares_frozen_options(method: str) -> None:
     assert is_dataclass(kind)
     assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     check_speculation(SpeculationConfig(method))
-    assert all(own.doc for own in declared(kind).values())
+    assert all(one.doc for one in declared(kind).values())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.core import Sequence
-from outrider.draft.pagebook import Held, PageBook
+from outrider.draft.reader import Held, PageBook
 from outrider.sampling import SamplingParams
 from tests.support import make_request
 
@@ -22,8 +22,7 @@ def filled(tokens: list[int], pages: list[int]) -> PageBook:
     book = PageBook(SIZE)
     seq = sequence(tokens, pages)
     assert book.begin(seq) == Held()
-    for index in range(len(tokens) // SIZE):
-        book.fill(seq, index, torch.tensor([float(index)]))
+    book.fill(seq, 0, len(tokens), torch.arange(len(tokens))[:, None] // SIZE * 1.0)
     book.end(seq)
     assert not book._hashes
     return book

@@ -45,7 +45,7 @@ def test_every_row_lands_under_the_token_it_followed() -> None:
     ended.tokens += [8]  # it stopped there: the 9 after it was accepted and thrown away
     ended.finish_reason = "stop"
     verdicts = [Verdict([], []), Verdict([0], [5, 41]), Verdict([0, 1], [8, 9, 49])]
-    tables = [drafter._tables[seq] for seq in (reading, going, ended)]
+    tables = [drafter._states[seq] for seq in (reading, going, ended)]
     drafter.commit(Batch([reading, going, ended], [1, 1, 1]), drafts, verdicts, Scores(logits, [-1, 0, 4]))
     assert [len(table) for table in tables] == [0, 5, 2]
     assert tables[1].after(20) == [21]
@@ -61,7 +61,7 @@ def test_what_was_chosen_comes_first_whatever_the_logits_say() -> None:
     drafts = Drafts.trees([([5, 6], [-1, 0])])
     logits = rows([9, 5, 8], [10, 11, 13], [14, 15, 16])
     drafter.commit(Batch([seq], [1]), drafts, [Verdict([0], [5, 12])], Scores(logits, [0]))
-    table = drafter._tables[seq]
+    table = drafter._states[seq]
     assert [list(table.after(token)) for token in (1, 5, 6)] == [[5, 9, 8], [12, 10, 11], [14, 15, 16]]
     seq.finish_reason = "stop"
     drafter.commit(Batch([seq], [1]), drafts, [Verdict([0], [5, -1])], Scores(logits, [0]))
@@ -74,7 +74,7 @@ def test_the_table_s_first_successor_is_what_the_target_chose(tmp_path: Path) ->
     engine = make_engine(random_decoder(write_family(tmp_path, "llama2")), drafter, 0)
     writers = [engine.submit(make_request(p, SamplingParams(temperature=0.0, max_tokens=30)), "t") for p in ([3], [4, 5, 6])]
     engine.round()
-    tables = [drafter._tables[writer.seq] for writer in writers]
+    tables = [drafter._states[writer.seq] for writer in writers]
     while engine.has_work:
         engine.round()
     for writer, table in zip(writers, tables, strict=True):
@@ -128,8 +128,8 @@ def test_trees_are_the_likeliest_paths(table: dict[int, list[int]], width: int, 
             if every.setdefault((*path, token), every[path] * CHANCES[rank]) > 0
         ]
     assert len(set(paths)) == len(paths)
-    shallow = [(path, own) for path, own in zip(paths, tree.survival, strict=True) if path in every]
-    assert all(own == pytest.approx(every[path]) for path, own in shallow)
+    shallow = [(path, survival) for path, survival in zip(paths, tree.survival, strict=True) if path in every]
+    assert all(survival == pytest.approx(every[path]) for path, survival in shallow)
     del every[()]
     left_out = [worth for path, worth in every.items() if path not in set(paths)]
     assert len(paths) == nodes or not left_out
@@ -170,7 +170,7 @@ def test_a_shared_table_stays_bounded_and_warm() -> None:
     for i in range(20):
         seq = started(drafter, [i, i + 1, i + 2])
         drafter.end(seq)
-    assert not drafter._tables
+    assert not drafter._states
     assert [len(table) for table in drafter._common.values()] == [5]
 
 

@@ -189,7 +189,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("speculation", COMPOUND, ids=lambda own: own["method"])
+@pytest.mark.parametrize("speculation", COMPOUND, ids=lambda settings: settings["method"])
 def test_a_registered_drafter_can_follow(drafted: Path, forgetful: None, speculation: dict[str, object]) -> None:
     drafter = Following()
     outrider.register_drafter("following", lambda context: drafter)  # type: ignore[arg-type, return-value]
@@ -201,7 +201,7 @@ def test_a_registered_drafter_can_follow(drafted: Path, forgetful: None, specula
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
-@pytest.mark.parametrize("speculation", COMPOUND, ids=lambda own: own["method"])
+@pytest.mark.parametrize("speculation", COMPOUND, ids=lambda settings: settings["method"])
 def test_nonsense_after_a_path_changes_nothing(
     drafted: Path, forgetful: None, speculation: dict[str, object], odd: object
 ) -> None:

@@ -57,7 +57,7 @@ def test_the_match_is_the_longest_earlier_suffix_at_every_moment(text: list[int]
         match = automaton.match()
         assert match.length == longest_earlier(text[:end], reach - 1)
         if match.length:
-            seen = {own.token: (own.times, own.latest) for own in automaton.after(match)}
+            seen = {after.token: (after.times, after.latest) for after in automaton.after(match)}
             assert seen == followed(text[:end], text[end - match.length : end])
 
 
@@ -69,7 +69,7 @@ def test_found_suffixes_and_their_counts(text: list[int], probe: list[int], reac
     known = [n for n in range(min(len(probe), reach - 1) + 1) if in_text(text, probe[len(probe) - n :])]
     assert match.length == max(known)
     if match.length:
-        seen = {own.token: (own.times, own.latest) for own in automaton.after(match)}
+        seen = {after.token: (after.times, after.latest) for after in automaton.after(match)}
         assert seen == followed(text, probe[len(probe) - match.length :])
 
 
@@ -122,8 +122,8 @@ def test_drafts_are_the_definition(text, grow, sizes, follow, min_prob, branch, 
         seq.tokens += [] if token is None else [token]
         tokens, parents, survival = draft(drafter, seq, nodes)
         paths: list[tuple[int, ...]] = []
-        for own, parent in zip(tokens, parents, strict=True):
-            paths.append((*(paths[parent] if parent >= 0 else ()), own))
+        for drafted, parent in zip(tokens, parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), drafted))
         worth = every_node(seq.tokens, shape, nodes)
         assert len(set(paths)) == len(paths)
         assert survival == pytest.approx([worth[path] for path in paths])
@@ -217,13 +217,13 @@ def test_shared_texts_stay_small_apart_and_fresh(limit: int, added: list[tuple[s
     for tenant, text in added:
         base = 100 * (ord(tenant) - ord("a"))
         shared.add(tenant, [base + token for token in text])
-        held = [own for name in "abc" for own in shared.of(name)]
-        assert shared.size == sum(own.size for own in held) <= limit
+        held = [automaton for name in "abc" for automaton in shared.of(name)]
+        assert shared.size == sum(automaton.size for automaton in held) <= limit
         for name in "abc":
-            seen = {token for own in shared.of(name) for state in own._next for token in state if token >= 0}
+            seen = {token for automaton in shared.of(name) for state in automaton._next for token in state if token >= 0}
             assert all(token // 100 == ord(name) - ord("a") for token in seen)
         newest = text[-1:] if limit >= 4 else []
-        assert not newest or any(own.find([base + newest[0]]).length for own in shared.of(tenant))
+        assert not newest or any(automaton.find([base + newest[0]]).length for automaton in shared.of(tenant))
 
 
 def test_the_oldest_output_goes_first() -> None:

@@ -52,9 +52,9 @@ def lived(drafter: Drafter, tenant: str | None, rng: random.Random) -> set[int]:
         drafted |= set(tree.tokens)
         new = text(rng, tenant, 1)
         logits = torch.full((1 + len(tree.tokens), COMMON + 3 * EACH), -9.0)
-        own = [*range(COMMON), *WORDS[tenant]]  # the model's own candidates, in this tenant's words too
-        logits[:, own] = torch.rand(len(logits), len(own), generator=torch.Generator().manual_seed(rng.randrange(999)))
-        choices = [new[0], *(rng.choice(own) for _ in tree.tokens)]
+        words = [*range(COMMON), *WORDS[tenant]]  # the model's own candidates, in this tenant's words too
+        logits[:, words] = torch.rand(len(logits), len(words), generator=torch.Generator().manual_seed(rng.randrange(999)))
+        choices = [new[0], *(rng.choice(words) for _ in tree.tokens)]
         seq.tokens += new
         drafter.commit(batch, drafts, [Verdict([], new, choices)], Scores(logits, [0]))
     seq.finish_reason = "stop"
@@ -66,13 +66,13 @@ def lived(drafter: Drafter, tenant: str | None, rng: random.Random) -> set[int]:
 def test_no_tenants_words_are_drafted_for_another(name: str) -> None:
     rng = random.Random(name)
     drafter = SHARING[name]()
-    own = 0
+    drafted_own_words = 0
     for turn in range(18):
         tenant = ("a", "b", None)[turn % 3]
         drafted = lived(drafter, tenant, rng)
         assert drafted <= {*range(COMMON), *WORDS[tenant]}
-        own += len(drafted & set(WORDS[tenant]))
-    assert own > 0
+        drafted_own_words += len(drafted & set(WORDS[tenant]))
+    assert drafted_own_words > 0
 
 
 def test_sharing_is_what_the_settings_and_the_key_allow(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from outrider.core import Sequence
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.growth import TreeShape
 from outrider.draft.retokenized import RetokenizedModel
-from outrider.draft.transcript import Transcript
-from outrider.draft.vocabulary import SameTokens, SharedTokens, Side, relate, shared_tokens
+from outrider.draft.vocabulary import SameTokens, SharedTokens, Side, Transcript, relate, shared_tokens
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import Runner
 from outrider.text import Tokenizer
@@ -136,7 +135,6 @@ def test_an_open_character_is_pending(root: Path) -> None:
     assert list(transcript.pending) == tokens[1:2]
     vocabulary = SharedTokens(target, load(root / "draft"), 330)
     seq = Sequence(make_request(tokens[:2], SamplingParams()))
-    vocabulary.begin(seq)
     text = vocabulary.text(seq)
     assert text is not None
     assert load(root / "draft").spellings()[text.ids[-1]] == target.spellings()[tokens[1]], "the bytes so far are read"
@@ -151,7 +149,7 @@ def test_scores_lie_at_the_targets_ids(root: Path) -> None:
     assert scores.shape == (1, 330)
     for token in range(330):
         assert scores[0, token] == (logits[0, shared[token]] if token in shared else float("-inf"))
-        assert token not in shared or vocabulary.own(token) == shared[token]
+        assert token not in shared or vocabulary.draft_id(token) == shared[token]
 
 
 def test_padded_matrices_of_the_same_tokens() -> None:
@@ -271,7 +269,7 @@ def test_through_the_front_door(root: Path, way: str) -> None:
     llm = LLM(root / "target", load_format="dummy", speculation=speculation)
     plain = LLM(root / "target", speculation="none", load_format="dummy")
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    fast, slow = (own.generate([TEXT, "日本"], params) for own in (llm, plain))
+    fast, slow = (engine.generate([TEXT, "日本"], params) for engine in (llm, plain))
     assert [o.outputs[0].token_ids for o in fast] == [o.outputs[0].token_ids for o in slow]
     assert all(o.outputs[0].speculation["fallback_reason"] is None for o in fast)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.config import RequestSpeculation
-from outrider.control import Adaptive, Costs
+from outrider.control import Controller, Costs
 from outrider.engine.costs_file import ACCEPTANCE, known_acceptance
 from outrider.errors import InvalidParameter
 from outrider.model.bundled import bundled_model
@@ -37,8 +38,8 @@ def auto(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
         llm = LLM(speculation="auto")
-    assert isinstance(llm.engine.policy, Adaptive)
-    llm.engine.policy = Adaptive(llm.engine.policy.arms, Flat())
+    assert isinstance(llm.engine.policy, Controller)
+    llm.engine.policy = Controller(llm.engine.policy.arms, Flat())
     return llm
 
 
@@ -51,10 +52,10 @@ def test_auto_emits_what_plain_decoding_does(auto: LLM, temperature: float) -> N
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, repetition_penalty=1.05, logprobs=1)
     outputs = [result.outputs[0] for result in auto.generate(PROMPTS, params)]
     plain = [auto.generate(prompt, params, speculation=False)[0].outputs[0] for prompt in PROMPTS]
-    assert [own.token_ids for own in outputs] == [own.token_ids for own in plain]
-    assert [own.logprobs for own in outputs] == [own.logprobs for own in plain]
-    assert sum(own.speculation["accepted"] for own in outputs) > 0
-    assert all(own.speculation["fallback_reason"] is None for own in outputs)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert [output.logprobs for output in outputs] == [output.logprobs for output in plain]
+    assert sum(output.speculation["accepted"] for output in outputs) > 0
+    assert all(output.speculation["fallback_reason"] is None for output in outputs)
     assert auto.engine.pages.used == 0
 
 
@@ -68,7 +69,7 @@ def test_where_prompts_run_by_code_of_their_own_they_say_nothing_of_rounds(auto:
 
 
 def test_everything_the_model_has_is_an_arm(auto: LLM) -> None:
-    assert isinstance(auto.engine.policy, Adaptive)
+    assert isinstance(auto.engine.policy, Controller)
     names = {arm.name for arm in auto.engine.policy.arms}
     assert names == {"suffix", "draft_model", "eagle", "medusa"}
 
@@ -98,11 +99,11 @@ def test_what_was_measured_is_kept_for_the_next_start(tmp_path: Path, monkeypatc
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     first = LLM(speculation="auto:members=suffix")
     first.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=20))
-    assert isinstance(first.engine.policy, Adaptive)
+    assert isinstance(first.engine.policy, Controller)
     first.save_costs()
     assert len(list(tmp_path.rglob("*.json"))) == 1
     second = LLM(speculation="auto:members=suffix")
-    assert isinstance(second.engine.policy, Adaptive)
+    assert isinstance(second.engine.policy, Controller)
     assert second.engine.policy.costs.as_dict() == first.engine.policy.costs.as_dict()
 
 
@@ -111,17 +112,18 @@ def test_the_first_start_knows_what_the_model_s_drafters_are_worth(tmp_path: Pat
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     fresh = LLM(speculation="auto")
     first = fresh.engine.policy
-    assert isinstance(first, Adaptive)
-    for kind in (0, 1, 2, 3):
-        first._record.meet([kind], [kind])
-        assert not any(first._record.is_strange(kind, arm) for arm in range(len(first.arms)))
+    assert isinstance(first, Controller)
+    for bucket in ("0", "1", "2", "3"):
+        assert first.accepted[bucket].keys() == {arm.name for arm in first.arms}
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
     assert fresh.generate(PROMPTS[0], params)[0].outputs[0].speculation["drafted"] > 0
-    kept = LLM(speculation="auto")
-    kept.engine.policy._record.restore({"0": {"suffix": _spoilt(first.accepted["0"]["suffix"])}})  # type: ignore[attr-defined]
-    kept.save_costs()
+    fresh.save_costs()
+    (path,) = tmp_path.rglob("*.json")
+    table = json.loads(path.read_text())
+    table["accepted"]["0"]["suffix"] = _spoilt(first.accepted["0"]["suffix"])
+    path.write_text(json.dumps(table))
     second = LLM(speculation="auto").engine.policy
-    assert isinstance(second, Adaptive)
+    assert isinstance(second, Controller)
     assert second.accepted["0"]["suffix"]["gains"][0] == 0.0, "what was seen here comes first"
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.engine.heartbeat import Heartbeat
+from outrider.engine.tally import Heartbeat
 
 
 def test_throughput_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:

@@ -65,7 +65,7 @@ def test_sampling_parameters_by_keyword(llm: LLM) -> None:
     changed = replace(params, seed=4)
     assert llm.generate("a b c", changed, seed=3)[0].outputs[0].token_ids == wanted
     both = llm.generate(["a b c", "a b c"], [changed, replace(params, max_tokens=2)], seed=3)
-    assert [own.outputs[0].token_ids for own in both] == [wanted, wanted[:2]]
+    assert [output.outputs[0].token_ids for output in both] == [wanted, wanted[:2]]
     assert [token for piece in llm.stream("a b c", **keywords) for token in piece.token_ids] == wanted
     assert llm.chat(messages, **keywords)[0].outputs[0].token_ids == llm.chat(messages, params)[0].outputs[0].token_ids
 
@@ -164,12 +164,12 @@ def test_more_requests_than_slots(model: Path) -> None:
     ],
 )
 def test_spellings_of_speculation(model: Path, arguments: dict) -> None:  # type: ignore[type-arg]
-    def own(value):  # type: ignore[no-untyped-def]
+    def filled_in(value):  # type: ignore[no-untyped-def]
         if isinstance(value, dict):
-            return {k: own(v) for k, v in value.items()}
+            return {k: filled_in(v) for k, v in value.items()}
         return str(model) if value == "SELF" else value
 
-    llm = LLM(model, load_format="dummy", **own(arguments))
+    llm = LLM(model, load_format="dummy", **filled_in(arguments))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     output = llm.generate([[1, 2, 3]], params)[0].outputs[0]
     assert llm.speculation.draft_tokens == 3
@@ -254,7 +254,7 @@ def test_bad_words_never_appear(llm: LLM) -> None:
 def test_a_draft_stored_in_int8_is_served_so(method: str, dtype: str) -> None:
     bundled = LLM(speculation=method)
     assert bundled.config.dtype == "bfloat16"
-    assert [own.decoder.config.dtype for own in bundled._built.draft_runners] == [dtype]
+    assert [runner.decoder.config.dtype for runner in bundled._built.draft_runners] == [dtype]
 
 
 def test_no_end_of_a_prompt_appears_in_the_text(llm: LLM) -> None:

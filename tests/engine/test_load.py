@@ -96,15 +96,15 @@ def test_a_crowd_in_few_pages_emits_what_each_emits_alone(decoder: Decoder, meth
         drafter = DRAFTERS[method]() if method != "none" else NGramDrafter(NGramOptions(1, 3))
     engine = crowded(decoder, drafter, 0 if method == "none" else 5)
     writers, dropped = run_crowd(engine, wanted, rng)
-    for i, (own, alone) in enumerate(zip(writers, solo, strict=True)):
+    for i, (writer, alone) in enumerate(zip(writers, solo, strict=True)):
         if i in dropped:
-            assert own.seq.tokens == alone.seq.tokens[: len(own.seq.tokens)]
+            assert writer.seq.tokens == alone.seq.tokens[: len(writer.seq.tokens)]
             continue
-        assert own.seq.tokens == alone.seq.tokens
-        assert own.seq.finish_reason == alone.seq.finish_reason
-        assert own.logprobs == alone.logprobs
-        assert own.prompt_logprobs == alone.prompt_logprobs
-        assert own.seq.stats.fallback_reason is None
+        assert writer.seq.tokens == alone.seq.tokens
+        assert writer.seq.finish_reason == alone.seq.finish_reason
+        assert writer.logprobs == alone.logprobs
+        assert writer.prompt_logprobs == alone.prompt_logprobs
+        assert writer.seq.stats.fallback_reason is None
     assert engine.scheduler.preemptions > 0, "memory was meant to run out"
     assert engine.pages.used == 0
 

@@ -240,7 +240,7 @@ def test_speculation_of_a_request(speculation: Any) -> None:
 _OTHER_CALLS: dict[str, Any] = {
     "use_tqdm": lambda llm, odd: None if callable(odd) else llm.generate([[1], [2]], _FEW, use_tqdm=odd),
     "beside": lambda llm, odd: llm.beside(odd).generate([[1, 2]], _FEW),
-    "priority": lambda llm, odd: llm.requests([1, 2], _FEW, priority=odd),
+    "priority": lambda llm, odd: llm.intake.prepare([1, 2], _FEW, priority=odd),
     "costs": lambda llm, odd: llm.measure_costs(odd),
     "register name": lambda _, odd: register_drafter(odd, lambda context: object()),  # type: ignore[arg-type, return-value]
     "register factory": lambda _, odd: register_drafter("odd", odd),

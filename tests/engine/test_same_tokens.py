@@ -11,7 +11,7 @@ import torch
 
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.ngram import NGramDrafter, NGramOptions
-from outrider.engine import engine as engine_module
+from outrider.engine import commit
 from outrider.engine.commit import advance
 from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
@@ -45,7 +45,7 @@ def logits_seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]
         seen[writer.seq.request.id] += [scores.logits[row].clone() for row in rows[: settled.kept]]
         return settled
 
-    monkeypatch.setattr(engine_module, "advance", recording)
+    monkeypatch.setattr(commit, "advance", recording)
     return seen
 
 

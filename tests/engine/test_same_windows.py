@@ -60,14 +60,14 @@ def test_windows_trees_and_pages(  # type: ignore[no-untyped-def]
     decoder = windowed_decoder(root, window, dtype)
     rng = random.Random(f"{window} {page_size} {shape} {nodes} {dtype} {prompt}")
     params = [SamplingParams(temperature=heat, seed=7, max_tokens=24) for heat in (0.0, 0.9)]
-    requests = [make_request([rng.randrange(VOCAB) for _ in range(prompt + i)], own, f"r{i}") for i, own in enumerate(params)]
+    requests = [make_request([rng.randrange(VOCAB) for _ in range(prompt + i)], one, f"r{i}") for i, one in enumerate(params)]
     sizes = {"page_size": page_size, "pages": max(16, 4 * (prompt + 96) // page_size)}
     plain = [run_recorded(make_engine(decoder, **sizes), [request]) for request in requests]
     answers = [writers[0].seq.tokens for writers, _ in plain]
-    oracle = Shapes({own.id: answer for own, answer in zip(requests, answers, strict=True)}, nodes)
+    oracle = Shapes({request.id: answer for request, answer in zip(requests, answers, strict=True)}, nodes)
     oracle.shape = shape
     fast = run_recorded(make_engine(decoder, oracle, nodes, **sizes), requests)
-    assert_same_bits(([own[0][0] for own in plain], {k: v for own in plain for k, v in own[1].items()}), fast)
+    assert_same_bits(([result[0][0] for result in plain], {k: v for result in plain for k, v in result[1].items()}), fast)
 
 
 @lru_cache(maxsize=16)
@@ -97,11 +97,11 @@ def test_a_drafted_token_that_is_not_finite_changes_nothing(  # type: ignore[no-
     rng = random.Random(f"{window} {page_size} {dtype} {prompt} {value} {branches}")
     bias = {SPOILED: -100.0}
     params = [SamplingParams(temperature=heat, seed=7, max_tokens=20, logit_bias=bias) for heat in (0.0, 0.9)]
-    requests = [make_request([rng.randrange(SPOILED) for _ in range(prompt + i)], own, f"r{i}") for i, own in enumerate(params)]
+    requests = [make_request([rng.randrange(SPOILED) for _ in range(prompt + i)], one, f"r{i}") for i, one in enumerate(params)]
     sizes = {"page_size": page_size, "pages": max(16, 2 * (prompt + 48) // page_size)}
     plain = [run_recorded(make_engine(decoder, **sizes), [request]) for request in requests]
-    answers = {own.id: writers[0].seq.tokens for own, (writers, _) in zip(requests, plain, strict=True)}
+    answers = {request.id: writers[0].seq.tokens for request, (writers, _) in zip(requests, plain, strict=True)}
     engine = make_engine(decoder, Spoiled(answers, 6, branches), 6 + branches, **sizes)
     for _ in range(2):
         fast = run_recorded(engine, requests)
-        assert_same_bits(([own[0][0] for own in plain], {k: v for own in plain for k, v in own[1].items()}), fast)
+        assert_same_bits(([result[0][0] for result in plain], {k: v for result in plain for k, v in result[1].items()}), fast)

@@ -30,7 +30,7 @@ def test_runs_are_spelled_out_in_order() -> None:
 def test_sources_agree_with_the_flags_and_the_tally_with_both(decoder: Decoder, branches: int) -> None:
     requests = [make_request([5 + i, 9, 3], Params(temperature=0.9, seed=i, max_tokens=30), f"r{i}") for i in range(3)]
     plain = [writer.output() for writer in run(make_engine(decoder), requests, "none")]
-    answers = {own.id: [*own.prompt_ids, *output.token_ids] for own, output in zip(requests, plain, strict=True)}
+    answers = {request.id: [*request.prompt_ids, *output.token_ids] for request, output in zip(requests, plain, strict=True)}
     engine = make_engine(decoder, Oracle(answers, 6, branches), length=6)
     outputs = [writer.output() for writer in run(engine, requests, "oracle")]
     for output in outputs:
@@ -40,10 +40,10 @@ def test_sources_agree_with_the_flags_and_the_tally_with_both(decoder: Decoder, 
         assert {name for name, _ in sources} == {"oracle", "target"}
     tally, stats = engine.tally, [output.speculation for output in outputs]
     assert tally.emitted == 90
-    assert tally.accepted == sum(own["accepted"] for own in stats) == sum(sum(output.from_draft) for output in outputs)
+    assert tally.accepted == sum(one["accepted"] for one in stats) == sum(sum(output.from_draft) for output in outputs)
     assert tally.by_source == {"oracle": [tally.drafted, tally.accepted]}
     for kind in ("accepted", "drafted"):
-        summed = [sum(column) for column in zip(*(pad(own[f"{kind}_by_position"], 6) for own in stats), strict=True)]
+        summed = [sum(column) for column in zip(*(pad(one[f"{kind}_by_position"], 6) for one in stats), strict=True)]
         assert pad(getattr(tally, f"{kind}_by_position")(), 6) == summed
     assert sum(tally.gaps) == 90 - 3
 
@@ -52,25 +52,25 @@ def test_sources_agree_with_the_flags_and_the_tally_with_both(decoder: Decoder, 
 def test_rejected_nodes_are_kept_where_a_request_wants_them(decoder: Decoder, branches: int) -> None:
     silent = [make_request([5 + i, 9, 3], Params(temperature=0.9, seed=i, max_tokens=30), f"r{i}") for i in range(2)]
     plain = [writer.output() for writer in run(make_engine(decoder), silent, "none")]
-    answers = {own.id: [*own.prompt_ids, *output.token_ids] for own, output in zip(silent, plain, strict=True)}
+    answers = {request.id: [*request.prompt_ids, *output.token_ids] for request, output in zip(silent, plain, strict=True)}
     answers["r1"] = [token if i % 7 else token ^ 1 for i, token in enumerate(answers["r1"])]  # the oracle errs now and then
     requests = [silent[0], replace(silent[1], return_rejected=True)]
     quiet, loud = (
         writer.output() for writer in run(make_engine(decoder, Oracle(answers, 6, branches), length=6), requests, "oracle")
     )
     assert [quiet.token_ids, loud.token_ids] == [output.token_ids for output in plain]
-    assert not any(own.rejected for own in quiet.runs)
-    assert any(own.rejected for own in loud.runs)
+    assert not any(one.rejected for one in quiet.runs)
+    assert any(one.rejected for one in loud.runs)
     stats, drafted, accepted = loud.speculation, [0] * 6, [0] * 6
-    assert sum(len(own.rejected) for own in loud.runs) == stats["drafted"] - stats["accepted"]
-    for own in loud.runs:
-        for i, node in enumerate(own.rejected):
+    assert sum(len(one.rejected) for one in loud.runs) == stats["drafted"] - stats["accepted"]
+    for one in loud.runs:
+        for i, node in enumerate(one.rejected):
             assert node.parent < i
-            assert node.parent < 0 or own.rejected[node.parent].position == node.position - 1
-        reach = max([own.guessed, *(node.position + 1 for node in own.rejected)])
+            assert node.parent < 0 or one.rejected[node.parent].position == node.position - 1
+        reach = max([one.guessed, *(node.position + 1 for node in one.rejected)])
         for position in range(reach):
             drafted[position] += 1
-            accepted[position] += position < own.guessed
+            accepted[position] += position < one.guessed
     assert drafted == pad(stats["drafted_by_position"], 6)
     assert accepted == pad(stats["accepted_by_position"], 6)
 

@@ -298,6 +298,8 @@ def test_pruning_and_prescribing_change_no_token(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine_module, "guided", unguided)
     whole = outputs(loaded("suffix"), params)
     assert [o.token_ids for o in whole] == [o.token_ids for o in pruned] == [o.token_ids for o in guided]
-    drafted, rounds = ([sum(o.speculation[key] for o in own) for own in (whole, pruned, guided)] for key in ("drafted", "rounds"))
+    drafted, rounds = (
+        [sum(o.speculation[key] for o in outputs) for outputs in (whole, pruned, guided)] for key in ("drafted", "rounds")
+    )
     assert drafted[0] > drafted[1]
     assert rounds[0] == rounds[1] > rounds[2]

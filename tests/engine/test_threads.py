@@ -186,7 +186,7 @@ def test_closing_ends_every_use_and_frees_memory(model: Path) -> None:
         lambda: next(llm.stream([1])),
         lambda: llm.beside("none"),
         lambda: beside.generate([[1]]),
-        lambda: llm.requests([1], params(1)),
+        lambda: llm.intake.prepare([1], params(1)),
         llm.measure_costs,
         lambda: next(stream) and list(stream),
     ):

@@ -11,7 +11,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter
 
 
 def test_rows_are_invariant() -> None:
-    from outrider.bench.gpu_doctor import gpu_attention, gpu_linear_is_invariant
+    from outrider.bench.doctor import gpu_attention, gpu_linear_is_invariant
 
     assert gpu_linear_is_invariant((64, 128), DEVICE, DTYPE)
     checked = gpu_attention(DEVICE, DTYPE)
@@ -20,7 +20,7 @@ def test_rows_are_invariant() -> None:
 
 
 def test_kernels_that_are_not_invariant_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.bench.gpu_doctor import gpu_attention, gpu_linear_is_invariant
+    from outrider.bench.doctor import gpu_attention, gpu_linear_is_invariant
     from outrider.ops.cuda.launch import Kernels
 
     linear, attend = Kernels.linear, Kernels.attend_rows

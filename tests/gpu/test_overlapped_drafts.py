@@ -29,7 +29,7 @@ class Waiting(FixedLength):
     """A fixed length without overlap: the host resolves every draft before it is verified."""
 
     def plan(self, load: Any) -> Plan:
-        return super().plan(load)._replace(whole=False, again=False)
+        return super().plan(load)._replace(verify_all=False, may_overlap=False)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ class Synchronised(FixedLength):
     """The host synchronises with every round before the next one starts."""
 
     def plan(self, load: Load) -> Plan:
-        return super().plan(load)._replace(again=False)
+        return super().plan(load)._replace(may_overlap=False)
 
 
 class SometimesDrafts(FixedLength):
@@ -43,7 +43,7 @@ class SometimesDrafts(FixedLength):
         self._random = random.Random(5)
 
     def plan(self, load: Load) -> Plan:
-        plan = super().plan(load)._replace(again=self._overlap)
+        plan = super().plan(load)._replace(may_overlap=self._overlap)
         return plan if self._random.random() < 0.5 else plan._replace(lengths=(0,) * len(plan.lengths))
 
 

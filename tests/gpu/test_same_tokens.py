@@ -12,7 +12,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
 from outrider.core import Request
-from outrider.engine import engine as engine_module
+from outrider.engine import commit
 from outrider.engine.commit import advance
 from outrider.engine.engine import Engine
 from outrider.model import Decoder
@@ -97,7 +97,7 @@ def test_logits_are_equal_bit_for_bit(wide: Decoder, monkeypatch: pytest.MonkeyP
         seen.setdefault(writer.seq.request.id, []).extend(kept)
         return settled
 
-    monkeypatch.setattr(engine_module, "advance", recording)
+    monkeypatch.setattr(commit, "advance", recording)
     rng, vocab = random.Random(0), wide.config.vocab
     lengths = [1, 3, 40, 63, 64, 65, 120, 128, 130, 200, 300, 450]
     to_submit = [

@@ -12,10 +12,10 @@ from outrider.cache import KVPool
 from outrider.heads import EAGLE1, EagleHead, default_taps
 from outrider.model import Attend
 from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention
+from outrider.train.attention import flash_chain, plain_chain
 from outrider.train.frozen import Features, FrozenTarget
-from outrider.train.networks import EagleNetwork
+from outrider.train.networks import TrainableEagle
 from outrider.train.shapes import EagleShape
-from outrider.train.unroll import flash_chain, plain_chain
 from tests.support.heads import VOCAB, toy_eagle, toy_target
 
 DEPTHS = 4
@@ -66,7 +66,7 @@ def recursive(head: EagleHead, tokens: Tensor, taps: Tensor, start: int, attend:
 def test_training_unrolls_what_serving_recurs(name: str, fast: bool) -> None:
     target = toy_target()
     head = toy_eagle(target, SHAPES[name])
-    network = EagleNetwork(head, depths=DEPTHS, fast=fast)
+    network = TrainableEagle(head, depths=DEPTHS, fused=fast)
     tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
     features = FrozenTarget(target).reading(network.taps).features(tokens)
     span = features.span(DEPTHS)
@@ -88,7 +88,7 @@ def test_a_paged_pool_serves_the_head() -> None:
     head = toy_eagle(target)
     config, ops, pages = head.config.shape, Blocked(), [1, 0, 2]
     pool = KVPool(1, 4, config.kv_heads, BLOCK, config.head_dim)
-    network = EagleNetwork(head, depths=DEPTHS)
+    network = TrainableEagle(head, depths=DEPTHS)
     tokens = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(3))
     features = FrozenTarget(target).reading(network.taps).features(tokens)
     unrolled = network.chain(features, DEPTHS)
@@ -120,7 +120,7 @@ def test_a_paged_pool_serves_the_head() -> None:
 
 def test_a_row_does_not_see_other_drafts_or_the_future() -> None:
     target = toy_target()
-    network = EagleNetwork(toy_eagle(target), depths=DEPTHS)
+    network = TrainableEagle(toy_eagle(target), depths=DEPTHS)
     frozen = FrozenTarget(target).reading(network.taps)
     tokens = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(3))
     changed = tokens.clone()

@@ -10,7 +10,7 @@ import torch
 from outrider.heads import load_medusa, save_medusa
 from outrider.ops import Blocked, Plain
 from outrider.train.frozen import FrozenTarget
-from outrider.train.networks import MedusaNetwork
+from outrider.train.networks import TrainableMedusa
 from tests.support.heads import VOCAB, toy_medusa, toy_target
 
 
@@ -29,7 +29,7 @@ def test_heads_are_residual_blocks_before_the_shared_output() -> None:
 def test_training_reads_the_row_that_serving_reads() -> None:
     """Head k of row r predicts the token at r + 1 + k from the target's last hidden row at r."""
     target = toy_target()
-    network = MedusaNetwork(toy_medusa(target))
+    network = TrainableMedusa(toy_medusa(target))
     tokens = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
     features = FrozenTarget(target).reading(network.taps).features(tokens)
     served = network.module(network.module.fuse(features.taps[4], Plain()), Plain())

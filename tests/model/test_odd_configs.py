@@ -130,7 +130,7 @@ def test_a_config_that_names_less_precision_than_is_stored_is_told(saved: Path, 
     assert load_decoder(saved).config.dtype == "bfloat16"
     assert "stored as float32, served as bfloat16" in caplog.text
     caplog.clear()
-    norms_apart = {name: own if own.dim() == 1 else own.bfloat16() for name, own in load_file(file).items()}
+    norms_apart = {name: part if part.dim() == 1 else part.bfloat16() for name, part in load_file(file).items()}
     save_file(norms_apart, file)
     load_decoder(saved)
     assert not caplog.text, "norms are often stored apart in float32"

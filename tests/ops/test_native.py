@@ -323,7 +323,7 @@ def test_logits_of_wanted_rows_are_those_of_all(core: Core, kind: str) -> None:
 
 def test_two_spans_of_layers_equal_one_forward(core: Core) -> None:
     from outrider.model.stack import lay_out_rows
-    from outrider.ops import Span
+    from outrider.ops import StackSpan
 
     decoder = make_decoder("bfloat16", layers=4)
     runner, resumed = make_runner(core, decoder), make_runner(core, decoder)
@@ -331,8 +331,8 @@ def test_two_spans_of_layers_equal_one_forward(core: Core) -> None:
     assert runner.stack is not None
     assert resumed.stack is not None
     full = runner.stack.forward(rows, torch.tensor([0, 3, 4], dtype=torch.int32))
-    early = resumed.stack.forward(rows, span=Span(0, 3))
-    late = resumed.stack.forward(rows, span=Span(3), features=early.stream)
+    early = resumed.stack.forward(rows, span=StackSpan(0, 3))
+    late = resumed.stack.forward(rows, span=StackSpan(3), features=early.stream)
     assert full.taps is not None
     assert late.last is not None
     assert torch.equal(full.taps[:, 1], early.stream)

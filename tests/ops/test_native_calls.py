@@ -11,7 +11,7 @@ import torch
 
 from outrider.model import Feed
 from outrider.model.stack import lay_out_rows
-from outrider.ops import PackedLinear, Span, Stack, find_core
+from outrider.ops import PackedLinear, Stack, StackSpan, find_core
 from outrider.sampling.noise import token_words_at
 from tests.support.native import make_decoder, make_runner
 
@@ -98,7 +98,7 @@ def test_a_span_of_layers_that_are_not_there_is_refused() -> None:
     assert CORE is not None
     runner = make_runner(CORE, make_decoder("float32"))
     assert runner.stack is not None
-    for span in (Span(0, 3), Span(-1, 1), Span(2, 1), Span(rotary_lag=-1)):
+    for span in (StackSpan(0, 3), StackSpan(-1, 1), StackSpan(2, 1), StackSpan(rotary_lag=-1)):
         with pytest.raises(IndexError, match="out of range"):
             runner.stack.forward(lay_out_rows([Feed([0], 0, [1])]), span=span)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.bench.doctor import attention_is_invariant, linear_is_invariant
-from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention
+from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention, products
 from outrider.ops.row_counts import agreeing_counts, in_counts
 
 ROWS = (1, 2, 3, 5, 16, 17, 48, 112)
@@ -48,7 +48,20 @@ def test_elementwise_operations(width: int, threads: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(512, 1024), (1408, 512), (60, 100), (77, 33), (512, 8192)])
 def test_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    assert linear_is_invariant(OPS, dtype, shape)
+    assert linear_is_invariant(OPS, dtype, shape[::-1])
+
+
+@pytest.mark.parametrize("flags", [frozenset(), frozenset({"avx512_bf16"})], ids=["emulated", "bf16 instructions"])
+def test_bf16_products_with_and_without_instructions(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bf16 is emulated, rows are multiplied one by one; the bits do not depend on the row count either way."""
+    monkeypatch.setattr(products, "cpu_flags", lambda: flags)
+    products._counts.cache_clear()
+    try:
+        assert linear_is_invariant(Blocked(), torch.bfloat16, (512, 1024))
+        if not flags and products._can_pack(torch.bfloat16):
+            assert products._counts((512, 1024), torch.bfloat16, False, torch.get_num_threads()) == (1,)
+    finally:
+        products._counts.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,7 +110,7 @@ def test_row_counts_that_disagree_are_not_used() -> None:
 
 def test_the_check_can_fail() -> None:
     """Torch as it comes is not row-invariant in float32 on any processor seen; the check must say so."""
-    assert not all(linear_is_invariant(Plain(), torch.float32, shape) for shape in ((512, 512), (2048, 384), (100, 77)))
+    assert not all(linear_is_invariant(Plain(), torch.float32, shape[::-1]) for shape in ((512, 512), (2048, 384), (100, 77)))
 
 
 def test_blocked_is_plain_up_to_rounding() -> None:
@@ -140,9 +153,9 @@ def test_paged_attention_is_attention(fed: int, kv_heads: int, group: int, head_
 
 def attended(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], segment: Segment, size: int) -> torch.Tensor:
     """Attention of a segment's rows over keys and values (T, KV, d), laid into the segment's pages."""
-    pools = [torch.zeros(max(segment.pages) + 1, own.shape[1], size, own.shape[2]) for own in kv]
-    for pool, own in zip(pools, kv, strict=True):
-        for t, row in enumerate(own):
+    pools = [torch.zeros(max(segment.pages) + 1, part.shape[1], size, part.shape[2]) for part in kv]
+    for pool, part in zip(pools, kv, strict=True):
+        for t, row in enumerate(part):
             pool[segment.pages[t // size], :, t % size] = row
     return paged_attention(q, *pools, plan_attention([segment], size, frozenset({None})))
 
@@ -157,11 +170,11 @@ def test_where_pages_lie_does_not_matter(size: int, kv_heads: int, group: int, w
     q = torch.randn(6, kv_heads * group, width)
     layouts = [range(1, count + 1), range(1, 2 * count + 1, 2), [*range(1, count), count + 3], range(count, 0, -1)]
     for rows in (1, 2, 6):
-        found = [attended(q[:rows], kv, Segment(0, total - rows, rows, list(pages)), size) for pages in layouts]
-        assert all(torch.equal(own, found[0]) for own in found[1:]), rows
+        outputs = [attended(q[:rows], kv, Segment(0, total - rows, rows, list(pages)), size) for pages in layouts]
+        assert all(torch.equal(other, outputs[0]) for other in outputs[1:]), rows
         alone = attended(q[rows - 1 : rows], kv, Segment(0, total - 1, 1, list(layouts[0])), size)
-        assert torch.equal(alone[0], found[0][-1])
-    moved = [torch.cat((own[:-2], own[-1:])) for own in kv]  # the second of two siblings, where it lies when it is text
+        assert torch.equal(alone[0], outputs[0][-1])
+    moved = [torch.cat((part[:-2], part[-1:])) for part in kv]  # the second of two siblings, where it lies when it is text
     for pages in layouts:
         tree = attended(q[:3], kv, Segment(0, total - 3, 1, list(pages), (-1, -1)), size)
         assert torch.equal(tree[2], attended(q[2:3], (moved[0], moved[1]), Segment(0, total - 2, 1, list(pages)), size)[0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from outrider.errors import InvalidParameter, ModelError
-from outrider.train.tokenizer import encode_documents, load_tokenizer
+from outrider.train.corpus import encode_documents, load_tokenizer
 from recipes.pyrite.bpe import EOS, SPECIAL, save_tokenizer, train_tokenizer
 from tests.support.corpus import module_text
 from tests.support.examples import examples

@@ -13,13 +13,12 @@ from typer.testing import CliRunner
 
 from outrider.errors import InvalidParameter
 from outrider.model import ModelConfig, load_decoder
-from outrider.train.corpus import TokenCorpus
+from outrider.train.corpus import TokenCorpus, load_tokenizer
 from outrider.train.data import TokenStore
 from outrider.train.export import export_model
 from outrider.train.loop import compile_checked
 from outrider.train.shapes import DecoderShape, new_decoder
 from outrider.train.sizing import pick_device
-from outrider.train.tokenizer import load_tokenizer
 from recipes.pyrite.cli import app, main
 from recipes.pyrite.lm import greedy, heldout_loss
 

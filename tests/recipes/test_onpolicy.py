@@ -11,12 +11,11 @@ import torch
 from outrider.engine.acceptance import loops
 from outrider.errors import InvalidParameter
 from outrider.model import load_decoder
-from outrider.train.corpus import TokenCorpus
+from outrider.train.corpus import TokenCorpus, encode_documents, load_tokenizer
 from outrider.train.data import TokenStore, TrainingRows
-from outrider.train.generate import looping, write_text
-from outrider.train.tokenizer import encode_documents, load_tokenizer
+from outrider.train.generate import write_text
 from recipes.pyrite.lm import greedy
-from recipes.pyrite.onpolicy import StubWriting, with_windows, write_after_stubs, written_after
+from recipes.pyrite.onpolicy import StubWriting, looping, with_windows, write_after_stubs, written_after
 from recipes.pyrite.stubs import Stubs, find_stubs
 
 STUBS = (

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.heads import load_eagle, load_medusa
 from outrider.model import load_decoder
-from outrider.train.tokenizer import load_tokenizer
+from outrider.train.corpus import load_tokenizer
 from recipes.pyrite.packages import environment
 
 

@@ -185,7 +185,7 @@ def test_the_compiled_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     real = matcher.compile_grammar
 
     def counting(tokenizer: Any, spec: Spec, limits: Any) -> Any:
-        compiled.append(spec.text)
+        compiled.append(spec[1])
         return real(tokenizer, spec, limits)
 
     monkeypatch.setattr(matcher, "compile_grammar", counting)
@@ -419,7 +419,7 @@ def test_refusals_and_grammars_in_flight_are_compiled_once(monkeypatch: pytest.M
     go_on, real = threading.Event(), Sandbox.ask
 
     def counting(sandbox: Sandbox, question: Any, budget: float) -> Any:
-        compiled_texts.append(question[1].text)
+        compiled_texts.append(question[1][1])
         go_on.wait(60)
         return real(sandbox, question, budget)
 
@@ -466,7 +466,7 @@ r5: "0" "(" r5 | r1 r3 | r0 r4 | "(" """
 def test_an_abandoned_path_leaves_nothing_behind() -> None:
     """Follows random texts and paths in an ambiguous grammar and compares with a fresh matcher."""
     tokenizer = LLTokenizer(TOKENIZER.to_json(), n_vocab=VOCAB, eos_token=EOS)
-    start = compile_grammar(tokenizer, Spec("lark", AMBIGUOUS), matcher.SANDBOX_LIMITS)
+    start = compile_grammar(tokenizer, ("lark", AMBIGUOUS, None), matcher.SANDBOX_LIMITS)
     text = ids("0\n\nx000000000\n\n000000")
     follower = Follower(start, frozenset((EOS,)))
     follower.step(text[:-4], text[-4:])

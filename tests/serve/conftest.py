@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider import LLM
-from outrider.serve.settings import Settings
+from outrider.serve.settings import ServerSettings
 from tests.support.server import Process, Running
 
 if TYPE_CHECKING:
@@ -24,19 +24,19 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def _current(llm: LLM) -> Iterator[dict[Settings, Running]]:
-    current: dict[Settings, Running] = {}
+def _current(llm: LLM) -> Iterator[dict[ServerSettings, Running]]:
+    current: dict[ServerSettings, Running] = {}
     yield current
     for running in current.values():
         running.close()
 
 
 @pytest.fixture
-def server_with(llm: LLM, _current: dict[Settings, Running]) -> Iterator[Callable[..., Running]]:
+def server_with(llm: LLM, _current: dict[ServerSettings, Running]) -> Iterator[Callable[..., Running]]:
     """Starts servers with given settings. They share one engine, so the previous server is stopped."""
 
     def start(**changes: Any) -> Running:
-        settings = Settings(**changes)
+        settings = ServerSettings(**changes)
         if settings not in _current:
             for other in list(_current):
                 _current.pop(other).close()

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.serve.admission import Admission, Completions, Places, client_of
-from outrider.serve.pools import LARGE_BYTES, FairPool
-from outrider.serve.rendering import Rows, json_parts, next_block
+from outrider.serve.fairness import LARGE_BYTES, Admission, Completions, FairPool, Places, client_of
+from outrider.serve.streaming import LazyRows, json_parts, next_block
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ json_values = st.recursive(
 
 @given(json_values, st.integers(0, 200))
 def test_incremental_json_equals_json_dumps(value: Any, count: int) -> None:
-    lazy = {"rows": Rows({"i": i} for i in range(count)), "value": value, "choices": [{"more": Rows(range(count))}]}
+    lazy = {"rows": LazyRows({"i": i} for i in range(count)), "value": value, "choices": [{"more": LazyRows(range(count))}]}
     parts = json_parts(lazy)
     blocks = []
     while block := next_block(parts):
@@ -191,6 +190,6 @@ def test_incremental_json_equals_json_dumps(value: Any, count: int) -> None:
 
 def test_rows_are_created_while_they_are_written() -> None:
     made: list[int] = []
-    parts = json_parts({"rows": Rows(made.append(i) or "x" * 4000 for i in range(1000))})
+    parts = json_parts({"rows": LazyRows(made.append(i) or "x" * 4000 for i in range(1000))})
     next_block(parts)
     assert 0 < len(made) < 200

@@ -17,7 +17,7 @@ PROMPT = "def read_config(path):\n    "
 
 @pytest.fixture
 def client(server: Running) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{server.url}/v1", api_key=("none",), max_retries=0)
 
 
 @pytest.fixture(scope="module")

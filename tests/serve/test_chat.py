@@ -21,9 +21,8 @@ import pytest
 
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.serve.chat import Chat
-from outrider.serve.chat_input import piped_message
 from outrider.serve.chat_partner import RemoteModel
-from outrider.serve.chat_screen import printable
+from outrider.serve.chat_terminal import piped_message, printable
 from tests.support.server import Running, until
 
 PROMPT = r">\x08\x1b\[2C"  # as prompt_toolkit draws it
@@ -118,7 +117,7 @@ def test_refusals_of_a_server_are_reported(server_with: Callable[..., Running]) 
         RemoteModel("localhost:8000", None)
     with pytest.raises(OutriderError, match="does not answer .* start one with `outrider serve`"):
         RemoteModel("http://127.0.0.1:9", None)
-    server = server_with(api_key="right")
+    server = server_with(api_key=("right",))
     with pytest.raises(OutriderError, match="API key is needed.*pass --api-key, or set OUTRIDER_API_KEY"):
         RemoteModel(server.url, "wrong")
     assert RemoteModel(server.url + "/v1/", "right").name == "pyrite"

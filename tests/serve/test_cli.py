@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 from outrider import LLM
 from outrider.cli import app
 from outrider.errors import InvalidParameter
-from outrider.serve.banner import describe
-from outrider.serve.cli import parse_bytes, resolve_speculation
-from outrider.serve.settings import Limits, Settings
+from outrider.serve.cli import describe, parse_bytes, resolve_speculation
+from outrider.serve.settings import Limits, ServerSettings
 from tests.support.server import MAIN, Process
 
 
@@ -36,7 +35,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     resolved: dict[str, Any] = {}
 
-    def run(built: Any, settings: Settings, listener: socket.socket, reread: Any) -> None:
+    def run(built: Any, settings: ServerSettings, listener: socket.socket, reread: Any) -> None:
         listener.close()
         resolved.update(settings=settings, reread=reread)
         with pytest.raises(Resolved):
@@ -67,7 +66,7 @@ def test_flags_override_the_environment_which_overrides_the_file(resolve: Any, t
     assert (options["max_num_seqs"], options["max_model_len"], options["settings"].max_queue) == (9, 400, 5)
     assert (options["speculation"].method, options["speculation"].draft_tokens) == ("suffix", 7)
     by_environment = resolve(OUTRIDER_CONFIG=str(file), OUTRIDER_API_KEY="k", OUTRIDER_HOST="127.0.0.1")
-    assert by_environment["settings"].api_key == "k"
+    assert by_environment["settings"].api_key == ("k",)
     assert by_environment["max_num_seqs"] == 3
 
 
@@ -75,7 +74,7 @@ def test_defaults_serve_the_bundled_model_on_loopback(resolve: Any) -> None:
     options = resolve()
     assert options["model"] is None
     assert options["settings"].host == "127.0.0.1"
-    assert options["settings"].api_key is None
+    assert options["settings"].api_key == ()
     assert options["speculation"].method == "auto"
     assert resolve("--host", "0.0.0.0", "--insecure")["settings"].insecure
 
@@ -111,7 +110,7 @@ def test_reloaded_limits_stay_below_flags_and_the_environment(resolve: Any, tmp_
     options = resolve("--config", str(file), "--max-queue", "9", OUTRIDER_DRAIN_TIMEOUT="3")
     file.write_text("max-queue: 7\nmax-body: 2k\ndrain-timeout: 8\nping-interval: 2\nserved-model-name: other\n")
     reloaded = options["reread"]()
-    assert (reloaded.max_queue, reloaded.drain_s, reloaded.limits.body_bytes, reloaded.ping_s) == (9, 3.0, 2048, 2.0)
+    assert (reloaded.max_queue, reloaded.drain_timeout, reloaded.limits.body_bytes, reloaded.ping_interval) == (9, 3.0, 2048, 2.0)
     assert reloaded.model_name == options["settings"].model_name, "what is loaded stays"
     file.write_text("max-num-seqs: 3\n")
     assert options["reread"]().limits.body_bytes == Limits().body_bytes, "what the file no longer sets has its default"
@@ -124,17 +123,17 @@ def test_reloaded_limits_stay_below_flags_and_the_environment(resolve: Any, tmp_
 def test_api_keys_repeat_and_a_variable_holds_one_per_line(resolve: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("alice:one\n")
     settings = resolve("--api-key", "a", "--api-key", "b", "--api-key-file", str(tmp_path / "keys"))["settings"]
-    assert (settings.api_key, settings.other_api_keys, settings.api_key_file) == ("a", ("b",), tmp_path / "keys")
+    assert (settings.api_key, settings.api_key_file) == (("a", "b"), tmp_path / "keys")
     settings = resolve(OUTRIDER_API_KEY="two words\nb\n")["settings"]
-    assert (settings.api_key, settings.other_api_keys) == ("two words", ("b",))
+    assert settings.api_key == ("two words", "b")
     with pytest.raises(InvalidParameter, match="empty"):
         resolve(OUTRIDER_API_KEY=" \n")
-    assert resolve("--watchdog-s", "7")["settings"].watchdog_s == 7
+    assert resolve("--watchdog-s", "7")["settings"].watchdog_timeout == 7
 
 
 def test_names_sizes_and_aliases(resolve: Any) -> None:
     options = resolve("--served-model-name", "a", "--served-model-name", "b", "--memory", "1.5GiB", "--max-body", "64k")
-    assert (options["settings"].model_name, options["settings"].aliases) == ("a", ("b",))
+    assert (options["settings"].model_name, options["settings"].names) == ("a", ("a", "b"))
     assert options["kv_bytes"] == 3 * 2**29
     assert options["settings"].limits.body_bytes == 2**16
     for bad in ("", "x", "0", "-1G", "4 apples"):
@@ -144,9 +143,9 @@ def test_names_sizes_and_aliases(resolve: Any) -> None:
 
 
 def test_allowed_origins(resolve: Any) -> None:
-    assert resolve()["settings"].allowed_origins == ()
+    assert resolve()["settings"].allow_origin == ()
     options = resolve("--allow-origin", "https://a.example", "--allow-origin", "http://localhost:3000")
-    assert options["settings"].allowed_origins == ("https://a.example", "http://localhost:3000")
+    assert options["settings"].allow_origin == ("https://a.example", "http://localhost:3000")
 
 
 def test_speculation_flags_equal_vllm_s_json() -> None:
@@ -256,9 +255,9 @@ def test_requests_are_aborted_at_the_drain_timeout(started: list[Process]) -> No
 
 
 def test_the_banner_states_whether_speculation_is_on_and_why(llm: LLM) -> None:
-    text = describe(llm, Settings(), ("127.0.0.1", 8000))
+    text = describe(llm, ServerSettings(), ("127.0.0.1", 8000))
     assert "speculation   on: eagle, up to 4 tokens a round, rule match" in text
     assert "key           none" in text
     assert "Authorization" not in text
-    assert "Authorization: Bearer" in describe(llm, Settings(api_key="secret"), ("::1", 80))
-    assert "secret" not in describe(llm, Settings(api_key="secret"), ("::1", 80))
+    assert "Authorization: Bearer" in describe(llm, ServerSettings(api_key=("secret",)), ("::1", 80))
+    assert "secret" not in describe(llm, ServerSettings(api_key=("secret",)), ("::1", 80))

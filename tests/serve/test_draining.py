@@ -44,7 +44,7 @@ def drain(server: Running) -> None:
 
 
 def test_waiting_requests_get_503(server_with: Starter) -> None:
-    server = server_with(drain_s=0.11)
+    server = server_with(drain_timeout=0.11)
     running = [begin_stream(server, b"data: ") for _ in range(4)]  # as many as run at once
     responses: list[httpx.Response] = []
     whole = threading.Thread(target=lambda: responses.append(server.post("/v1/completions", **LONG)))
@@ -65,7 +65,7 @@ def test_waiting_requests_get_503(server_with: Starter) -> None:
 
 
 def test_a_started_stream_ends_with_an_error_event(server_with: Starter) -> None:
-    server = server_with(drain_s=0.12, ping_s=0.05)
+    server = server_with(drain_timeout=0.12, ping_interval=0.05)
     for _ in range(4):
         begin_stream(server, b"data: ")
     waiting = begin_stream(server, b": keep-alive")
@@ -75,7 +75,7 @@ def test_a_started_stream_ends_with_an_error_event(server_with: Starter) -> None
 
 
 def test_times_of_a_request_with_some_text_are_not_negative(server_with: Starter, llm: LLM) -> None:
-    server = server_with(drain_s=0.13)
+    server = server_with(drain_timeout=0.13)
     outputs: list[Any] = []
     whole = threading.Thread(target=lambda: outputs.append(server.post("/v1/completions", **LONG).json()))
     whole.start()

@@ -271,7 +271,7 @@ def test_a_full_queue_answers_429_without_asking_the_engine(
 
 
 def test_keep_alive_comments_without_output(server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = server_with(ping_s=0.05)
+    server = server_with(ping_interval=0.05)
     score = llm.engine.runner.score
     monkeypatch.setattr(llm.engine.runner, "score", lambda *args: time.sleep(0.2) or score(*args))
     connection = server.raw(request_bytes("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "stream": True}))
@@ -309,7 +309,7 @@ def test_a_failed_forward_fails_only_its_request(server: Running, llm: LLM, monk
 
 
 def test_a_dead_engine_fails_all_requests(llm: LLM, server_with: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = server_with(drain_s=0.1)
+    server = server_with(drain_timeout=0.1)
     stream = server.raw(request_bytes("/v1/completions", LONG | {"stream": True}))
     read_until(stream, b"data: ")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM
 from outrider.errors import EngineDead, ModelError
 from outrider.model.bundled import bundled_model
-from outrider.serve.settings import Settings
-from tests.support.server import Running, until
+from outrider.serve.settings import ServerSettings
+from tests.support.server import Running, request_bytes, until
 
 Starter = Callable[..., Running]
 PATHS = ("/livez", "/readyz", "/health")
@@ -41,7 +42,7 @@ def test_loading_and_draining_servers_are_alive_but_not_ready() -> None:
         held.wait(60)
         raise ModelError("never")
 
-    server = Running(Settings(), load)
+    server = Running(ServerSettings(), load)
     try:
         assert health_of(server) == {"/livez": (200, "loading"), "/readyz": (503, "loading"), "/health": (503, "loading")}
         server.service.draining = True
@@ -49,6 +50,29 @@ def test_loading_and_draining_servers_are_alive_but_not_ready() -> None:
     finally:
         held.set()
         server.close()
+
+
+def test_a_client_that_reads_nothing_does_not_delay_the_end() -> None:
+    """The second request on its connection waits for its body when the server stops, behind an answer that fills all buffers."""
+    held = threading.Event()
+    server = Running(ServerSettings(), lambda: LLM(held.wait(60) and "/nowhere"))
+    state = server.server.server_state
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    server.connections.append(connection)
+    server.http.close()
+    until(lambda: len(state.connections) == 1)
+    (protocol,) = state.connections
+    while not protocol.flow.write_paused:
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda answered=state.total_requests: state.total_requests > answered and protocol.cycle.response_complete)
+    connection.sendall(request_bytes("/v1/completions", SHORT)[:-1])
+    until(lambda: not protocol.cycle.response_complete and bool(state.tasks))
+    server.connections.clear()  # it stays open
+    held.set()
+    server.close()
+    connection.close()
 
 
 def test_nan_weights_fail_the_load_by_name(tmp_path: Path) -> None:
@@ -60,7 +84,7 @@ def test_nan_weights_fail_the_load_by_name(tmp_path: Path) -> None:
     tensors[name][0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
     announced: list[LLM] = []
-    server = Running(Settings(), lambda: LLM(folder, speculation="none"))
+    server = Running(ServerSettings(), lambda: LLM(folder, speculation="none"))
     server.service._announce = announced.append
     try:
         until(lambda: server.service.failure is not None or bool(announced))
@@ -73,7 +97,7 @@ def test_nan_weights_fail_the_load_by_name(tmp_path: Path) -> None:
 
 
 def test_the_test_token_is_not_counted(server_with: Starter) -> None:
-    server = server_with(drain_s=0.31)
+    server = server_with(drain_timeout=0.31)
     stats = server.http.get("/stats").json()
     assert (stats["generated_tokens"], stats["running"]) == (0, 0)
     assert server.is_idle()
@@ -82,7 +106,7 @@ def test_the_test_token_is_not_counted(server_with: Starter) -> None:
 def test_a_stuck_engine_fails_its_requests_and_logs_all_stacks(
     server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = server_with(watchdog_s=0.3)
+    server = server_with(watchdog_timeout=0.3)
     held, score = threading.Event(), llm.engine.runner.score
 
     def stuck_forward(*arguments: Any) -> Any:
@@ -128,7 +152,7 @@ def test_every_round_resets_the_watchdog(server: Running, llm: LLM, monkeypatch:
 def test_an_engine_that_fails_every_request_ends_the_server(
     server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = server_with(drain_s=0.32)
+    server = server_with(drain_timeout=0.32)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
@@ -142,7 +166,7 @@ def test_an_engine_that_fails_every_request_ends_the_server(
 
 
 def test_single_failed_requests_do_not_end_the_server(server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = server_with(drain_s=0.33)
+    server = server_with(drain_timeout=0.33)
     score = llm.engine.runner.score
     checks: list[int] = []
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider import LLM
 from outrider.errors import InvalidParameter
-from outrider.serve.settings import Limits, Settings
+from outrider.serve.settings import Limits, ServerSettings
 from tests.support.examples import examples
 from tests.support.server import Running, request_bytes
 
@@ -102,7 +102,7 @@ def test_unknown_routes_get_404_with_the_list_of_routes(server: Running) -> None
     ids=str,
 )
 def test_a_refused_body_is_not_read(server_with: Starter, path: str, headers: str, status: int, endless: bool) -> None:
-    server = server_with(api_key="key", limits=Limits(body_bytes=100_000))
+    server = server_with(api_key=("key",), limits=Limits(body_bytes=100_000))
     length = "Transfer-Encoding: chunked" if endless else "Content-Length: 400000000"
     raw = server.raw(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}{length}\r\n\r\n".encode())
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n" if endless else b" " * 65536
@@ -119,7 +119,7 @@ def test_a_refused_body_is_not_read(server_with: Starter, path: str, headers: st
 
 
 def test_a_small_refused_body_keeps_the_connection(server_with: Starter) -> None:
-    server = server_with(api_key="key")
+    server = server_with(api_key=("key",))
     raw = server.raw(request_bytes("/v1/completions", {"prompt": "x" * 100_000}))
     raw.sendall(GET % (b"/health", b"1.1", b"Connection: close\r\n"))
     answers = read_all(raw)
@@ -128,7 +128,7 @@ def test_a_small_refused_body_keeps_the_connection(server_with: Starter) -> None
 
 
 def test_allowed_origins_may_send_requests(server_with: Starter) -> None:
-    server = server_with(api_key="key", allowed_origins=(PAGE, "http://localhost:3000"))
+    server = server_with(api_key=("key",), allow_origin=(PAGE, "http://localhost:3000"))
     asks = {
         "Origin": PAGE,
         "Access-Control-Request-Method": "POST",
@@ -156,7 +156,7 @@ def test_allowed_origins_may_send_requests(server_with: Starter) -> None:
 
 
 def test_all_origins_may_be_allowed_and_none_is_by_default(server_with: Starter) -> None:
-    everyone = server_with(allowed_origins=("*",)).http.get("/version", headers={"Origin": "https://any.example"})
+    everyone = server_with(allow_origin=("*",)).http.get("/version", headers={"Origin": "https://any.example"})
     assert everyone.status_code == 200
     assert everyone.headers["access-control-allow-origin"] == "*"
     refused = server_with().http.get("/version", headers={"Origin": "https://any.example"})
@@ -167,7 +167,7 @@ def test_all_origins_may_be_allowed_and_none_is_by_default(server_with: Starter)
 @pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://a b", "", "null", "https://u@h"])
 def test_an_invalid_origin_cannot_be_allowed(origin: str) -> None:
     with pytest.raises(InvalidParameter, match="--allow-origin"):
-        Settings(allowed_origins=(origin,))
+        ServerSettings(allow_origin=(origin,))
 
 
 NAMES = [
@@ -207,7 +207,7 @@ def test_no_header_makes_a_500(fuzzed: Running, method: str, path: str, headers:
 
 @pytest.fixture
 def fuzzed(server_with: Starter) -> Running:
-    return server_with(api_key="key")
+    return server_with(api_key=("key",))
 
 
 def test_an_invalid_origin_header_is_refused(server: Running) -> None:

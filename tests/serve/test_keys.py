@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidParameter
-from outrider.serve.keys import Keys
-from outrider.serve.settings import Settings
+from outrider.serve.guard import Keys
+from outrider.serve.settings import ServerSettings
 from tests.support.server import Running
 
 Starter = Callable[..., Running]
@@ -27,7 +27,7 @@ def test_white_space_around_a_key_is_ignored(key: str, before: str, after: str) 
 
 
 def test_a_key_with_a_newline_is_accepted(server_with: Starter) -> None:
-    server = server_with(api_key="secret\n")
+    server = server_with(api_key=("secret\n",))
     for sent, status in (("secret", 200), ("secre", 401), ("secrets", 401)):
         assert server.http.get("/version", headers={"Authorization": f"Bearer {sent}"}).status_code == status, sent
 
@@ -72,13 +72,13 @@ def test_keys_that_no_header_can_carry_are_refused(bad: str) -> None:
 
 
 def test_a_key_file_protects_a_public_address(tmp_path: Path) -> None:
-    assert Settings(host="0.0.0.0", api_key_file=tmp_path / "keys").needs_key
+    assert ServerSettings(host="0.0.0.0", api_key_file=tmp_path / "keys").needs_key
 
 
 def test_every_key_of_a_server_is_accepted(server_with: Starter, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice:one\n")
-    server = server_with(api_key="zero", other_api_keys=("more",), api_key_file=file)
+    server = server_with(api_key=("zero", "more"), api_key_file=file)
 
     def status(key: str) -> int:
         return server.http.get("/version", headers={"Authorization": f"Bearer {key}"}).status_code

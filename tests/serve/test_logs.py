@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import LLM
-from outrider.serve.context import request_id
-from outrider.serve.logs import JsonFormatter, TextFormatter, escaped
+from outrider.serve.logs import JsonFormatter, TextFormatter, escaped, request_id
 from outrider.serve.trace import Tracer
 from tests.support.server import Running, until
 
@@ -61,7 +60,7 @@ def test_records_carry_time_level_and_request() -> None:
 
 
 def test_the_access_log_has_client_path_status_and_tokens(server_with: Starter, caplog: pytest.LogCaptureFixture) -> None:
-    server = server_with(access_log=True, api_key="k")
+    server = server_with(access_log=True, api_key=("k",))
     with caplog.at_level(logging.INFO, "outrider.access"):
         server.http.post("/v1/completions", json={"prompt": "x = ", "max_tokens": 3}, headers={"X-Request-Id": "mine"})
         server.http.get("/v1/models/%0a%1b[31mforged")

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import LLM
 from outrider._version import __version__
-from outrider.serve.latency import bucket_quantile
-from outrider.serve.settings import Settings
+from outrider.serve.metrics import bucket_quantile
+from outrider.serve.settings import ServerSettings
 from outrider.serve.trace import Tracer
 from tests.support.server import Running
 
@@ -128,10 +128,10 @@ def test_spans_describe_a_request(llm: LLM, server_with: Callable[..., Running])
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    server_with(drain_s=0.5)  # stops the previous server, which shares the engine
+    server_with(drain_timeout=0.5)  # stops the previous server, which shares the engine
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    other = server_with(drain_s=0.4)
+    other = server_with(drain_timeout=0.4)
     other.app.state.tracer = Tracer(provider)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     body = {"prompt": "def main(", "max_tokens": 9, "temperature": 0}
@@ -140,7 +140,7 @@ def test_spans_describe_a_request(llm: LLM, server_with: Callable[..., Running])
     assert span.attributes is not None
     assert span.attributes["gen_ai.usage.output_tokens"] == 9
     assert span.attributes["http.request.header.x-request-id"] == ("mine-1",)
-    assert span.attributes["gen_ai.request.model"] == Settings().model_name
+    assert span.attributes["gen_ai.request.model"] == ServerSettings().model_name
     assert span.parent is not None
     assert f"{span.parent.trace_id:032x}" in parent
     assert "def main(" not in str(span.to_json()), "no prompts in traces"
@@ -148,7 +148,7 @@ def test_spans_describe_a_request(llm: LLM, server_with: Callable[..., Running])
 
 
 def test_stats_has_latencies(server_with: Callable[..., Running]) -> None:
-    server = server_with(model_name="timed")  # a server without finished requests
+    server = server_with(served_model_name=("timed",))  # a server without finished requests
     assert server.http.get("/stats").json()["latency"]["requests"] == 0
     firsts, totals = [], []
     for seed in range(5):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.serve.settings import Settings
+from outrider.serve.settings import ServerSettings
 from tests.support.server import Running
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -64,7 +64,7 @@ def test_dashboard_is_well_formed(dashboard: dict[str, Any]) -> None:
 def test_prometheus_scrapes_the_default_address() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
-    settings = Settings()
+    settings = ServerSettings()
     assert job["metrics_path"] == "/metrics"
     assert job["static_configs"] == [{"targets": [f"{settings.host}:{settings.port}"]}]
 

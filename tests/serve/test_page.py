@@ -229,7 +229,7 @@ def test_errors_are_shown_with_a_remedy(server: Running, opened: Callable[..., P
 
 
 def test_the_key_is_kept_in_the_tab_s_session(server_with: Callable[..., Running], opened: Callable[..., Page]) -> None:
-    server = server_with(api_key="right")
+    server = server_with(api_key=("right",))
     page = opened(server, http_credentials={"username": "", "password": "right"})
     ready(page)
     for key, good in (("wrong", False), ("right", True)):

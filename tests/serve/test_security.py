@@ -15,8 +15,8 @@ from fastapi.routing import APIRoute
 
 from outrider import LLM
 from outrider.errors import InvalidParameter
-from outrider.serve import guard, keys
-from outrider.serve.settings import Settings
+from outrider.serve import guard
+from outrider.serve.settings import ServerSettings
 from tests.support.server import Running, request_bytes
 
 Starter = Callable[..., Running]
@@ -24,21 +24,21 @@ KEY = "correct horse"
 
 
 def test_loopback_by_default() -> None:
-    assert Settings().host == "127.0.0.1"
+    assert ServerSettings().host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
 def test_a_public_address_needs_a_key_or_insecure(host: str) -> None:
     with pytest.raises(InvalidParameter, match="--api-key"):
-        Settings(host=host)
-    assert Settings(host=host, api_key="x").host == host
-    assert Settings(host=host, insecure=True).host == host
+        ServerSettings(host=host)
+    assert ServerSettings(host=host, api_key=("x",)).host == host
+    assert ServerSettings(host=host, insecure=True).host == host
     with pytest.raises(InvalidParameter, match="empty"):
-        Settings(host=host, api_key=" ")
+        ServerSettings(host=host, api_key=(" ",))
 
 
 def test_every_route_except_health_needs_the_key(server_with: Starter) -> None:
-    server = server_with(api_key=KEY)
+    server = server_with(api_key=(KEY,))
     paths = {route.path for route in server.app.routes}  # type: ignore[attr-defined]
     assert guard.OPEN_PATHS == ("/health", "/livez", "/readyz")
     assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/stats", "/", "/openapi.json", "/health"} <= paths
@@ -76,8 +76,8 @@ def test_the_key_is_compared_in_constant_time(server_with: Starter, monkeypatch:
         compared.append((a, b))
         return compare(a, b)
 
-    monkeypatch.setattr(keys.hmac, "compare_digest", record)
-    server = server_with(api_key=KEY)
+    monkeypatch.setattr(guard.hmac, "compare_digest", record)
+    server = server_with(api_key=(KEY,))
     for header in ("Bearer x", f"Bearer {KEY}", "nonsense", f"Bearer {'y' * 5000}"):
         server.http.get("/version", headers={"Authorization": header})
     assert len(compared) == 4

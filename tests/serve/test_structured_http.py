@@ -40,7 +40,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Rome?
 
 @pytest.fixture
 def client(server: Running) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{server.url}/v1", api_key=("none",), max_retries=0)
 
 
 def test_a_json_schema_through_the_client(client: OpenAI) -> None:

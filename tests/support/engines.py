@@ -15,7 +15,7 @@ from outrider.control import FixedLength
 from outrider.core import Request
 from outrider.draft import Drafter
 from outrider.draft.none import NoDrafter
-from outrider.engine import engine as engine_module
+from outrider.engine import commit
 from outrider.engine.commit import OutputProcessor, advance
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, Runner
@@ -85,7 +85,7 @@ def run_recorded(engine: Engine, requests: list) -> tuple[list[OutputProcessor],
         return settled
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "advance", recording)
+        patch.setattr(commit, "advance", recording)
         writers = run(engine, requests)
     return writers, seen
 

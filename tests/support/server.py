@@ -19,9 +19,10 @@ import httpx
 from outrider import LLM
 from outrider.serve.address import listen
 from outrider.serve.app import create_app
+from outrider.serve.health import stacks
 from outrider.serve.server import Server
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
+from outrider.serve.settings import ServerSettings
 from outrider.serve.trace import Tracer
 
 MAIN = [sys.executable, "-c", "from outrider.cli import main; main()", "serve"]
@@ -30,7 +31,7 @@ MAIN = [sys.executable, "-c", "from outrider.cli import main; main()", "serve"]
 class Running:
     """A server in a thread."""
 
-    def __init__(self, settings: Settings, load: Callable[[], LLM], tracer: Tracer | None = None) -> None:
+    def __init__(self, settings: ServerSettings, load: Callable[[], LLM], tracer: Tracer | None = None) -> None:
         self.app = create_app(settings, load, tracer)
         self.service: Service = self.app.state.service
         self._socket = listen(settings.host, 0)
@@ -40,7 +41,7 @@ class Running:
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self._socket])))
         self._thread.start()
         self.connections: list[socket.socket] = []
-        headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
+        headers = {"Authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
         until(lambda: self.server.started)
 
@@ -79,7 +80,11 @@ class Running:
             client.close()
         self.server.should_exit = True
         self._thread.join(30)
-        assert not self._thread.is_alive()
+        assert not self._thread.is_alive(), f"the server did not end:\n{stacks()}\n{self._tasks()}"
+
+    def _tasks(self) -> str:
+        """The tasks of the server's event loop."""
+        return "" if self.service._loop is None else "\n".join(map(repr, asyncio.all_tasks(self.service._loop)))
 
 
 class Process:

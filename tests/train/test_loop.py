@@ -54,7 +54,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 def test_the_schedule_rises_holds_and_falls() -> None:
-    schedule = Schedule(warmup=0.1, decay=0.5, floor=0.0)
+    schedule = Schedule(warmup=0.1, decay=0.5)
     assert schedule.factor(0.05) == pytest.approx(0.5)
     assert schedule.factor(0.3) == 1.0
     assert schedule.factor(0.75) == pytest.approx(0.5)

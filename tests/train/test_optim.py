@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.train.attention import causal_attend, fastest_kernel
+from outrider.train.attention import causal_attend
 from outrider.train.optim import Muon, OptimOptions, build_optimizers, orthogonalise, scale_rates
 from outrider.train.shapes import DecoderShape, new_decoder
 
@@ -64,7 +64,3 @@ def test_training_attention_is_causal_within_each_row() -> None:
             for head in range(heads):
                 weights = torch.softmax(k[seen, head // 2] @ q[at, head] / width**0.5, 0)
                 torch.testing.assert_close(out[at, head], weights @ v[seen, head // 2], atol=1e-5, rtol=1e-5)
-
-
-def test_a_cpu_has_one_kernel() -> None:
-    assert fastest_kernel(SHAPE.config(0), 1, 16, CPU) == "default"

@@ -8,7 +8,7 @@ import torch
 
 from outrider.sampling import CORRUPTED, Key, Stream, draw, uniform
 from outrider.verify import block, rejection
-from outrider.verify.rejection import Acceptance
+from outrider.verify.rejection import AcceptanceTest
 from tests.support.chi_square import UNLIKELY, p_value
 from tests.support.enumeration import PARAMS, Rule, counts, dirichlet, drafters, drafts, error, judged, processed
 
@@ -27,16 +27,16 @@ def test_the_text_has_the_target_s_law(rule, params):
 
 def _accept_always(rule):
     def acceptance(p, q, tokens):
-        own = rule.acceptance(p, q, tokens)
-        return Acceptance(torch.ones_like(own.accept), own.next)
+        test = rule.acceptance(p, q, tokens)
+        return AcceptanceTest(torch.ones_like(test.accept), test.next)
 
     return Rule(acceptance, rule.count)
 
 
 def _with_next(rule, change):
     def acceptance(p, q, tokens):
-        own = rule.acceptance(p, q, tokens)
-        return Acceptance(own.accept, change(own.next.clone(), p, q))
+        test = rule.acceptance(p, q, tokens)
+        return AcceptanceTest(test.accept, change(test.next.clone(), p, q))
 
     return Rule(acceptance, rule.count)
 
@@ -81,10 +81,10 @@ def test_wrong_rules_are_found(rule, mutant):
 BLOCK_MUTANTS = {
     "stops at the first failure": Rule(block.acceptance, rejection.count),
     "residual with r = 1": Rule(
-        lambda *own: Acceptance(block.acceptance(*own).accept, rejection.acceptance(*own).next), block.count
+        lambda *args: AcceptanceTest(block.acceptance(*args).accept, rejection.acceptance(*args).next), block.count
     ),
     "coins of token-level rejection": Rule(
-        lambda *own: Acceptance(rejection.acceptance(*own).accept, block.acceptance(*own).next), block.count
+        lambda *args: AcceptanceTest(rejection.acceptance(*args).accept, block.acceptance(*args).next), block.count
     ),
 }
 
@@ -132,7 +132,7 @@ def test_a_broken_target_row_is_told_and_never_passed(rule, broken):
 
 
 def test_counts_by_hand():
-    verdict = Acceptance(torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), torch.empty((4, 2)))
+    verdict = AcceptanceTest(torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), torch.empty((4, 2)))
     table = {
         (0.1, 0.1, 0.1): (3, 3),
         (0.1, 0.9, 0.1): (1, 3),
@@ -141,8 +141,8 @@ def test_counts_by_hand():
         (0.5, 0.6, 0.9): (1, 1),
     }
     for coins, want in table.items():
-        own = torch.tensor(coins, dtype=torch.float64)
-        assert (rejection.count(verdict, own), block.count(verdict, own)) == want
+        tossed = torch.tensor(coins, dtype=torch.float64)
+        assert (rejection.count(verdict, tossed), block.count(verdict, tossed)) == want
 
 
 @pytest.mark.parametrize("params", PARAMS)

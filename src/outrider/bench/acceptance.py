@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.config import SpeculationConfig
+from outrider.config import SpeculationConfig, pinned
 from outrider.core import RoundReport
 from outrider.draft import check_speculation
 from outrider.engine.acceptance import summarise
-from outrider.engine.arguments import model_name
+from outrider.engine.intake import model_name
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter, ModelError
@@ -80,7 +80,7 @@ def bench_methods(
     gives a row that says why. Prompts that do not fit the context are left out and counted.
     """
     workload, skipped = _fitting(workload, locate(model_name(model)))
-    drafters = [(method, SpeculationConfig.parse(method)) for method in methods.split(",")]
+    drafters = [(method, SpeculationConfig.parse(pinned(method))) for method in methods.split(",")]
     for _, speculation in drafters:
         check_speculation(speculation)
     plain: dict[float, list[list[int]]] = {}

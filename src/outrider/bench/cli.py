@@ -12,10 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from outrider.errors import InvalidParameter
-from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, numbers, set_threads
+from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, numbers, set_threads
 from outrider.terminal import PlainConsole
 
-__all__ = ["add_moved", "app"]
+__all__ = ["app"]
 
 
 class _RunByDefault(TyperGroup):
@@ -36,18 +36,6 @@ _errors = PlainConsole(stderr=True)
 
 
 _MOVED = ("round", "forward", "loss", "synthetic", "batching", "soak", "proposal", "load")
-_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-def add_moved(app: typer.Typer, name: str, module: str) -> None:
-    """Register the old name of a command that is a module of `benchmarks/` now: it says where to find it."""
-
-    def moved() -> None:
-        raise InvalidParameter(name, f"has moved out of the package: run `python -m {module}` in a checkout of the repository")
-
-    app.command(name, hidden=True, context_settings=_ANY_ARGUMENTS)(moved)
-
-
 for _name in _MOVED:
     add_moved(app, _name, f"benchmarks.{_name}")
 add_moved(app, "http", "benchmarks.serve_http")
@@ -168,7 +156,7 @@ def bench_serve(
     Answers are streamed. ITL is the time between pieces, which may hold several tokens; TPOT divides by tokens. A key in
     OUTRIDER_API_KEY is sent as a bearer token. One JSON line comes last; ends with 1 where a request failed, 130 after Ctrl-C.
     """
-    from outrider.bench.client import Level, Target
+    from outrider.bench.client import Endpoint, Level
     from outrider.bench.serve import bench_server, parse_goodput
     from outrider.bench.workloads import Conversation, load_prompts
 
@@ -184,9 +172,9 @@ def bench_serve(
     texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     body |= ({"seed": seed} if seed is not None else {}) | ({"ignore_eos": True} if ignore_eos else {}) | _json_object(extra_body)
-    target = Target(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
+    endpoint = Endpoint(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
-    code = bench_server(target, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
+    code = bench_server(endpoint, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
     if code:
         raise typer.Exit(code)
 

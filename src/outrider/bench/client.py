@@ -1,11 +1,11 @@
-"""Load on a running OpenAI-compatible server: streamed requests at a rate or at a concurrency, and what came of each."""
+"""A client of OpenAI-compatible servers: streamed requests, alone or at a rate or a concurrency, and what came of each."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import ModuleType
@@ -13,11 +13,11 @@ from typing import Any
 
 from outrider.errors import OutriderError
 
-__all__ = ["Level", "ServedAnswer", "Target", "find_model", "http_client", "run_level"]
+__all__ = ["Client", "Endpoint", "Level", "ServedAnswer", "find_model", "run_level"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """A server and how to ask it."""
 
     url: str  # up to and without /v1
@@ -30,6 +30,15 @@ class Target:
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def question(self, prompt: str) -> dict[str, Any]:
+        """The body of a request."""
+        question = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        return {"model": self.model} | question | self.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,10 @@ class Level:
 
 @dataclass(slots=True)
 class ServedAnswer:
-    """One request: when its pieces came, in seconds after it was sent, and how many tokens they held."""
+    """One streamed request: its text, when its pieces came, in seconds after it was sent, and how many tokens they held."""
 
+    status: int = 0
+    text: str = ""
     first_s: float = 0.0
     total_s: float = 0.0
     gaps: list[float] = field(default_factory=list)  # between pieces
@@ -54,6 +65,7 @@ class ServedAnswer:
     tokens: int = 0
     counted: bool = False  # by the server; else pieces stand in for tokens
     failed: str | None = None
+    cancelled: bool = False  # left before its end, as planned
 
     @property
     def per_token_s(self) -> float | None:
@@ -61,7 +73,56 @@ class ServedAnswer:
         return (self.total_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
 
 
-def http_client() -> ModuleType:
+class Client:
+    """Connections to one server, from this address of the machine where that matters."""
+
+    def __init__(self, endpoint: Endpoint, address: str | None = None) -> None:
+        self.endpoint = endpoint
+        self._httpx = httpx = _httpx()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        transport = httpx.AsyncHTTPTransport(local_address=address, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(transport=transport, timeout=endpoint.timeout_s, headers=endpoint.headers, trust_env=False)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body."""
+        answer = await self._http.get(self.endpoint.url + path)
+        return answer.status_code, answer.content
+
+    async def post(self, path: str, body: bytes) -> int:
+        """The status; what is answered is read and forgotten."""
+        answer = await self._http.post(self.endpoint.url + path, content=body, headers={"Content-Type": "application/json"})
+        return int(answer.status_code)
+
+    async def stream(self, body: Mapping[str, Any], leave_after: int | None = None) -> ServedAnswer:
+        """A streamed completion, read to its end or left after so many pieces."""
+        answer, url = ServedAnswer(), self.endpoint.url + self.endpoint.path
+        sent = {"stream": True, "stream_options": {"include_usage": True}} | dict(body)
+        begun = perf_counter()
+        try:
+            async with self._http.stream("POST", url, json=sent) as response:
+                answer.status = response.status_code
+                if response.status_code != 200:
+                    answer.failed = f"HTTP {response.status_code}: {_message(await response.aread())}"
+                    answer.total_s = perf_counter() - begun
+                else:
+                    await _read(response, answer, begun, leave_after)
+        except self._httpx.HTTPError as error:
+            answer.failed = f"{type(error).__name__}: {error}".rstrip(": ")
+        except ValueError as error:
+            answer.failed = f"an event is not JSON: {error}"
+        return answer
+
+
+def _httpx() -> ModuleType:
     """httpx, or how to get it."""
     try:
         import httpx
@@ -70,32 +131,30 @@ def http_client() -> ModuleType:
     return httpx
 
 
-async def find_model(target: Target) -> str:
+async def find_model(endpoint: Endpoint) -> str:
     """The first model the server names."""
-    httpx = http_client()
-    url = f"{target.url}/v1/models"
+    httpx = _httpx()
     try:
-        async with httpx.AsyncClient(timeout=target.timeout_s, trust_env=False) as client:
-            answer = await client.get(url, headers=target.headers)
-            answer.raise_for_status()
-            return str(answer.json()["data"][0]["id"])
+        async with Client(endpoint) as client:
+            status, data = await client.get("/v1/models")
+        if status != 200:
+            raise ValueError(f"HTTP {status}")
+        return str(json.loads(data)["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         reason = (str(error) or type(error).__name__).partition("\n")[0]
-        raise OutriderError(f"{url} names no model ({reason}); is a server running and ready there?") from None
+        raise OutriderError(f"{endpoint.url}/v1/models names no model ({reason}); is a server running and ready there?") from None
 
 
 async def run_level(
-    target: Target, level: Level, prompts: Sequence[str], seed: int, done: Callable[[ServedAnswer], None]
+    endpoint: Endpoint, level: Level, prompts: Sequence[str], seed: int, done: Callable[[ServedAnswer], None]
 ) -> tuple[list[ServedAnswer], float]:
     """Every prompt once under this load; the answers in the order of the prompts, and the seconds it took."""
-    httpx = http_client()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     slots = asyncio.Semaphore(level.concurrency or len(prompts))
-    async with httpx.AsyncClient(timeout=target.timeout_s, limits=limits, trust_env=False) as client:
+    async with Client(endpoint) as client:
 
         async def one(prompt: str) -> ServedAnswer:
             async with slots:
-                answer = await _ask(client, target, prompt)
+                answer = await client.stream(endpoint.question(prompt))
             done(answer)
             return answer
 
@@ -117,27 +176,8 @@ async def _arriving(prompts: Sequence[str], rate: float | None, seed: int) -> As
         yield prompt
 
 
-async def _ask(client: Any, target: Target, prompt: str) -> ServedAnswer:
-    httpx, answer = http_client(), ServedAnswer()
-    path = "/v1/chat/completions" if target.chat else "/v1/completions"
-    question = {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
-    body = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}} | question | target.body
-    begun = perf_counter()
-    try:
-        async with client.stream("POST", target.url + path, json=body, headers=target.headers) as response:
-            if response.status_code != 200:
-                answer.failed = f"HTTP {response.status_code}: {_message(await response.aread())}"
-                return answer
-            await _read(response, answer, begun)
-    except httpx.HTTPError as error:
-        answer.failed = f"{type(error).__name__}: {error}".rstrip(": ")
-    except ValueError as error:
-        answer.failed = f"an event is not JSON: {error}"
-    return answer
-
-
-async def _read(response: Any, answer: ServedAnswer, begun: float) -> None:
-    """Follow the events of one answer to their end."""
+async def _read(response: Any, answer: ServedAnswer, begun: float, leave_after: int | None) -> None:
+    """Follow the events of one answer to their end, or until it is left; leaving the response closes its connection."""
     pieces, last, ended = 0, begun, False
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
@@ -152,12 +192,17 @@ async def _read(response: Any, answer: ServedAnswer, begun: float) -> None:
             return
         if usage := event.get("usage"):
             answer.prompt_tokens, answer.tokens, answer.counted = usage["prompt_tokens"], usage["completion_tokens"], True
-        if any(_has_text(choice) for choice in event.get("choices") or []):
+        texts = [_text(choice) for choice in event.get("choices") or []]
+        answer.text += "".join(texts)
+        if any(texts):
             if pieces:
                 answer.gaps.append(now - last)
             else:
                 answer.first_s = now - begun
             pieces, last = pieces + 1, now
+        if leave_after is not None and pieces >= leave_after:
+            answer.cancelled = True
+            return
     answer.total_s = last - begun
     if not answer.counted:
         answer.tokens = pieces
@@ -167,9 +212,11 @@ async def _read(response: Any, answer: ServedAnswer, begun: float) -> None:
         answer.failed = "the answer is empty"
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
+def _text(choice: dict[str, Any]) -> str:
+    """What a piece adds, in whichever field it stands."""
     delta = choice.get("delta") or {}
-    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"))
+    named = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+    return named or (json.dumps(delta["tool_calls"]) if delta.get("tool_calls") else "")
 
 
 def _message(raw: bytes | str) -> str:

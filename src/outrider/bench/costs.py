@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.charts import Series, legend, lines, page
-from outrider.control import Adaptive, Costs
+from outrider.control import Controller, Costs
 from outrider.engine.llm import LLM
 
 __all__ = ["measured_costs", "show_costs", "write_plot"]
@@ -21,7 +21,7 @@ _BAR = 36  # characters
 def measured_costs(model: str | None) -> Costs:
     """The table after a fresh calibration; it is kept for later starts."""
     llm = LLM(model, speculation="auto", calibration_s=0)
-    assert isinstance(llm.engine.policy, Adaptive)
+    assert isinstance(llm.engine.policy, Controller)
     llm.engine.policy.costs = Costs(llm.engine.policy.costs.sizes)
     llm.measure_costs()
     return llm.engine.policy.costs

@@ -1,4 +1,4 @@
-"""What this machine is, whether rows are invariant on it, and what exactness costs."""
+"""`outrider doctor`: what this machine and its GPU are, whether rows are invariant on them, and what exactness costs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import importlib.metadata
 import platform as python_platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider._version import __version__
-from outrider.bench.checks import Check
-from outrider.bench.gpu_doctor import diagnose_gpu
+from outrider.bench.bandwidth import device_seconds, gpu_bandwidth
+from outrider.engine.device import missing_gpu
 from outrider.ops import (
     Blocked,
-    Core,
     Ops,
     PackedLinear,
     Plain,
@@ -29,15 +31,34 @@ from outrider.ops import (
 )
 from outrider.platform import cpu_flags, cpu_name, guard
 
-__all__ = ["Check", "diagnose"]
+__all__ = ["Check", "attention_is_invariant", "diagnose", "gpu_attention", "gpu_linear_is_invariant", "linear_is_invariant"]
 
-_SHAPES = ((512, 1536), (1408, 512), (2048, 384), (100, 77))
+_SHAPES = ((1536, 512), (512, 1408), (384, 2048), (77, 100))  # columns, inner
 _ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48)
+_GPU_SHAPES = ((1024, 512), (512, 1408), (6144, 4096), (4096, 14336))
+_GPU_ROW_COUNTS = (1, 2, 3, 8, 16, 17, 33, 64, 130)
+_GPU_ROWS_ALONE = 8  # of the largest batch
+_LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # of an 8B model
+_LAYERS = 4
+Product = Callable[[Tensor], Tensor]
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was measured or compared, and whether it is as it should be."""
+
+    section: str
+    name: str
+    value: str
+    good: bool = True
 
 
 def diagnose() -> list[Check]:
     """Everything `outrider doctor` prints, in order. Takes a few seconds."""
-    return [*_versions(), *_machine(), *_invariance(), *_cost(), *diagnose_gpu()]
+    missing = missing_gpu()
+    gpu = [Check("gpu", "device", f"none: {missing}; the processor serves")] if missing else _gpu()
+    return [*_versions(), *_machine(), *_invariance(), *_cost(), *gpu]
 
 
 def _versions() -> list[Check]:
@@ -69,57 +90,50 @@ def _core_in_use() -> str:
 
 
 def _invariance() -> list[Check]:
-    checks = _native_invariance()
+    checks = []
+    if (core := serving_ops().core) is not None:
+        for kind in ("float32", "bfloat16", "int8"):
+            products = (PackedLinear(core, kind, _random(1, *shape)) for shape in _SHAPES)
+            equal = (rows_keep_bits(product, _rows(shape), _ROW_COUNTS) for product, shape in zip(products, _SHAPES, strict=True))
+            checks.append(_linear_check("rows", f"linear {kind}, native core", equal))
     for dtype in (torch.float32, torch.bfloat16):
         if dtype == torch.bfloat16 and not guard().bf16_products:
             continue
         name = str(dtype).removeprefix("torch.")
-        for label, ops in (("torch as it comes", Plain()), ("blocked", Blocked())):
-            equal = sum(linear_is_invariant(ops, dtype, shape) for shape in _SHAPES)
-            text = f"{equal} of {len(_SHAPES)} shapes give a row the same bits at any row count"
-            checks.append(Check("rows", f"linear {name}, {label}", text, equal == len(_SHAPES) or isinstance(ops, Plain)))
+        for label, ops, promised in (("torch as it comes", Plain(), False), ("blocked", Blocked(), True)):
+            equal = (linear_is_invariant(ops, dtype, shape) for shape in _SHAPES)
+            checks.append(_linear_check("rows", f"linear {name}, {label}", equal, promised))
     same = attention_is_invariant()
-    checks.append(Check("rows", "attention", "tree nodes equal decoding one by one" if same else "differs", same))
-    return checks
+    return [*checks, Check("rows", "attention", "tree nodes equal decoding one by one" if same else "differs", same)]
 
 
-def _native_invariance() -> list[Check]:
-    core = serving_ops().core
-    if core is None:
-        return []
-    checks = []
-    for kind in ("float32", "bfloat16", "int8"):
-        equal = sum(native_is_invariant(core, kind, shape) for shape in _SHAPES)
-        text = f"{equal} of {len(_SHAPES)} shapes give a row the same bits at any row count"
-        checks.append(Check("rows", f"linear {kind}, native core", text, equal == len(_SHAPES)))
-    return checks
+def _linear_check(section: str, name: str, results: Iterable[bool], promised: bool = True) -> Check:
+    equal = list(results)
+    text = f"{sum(equal)} of {len(equal)} shapes give a row the same bits at any row count"
+    return Check(section, name, text, all(equal) or not promised)
 
 
-def native_is_invariant(core: Core, kind: str, shape: tuple[int, int]) -> bool:
-    """Whether a row keeps its bits among others in a product of the native core."""
-    generator = torch.Generator().manual_seed(1)
-    product = PackedLinear(core, kind, torch.randn(shape[1], shape[0], generator=generator))
-    x = torch.randn(max(_ROW_COUNTS), shape[0], generator=generator)
-    alone = torch.cat([product(row[None]) for row in x])
-    return all(torch.equal(product(x[-count:]), alone[-count:]) for count in _ROW_COUNTS)
+def rows_keep_bits(product: Product, x: Tensor, counts: Sequence[int], alone: int | None = None) -> bool:
+    """Whether rows of a product have the bits they have alone, at the start and at the end of batches of these sizes.
+
+    `alone` is how many of the rows are computed alone; None: all.
+    """
+    whole, step = product(x), max(len(x) // (alone or len(x)), 1)
+    if not torch.equal(whole[::step], torch.cat([product(row[None]) for row in x[::step]])):
+        return False
+    return all(
+        torch.equal(product(x[:count]), whole[:count]) and torch.equal(product(x[-count:]), whole[-count:]) for count in counts
+    )
 
 
-def linear_is_invariant(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
-    """Whether a row keeps its bits alone, among others, and at every place in the batch."""
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(shape[1], shape[0], generator=generator).to(dtype)
-    row = torch.randn(shape[0], generator=generator).to(dtype)
-    seen: Tensor | None = None
-    for count in _ROW_COUNTS:
-        for place in {0, count // 2, count - 1}:
-            x = torch.randn(count, shape[0], generator=generator).to(dtype)
-            x[place] = row
-            out = ops.linear(x, weight)[place]
-            if seen is None:
-                seen = out
-            elif not torch.equal(out, seen):
-                return False
-    return True
+def linear_is_invariant(ops: Ops, dtype: torch.dtype, shape: Shape) -> bool:
+    """Whether a row keeps its bits alone, among others, and at every place in the batch; `shape` is columns, inner."""
+    weight = _random(1, *shape).to(dtype)
+    return rows_keep_bits(lambda x: ops.linear(x, weight), _rows(shape).to(dtype), _ROW_COUNTS)
+
+
+def _rows(shape: Shape) -> Tensor:
+    return _random(2, max(_ROW_COUNTS), shape[1])
 
 
 def attention_is_invariant() -> bool:
@@ -163,3 +177,109 @@ def _interleaved(first: Callable[[], None], second: Callable[[], None], repeats:
             call()
             spent.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _gpu() -> list[Check]:
+    free, total = torch.cuda.mem_get_info()
+    major, minor = torch.cuda.get_device_capability()
+    linear = (gpu_linear_is_invariant(shape, "cuda", torch.bfloat16) for shape in _GPU_SHAPES)
+    both = gpu_attention("cuda", torch.bfloat16)
+    results = [
+        f"{name} {'equal' if same else 'differ from'} decoding one by one"
+        for name, same in zip(("prompts", "tree nodes"), both, strict=True)
+    ]
+    return [
+        Check("gpu", "device", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"),
+        Check("gpu", "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"),
+        Check("gpu", "software", f"CUDA {torch.version.cuda}, Triton {importlib.metadata.version('triton')}"),
+        _linear_check("gpu", "linear bfloat16", linear),
+        Check("gpu", "attention bfloat16", "; ".join(results), all(both)),
+        *_gpu_cost(),
+    ]
+
+
+def gpu_linear_is_invariant(shape: Shape, device: str, dtype: torch.dtype) -> bool:
+    """Whether a row keeps its bits alone, among others, and at every place in the batch; `shape` is columns, inner."""
+    weight, kernels = _random(1, *shape, device=device, dtype=dtype), _kernels(dtype)
+
+    def product(rows: Tensor) -> Tensor:
+        out = torch.empty(len(rows), shape[0], device=device)
+        kernels.linear(rows, weight, None, out, "store")
+        return out
+
+    x = _random(2, max(_GPU_ROW_COUNTS), shape[1], device=device, dtype=dtype)
+    return rows_keep_bits(product, x, _GPU_ROW_COUNTS, _GPU_ROWS_ALONE)
+
+
+class Attention(NamedTuple):
+    """Whether rows have the bits of the same tokens decoded one by one."""
+
+    prompts: bool
+    nodes: bool
+
+
+def gpu_attention(device: str, dtype: torch.dtype, root: int = 77) -> Attention:
+    """A prompt's rows and a tree's last node against decoding."""
+    from outrider.ops.cuda.launch import AttentionMetadata
+
+    kernels, width = _kernels(dtype), 64
+    pool = (_random(3, 4, 2, 64, width, device=device, dtype=dtype), _random(4, 4, 2, 64, width, device=device, dtype=dtype))
+    q = _random(5, root + 1, 4 * width, device=device, dtype=dtype)
+    table = torch.tensor([[2, 0, 3]], dtype=torch.int32, device=device)
+
+    def decoded(rows: Tensor, positions: list[int], roots: list[int], ancestors: list[list[int]]) -> Tensor:
+        where, known, slots = (torch.tensor(values, dtype=torch.int32, device=device) for values in (positions, roots, ancestors))
+        none = torch.zeros_like(where)
+        meta = AttentionMetadata(none, none, where, known, none, none, table, slots, none.float(), none.long())
+        out = torch.empty_like(rows)
+        kernels.attend_rows(rows, pool, meta, out, None)
+        return out
+
+    every = list(range(root + 1))
+    single = decoded(q, every, every, [[0, 0]] * len(every))
+    chunks = [(i, min(kernels.chunk_tokens, root + 1 - i), i, 0, 0) for i in range(0, root + 1, kernels.chunk_tokens)]
+    prompt = torch.empty_like(q)
+    kernels.attend_chunks(q, pool, table, torch.tensor(chunks, dtype=torch.int32, device=device), prompt, None)
+    # the last two positions once more, as nodes of a draft whose KV lies in a separate page
+    for part in pool:
+        for slot, position in ((0, root - 1), (2, root)):
+            part[1, :, slot] = part[int(table[0, position // 64]), :, position % 64]
+    node = decoded(q[root:], [root], [root - 2], [[64, 66]])
+    return Attention(torch.equal(prompt, single), torch.equal(node[0], single[root]))
+
+
+def _gpu_cost() -> list[Check]:
+    """Products of some 8B layers, ours against cuBLAS, and the bytes they read per second."""
+    weights = [_random(6, *shape, device="cuda", dtype=torch.bfloat16) for shape in _LAYER for _ in range(_LAYERS)]
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    kernels = _kernels(torch.bfloat16)
+    checks: list[Check] = []
+    for rows in (1, 32):
+        inputs = {inner: _random(7, rows, inner, device="cuda", dtype=torch.bfloat16) for inner in {shape[1] for shape in _LAYER}}
+        outs = {columns: torch.empty(rows, columns, device="cuda") for columns in {shape[0] for shape in _LAYER}}
+
+        def exact() -> None:
+            for weight in weights:
+                kernels.linear(inputs[weight.shape[1]], weight, None, outs[weight.shape[0]], "store")  # noqa: B023 (used at once)
+
+        def fast() -> None:
+            for weight in weights:
+                F.linear(inputs[weight.shape[1]], weight)  # noqa: B023 (used at once)
+
+        ours, theirs = device_seconds(exact), device_seconds(fast)
+        text = f"{ours * 1e3:.2f} ms against cuBLAS's {theirs * 1e3:.2f} ms ({ours / theirs - 1:+.1%})"
+        text += f"; {size / ours / 1e9:.0f} GB/s read"
+        checks.append(Check("gpu", f"exactness, {_LAYERS} layers of 8B, {rows} row{'s' * (rows > 1)}", text))
+    speed = gpu_bandwidth(1 << 30)
+    return [*checks, Check("gpu", "memory bandwidth", f"{speed / 1e9:.0f} GB/s read by a matrix-vector product over 1 GiB")]
+
+
+def _kernels(dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    from outrider.ops.cuda.launch import Kernels, Shape
+
+    return Kernels(Shape(256, 4, 2, 64, 64, 1e-5), dtype)
+
+
+def _random(seed: int, *shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, device=device, generator=generator).mul(shape[-1] ** -0.5).to(dtype)

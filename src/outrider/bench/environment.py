@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform as python_platform
 import re
@@ -12,13 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from outrider._version import __version__
 from outrider.ops import threads_used
 from outrider.platform import cpu_name
 
-__all__ = ["close_report", "environment"]
+__all__ = ["environment"]
 
 
 def environment() -> dict[str, Any]:
@@ -37,13 +34,3 @@ def _program() -> list[str]:
     if spec is None or spec.name.partition(".")[0] != "benchmarks":
         return [Path(sys.argv[0]).name]
     return ["python", "-m", spec.name.removesuffix(".__main__")]
-
-
-def close_report(report: dict[str, Any], output: Path | None) -> None:
-    """Print a report with its environment, write it to `output` where there is one, and end with 1 where it did not pass."""
-    text = json.dumps(report | environment(), indent=1)
-    print(text)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
-    if not report["passed"]:
-        raise typer.Exit(1)

@@ -143,7 +143,7 @@ class _Contestant:
         self.seconds = 0.0
         self._turn = _TURN_ON_GPU if llm.device.is_gpu else 0.0
         for prompt, one in zip(prompts, params, strict=True):
-            (request,), method = llm.requests(prompt, one)
+            (request,), method = llm.intake.prepare(prompt, one)
             self.engine.submit(request, method)
 
     @property

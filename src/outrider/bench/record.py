@@ -1,17 +1,22 @@
-"""A benchmark as it is kept: results.jsonl, row by row with its conditions, and the report made of it."""
+"""A benchmark as it is shown while it runs, and as it is kept: results.jsonl, row by row, and the report made of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from outrider.bench.display import WIDE, live_board, rows_table, show_failures
 from outrider.bench.environment import environment
 from outrider.bench.report import render_report
 from outrider.bench.suite import Suite, run_suite
@@ -24,6 +29,15 @@ __all__ = ["read_rows", "record_suite", "write_report"]
 
 _SHOWN = ("method", "workload", "temperature", "batch", "tok_s", "speedup", "tokens_per_round", "efficiency", "equal", "failed")
 _INTERRUPTED = 130
+_LIVE_ROWS = 12  # newest rows shown while it runs
+_EVERY_S = 0.25
+_WIDE = 130  # columns of a terminal that shows everything
+_PHASES = "dr/ve/ch/ho %"  # draft, verify, choose, host: shares of a round
+_COLUMNS = (  # and whether they are details
+    ("workload", False), ("T", False), ("batch", False), ("method", False), ("tok/s", False), ("speed-up", False),
+    ("95 %", False), ("tok/round", False), (_PHASES, True), ("TTFT ms", True), ("ITL ms", True),
+    ("efficiency", True), ("loop", True), ("equal", False),
+)  # fmt: skip
 
 
 def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
@@ -34,25 +48,25 @@ def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
     begun = datetime.now(UTC)
     folder = folder or Path("outrider-bench") / begun.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
-    marks = environment() | {"begun": begun.isoformat(timespec="seconds")} | _provenance(suite)
+    conditions = environment() | {"begun": begun.isoformat(timespec="seconds")} | _provenance(suite)
     interrupted = False
     path = folder / "results.jsonl"
-    with path.open("w", encoding="utf-8") as file, live_board(console) as board:
+    with path.open("w", encoding="utf-8") as file, _live_board(console) as board:
         try:
             for row in run_suite(suite, board.say):
-                file.write(json.dumps(row | {"conditions": marks}) + "\n")
+                file.write(json.dumps(row | {"conditions": conditions}) + "\n")
                 file.flush()
                 board.add(row)
         except KeyboardInterrupt:
             interrupted = True
     rows = read_rows(path) if path.stat().st_size else []  # an interruption may come between keeping a row and showing it
     if not console.is_terminal:
-        console.width = max(console.width, WIDE)
-    console.print(rows_table(rows, console.width >= WIDE))
-    show_failures(rows, console)
+        console.width = max(console.width, _WIDE)
+    console.print(_rows_table(rows, console.width >= _WIDE))
+    _show_failures(rows, console)
     if rows:
         console.print(f"{path}, {write_report(rows, folder)}", highlight=False, markup=False, soft_wrap=True)
-    brief = {name: value for name, value in marks.items() if name != "meaning"}
+    brief = {name: value for name, value in conditions.items() if name != "meaning"}
     whole = [row for row in rows if row["category"] is None]
     print(json.dumps({"rows": [{name: row.get(name) for name in _SHOWN} for row in whole]} | brief), flush=True)
     if interrupted:
@@ -95,3 +109,94 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise InvalidParameter("results", f"{path} holds no rows")
     return rows
+
+
+class _Board:
+    """Rows so far and what is running now. Drawn between measurements only, so that drawing is not measured."""
+
+    def __init__(self, console: Console, live: Live | None) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._console = console
+        self._live = live
+        self._drawn = 0.0
+
+    def say(self, text: str) -> None:
+        """What is being done."""
+        if self._live is not None and time.monotonic() - self._drawn > _EVERY_S:
+            self._live.update(
+                Group(_rows_table(self._rows[-_LIVE_ROWS:], self._console.width >= _WIDE), Text(text, style="dim")), refresh=True
+            )
+            self._drawn = time.monotonic()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A finished row."""
+        self._rows.append(row)
+        if self._live is None:
+            self._console.print(_line(row), highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _live_board(console: Console) -> Iterator[_Board]:
+    """A table that grows on a terminal, one line per row elsewhere."""
+    if not console.is_terminal:
+        yield _Board(console, None)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield _Board(console, live)
+
+
+def _rows_table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
+    """One line per row, failures in red; `wide` adds phases and latencies."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, detail in _COLUMNS:
+        if wide or not detail:
+            words = name in ("workload", "method")
+            table.add_column(name, no_wrap=True, justify="left" if words else "right", min_width=8 if words else len(name))
+    for row in rows:
+        cells = zip(_cells(row), _COLUMNS, strict=False)
+        table.add_row(*(cell for cell, (_, detail) in cells if wide or not detail))
+    return table
+
+
+def _show_failures(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Why each failed row failed, and which rows have other tokens than plain decoding."""
+    for row in rows:
+        if row["failed"] or row["equal"] < 1.0:
+            console.print(_line(row), style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def _cells(row: dict[str, Any]) -> list[str | Text]:
+    category = f" · {row['category']}" if row["category"] else ""
+    head: list[str | Text] = [row["workload"] + category, f"{row['temperature']:g}", str(row["batch"]), row["method"]]
+    if row["failed"]:
+        return [*head, Text("failed", style="bold red")]
+    low, high = row["speedup_interval"]
+    shares = "/".join(f"{row['share_of_round'].get(name, 0) * 100:.0f}" for name in ("draft", "verify", "choose", "host"))
+    better = "" if low == high else "green" if low > 1 else "red" if high < 1 else ""
+    return [
+        *head,
+        f"{row['tok_s']:.0f}",
+        Text(f"{row['speedup']:.2f}", style=better),
+        "-" if low == high else f"{low:.2f} to {high:.2f}",
+        _number(row["tokens_per_round"]),
+        shares,
+        _number(row["ttft_ms"] and row["ttft_ms"]["median"], 1),
+        _number(row["itl_ms"] and row["itl_ms"]["median"], 1),
+        _number(row["efficiency"]),
+        f"{row['looping']:.0%}",
+        Text(f"{row['equal']:.0%}", style="green" if row["equal"] == 1.0 else "bold red"),
+    ]
+
+
+def _line(row: dict[str, Any]) -> str:
+    category = f" ({row['category']})" if row["category"] else ""
+    head = f"{row['workload']}{category}, T {row['temperature']:g}, batch {row['batch']}, {row['method']}: "
+    if row["failed"]:
+        return f"{head}failed: {row['failed']}"
+    rate = f"{row['tok_s']:.0f} tok/s, speed-up {row['speedup']:.2f}, {_number(row['tokens_per_round'])} tokens per round"
+    left_out = f", without {' and '.join(row['left_out'])}, which do not fit the context" if row.get("left_out") else ""
+    return f"{head}{rate}, {row['equal']:.0%} equal{left_out}"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import product
@@ -14,6 +15,7 @@ from outrider.charts import Series, bars, legend, lines, page, stacked
 __all__ = ["render_report"]
 
 Row = dict[str, Any]
+Points = dict[str, list[tuple[float, float]]]  # by method
 _PHASES = ("draft", "verify", "choose", "host")
 
 
@@ -21,52 +23,12 @@ def render_report(rows: Sequence[Row]) -> str:
     """The page for rows as `results.jsonl` holds them."""
     good = [row for row in rows if not row["failed"]]
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    sections = [*_sections(good, methods)] if good else []
-    body = "".join(
-        f'<section id="{name}"><h2>{title}</h2><p>{text}</p>{content}</section>' for name, title, text, content in sections
-    )
+    body = ""
+    for name, (title, text, plots) in _SECTIONS.items():
+        if drawn := "".join(plots(good, methods)) if good else "":
+            colours = legend(_PHASES, "p") if name == "time" else legend(methods)
+            body += f'<section id="{name}"><h2>{title}</h2><p>{text}</p>{colours}<div class="plots">{drawn}</div></section>'
     return page("Outrider bench", f"{_header(rows, good)}{body}{_table(rows)}{_notes(rows)}")
-
-
-def _sections(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Anchor, heading, one line of explanation, and plots; those with nothing to show are left out."""
-    fast = [method for method in methods if method != PLAIN]
-    key = legend(methods)
-    parts: list[tuple[str, str, str, str, list[str]]] = [
-        (
-            "speedup",
-            "Speed-up by method and category",
-            "Tokens per second over those of plain decoding of the same requests; the line is plain decoding, whiskers are "
-            "95 % intervals over requests.",
-            key,
-            [*_speedups(rows, methods)],
-        ),
-        (
-            "acceptance",
-            "Acceptance by position",
-            "Of the rounds that drafted so far ahead, the share whose draft was right up to there.",
-            key,
-            [*_acceptance(rows, methods)],
-        ),
-        (
-            "time",
-            "Where a round's time goes",
-            "Milliseconds of a round in which nobody reads a prompt, and the tokens it brings.",
-            legend(_PHASES, "p"),
-            [*_breakdown(rows)],
-        ),
-        ("batch", "Batch sweep", "Speed-up by the number of requests that run together.", key, [*_sweep(rows, fast, methods)]),
-        (
-            "costs",
-            "Cost curves",
-            "Medians seen in these runs: the target's forward by its rows, and a proposal by the nodes it drafted.",
-            key,
-            [*_costs(rows, methods)],
-        ),
-    ]
-    for name, title, text, colours, plots in parts:
-        if plots:
-            yield name, title, text, f'{colours}<div class="plots">{"".join(plots)}</div>'
 
 
 def _speedups(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
@@ -74,35 +36,26 @@ def _speedups(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
     for (temperature, batch), facet in _facets(rows, "temperature", "batch"):
         groups = list(dict.fromkeys(_group(row) for row in facet))
         series = []
-        for method in methods:
+        for number, method in enumerate(methods):
             mine = [row for row in facet if row["method"] == method and method != PLAIN]
             points = [(float(groups.index(_group(row))), row["speedup"]) for row in mine]
-            if points:
-                series.append(Series(method, methods.index(method), points, [tuple(row["speedup_interval"]) for row in mine]))
-        if series:
-            yield bars(f"temperature {temperature:g}, batch {batch}", groups, series, "\u00d7 plain", top)
+            series.append(Series(method, number, points, [tuple(row["speedup_interval"]) for row in mine]))
+        if drawn := [line for line in series if line.points]:
+            yield bars(f"temperature {temperature:g}, batch {batch}", groups, drawn, "\u00d7 plain", top)
 
 
 def _acceptance(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
     first = min(row["batch"] for row in rows)
-    whole = [row for row in rows if row["category"] is None and row["batch"] == first]
-    for (workload, temperature), facet in _facets(whole, "workload", "temperature"):
-        series = [
-            Series(
-                row["method"],
-                methods.index(row["method"]),
-                [(i + 1.0, y) for i, y in enumerate(row["accepted_by_position"][:16])],
-            )
-            for row in facet
-            if row["accepted_by_position"]
-        ]
-        if series:
+    for (workload, temperature), facet in _facets(_whole(rows), "workload", "temperature"):
+        shares = {row["method"]: row["accepted_by_position"][:16] for row in facet if row["batch"] == first}
+        points = {method: [(i + 1.0, share) for i, share in enumerate(by_position)] for method, by_position in shares.items()}
+        if series := _series(points, methods):
             yield lines(f"{workload}, temperature {temperature:g}", series, ("position", "accepted"), top=1.0)
 
 
-def _breakdown(rows: Sequence[Row]) -> Iterator[str]:
-    whole = [row for row in rows if row["category"] is None and row["ms_per_round"]]
-    for (workload, temperature, batch), facet in _facets(whole, "workload", "temperature", "batch"):
+def _breakdown(rows: Sequence[Row], _methods: Sequence[str]) -> Iterator[str]:
+    measured = [row for row in _whole(rows) if row["ms_per_round"]]
+    for (workload, temperature, batch), facet in _facets(measured, "workload", "temperature", "batch"):
         drawn = [
             (row["method"], [row["ms_per_round"][phase] for phase in _PHASES], f"{row['tokens_per_round'] or 0:.2f} tokens")
             for row in facet
@@ -110,33 +63,64 @@ def _breakdown(rows: Sequence[Row]) -> Iterator[str]:
         yield stacked(f"{workload}, temperature {temperature:g}, batch {batch}", drawn, _PHASES, "ms per round")
 
 
-def _sweep(rows: Sequence[Row], fast: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
-    whole = [row for row in rows if row["category"] is None]
+def _sweep(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
+    whole = _whole(rows)
     if len({row["batch"] for row in whole}) < 2:
         return
     for (workload, temperature), facet in _facets(whole, "workload", "temperature"):
-        series = []
-        for method in fast:
-            points = sorted((float(row["batch"]), row["speedup"]) for row in facet if row["method"] == method)
-            if points:
-                series.append(Series(method, methods.index(method), points))
-        if series:
+        points: Points = defaultdict(list)
+        for row in sorted(facet, key=lambda row: row["batch"]):
+            if row["method"] != PLAIN:
+                points[row["method"]].append((float(row["batch"]), row["speedup"]))
+        if series := _series(points, methods):
             yield lines(f"{workload}, temperature {temperature:g}", series, ("batch", "\u00d7 plain"), line_at=1.0)
 
 
 def _costs(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
     for name, title, label in (("verify", "the target's forward", "rows"), ("propose", "a proposal", "nodes")):
-        series = []
-        for method in methods:
-            by_size: dict[float, list[float]] = {}
-            for row in rows:
-                for size, ms in row.get("costs", {}).get(name, []) if row["method"] == method else []:
-                    by_size.setdefault(size, []).append(ms)
-            if by_size:
-                points = [(size, statistics.median(times)) for size, times in sorted(by_size.items())]
-                series.append(Series(method, methods.index(method), points))
-        if series:
+        times: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for row in rows:
+            for size, ms in row.get("costs", {}).get(name, []):
+                times[row["method"]][size].append(ms)
+        points = {method: [(x, statistics.median(ms)) for x, ms in sorted(sizes.items())] for method, sizes in times.items()}
+        if series := _series(points, methods):
             yield lines(title, series, (label, "ms"))
+
+
+_SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row], Sequence[str]], Iterator[str]]]] = {
+    "speedup": (
+        "Speed-up by method and category",
+        "Tokens per second over those of plain decoding of the same requests; the line is plain decoding, whiskers are "
+        "95 % intervals over requests.",
+        _speedups,
+    ),
+    "acceptance": (
+        "Acceptance by position",
+        "Of the rounds that drafted so far ahead, the share whose draft was right up to there.",
+        _acceptance,
+    ),
+    "time": (
+        "Where a round's time goes",
+        "Milliseconds of a round in which nobody reads a prompt, and the tokens it brings.",
+        _breakdown,
+    ),
+    "batch": ("Batch sweep", "Speed-up by the number of requests that run together.", _sweep),
+    "costs": (
+        "Cost curves",
+        "Medians seen in these runs: the target's forward by its rows, and a proposal by the nodes it drafted.",
+        _costs,
+    ),
+}
+
+
+def _series(points: Points, methods: Sequence[str]) -> list[Series]:
+    """The lines of the methods that have points, each in its method's colour."""
+    return [Series(method, i, points[method]) for i, method in enumerate(methods) if points.get(method)]
+
+
+def _whole(rows: Sequence[Row]) -> list[Row]:
+    """Rows about whole workloads, not about one category."""
+    return [row for row in rows if row["category"] is None]
 
 
 def _facets(rows: Sequence[Row], *names: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
@@ -152,17 +136,13 @@ def _group(row: Row) -> str:
 
 
 def _header(rows: Sequence[Row], good: Sequence[Row]) -> str:
-    marks = rows[0]["conditions"]
-    best = max((row for row in good if row["category"] is None), key=lambda row: row["speedup"], default=None)
-    compared = sum(row["compared"] for row in good if row["category"] is None)
-    equal = sum(row["equal"] * row["compared"] for row in good if row["category"] is None)
-    failed = len(rows) - len(good)
+    run = rows[0]["conditions"]
+    whole, failed = _whole(good), len(rows) - len(good)
+    best = max(whole, key=lambda row: row["speedup"], default=None)
+    compared = sum(row["compared"] for row in whole)
+    equal = sum(row["equal"] * row["compared"] for row in whole)
     cards = [
-        (
-            "best speed-up",
-            f"{best['speedup']:.2f}\u00d7" if best else "\u2013",
-            _where(best) if best else "",
-        ),
+        ("best speed-up", f"{best['speedup']:.2f}\u00d7" if best else "\u2013", _where(best) if best else ""),
         ("outputs equal to plain decoding", f"{equal:.0f} of {compared}", "token ids compared one by one"),
         ("cases failed", str(failed), "see the table" if failed else "none"),
     ]
@@ -170,10 +150,10 @@ def _header(rows: Sequence[Row], good: Sequence[Row]) -> str:
         f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(note)}</small></div>'
         for name, value, note in cards
     )
-    versions = ", ".join(f"{name} {version}" for name, version in marks["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return (
-        f"<header><h1>Outrider bench</h1><p>{escape(marks['model'])} on {escape(marks['device'])}, {escape(marks['core'])}; "
-        f"{escape(versions)}; {escape(marks['begun'])}</p><pre>{escape(marks['command'])}</pre></header>"
+        f"<header><h1>Outrider bench</h1><p>{escape(run['model'])} on {escape(run['device'])}, {escape(run['core'])}; "
+        f"{escape(versions)}; {escape(run['begun'])}</p><pre>{escape(run['command'])}</pre></header>"
         f'<div class="cards">{drawn}</div>'
     )
 

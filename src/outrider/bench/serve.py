@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.bench.client import Level, ServedAnswer, Target, find_model, run_level
+from outrider.bench.client import Endpoint, Level, ServedAnswer, find_model, run_level
 from outrider.bench.environment import environment
 from outrider.errors import InvalidParameter
 from outrider.quantiles import quantile
@@ -43,7 +43,7 @@ def parse_goodput(terms: Sequence[str]) -> dict[str, float]:
 
 
 def bench_server(
-    target: Target,
+    endpoint: Endpoint,
     levels: Sequence[Level],
     prompts: Sequence[str],
     goodput: dict[str, float],
@@ -54,21 +54,27 @@ def bench_server(
     rows: list[dict[str, Any]] = []
     interrupted = False
     try:
-        if not target.model:
-            target = replace(target, model=asyncio.run(find_model(target)))
-        asyncio.run(run_level(target, Level(concurrency=1), prompts[:1], 0, lambda _: None))  # connections, lazy loading
+        if not endpoint.model:
+            endpoint = replace(endpoint, model=asyncio.run(find_model(endpoint)))
+        asyncio.run(run_level(endpoint, Level(concurrency=1), prompts[:1], 0, lambda _: None))  # connections, lazy loading
         for number, level in enumerate(levels):
             with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
                 task = progress.add_task(str(level), total=len(prompts))
                 answers, seconds = asyncio.run(
-                    run_level(target, level, prompts, number, lambda _: progress.advance(task))  # noqa: B023
+                    run_level(endpoint, level, prompts, number, lambda _: progress.advance(task))  # noqa: B023
                 )
             rows.append(summarise_level(level, answers, seconds, goodput))
             _tell(rows[-1], str(level), console)
     except KeyboardInterrupt:
         interrupted = True
     console.print(_table(rows))
-    result = {"rows": rows, "url": target.url, "model": target.model, "chat": target.chat, "request": target.body} | environment()
+    result = {
+        "rows": rows,
+        "url": endpoint.url,
+        "model": endpoint.model,
+        "chat": endpoint.chat,
+        "request": endpoint.body,
+    } | environment()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

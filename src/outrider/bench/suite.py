@@ -12,7 +12,7 @@ from typing import Any
 from outrider.bench.profiler import profiling
 from outrider.bench.summary import Group, MethodResult, combined, cost_points, summary
 from outrider.bench.workloads import PromptSet, TurnReader, load_prompts
-from outrider.config import SpeculationConfig, parse_method
+from outrider.config import SpeculationConfig, parse_method, pinned
 from outrider.draft import check_speculation
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
@@ -81,20 +81,20 @@ def run_suite(suite: Suite, say: Say) -> Iterator[dict[str, Any]]:
     bench = _Bench(suite, say)
     sets = [bench.read(load_prompts(name, bench.plain.config.vocab)) for name in suite.workloads]
     for (name, categories), temperature, batch in product(sets, suite.temperatures, suite.batches):
-        marks: dict[str, Any] = {"temperature": temperature, "batch": batch}
+        case: dict[str, Any] = {"temperature": temperature, "batch": batch}
         results: dict[str, dict[str, MethodResult]] = {}
         for category, texts in categories.items():
             results[category] = measured = bench.measure(_SuiteCase(name, category, temperature, batch), texts)
             if len(categories) > 1:
                 for method, result in measured.items():
                     head = {"method": method, "workload": name, "category": category}
-                    yield {**head, **marks, **summary(result, measured[PLAIN])}
+                    yield {**head, **case, **summary(result, measured[PLAIN])}
         fitting = {category: by_method for category, by_method in results.items() if categories[category].items} or results
         left_out = {"left_out": [category for category in results if category not in fitting]}
         for method in suite.methods:
             mine, plain = (combined([by_method[name] for by_method in fitting.values()]) for name in (method, PLAIN))
             whole = {"method": method, "workload": name, "category": None}
-            yield {**whole, **marks, **left_out, **summary(mine, plain), "costs": cost_points(mine)}
+            yield {**whole, **case, **left_out, **summary(mine, plain), "costs": cost_points(mine)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _Bench:
         suite = self._suite
         # prompts come again and again: what is measured is reading them, not finding them
         sizes: dict[str, Any] = {"max_num_seqs": max(suite.batches), "prefix_cache": False}
-        llm = LLM(suite.model, speculation=parse_method(method), **suite.load, **sizes)
+        llm = LLM(suite.model, speculation=pinned(method), **suite.load, **sizes)
         llm.measure_costs()  # what a controller would learn in its first minutes of service
         return llm
 

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["KVPool"]
+__all__ = ["KVPool", "Slots"]
+
+Slots = tuple[Tensor, Tensor] | tuple[int, int]  # pages and offsets, of several rows or of one
 
 
 class KVPool:
@@ -64,8 +66,8 @@ class KVPool:
         size = self.page_size
         return [pages[p // size] * size + p % size for p in positions]
 
-    def write(self, layer: int, slots: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
-        """Store rows (N, KV heads, d) at (page, offset) pairs.
+    def write(self, layer: int, slots: Slots, keys: Tensor, values: Tensor) -> None:
+        """Store rows (N, KV heads, d) at their pages and offsets.
 
         Rows that do not see a slot multiply its value by zero, which gives NaN for a value that is not finite. Such a value
         is stored as zero and its key as NaN, so that only rows that see the slot have a result that is not finite.
@@ -74,10 +76,6 @@ class KVPool:
         if not math.isfinite(keys.sum().item() + values.sum().item()):
             sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
             keys, values = keys.where(sound, torch.nan), values.where(sound, 0.0)
-        if len(keys) == 1:  # a decode row: no index tensors
-            at = (layer, int(page), slice(None), int(offset), slice(self.head_dim))
-            self.keys[at], self.values[at] = keys[0], values[0]
-            return
         self.keys[layer][page, :, offset, : self.head_dim] = keys
         self.values[layer][page, :, offset, : self.head_dim] = values
 

@@ -47,7 +47,6 @@ class PageTable:
         self.epoch = 0  # counts the calls of `clear`
         self._free = list(range(count))
         self._references = [0] * count
-        self._births = [0] * count
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # named pages without references, least recently used first
@@ -79,7 +78,6 @@ class PageTable:
         taken = [heapq.heappop(self._free) for _ in range(pages)]
         for page in taken:
             self._references[page] = 1
-            self._births[page] += 1
         return taken
 
     def extend(self, pages: list[int], tokens: int) -> None:
@@ -94,14 +92,6 @@ class PageTable:
         if len(pages) > keep:
             self.release(pages[keep:])
             del pages[keep:]
-
-    def share(self, pages: list[int]) -> list[int]:
-        """Add a reference to each page."""
-        for page in pages:
-            if self._references[page] < 1:
-                raise ValueError(f"page {page} is free and cannot be shared")
-            self._references[page] += 1
-        return list(pages)
 
     def release(self, pages: list[int]) -> None:
         """Drop one reference to each page. Pages without references become free, or idle where they are named."""
@@ -126,10 +116,6 @@ class PageTable:
 
     def references(self, page: int) -> int:
         return self._references[page]
-
-    def birth(self, page: int) -> int:
-        """A count that rises whenever the page is allocated, so that others can tell old content from new."""
-        return self._births[page]
 
     def name(self, page: int, key: Key) -> None:
         """Enter a full page in the prefix cache under the key of its content. Content already cached keeps its first page."""

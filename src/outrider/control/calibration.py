@@ -60,7 +60,7 @@ class Calibration:
     @property
     def rounds(self) -> int:
         """Tokens a request must have room for: one a round, those that may be accepted, and the last draft."""
-        accepted = sum(pending.nodes for pending in self._pending if self._is_whole(pending.arm))
+        accepted = sum(pending.nodes for pending in self._pending if self._verifies_all(pending.arm))
         return len(self._pending) + accepted + max(_NODES) + 2
 
     @property
@@ -77,14 +77,14 @@ class Calibration:
         nodes, arm = (0, None) if self._current is None else self._current[:2]
         lengths = tuple(min(nodes, room) for room in load.room)
         # Rounds of one kind may overlap, as they do in service.
-        again = bool(self._pending) and self._pending[0][:2] == (nodes, arm) and (arm is not None or not nodes)
-        return Plan(lengths, arms=(arm or 0,) * len(load.room), whole=self._is_whole(arm), again=again)
+        may_overlap = bool(self._pending) and self._pending[0][:2] == (nodes, arm) and (arm is not None or not nodes)
+        return Plan(lengths, arms=(arm or 0,) * len(load.room), verify_all=self._verifies_all(arm), may_overlap=may_overlap)
 
-    def _is_whole(self, arm: int | None) -> bool:
+    def _verifies_all(self, arm: int | None) -> bool:
         return arm is not None and self.arms[arm].ahead
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:
-        if self._current is not None and self._is_whole(self._current.arm):
+        if self._current is not None and self._verifies_all(self._current.arm):
             return drafts  # its verification has been launched already
         if self._current is None or self._current.arm is not None:
             return Drafts.empty(len(load.room))

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ class Costs:
         self._rest = Curve()
         self._propose: dict[str, dict[int, Curve]] = {}  # by drafter, then by batch step; the curve is by length
         self._timed: dict[str, int] = {}  # observations of each drafter
+        self._switch: dict[str, float] = {}  # by drafter: seconds per token of the text that a sequence begins with it after
         self.accepted: dict[str, Any] = {}  # a controller's record, kept beside them
 
     def observe_forward(self, rows: int, context: int, seconds: float) -> None:
@@ -130,6 +132,16 @@ class Costs:
             known = sorted({size for curve in curves.values() for size in curve.means})
             curves[step] = _curve(dict(zip(known, _between(curves, step, known), strict=True)) if curves else {})
         curves[step].observe(length, seconds / self._pace)
+
+    def observe_switch(self, drafter: str, tokens: float, seconds: float) -> None:
+        """Sequences began with a drafter, which read so many tokens."""
+        usual = self._switch.get(drafter)
+        per_token = seconds / self._pace / max(tokens, 1.0)
+        self._switch[drafter] = per_token if usual is None else usual + (per_token - usual) / 8
+
+    def switch(self, drafter: str, tokens: float) -> float:
+        """Seconds that a drafter takes to read so many tokens when a sequence begins with it."""
+        return self._pace * self._switch.get(drafter, 0.0) * tokens
 
     def forward(self, rows: float, context: int) -> float:
         """Seconds of a target forward."""
@@ -164,6 +176,10 @@ class Costs:
     def knows_proposal(self, drafter: str, well: bool = False) -> bool:
         """Whether a proposal of it was ever timed; `well`: so often that one stall counts for little."""
         return self._timed.get(drafter, 0) >= (_OFTEN if well else 1)
+
+    def knows_switch(self, drafter: str) -> bool:
+        """Whether a sequence was ever seen to begin with it."""
+        return drafter in self._switch
 
     @property
     def knows_forward(self) -> bool:
@@ -218,15 +234,19 @@ class Costs:
 
 
 def _between(curves: Mapping[int, Curve], batch: int, lengths: Seq[float]) -> list[float]:
-    """Seconds at a batch size, from the nearest ones seen on both sides; beyond them all, between the last and in proportion."""
-    below = batch if batch in curves else max((own for own in curves if own <= batch), default=min(curves))
-    above = batch if batch in curves else min((own for own in curves if own >= batch), default=max(curves))
-    beyond = math.sqrt(max(batch / above, 1.0))
-    last = [(curves[above].time(length) or 0.0) * beyond for length in lengths]
-    if below >= above:
-        return last
-    part = (batch - below) / (above - below)
-    return [(curves[below].time(length) or 0.0) * (1.0 - part) + own * part for length, own in zip(lengths, last, strict=True)]
+    """Seconds at a batch size: on the line through the nearest ones seen on both sides, or the last two. Where only one was
+    seen it is taken to cost as much: a guess that is too low is soon corrected, one that is too high is never tried.
+    """
+    if batch in curves:
+        return [curves[batch].time(length) or 0.0 for length in lengths]
+    seen = sorted(curves)
+    low, high = (seen * 2)[:2] if batch < seen[0] or len(seen) == 1 else seen[-2:]
+    for first, second in pairwise(seen):
+        if first < batch < second:
+            low, high = first, second
+    part = (batch - low) / (high - low) if high > low and batch > low else 0.0
+    ends = [(curves[low].time(length) or 0.0, curves[high].time(length) or 0.0) for length in lengths]
+    return [max(first + (second - first) * part, min(first, second)) for first, second in ends]
 
 
 def _step(size: int) -> int:

@@ -20,7 +20,8 @@ class Load(NamedTuple):
     context: int  # tokens those rows attend to
     emitting: int  # sequences that emit a token whatever is drafted
     arms: Seq[Seq[int] | None] = ()  # arms a sequence may use; None: all
-    kinds: Seq[int] = ()  # how freely each is sampled: what is accepted under one temperature says little about another
+    temperature_buckets: Seq[int] = ()  # of each: what is accepted under one temperature says little about another
+    remaining: Seq[int] = ()  # tokens that each may still emit; where it is empty, as many as there is room for
 
 
 class RoundStats(NamedTuple):
@@ -32,7 +33,7 @@ class RoundStats(NamedTuple):
     propose_s: float = 0.0
     forward_s: float = 0.0
     rest_s: float = 0.0  # of the round, after its forward: verifying, committing
-    think_s: float = 0.0  # of the policy's own: planning, choosing among nodes, learning from the round before
+    think_s: float = 0.0  # the controller's overhead: planning, choosing among nodes, learning from the round before
 
 
 class Policy(Protocol):
@@ -73,7 +74,7 @@ class FixedLength:
 
     def plan(self, load: Load) -> Plan:
         lengths = tuple(min(self._length, room) for room in load.room)
-        return Plan(lengths, self._rule, self._keep_q, whole=self._rule == "match", again=True)
+        return Plan(lengths, self._rule, self._keep_q, verify_all=self._rule == "match", may_overlap=True)
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
         return drafts

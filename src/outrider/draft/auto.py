@@ -13,6 +13,8 @@ from outrider.draft.mixture import needs_of, scores_for
 from outrider.draft.options import WeightOptions, option
 from outrider.draft.protocol import Drafter
 from outrider.errors import InvalidParameter
+from outrider.model import locate
+from outrider.model.fields import read_json
 
 __all__ = ["AutoDrafter", "AutoOptions", "arms_of", "resolve_auto"]
 
@@ -31,18 +33,29 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
         raise InvalidParameter("rule", f"method 'auto' verifies by 'match'; name a drafter to verify by {config.rule!r}")
     if config.nested():
         return config
+    given = _given(config)
     able = {"draft": _BESIDE_TARGET["draft"]} if on_gpu else _BESIDE_TARGET  # an EAGLE head there gave less than a draft model
-    available = tuple(member for name, member in able.items() if (directory / name / "config.json").exists())
+    available = {member.method: member for name, member in able.items() if (directory / name / "config.json").exists()} | given
     names = ("suffix",) if available else ("suffix", "recycle")
     lookups = tuple(SpeculationConfig(name, draft_tokens=_MAX_NODES) for name in names)
     members = tuple(
-        replace(member, draft_tokens=min(member.draft_tokens, config.draft_tokens)) for member in (*lookups, *available)
+        replace(member, draft_tokens=min(member.draft_tokens, config.draft_tokens)) for member in (*lookups, *available.values())
     )
     return replace(config, options={**config.options, "members": members})
 
 
+def _given(config: SpeculationConfig) -> dict[str, SpeculationConfig]:
+    """The draft model or head that the settings name, by its method: what its configuration says it is."""
+    if config.model is None:
+        return {}
+    architecture = str(read_json(locate(config.model) / "config.json").get("architectures") or "").lower()
+    name = next((name for name in ("eagle", "medusa") if name in architecture), "draft")
+    member = replace(_BESIDE_TARGET[name], model=config.model)
+    return {member.method: member}
+
+
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
-    """Each member. Two of them beside each other on one sequence gave no more tokens a second than the better one."""
+    """An arm for each member. Two of them beside each other on one sequence gave no more tokens a second than the better one."""
     return [
         Arm(member.method, min(member.draft_tokens, _MAX_NODES), on_gpu and member.method == "draft_model") for member in members
     ]
@@ -106,7 +119,7 @@ class AutoDrafter:
         trees = [Tree([], [], [])] * len(batch.sequences)
         for m in active:
             lengths = tuple(n if arm == m else 0 for arm, n in zip(plan.arms, plan.lengths, strict=True))
-            drafts = self._members[m].propose(batch, plan._replace(lengths=lengths, whole=False))
+            drafts = self._members[m].propose(batch, plan._replace(lengths=lengths, verify_all=False))
             trees = [new if n else tree for tree, new, n in zip(trees, drafts.per_sequence, lengths, strict=True)]
         return Drafts(trees)
 

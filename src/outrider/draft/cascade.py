@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from outrider.config import SpeculationConfig
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
+from outrider.draft.growth import chain_of, draw_apart, stack_q
 from outrider.draft.options import WeightOptions, option
-from outrider.draft.protocol import Lookup, stack_q
+from outrider.draft.protocol import Lookup
+from outrider.draft.reader import Reader, Text
 from outrider.draft.vocabulary import SameTokens, load_related
 from outrider.errors import DrafterFault, InvalidParameter
-from outrider.model import Feed, Runner
-from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, probs_of, process, rank
+from outrider.model import Runner
+from outrider.sampling import CORRUPTED, Row, rank
 
 __all__ = ["CascadeDrafter", "CascadeOptions", "ModelLevel"]
 
@@ -38,7 +41,7 @@ class CascadeDrafter:
         the target accepts as much as from the last level without a cascade, for fewer forwards.
     When it helps: where the draft model's own forwards are a large part of a round and the text repeats,
         or between a large target and a draft model that deserves a drafter.
-    Cost: at most one forward of each model per token it drafts; less by every guess that comes true.
+    Cost: at most one forward of each model per token it drafts; less by every guess that is accepted.
     Needs: KV beside the target's for every model; what the lowest level needs.
     Reference: Chen et al. 2312.11462 (cascade speculative drafting); Spector and Re 2308.04623 (staged).
     """
@@ -52,11 +55,8 @@ class CascadeDrafter:
         self._lookup = lookup
         self._lookup_tokens = lookup_tokens
         below = Needs() if lookup is None else lookup.needs
-        self.needs = Needs(
-            taps=below.taps,
-            scores=below.scores,
-            kv_bytes_per_token=below.kv_bytes_per_token + sum(level.kv_bytes_per_token for level in levels),
-        )
+        kv_bytes = sum(level.reader.runner.pool.token_bytes for level in levels)
+        self.needs = Needs(below.taps, below.scores, below.kv_bytes_per_token + kv_bytes)
 
     @classmethod
     def build(cls, context: DraftContext) -> CascadeDrafter:
@@ -73,13 +73,13 @@ class CascadeDrafter:
 
     def begin(self, seq: Sequence) -> None:
         for level in self._levels:
-            level.begin(seq)
+            level.reader.begin(seq)
         if self._lookup is not None:
             self._lookup.begin(seq)
 
     def end(self, seq: Sequence) -> None:
         for level in self._levels:
-            level.end(seq)
+            level.reader.end(seq)
         if self._lookup is not None:
             self._lookup.end(seq)
 
@@ -91,34 +91,29 @@ class CascadeDrafter:
         chains = [_Chain(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         self._draft(len(self._levels) - 1, chains, plan.keep_q)
         q = stack_q([chain.probs for chain in chains]) if plan.keep_q else None
-        return Drafts([Tree.chain(chain.tokens, chain.survival()) for chain in chains], q)
+        return Drafts([chain_of(chain.tokens, chain.chances) for chain in chains], q)
 
-    def _draft(self, height: int, chains: Seq[_Chain], apart: bool) -> None:
+    def _draft(self, height: int, chains: Seq[_Chain], keep_q: bool) -> None:
         """Fill chains with the choices of one level, checking what the level below guesses as far as it goes."""
         level = self._levels[height]
         for chain in chains:
-            chain.wanted = min(chain.wanted, level.context - chain.start)
+            chain.wanted = min(chain.wanted, level.reader.context - len(chain.seq.tokens) - len(chain.before))
         while active := [chain for chain in chains if len(chain.tokens) < chain.wanted]:
-            guesses = self._below(height, active, apart)
-            for chain, chosen in zip(active, level.choices(active, guesses, apart), strict=True):
-                chain.tokens += chosen.tokens
-                chain.chances += chosen.chances
-                chain.probs += chosen.probs
+            level.extend(active, self._below(height, active, keep_q), keep_q)
 
-    def _below(self, height: int, above: Seq[_Chain], apart: bool) -> list[list[int]]:
-        """What the level below thinks comes next in each chain; the level itself adds one token more."""
-        if height == 0:
-            if self._lookup is None:
-                return [[] for _ in above]
-            wanted = [min(chain.wanted - len(chain.tokens) - 1, self._lookup_tokens) for chain in above]
-            return [
-                _best_chain(self._lookup.follow(chain.seq, chain.path, n)) if n else []
-                for chain, n in zip(above, wanted, strict=True)
-            ]
-        limit = self._levels[height - 1].draft_tokens
-        chains = [_Chain(chain.seq, min(chain.wanted - len(chain.tokens) - 1, limit), chain.path) for chain in above]
-        self._draft(height - 1, chains, apart)
-        return [chain.tokens for chain in chains]
+    def _below(self, height: int, above: Seq[_Chain], keep_q: bool) -> list[list[int]]:
+        """What the level below guesses next in each chain; the level itself adds one token more."""
+        rooms = [chain.wanted - len(chain.tokens) - 1 for chain in above]
+        if height > 0:
+            limit = self._levels[height - 1].draft_tokens
+            chains = [_Chain(chain.seq, min(room, limit), chain.path) for chain, room in zip(above, rooms, strict=True)]
+            self._draft(height - 1, chains, keep_q)
+            return [chain.tokens for chain in chains]
+        lookup, limit = self._lookup, self._lookup_tokens
+        return [
+            _best_chain(lookup.follow(chain.seq, chain.path, min(room, limit))) if lookup is not None and room else []
+            for chain, room in zip(above, rooms, strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -133,28 +128,9 @@ class _Chain:
     probs: list[Tensor] = field(default_factory=list)  # drawn from, where the rule needs them
 
     @property
-    def start(self) -> int:
-        return len(self.seq.tokens) + len(self.before)
-
-    @property
     def path(self) -> list[int]:
         """Everything guessed after the sequence so far."""
         return [*self.before, *self.tokens]
-
-    def survival(self) -> list[float]:
-        out, survival = [], 1.0
-        for chance in self.chances:
-            survival *= chance
-            out.append(survival)
-        return out
-
-
-class _Chosen(NamedTuple):
-    """A level's tokens: the guesses it would have chosen itself, then its own next one."""
-
-    tokens: list[int]
-    chances: list[float]
-    probs: list[Tensor]
 
 
 def _model_level(context: DraftContext, config: SpeculationConfig) -> ModelLevel:
@@ -167,90 +143,48 @@ def _model_level(context: DraftContext, config: SpeculationConfig) -> ModelLevel
 
 
 class ModelLevel:
-    """A model that checks guesses by its own choices. Its KV lies in the target's pages."""
+    """A model that checks guesses by its choices. Its KV lies in the target's pages."""
 
     def __init__(self, runner: Runner, draft_tokens: int = 256) -> None:
-        config = runner.decoder.config
-        self.kv_bytes_per_token = runner.pool.token_bytes
-        self.context = config.context
+        self.reader = Reader(runner)
         self.draft_tokens = draft_tokens  # most it drafts at once for a level above it
-        self._runner = runner
-        self._fed: dict[Sequence, list[int]] = {}  # the token in each slot
-        self._settled: dict[Sequence, int] = {}  # leading slots known to hold committed tokens
 
-    def begin(self, seq: Sequence) -> None:
-        self._fed[seq], self._settled[seq] = [], 0
-
-    def end(self, seq: Sequence) -> None:
-        self._fed.pop(seq, None)
-        self._settled.pop(seq, None)
-
-    def choices(self, chains: Seq[_Chain], guesses: Seq[list[int]], apart: bool) -> list[_Chosen]:
-        """Check a guess after each chain, all in one forward."""
-        feeds: list[Feed] = []
-        wanted: list[int] = []  # rows of the forward whose logits are looked at
-        rows: list[Row] = []
-        total = 0
+    def extend(self, chains: Seq[_Chain], guesses: Seq[list[int]], keep_q: bool) -> None:
+        """Add to each chain the guesses that the model would have chosen, and its next choice; one forward for all."""
+        texts: list[Text] = []
+        rows: list[list[Row]] = []
         for chain, guess in zip(chains, guesses, strict=True):
-            feeds.append(self._feed(chain, guess))
-            total += len(feeds[-1].tokens)
-            wanted += range(total - len(guess) - 1, total)
-            path = chain.path
-            rows += [Row.at(chain.seq, [*path, *guess[:i]]) for i in range(len(guess) + 1)]
-        logits = self._runner.logits(self._runner.forward(feeds).last, wanted)
-        out, first = [], 0
-        for chain, guess in zip(chains, guesses, strict=True):
-            span = slice(first, first + len(guess) + 1)
-            first = span.stop
-            pick = _drawn_apart if apart else _ranked
-            out.append(_cut(pick(logits[span], rows[span], chain.seq), guess))
-        return out
-
-    def _feed(self, chain: _Chain, guess: list[int]) -> Feed:
-        """What the KV lacks of a chain and its guess; the token before the guess is always fed, for its logits.
-
-        Slots may hold what a round rejected, or lack what this level was not asked about: the tokens say so.
-        """
-        seq, fed, path = chain.seq, self._fed[chain.seq], chain.path
-        text, ends = [*seq.tokens, *path, *guess], len(seq.tokens) + len(path)
-        limit = min(len(fed), ends - 1)
-        keep = min(self._settled[seq], limit)
-        while keep < limit and fed[keep] == text[keep]:
-            keep += 1
-        self._settled[seq] = min(keep, len(seq.tokens))
-        fed[keep:] = text[keep:]
-        return Feed(seq.pages, keep, text[keep:])
+            seq, path = chain.seq, [*chain.path, *guess]
+            texts.append(Text(seq, [*seq.tokens, *path], len(seq.tokens)))
+            rows.append([Row.at(seq, path[: len(path) - left]) for left in range(len(guess), -1, -1)])
+        counts = [len(of_chain) for of_chain in rows]
+        logits = torch.split(self.reader.read(texts, counts), counts)
+        pick = _drawn if keep_q else _ranked
+        for chain, guess, of_chain, chain_logits in zip(chains, guesses, rows, logits, strict=True):
+            tokens, chances, probs = pick(chain_logits, of_chain, chain.seq)
+            if CORRUPTED in tokens:
+                raise DrafterFault("a model's logits are not finite")
+            agreed = 0
+            while agreed < len(guess) and guess[agreed] == tokens[agreed]:
+                agreed += 1
+            chain.tokens += tokens[: agreed + 1]
+            chain.chances += chances[: agreed + 1]
+            chain.probs += probs[: agreed + 1]
 
 
-def _ranked(logits: Tensor, rows: Seq[Row], _seq: Sequence) -> _Chosen:
+_Picked = tuple[list[int], list[float], list[Tensor]]  # tokens, their chances, and the distributions drawn from
+
+
+def _ranked(logits: Tensor, rows: Seq[Row], _seq: Sequence) -> _Picked:
     """The choice at each row with the target's noise, and how sure it is."""
     best = rank(logits, rows, 1)
-    _check(best.tokens.min())
-    return _Chosen(best.tokens[:, 0].tolist(), best.chances[:, 0].tolist(), [])
+    return best.tokens[:, 0].tolist(), best.chances[:, 0].tolist(), []
 
 
-def _drawn_apart(logits: Tensor, rows: Seq[Row], seq: Sequence) -> _Chosen:
-    """Draws with noise of their own, and the distributions drawn from: ratio tests must not share the target's noise."""
-    picked: list[int] = []
-    for row_logits, row in zip(logits, rows, strict=True):
-        key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
-        picked += draw(process(row_logits, row)[None], None if row.params.greedy else [key])
-    _check(min(picked))
-    probs = [probs_of(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
-    return _Chosen(picked, [float(row_logits[token]) for row_logits, token in zip(probs, picked, strict=True)], probs)
-
-
-def _check(lowest: int) -> None:
-    if lowest == CORRUPTED:
-        raise DrafterFault("a model's logits are not finite")
-
-
-def _cut(chosen: _Chosen, guess: list[int]) -> _Chosen:
-    """Choices as far as the guess agrees, and the first that differs from it or follows it."""
-    agreed = 0
-    while agreed < len(guess) and guess[agreed] == chosen.tokens[agreed]:
-        agreed += 1
-    return _Chosen(chosen.tokens[: agreed + 1], chosen.chances[: agreed + 1], chosen.probs[: agreed + 1])
+def _drawn(logits: Tensor, rows: Seq[Row], seq: Sequence) -> _Picked:
+    """Draws with separate noise, and the distributions drawn from."""
+    drawn = [draw_apart(row_logits, row, seq) for row_logits, row in zip(logits, rows, strict=True)]
+    return [token for token, _ in drawn], [float(q[token]) for token, q in drawn], [q for _, q in drawn]
 
 
 def _best_chain(guess: Tree) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from outrider.cache import KVPool
 from outrider.config import SpeculationConfig
 from outrider.draft.options import declared, read_options
 from outrider.errors import InvalidParameter
@@ -34,7 +33,7 @@ class DraftContext:
     tokenizer: Tokenizer | None = None  # the target's
 
     def options(self, kind: type[T]) -> T:
-        """The drafter's own settings, checked, as the dataclass it declares."""
+        """The drafter's settings, checked, as the dataclass it declares."""
         return kind(**read_options(self.config.method, declared(kind), self.config.options))
 
     def nested(self) -> list[Drafter]:
@@ -50,11 +49,6 @@ class DraftContext:
     def weights(self, folder: str) -> Path:
         """The directory that the settings name, or the one that lies beside the target's weights."""
         return weights_directory(self.config, self.directory, folder)
-
-    def pool_like_the_target(self, kv_heads: int, head_dim: int) -> KVPool:
-        """One layer of KV in the target's pages."""
-        pool = self.target.pool
-        return KVPool(1, pool.pages, kv_heads, pool.page_size, head_dim)
 
 
 def weights_directory(config: SpeculationConfig, target: Path, folder: str) -> Path:

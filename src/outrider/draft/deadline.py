@@ -23,7 +23,7 @@ _Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
 
 
 class Deadline:
-    """The same drafter, except that a call that takes too long raises and is the last one ever made.
+    """A drafter whose calls have a deadline: one that takes too long raises and is the last one ever made.
 
     A call that hangs cannot be stopped, so the drafter is quarantined: its thread is left behind and nothing is asked of
     it again. A call that merely raises does so here. Whatever it is shown is a copy, so that nothing it changes, now or
@@ -42,8 +42,8 @@ class Deadline:
         self._copies: dict[Sequence, Sequence] = {}
 
     def begin(self, seq: Sequence) -> None:
-        copy = self._copies[seq] = _blank()
-        self._copy(seq)
+        self._copies[seq] = Sequence.__new__(Sequence)
+        copy = self._copy(seq)
         try:
             self._call("begin", lambda: self._drafter.begin(copy))
         except BaseException:
@@ -56,7 +56,8 @@ class Deadline:
         return drafts
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        shown = self._batch(batch), _copied(drafts), list(map(_copied_verdict, verdicts)), _copied_scores(scores)
+        copies = [Verdict(*map(list, verdict)) for verdict in verdicts]
+        shown = self._batch(batch), _copied(drafts), copies, _copied_scores(scores)
         self._call("commit", lambda: self._drafter.commit(*shown))
 
     def end(self, seq: Sequence) -> None:
@@ -76,7 +77,7 @@ class Deadline:
 
     def _copy(self, seq: Sequence) -> Sequence:
         """The drafter's copy of a sequence, as the sequence is now; one that it has not begun is copied anew every time."""
-        copy = self._copies.get(seq) or _blank()
+        copy = self._copies.get(seq) or Sequence.__new__(Sequence)
         for name in Sequence.__slots__:
             setattr(copy, name, getattr(seq, name))
         copy.tokens, copy.pages, copy.keys = list(seq.tokens), list(seq.pages), list(seq.keys)
@@ -103,10 +104,6 @@ class Deadline:
         return answer
 
 
-def _blank() -> Sequence:
-    return Sequence.__new__(Sequence)
-
-
 def _proposed(answer: object) -> Drafts:
     drafts = check_kind(answer)
     if drafts.ahead is not None:
@@ -120,13 +117,9 @@ def _followed(tree: Tree) -> Drafts:
 
 
 def _copied(drafts: Drafts) -> Drafts:
-    """The same guesses, which a user's code can change no more, and nothing but guesses: no rows of the target."""
+    """A copy of the guesses, which a user's code can change no more, and nothing but guesses: no rows of the target."""
     q = None if drafts.q is None else drafts.q.clone()
     return Drafts.trees([tree[:2] for tree in drafts.per_sequence], q, drafts.survival)
-
-
-def _copied_verdict(verdict: Verdict) -> Verdict:
-    return Verdict(list(verdict.path), list(verdict.tokens), list(verdict.choices))
 
 
 def _copied_scores(scores: Scores) -> Scores:

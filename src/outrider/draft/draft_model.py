@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeVar
 
 from torch import Tensor
 
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
-from outrider.draft.draft_temperature import DraftTemperature, LogitsAt, logits_of_chain
-from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
+from outrider.draft.draft_temperature import DraftTemperature, logits_of_chain
+from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, draw_apart, grow, stack_q
 from outrider.draft.options import WeightOptions, option
-from outrider.draft.protocol import stack_q
 from outrider.draft.reader import Chains, Reader, Text
 from outrider.draft.retokenized import RetokenizedModel
 from outrider.draft.vocabulary import WAYS, SameTokens, Vocabulary, load_related
 from outrider.errors import DrafterFault
 from outrider.model import Runner
-from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, probs_of, process
+from outrider.sampling import CORRUPTED, Row
 
 __all__ = ["DraftModel", "DraftModelOptions"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,8 +52,7 @@ class DraftModel:
         self._reader = Reader(runner, self._vocabulary.foreign)
         self._shape = shape
         self._draft_temperature = DraftTemperature(tree=shape.branch > 1)
-        self._is_chain = shape.is_chain and isinstance(self._vocabulary, SameTokens) and runner.drafts_chains > 0
-        self._draft_logits: dict[Sequence, LogitsAt] = {}  # of the last draft
+        self._is_chain = shape.is_chain and not self._vocabulary.foreign and runner.drafts_chains > 0
 
     @classmethod
     def build(cls, context: DraftContext) -> DraftModel | RetokenizedModel:
@@ -73,73 +65,38 @@ class DraftModel:
         return RetokenizedModel(loaded.runner, context.tokenizer, loaded.tokenizer)
 
     def begin(self, seq: Sequence) -> None:
-        self._vocabulary.begin(seq)
         self._reader.begin(seq)
 
     def end(self, seq: Sequence) -> None:
         self._vocabulary.end(seq)
         self._reader.end(seq)
-        self._draft_logits.pop(seq, None)
+        self._draft_temperature.end(seq)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Compare both distributions at the nodes that became text."""
-        for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
-            logits_at = self._draft_logits.pop(seq, None)
-            if logits_at is not None and seq.finish_reason is None:
-                self._draft_temperature.learn(seq.request.params, logits_at, verdict, scores, root)
+        self._draft_temperature.commit(batch, verdicts, scores)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        texts = {seq: self._text(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n}
-        if plan.keep_q:
-            return self._drawn(batch, plan, texts)
-        if self._in_one_call(texts):
-            return self._chains(batch, plan, texts)
-        growing = []
+        texts, rooms = [], []
         for seq, planned in zip(batch.sequences, plan.lengths, strict=True):
-            text = texts.get(seq)
-            size = 0 if text is None else len(text.ids)
-            room = 0 if text is None else min(planned, self._reader.context - size)
-            growing.append(Growing(seq, room, [] if text is None else self._reader.pages(seq), size))
+            if planned and (text := self._text(seq, planned)):
+                texts.append(text)
+                rooms.append(min(planned, self._reader.context - len(text.ids)))
+        if not texts:
+            return Drafts.empty(len(batch.sequences))
+        if plan.keep_q:
+            return self._drawn(batch, texts, rooms)
+        if self._in_one_call(texts):
+            return self._chains(batch, plan, texts, rooms)
+        by_sequence = {text.seq: text for text in texts}
 
         def start(active: Seq[Growing]) -> Tensor:
-            return self._vocabulary.scores(self._reader.read([text for draft in active if (text := texts[draft.seq])]))
+            return self._vocabulary.scores(self._reader.read([by_sequence[draft.seq] for draft in active]))
 
+        growing = [
+            Growing(text.seq, room, self._reader.pages(text.seq), len(text.ids)) for text, room in zip(texts, rooms, strict=True)
+        ]
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
-        grow(growing, shape, start, self._extend, self._draft_temperature)
-        self._draft_logits = {draft.seq: draft.logits.get for draft in growing if draft.logits}
-        return drafts_of(growing)
-
-    def _in_one_call(self, texts: Mapping[Sequence, Text | None]) -> bool:
-        """Whether the runner can draft whole chains: no tree, the target's ids, no penalties and the like."""
-        return self._is_chain and (
-            self._reader.runner.drafts_by_temperature or not any(seq.request.params.adjusts for seq in texts)
-        )
-
-    def _chains(self, batch: Batch, plan: Plan, texts: Mapping[Sequence, Text | None]) -> Drafts:
-        """What `grow` gives for chains, by one call instead of one for each token."""
-        planned = dict(zip(batch.sequences, plan.lengths, strict=True))
-        readable = [text for text in texts.values() if text is not None]
-        longest = self._reader.runner.drafts_chains
-        lengths = [min(planned[text.seq], self._reader.context - len(text.ids), longest) for text in readable]
-        self._draft_logits = {}
-        if not readable:
-            return Drafts.empty(len(batch.sequences))
-        if plan.whole and self._reader.runner.overlaps_drafts:
-            futures, wait = self._reader.draw(readable, lengths)
-
-            def resolved() -> Drafts:
-                drafts = _spread(batch, readable, *_sound(wait()))
-                if batch.again:
-                    self._reader.runner.launch_next_draft([batch.sequences.index(text.seq) for text in readable])
-                return drafts
-
-            return Drafts.promised(_of_all(batch, readable, futures), resolved)
-        sharpness = [self._draft_temperature.temperature(text.seq.request.params) for text in readable]
-        tokens, chances, logits = self._reader.draft(readable, lengths, sharpness, plan.floor)
-        for s, (text, chain) in enumerate(zip(readable, tokens, strict=True)):
-            if logits is not None and not text.seq.request.params.greedy:
-                self._draft_logits[text.seq] = logits_of_chain(chain, logits, s, Row.at(text.seq))
-        return _spread(batch, readable, *_sound((tokens, chances)))
+        return drafts_for(batch, grow(growing, shape, start, self._extend, self._draft_temperature))
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""
@@ -148,61 +105,68 @@ class DraftModel:
             return None
         return text
 
+    def _in_one_call(self, texts: Seq[Text]) -> bool:
+        """Whether the runner can draft whole chains: no tree, the target's ids, no penalties and the like."""
+        return self._is_chain and (
+            self._reader.runner.drafts_by_temperature or not any(text.seq.request.params.adjusts for text in texts)
+        )
+
+    def _chains(self, batch: Batch, plan: Plan, texts: Seq[Text], rooms: Seq[int]) -> Drafts:
+        """What `grow` gives for chains, by one call instead of one for each token."""
+        runner, last = self._reader.runner, self._draft_temperature.last
+        lengths = [min(room, runner.drafts_chains) for room in rooms]
+        last.clear()
+        if plan.verify_all and runner.overlaps_drafts:
+            futures, wait = self._reader.draw(texts, lengths)
+
+            def resolved() -> Drafts:
+                drafts = _chains_for(batch, texts, wait())
+                if batch.again:
+                    runner.launch_next_draft([batch.sequences.index(text.seq) for text in texts])
+                return drafts
+
+            future_of = {text.seq: tokens for text, tokens in zip(texts, futures, strict=True)}
+            return Drafts.promised([future_of.get(seq, []) for seq in batch.sequences], resolved)
+        temperatures = [self._draft_temperature.temperature(text.seq.request.params) for text in texts]
+        tokens, chances, logits = self._reader.draft(texts, lengths, temperatures, plan.confidence_threshold)
+        for s, (text, chain) in enumerate(zip(texts, tokens, strict=True)):
+            if logits is not None and not text.seq.request.params.greedy:
+                last[text.seq] = logits_of_chain(chain, logits, s, Row.at(text.seq))
+        return _chains_for(batch, texts, (tokens, chances))
+
     def _extend(self, active: Seq[Growing]) -> Tensor:
         """The logits after every frontier node."""
         feeds = []
         for draft in active:
             feed = draft.feed()
-            feeds.append(feed._replace(nodes=[self._vocabulary.own(token) for token in feed.nodes]))
+            feeds.append(feed._replace(nodes=[self._vocabulary.draft_id(token) for token in feed.nodes]))
             self._reader.extend(draft.seq, feeds[-1])
         runner, rows = self._reader.runner, sum(len(feed.nodes) for feed in feeds)
         return self._vocabulary.scores(runner.logits(runner.forward(feeds).last, range(rows)))
 
-    def _drawn(self, batch: Batch, plan: Plan, texts: dict[Sequence, Text | None]) -> Drafts:
-        """Chains drawn from q with noise of their own, and q: ratio tests must not share the target's noise."""
-        chains: list[list[int]] = [[] for _ in batch.sequences]
-        probs: list[list[Tensor]] = [[] for _ in batch.sequences]
-        rooms = [
-            0 if (text := texts.get(seq)) is None else min(n, self._reader.context - len(text.ids))
-            for seq, n in zip(batch.sequences, plan.lengths, strict=True)
-        ]
-        while active := [b for b, room in enumerate(rooms) if len(chains[b]) < room]:
-            longer = []
-            for b in active:
-                text = texts[batch.sequences[b]]
-                assert text is not None
-                longer.append(text._replace(ids=[*text.ids, *map(self._vocabulary.own, chains[b])]))
-            for b, logits in zip(active, self._vocabulary.scores(self._reader.read(longer)), strict=True):
-                seq = batch.sequences[b]
-                row = Row.at(seq, chains[b])
-                key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
-                picked = draw(process(logits, row)[None], None if row.params.greedy else [key])[0]
-                if picked == CORRUPTED and row.allowed is not None:
-                    rooms[b] = len(chains[b])  # it knows none of the tokens the grammar asks for
-                    continue
-                if picked == CORRUPTED:
+    def _drawn(self, batch: Batch, texts: Seq[Text], rooms: Seq[int]) -> Drafts:
+        """Chains drawn from q with separate noise, and q."""
+        chains: dict[Sequence, list[int]] = {seq: [] for seq in batch.sequences}
+        probs: dict[Sequence, list[Tensor]] = {seq: [] for seq in batch.sequences}
+        active = list(zip(texts, rooms, strict=True))
+        while active:
+            longer = [text._replace(ids=[*text.ids, *map(self._vocabulary.draft_id, chains[text.seq])]) for text, _ in active]
+            drawing, active = active, []
+            for (text, room), logits in zip(drawing, self._vocabulary.scores(self._reader.read(longer)), strict=True):
+                chain, row = chains[text.seq], Row.at(text.seq, chains[text.seq])
+                token, q = draw_apart(logits, row, text.seq)
+                if token == CORRUPTED and row.allowed is not None:
+                    continue  # it knows none of the tokens that the grammar allows
+                if token == CORRUPTED:
                     raise DrafterFault("the draft's logits are not finite")
-                chains[b].append(picked)
-                probs[b].append(probs_of(logits, row))
-        return Drafts(list(map(Tree.chain, chains)), stack_q(probs))
+                chain.append(token)
+                probs[text.seq].append(q)
+                if len(chain) < room:
+                    active.append((text, room))
+        return Drafts(list(map(Tree.chain, chains.values())), stack_q(list(probs.values())))
 
 
-def _sound(drafted: Chains) -> Chains:
-    """Chains and the chance that each token is reached."""
-    tokens, chances = drafted
-    if any(CORRUPTED in chain for chain in tokens):
-        raise DrafterFault("the draft's logits are not finite")
-    return tokens, [list(accumulate(chain, operator.mul)) for chain in chances]
-
-
-def _spread(batch: Batch, texts: Seq[Text], tokens: Seq[list[int]], survival: Seq[list[float]]) -> Drafts:
-    """Chains of some sequences as drafts of all."""
-    return Drafts(list(map(Tree.chain, _of_all(batch, texts, tokens), _of_all(batch, texts, survival))))
-
-
-def _of_all(batch: Batch, texts: Seq[Text], some: Seq[list[T]]) -> Seq[list[T]]:
-    """A list for every sequence, empty where nothing was told."""
-    if len(texts) == len(batch.sequences):
-        return some
-    places = {text.seq: row for text, row in zip(texts, some, strict=True)}
-    return [places.get(seq, []) for seq in batch.sequences]
+def _chains_for(batch: Batch, texts: Seq[Text], drafted: Chains) -> Drafts:
+    """Chains after some sequences' texts as drafts of a batch."""
+    rows = zip(texts, *drafted, strict=True)
+    return drafts_for(batch, {text.seq: chain_of(tokens, chances) for text, tokens, chances in rows})

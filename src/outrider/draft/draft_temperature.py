@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.core import Scores, Verdict
+from outrider.core import Batch, Scores, Sequence, Verdict
 from outrider.sampling import Row, SamplingParams, process
 from outrider.sampling.noise import Key, bits, gumbel, keys_of
 
@@ -21,7 +21,7 @@ __all__ = ["TEMPERATURES", "DraftLogits", "DraftTemperature", "LogitsAt", "hits"
 TEMPERATURES = (1.0, 0.9, 1.15, 0.8, 0.7, 1.3, 0.6, 0.5, 0.4)  # nearest to no change first: the first wins a tie
 _TOKENS = 32  # of q, the most probable
 _DRAWS = 16
-_WORTH_IT = 0.01  # a gain that a change must bring: this share of guesses, or this much log chance
+_MIN_GAIN = 0.01  # a gain that a change must bring: this share of guesses, or this much log chance
 _ENOUGH = 48  # positions seen before anything changes
 _OFTEN, _YOUNG, _RARELY = 12, 96, 96  # every 12th position is looked at until 96 were, then every 96th,
 _AT_ONCE = 8  # so many together: a look costs 0.8 ms, and 0.1 ms when it follows another
@@ -77,8 +77,9 @@ class DraftTemperature:
     """
 
     def __init__(self, tree: bool = False, by_depth: bool = False) -> None:
-        self._worth = likelihood if tree else hits
+        self._score = likelihood if tree else hits
         self._by_depth = by_depth  # whether logits of different depths are of different kinds, as Medusa's heads are
+        self.last: dict[Sequence, LogitsAt] = {}  # logits of the last draft, until its verdict is known
         self._records: dict[tuple[float, int], _Record] = {}
         self._held: list[tuple[_Record, DraftLogits, Tensor]] = []  # positions to look at: the draft's logits, the target's
 
@@ -88,7 +89,19 @@ class DraftTemperature:
         if record is None or record.seen < _ENOUGH:
             return 1.0
         best = int(np.argmax(record.right))
-        return TEMPERATURES[best] if record.right[best] - record.right[0] > _WORTH_IT * record.weight else TEMPERATURES[0]
+        return TEMPERATURES[best] if record.right[best] - record.right[0] > _MIN_GAIN * record.weight else TEMPERATURES[0]
+
+    def end(self, seq: Sequence) -> None:
+        self.last.pop(seq, None)
+
+    def commit(self, batch: Batch, verdicts: list[Verdict], scores: Scores) -> None:
+        """Compare both distributions at the nodes of the last draft that became text."""
+        if not self.last:
+            return
+        for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
+            logits_at = self.last.pop(seq, None)
+            if logits_at is not None and seq.finish_reason is None:
+                self.learn(seq.request.params, logits_at, verdict, scores, root)
 
     def learn(self, params: SamplingParams, logits_at: LogitsAt, verdict: Verdict, scores: Scores, root: int) -> None:
         """Take in a round: the draft's logits by path, and the target's at the nodes that became text."""
@@ -112,7 +125,7 @@ class DraftTemperature:
         for record, draft, logits in self._held:
             ids, logq = draft.best()
             logp = torch.log_softmax(process(logits, draft.row), -1)[ids].double().cpu().numpy()
-            record.right = record.right * _MEMORY + self._worth(logq, logp)
+            record.right = record.right * _MEMORY + self._score(logq, logp)
             record.weight = record.weight * _MEMORY + 1.0
         self._held.clear()
 
@@ -145,7 +158,7 @@ def likelihood(logq: _Floats, logp: _Floats) -> _Floats:
 def _noisy(logq: _Floats, logp: _Floats) -> tuple[_Floats, npt.NDArray[np.int64]]:
     """Noisy draft scores (temperatures, draws, tokens) and the choices (draws,), of draws that choose one of the tokens.
 
-    The rest of p counts as one more token: the largest of its noisy scores is distributed as if it were one.
+    The remainder of p counts as one more token: the largest of its noisy scores is distributed as if it were one.
     """
     remainder = max(1.0 - float(np.exp(logp).sum()), 1e-12)
     noise = _noise(len(logp) + 1)
@@ -156,5 +169,5 @@ def _noisy(logq: _Floats, logp: _Floats) -> tuple[_Floats, npt.NDArray[np.int64]
 
 @lru_cache(maxsize=4)
 def _noise(tokens: int) -> _Floats:
-    """The same draws at every position: what differs between temperatures is then their own doing."""
+    """Gumbel noise of fixed draws, so that temperatures are compared on equal noise at every position."""
     return gumbel(bits(keys_of([Key(0, draw) for draw in range(_DRAWS)]), tokens))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
-from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
-from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
-from outrider.draft.pagebook import PageBook
+from outrider.draft.draft_temperature import DraftTemperature
+from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, grow
+from outrider.draft.reader import PageBook, committed_rows
 from outrider.errors import DrafterFault
 from outrider.heads import EagleHead, EagleNetwork, EagleRunner, eagle_network, load_eagle
 from outrider.model import Feed
@@ -24,14 +24,13 @@ __all__ = ["EagleDrafter"]
 
 
 @dataclass(slots=True)
-class _State:
+class _Features:
     """Rows whose KV rests on the target's features, and the features waiting to become rows."""
 
     done: int = 0  # rows up to done-1; row i joins feature i and token i + 1
     first: int = 0  # the first row; those before were never fed, because nobody kept their features
     taps: list[Tensor] = field(default_factory=list)  # of positions done, done + 1, ...
     hidden: dict[int, Tensor] = field(default_factory=dict)  # of the draft: node (or ROOT) -> the head's output there
-    logits: dict[tuple[int, ...], DraftLogits] = field(default_factory=dict)  # of the draft, by path
 
 
 class EagleDrafter:
@@ -65,54 +64,46 @@ class EagleDrafter:
         self._shape = shape
         self._draft_temperature = DraftTemperature(tree=shape.branch > 1)
         self._book = PageBook(pool.page_size)
-        self._states: dict[Sequence, _State] = {}
+        self._states: dict[Sequence, _Features] = {}
 
     @classmethod
     def build(cls, context: DraftContext) -> EagleDrafter:
         target = context.target
         head = load_eagle(context.weights("eagle"), target.decoder, context.load_options)
-        pool = context.pool_like_the_target(head.config.shape.kv_heads, head.config.shape.head_dim)
+        c, pages = head.config.shape, target.pool.pages
+        pool = KVPool(1, pages, c.kv_heads, target.pool.page_size, c.head_dim)  # one layer, under the target's page ids
         return cls(head, pool, target.ops, context.options(TreeShape), eagle_network(head, pool, target))
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence. Where its pages are filled already, the last feature in them is enough to go on."""
         held = self._book.begin(seq)
         if held.feature is not None and held.tokens == seq.cached:
-            self._states[seq] = _State(held.tokens - 1, taps=[held.feature[None]])
+            self._states[seq] = _Features(held.tokens - 1, taps=[held.feature[None]])
         else:
-            self._states[seq] = _State(seq.cached, seq.cached)
+            self._states[seq] = _Features(seq.cached, seq.cached)
 
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
         self._book.end(seq)
+        self._draft_temperature.end(seq)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Keep the target's features of every token that became part of the text, and compare both distributions there."""
         assert scores.taps is not None
-        for b, (seq, verdict) in enumerate(zip(batch.sequences, verdicts, strict=True)):
-            state, after = self._states.get(seq), scores.first_rows[b] + batch.feeds[b]
-            if state is None:
-                continue
-            whole = verdict.path == list(range(len(verdict.path)))  # a chain's rows lie side by side
-            rows = (
-                slice(scores.first_rows[b], after + len(verdict.path)) if whole else _rows(scores.first_rows[b], after, verdict)
-            )
-            state.taps.append(scores.taps[rows])
-            if state.logits and seq.finish_reason is None:
-                self._draft_temperature.learn(seq.request.params, state.logits.get, verdict, scores, scores.roots[b])
-            state.hidden, state.logits = {}, {}
+        for seq, verdict, first, fed in zip(batch.sequences, verdicts, scores.first_rows, batch.feeds, strict=True):
+            state = self._states.get(seq)
+            if state is not None:
+                state.taps.append(scores.taps[committed_rows(first, fed, verdict)])
+                state.hidden = {}
+        self._draft_temperature.commit(batch, verdicts, scores)
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         if self._runner.drafts_chains and self._shape.is_chain and plan.rule == "match":
-            return self._chains(growing)
+            return drafts_for(batch, self._chains([draft for draft in growing if draft.room > 0]))
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
-        grow(growing, shape, self._catch_up, self._extend, self._draft_temperature)
-        for draft in growing:
-            if draft.logits:
-                self._states[draft.seq].logits = draft.logits
-        return drafts_of(growing)
+        return drafts_for(batch, grow(growing, shape, self._catch_up, self._extend, self._draft_temperature))
 
     def _sprout(self, seq: Sequence, planned: int) -> Growing:
         """An empty draft; without room where the newest token has no feature before it."""
@@ -120,19 +111,15 @@ class EagleDrafter:
         able = planned > 0 and size - 1 > self._states[seq].first
         return Growing(seq, min(planned, self._head.config.shape.context - size) if able else 0, seq.pages, size)
 
-    def _chains(self, growing: Seq[Growing]) -> Drafts:
+    def _chains(self, active: Seq[Growing]) -> dict[Sequence, Tree]:
         """Chains by one call instead of one for each token, drawn by temperature and noise alone."""
-        active = [draft for draft in growing if draft.room > 0]
-        if active:
-            length = min(max(draft.room for draft in active), self._runner.drafts_chains)
-            feeds, taps = self._waiting(active)
-            drawn = self._runner.draft(feeds, taps, [Row.at(draft.seq) for draft in active], length)
-            if int(drawn.tokens[:, :length].min()) < 0:
-                raise DrafterFault("the draft's logits are not finite")
-            for draft, tokens, chances in zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True):
-                for i in range(min(draft.room, length)):
-                    draft.put(i - 1, tokens[i], chances[i])
-        return drafts_of(growing)
+        if not active:
+            return {}
+        length = min(max(draft.room for draft in active), self._runner.drafts_chains)
+        feeds, taps = self._waiting(active)
+        drawn = self._runner.draft(feeds, taps, [Row.at(draft.seq) for draft in active], length)
+        rows = zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True)
+        return {draft.seq: chain_of(tokens[: draft.room], chances[: draft.room]) for draft, tokens, chances in rows}
 
     def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:
         """Rows for all features the target has given since the last draft, and those; the last sees the newest token."""
@@ -144,7 +131,10 @@ class EagleDrafter:
                 raise DrafterFault(f"features for {state.done + len(taps)} of {len(tokens) - 1} tokens")
             feeds.append(Feed(draft.pages, state.done + 1, tokens[state.done + 1 :], first_key=state.first + 1))
             features.append(taps)
-            self._note(draft.seq, state, taps)
+            self._book.overwrite(draft.pages, state.done + 1)
+            if not state.first:  # else its pages lack the rows before
+                # Slot i + 1 holds row i, so a page's last feature has no row yet.
+                self._book.fill(draft.seq, state.done, len(tokens) - 1, taps)
             state.done, state.taps = len(tokens) - 1, []
         return feeds, features
 
@@ -156,15 +146,6 @@ class EagleDrafter:
             row += len(feed.tokens)
             self._states[draft.seq].hidden[ROOT] = hidden[row]
         return self._logits(torch.stack([self._states[draft.seq].hidden[ROOT] for draft in active]))
-
-    def _note(self, seq: Sequence, state: _State, taps: Tensor) -> None:
-        """Book the pages that are full with these rows. Slot i + 1 holds row i, so a page's last feature has no row yet."""
-        size = self._book.page_size
-        self._book.overwrite(seq.pages, state.done + 1)
-        if state.first:
-            return  # its pages lack the rows before
-        for index in range(state.done // size, (state.done + len(taps)) // size):
-            self._book.fill(seq, index, taps[(index + 1) * size - 1 - state.done].clone())
 
     def _extend(self, active: Seq[Growing]) -> Tensor:
         """Run the head on every frontier node."""
@@ -180,16 +161,11 @@ class EagleDrafter:
         return self._logits(hidden[: len(grown)])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the target's vocabulary, -inf where the head has no say."""
+        """Scores over the target's vocabulary, -inf for tokens the head does not have."""
         logits = self._runner.logits(hidden)
         ids = self._head.vocab_ids
         if ids is None:
             return logits
-        whole = torch.full((len(hidden), self._head.config.shape.vocab), float("-inf"))
-        whole[:, ids] = logits
-        return whole
-
-
-def _rows(first: int, after: int, verdict: Verdict) -> list[int]:
-    """Rows of the tokens that were fed and of the nodes that were accepted."""
-    return [*range(first, after), *(after + node for node in verdict.path)]
+        over_target = torch.full((len(hidden), self._head.config.shape.vocab), float("-inf"))
+        over_target[:, ids] = logits
+        return over_target

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,38 +14,25 @@ from torch import Tensor
 from outrider import checks
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
 from outrider.draft.context import DraftContext
-from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
-from outrider.draft.growth import Growing, TreeShape, drafts_of, grow
+from outrider.draft.draft_temperature import DraftTemperature
+from outrider.draft.growth import Growing, TreeShape, drafts_for, grow
 from outrider.draft.options import option
 from outrider.errors import InvalidParameter
 from outrider.model import Feed, Runner
 from outrider.ops import BLOCK, one_torch_thread
 from outrider.sampling import Row, choose
 
-__all__ = ["Costs", "EarlyExit", "EarlyExitOptions", "best_length", "measure_costs"]
+__all__ = ["EarlyExit", "EarlyExitOptions", "LayerCosts", "best_length", "measure_costs"]
 
-_TRIALS = 96  # positions at which every exit is tried before one is chosen
+_POSITIONS = 96  # at which every exit is tried before one is chosen
 _EXITS = 6  # how many are tried, at most
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class LayerCosts(NamedTuple):
     """Seconds for one block of rows."""
 
     layer: float
     head: float  # the output matrix
-
-
-@dataclass(slots=True)
-class _Trial:
-    """Exits tried side by side: at how many positions each chose what the target chose."""
-
-    exits: tuple[int, ...]
-    right: list[int] = field(init=False)
-    seen: int = 0
-
-    def __post_init__(self) -> None:
-        self.right = [0] * len(self.exits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +61,22 @@ class EarlyExit:
 
     Options = EarlyExitOptions
 
-    def __init__(self, target: Runner, options: EarlyExitOptions = EarlyExitOptions(), costs: Costs | None = None) -> None:
+    def __init__(self, target: Runner, options: EarlyExitOptions = EarlyExitOptions(), costs: LayerCosts | None = None) -> None:
         self._runner = target
         self._layers = target.decoder.config.layers
-        exit_layer, tail = options.exit_layer, options.tail
-        if exit_layer is not None:
-            checks.integer("exit_layer", exit_layer, 1, self._layers - 1)
-        checks.integer("tail", tail, 0, self._layers - (exit_layer or 1))
-        self._tail = tail
-        self._exit = exit_layer
-        self._agreement: float | None = None  # of the chosen exit, where it was tried
-        self._trial: _Trial | None = None
+        if options.exit_layer is not None:
+            checks.integer("exit_layer", options.exit_layer, 1, self._layers - 1)
+        self._tail = checks.integer("tail", options.tail, 0, self._layers - (options.exit_layer or 1))
+        self.exit_layer = options.exit_layer  # None while exits are compared, and where none pays
+        self._agreement: float | None = None  # of the chosen exit with the target, where exits were compared
+        self._agreed: dict[int, int] = {}  # while exits are compared: at how many positions each chose what the target chose
+        self._compared = 0  # positions
         self.needs = Needs()
-        if exit_layer is None:
-            self._trial = _Trial(_exits(self._layers - max(tail, 1)))
-            self.needs = Needs(taps=(*self._trial.exits, self._layers))
-        self._costs = costs or (Costs(1.0, 1.0) if exit_layer else measure_costs(target))
+        if self.exit_layer is None:
+            self._agreed = dict.fromkeys(_exits(self._layers - max(self._tail, 1)), 0)
+            self.needs = Needs(taps=(*self._agreed, self._layers))
+        self._costs = costs or (LayerCosts(1.0, 1.0) if self.exit_layer else measure_costs(target))
         self._draft_temperature = DraftTemperature()
-        self._draft_logits: dict[Sequence, dict[tuple[int, ...], DraftLogits]] = {}  # of the last draft, by path
 
     @classmethod
     def build(cls, context: DraftContext) -> EarlyExit:
@@ -100,29 +86,21 @@ class EarlyExit:
             )
         return cls(context.target, context.options(EarlyExitOptions))
 
-    @property
-    def exit_layer(self) -> int | None:
-        """The exit in use; None while exits are tried, or where none pays."""
-        return self._exit
-
     def begin(self, seq: Sequence) -> None:
         pass
 
     def end(self, seq: Sequence) -> None:
-        self._draft_logits.pop(seq, None)
+        self._draft_temperature.end(seq)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Try exits on the rows read, as long as one is to be chosen; then compare both distributions."""
-        if self._trial is not None and scores.taps is not None:
-            self._try(self._trial, batch, scores)
-        for seq, verdict, root in zip(batch.sequences, verdicts, scores.roots, strict=True):
-            logits_at = self._draft_logits.pop(seq, None)
-            if logits_at and seq.finish_reason is None:
-                self._draft_temperature.learn(seq.request.params, logits_at.get, verdict, scores, root)
+        """Compare exits on the rows read, as long as one is to be chosen; then compare both distributions."""
+        if self._agreed and scores.taps is not None:
+            self._compare(batch, scores.taps, scores.first_rows)
+        self._draft_temperature.commit(batch, verdicts, scores)
 
     @torch.inference_mode()
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        exit_layer = self._exit
+        exit_layer = self.exit_layer
         if exit_layer is None:
             return Drafts.empty(len(batch.sequences))
         growing = [
@@ -147,13 +125,11 @@ class EarlyExit:
         def extend(active: Seq[Growing]) -> Tensor:
             return step(active, [draft.feed() for draft in active])
 
-        grow(growing, TreeShape(), start, extend, self._draft_temperature)
-        self._draft_logits = {draft.seq: draft.logits for draft in growing if draft.logits}
-        rows = [x for draft in growing for x in hidden[draft.seq]]
-        resume = (
-            self._runner.resume(exit_layer, torch.stack(rows), [len(hidden[draft.seq]) for draft in growing]) if rows else None
-        )
-        return drafts_of(growing, resume)
+        drafts = drafts_for(batch, grow(growing, TreeShape(), start, extend, self._draft_temperature))
+        rows = [x for seq in batch.sequences for x in hidden[seq]]
+        if rows:
+            drafts.resume = self._runner.resume(exit_layer, torch.stack(rows), [len(hidden[seq]) for seq in batch.sequences])
+        return drafts
 
     def _length(self, exit_layer: int, planned: int) -> int:
         """All that is planned, or as much of it as pays."""
@@ -161,48 +137,44 @@ class EarlyExit:
             return planned
         return best_length(self._costs, (exit_layer, self._tail, self._layers), self._agreement, planned).length
 
-    def _try(self, trial: _Trial, batch: Batch, scores: Scores) -> None:
-        """Let every exit guess at some of the rows just read, with the requests' own noise."""
-        assert scores.taps is not None
+    def _compare(self, batch: Batch, taps: Tensor, first_rows: Seq[int]) -> None:
+        """Let every exit guess at some of the rows just read, with the requests' noise; choose one when enough were seen."""
         rows: list[Row] = []
         places: list[int] = []
-        for seq, fed, first in zip(batch.sequences, batch.feeds, scores.first_rows, strict=True):
+        for seq, fed, first in zip(batch.sequences, batch.feeds, first_rows, strict=True):
             for i in range(min(fed, BLOCK)):  # the last ones it read
                 places.append(first + fed - 1 - i)
                 rows.append(Row.at(seq)._replace(position=len(seq.tokens) - 1 - i, allowed=None))
-        taps = scores.taps[places].chunk(len(trial.exits) + 1, -1)
-        wanted = choose(self._guess(taps[-1]), rows)
-        for i, x in enumerate(taps[:-1]):
+        *by_exit, last = taps[places].chunk(len(self._agreed) + 1, -1)
+        choices = choose(self._guess(last), rows)
+        for exit_layer, x in zip(self._agreed, by_exit, strict=True):
             guessed = choose(self._guess(x), rows)
-            trial.right[i] += sum(a == b for a, b in zip(guessed, wanted, strict=True))
-        trial.seen += len(rows)
-        if trial.seen >= _TRIALS:
-            self._choose(trial)
+            self._agreed[exit_layer] += sum(a == b for a, b in zip(guessed, choices, strict=True))
+        self._compared += len(rows)
+        if self._compared >= _POSITIONS:
+            self._choose()
 
     def _guess(self, x: Tensor) -> Tensor:
         """Logits of rows that leave a layer, as if it were the last."""
         decoder, ops = self._runner.decoder, self._runner.ops
         return self._runner.logits(ops.rms_norm(x, decoder.norm, decoder.config.norm_eps), range(len(x)))
 
-    def _choose(self, trial: _Trial) -> None:
-        self._trial, self.needs = None, Needs()
-        rates = [right / trial.seen for right in trial.right]
-        options = [
-            (best_length(self._costs, (e, self._tail, self._layers), rate, 16), e, rate)
-            for e, rate in zip(trial.exits, rates, strict=True)
-        ]
-        best, exit_layer, rate = max(options, key=lambda candidate: candidate[0].speed)
-        if best.length:
-            self._exit, self._agreement = exit_layer, rate
+    def _choose(self) -> None:
+        """Take the exit of the highest expected speed, or none."""
+        rates = {exit_layer: agreed / self._compared for exit_layer, agreed in self._agreed.items()}
+        best = {e: best_length(self._costs, (e, self._tail, self._layers), rate, 16) for e, rate in rates.items()}
+        exit_layer = max(best, key=lambda e: best[e].speed)
+        if best[exit_layer].length:
+            self.exit_layer, self._agreement = exit_layer, rates[exit_layer]
+        self._agreed, self.needs = {}, Needs()
 
 
-@dataclass(frozen=True, slots=True)
-class _Best:
+class _Best(NamedTuple):
     length: int
     speed: float  # tokens per second
 
 
-def best_length(costs: Costs, shape: tuple[int, int, int], agreement: float, limit: int) -> _Best:
+def best_length(costs: LayerCosts, shape: tuple[int, int, int], agreement: float, limit: int) -> _Best:
     """How far to draft with (exit, tail, layers) where each guess is right with this chance.
 
     Verification runs the layers from the exit on for all rows and those before it for the last node.
@@ -219,7 +191,7 @@ def best_length(costs: Costs, shape: tuple[int, int, int], agreement: float, lim
     return best
 
 
-def measure_costs(runner: Runner, repeats: int = 3) -> Costs:
+def measure_costs(runner: Runner, repeats: int = 3) -> LayerCosts:
     """Time one block through the layers and through the output matrix, on the page that padding writes to."""
     rows = runner.prepare([Feed([runner.pool.pages - 1], 0, [0])])
     layers, head = [], []
@@ -231,7 +203,7 @@ def measure_costs(runner: Runner, repeats: int = 3) -> Costs:
             runner.logits(last, [0])
             layers.append(done - begun)
             head.append(time.perf_counter() - done)
-    return Costs(median(layers[1:]) / runner.decoder.config.layers, median(head[1:]))
+    return LayerCosts(median(layers[1:]) / runner.decoder.config.layers, median(head[1:]))
 
 
 def _exits(before: int) -> tuple[int, ...]:

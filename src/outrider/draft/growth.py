@@ -5,20 +5,23 @@ Whoever predicts the next token (a draft model, an EAGLE head) grows its chains 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
-from outrider.core import ROOT, Drafts, Resume, Sequence, Tree
+from outrider.core import ROOT, Batch, Drafts, Sequence, Tree
 from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
 from outrider.draft.options import option
 from outrider.errors import DrafterFault
 from outrider.model import Feed
-from outrider.sampling import Row, rank
+from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, probs_of, process, rank
 
-__all__ = ["Growing", "TreeShape", "drafts_of", "grow"]
+__all__ = ["Growing", "TreeShape", "chain_of", "drafts_for", "draw_apart", "grow", "stack_q"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class TreeShape:
 
 @dataclass(slots=True)
 class Growing:
-    """One sequence's draft while it grows. Nodes are in the order they were thought of."""
+    """One sequence's draft while it grows. Nodes are in the order they were added."""
 
     seq: Sequence
     room: int  # nodes it may keep, and slots it may feed
@@ -47,9 +50,8 @@ class Growing:
     size: int  # slots taken by the text; nodes come after them
     tree: Tree = field(default_factory=lambda: Tree([], [], []))  # survival: chance that the whole path is accepted
     frontier: list[int] = field(default_factory=lambda: [ROOT])  # nodes to put children under
-    fed: list[int] = field(default_factory=list)  # nodes in the order of their slots
     logits: dict[tuple[int, ...], DraftLogits] = field(default_factory=dict)  # path -> the draft's logits after it
-    _slot_of: dict[int, int] = field(default_factory=dict)
+    _slot_of: dict[int, int] = field(default_factory=dict)  # nodes fed so far, in the order of their slots
 
     def put(self, node: int, token: int, chance: float) -> None:
         """A child under a node."""
@@ -60,52 +62,52 @@ class Growing:
         survival.append(chance if node == ROOT else survival[node] * chance)
 
     def kept(self) -> list[int]:
-        """The `room` nodes of most value. A parent is never worth less than its child, so the tree stays whole."""
-        return sorted(sorted(range(len(self.tree.tokens)), key=self._worth)[: self.room])
+        """The `room` likeliest nodes. A parent is never less likely than its child, so the tree stays whole."""
+        return sorted(sorted(range(len(self.tree.tokens)), key=self._rank_key)[: self.room])
 
     def narrow(self, beam: int) -> None:
         """Leave on the frontier the best nodes whose children could still be kept, as many as slots allow."""
         alive = set(self.kept()) if len(self.tree.tokens) > self.room else None
         able = [node for node in self.frontier if alive is None or node in alive]
         full = alive is None and len(self.tree.tokens) == self.room and beam == 1
-        self.frontier = [] if full else sorted(able, key=self._worth)[: min(beam, self.room - len(self.fed))]
+        self.frontier = [] if full else sorted(able, key=self._rank_key)[: min(beam, self.room - len(self._slot_of))]
 
     def feed(self) -> Feed:
         """The frontier's rows; the nodes fed before lie in their slots."""
-        known = len(self.fed)
-        for node in self.frontier:
-            self._slot_of[node] = len(self.fed)
-            self.fed.append(node)
-        nodes = [self.tree.tokens[node] for node in self.frontier]
-        return Feed(self.pages, self.size, (), nodes, self._slot_parents(), known)
+        tokens, parents, _ = self.tree
+        known = len(self._slot_of)
+        for slot, node in enumerate(self.frontier, known):
+            self._slot_of[node] = slot
+        slot_parents = [self._slot_of.get(parents[node], ROOT) for node in self._slot_of]
+        return Feed(self.pages, self.size, (), [tokens[node] for node in self.frontier], slot_parents, known)
 
-    def _slot_parents(self) -> list[int]:
-        """Of every node fed, the slot of its parent among them, or ROOT."""
-        return [self._slot_of.get(self.tree.parents[node], ROOT) for node in self.fed]
-
-    def _worth(self, node: int) -> tuple[float, int]:
+    def _rank_key(self, node: int) -> tuple[float, int]:
         return -self.tree.survival[node], node
 
 
 Network = Callable[[Seq[Growing]], Tensor]  # logits (places, V) after the frontier nodes of everyone, in order
 
 
-def grow(growing: Seq[Growing], shape: TreeShape, start: Network, extend: Network, draft_temperature: DraftTemperature) -> None:
-    """Fill drafts from a network: `start` reads the text and speaks for the roots, `extend` for new nodes.
+def grow(
+    growing: Seq[Growing], shape: TreeShape, start: Network, extend: Network, draft_temperature: DraftTemperature
+) -> dict[Sequence, Tree]:
+    """Grow trees by a network and keep their best nodes: `start` gives the logits of the roots, `extend` those of new nodes.
 
-    Guesses of a node are the largest of log q plus the target's own noise, q sharpened by what served
-    before. A node that cannot be among the kept ones any more gets no children.
+    Guesses of a node are the largest of log q plus the target's noise, q divided by the draft temperature. A node that
+    cannot be among the kept ones any more gets no children.
     """
     active = [draft for draft in growing if draft.room > 0]
     deepest = shape.depth or max((draft.room for draft in active), default=0)
     for level in range(deepest):
         if not active:
-            return
+            break
         logits = (extend if level else start)(active)
         _branch(active, logits, shape.branch, draft_temperature)
         for draft in active:
             draft.narrow(shape.beam)
         active = [draft for draft in active if draft.frontier]
+    draft_temperature.last = {draft.seq: draft.logits.get for draft in growing if draft.logits}
+    return {draft.seq: draft.tree.subset(draft.kept()) for draft in growing}
 
 
 def _branch(active: Seq[Growing], logits: Tensor, branch: int, draft_temperature: DraftTemperature) -> None:
@@ -125,6 +127,32 @@ def _branch(active: Seq[Growing], logits: Tensor, branch: int, draft_temperature
                 draft.put(node, token, chance)
 
 
-def drafts_of(growing: Seq[Growing], resume: Resume | None = None) -> Drafts:
-    """The best nodes of everyone, with their chances as survival."""
-    return Drafts([draft.tree.subset(draft.kept()) for draft in growing], resume=resume)
+def drafts_for(batch: Batch, trees: Mapping[Sequence, Tree]) -> Drafts:
+    """Trees of some sequences as drafts of a batch."""
+    none = Tree([], [], [])
+    return Drafts([trees.get(seq, none) for seq in batch.sequences])
+
+
+def chain_of(tokens: list[int], chances: Seq[float]) -> Tree:
+    """A chain whose tokens each have this chance after the one before."""
+    if CORRUPTED in tokens:
+        raise DrafterFault("the draft's logits are not finite")
+    return Tree.chain(tokens, list(accumulate(chances, operator.mul)))
+
+
+def draw_apart(logits: Tensor, row: Row, seq: Sequence) -> tuple[int, Tensor]:
+    """A token drawn from q, and q (V,). Its noise is not the target's: ratio tests must not share that."""
+    key = Key(row.seed, row.position, row.sample, Stream.DRAFT, seq.stats.rounds)
+    return draw(process(logits, row)[None], None if row.params.greedy else [key])[0], probs_of(logits, row)
+
+
+def stack_q(probs: Seq[Seq[Tensor]]) -> Tensor | None:
+    """(B, D, V) from the distributions (V,) that each sequence's tokens were drawn from, zero where nothing was drafted."""
+    if not any(probs):
+        return None
+    vocab = next(rows[0] for rows in probs if rows).shape[0]
+    out = torch.zeros(len(probs), max(map(len, probs)), vocab, dtype=torch.float64)
+    for b, rows in enumerate(probs):
+        if rows:
+            out[b, : len(rows)] = torch.stack(list(rows))
+    return out

@@ -1,4 +1,4 @@
-"""Lookahead decoding: the target iterates on a window of future tokens while it verifies, and what it says is kept."""
+"""Lookahead decoding: the target iterates on a window of future tokens while it verifies, and its choices are kept."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict, paths
-from outrider.draft.calibration import Calibration, verified_nodes
-from outrider.draft.context import DraftContext
+from outrider.core import ROOT, Batch, Drafts, Scores, Sequence, Tree, Verdict, paths
+from outrider.draft.lookup import AcceptanceRates, LookupDrafter, verified_nodes
 from outrider.draft.options import option
 from outrider.errors import InvalidParameter
 
@@ -33,7 +32,7 @@ class LookaheadOptions:
             raise InvalidParameter("pool_tokens", f"must hold at least one n-gram of {self.ngram}, got {self.pool_tokens}")
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(LookupDrafter["_Window"]):
     """Drafts from n-grams that the target itself wrote on the side.
 
     What it does: each forward carries a window of guesses about the future beside the draft. Its
@@ -51,73 +50,54 @@ class LookaheadDrafter:
     """
 
     Options = LookaheadOptions
-    needs = Needs(follows=True)
 
     def __init__(self, options: LookaheadOptions = LookaheadOptions()) -> None:
-        self._options = options
+        super().__init__(options)
         self._ngram = options.ngram
-        self._grams = options.pool_tokens // options.ngram
-        self._states: dict[Sequence, _State] = {}
-        self._calibration = Calibration()
+        self._rates = AcceptanceRates()
 
-    @classmethod
-    def build(cls, context: DraftContext) -> LookaheadDrafter:
-        return cls(context.options(LookaheadOptions))
-
-    def begin(self, seq: Sequence) -> None:
-        state = self._states[seq] = _State(NGramPool(self._ngram, self._grams))
+    def start(self, seq: Sequence) -> _Window:
+        pool = NGramPool(self._ngram, self._options.pool_tokens // self._ngram)
         if self._options.from_prompt:
-            for end in range(2, len(seq.tokens) + 1):
-                state.pool.add(seq.tokens[max(end - self._ngram, 0) : end])
-
-    def end(self, seq: Sequence) -> None:
-        self._states.pop(seq, None)
-
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        none = Tree([], [], [])
-        chains = plan.rule != "match"  # the other rules verify chains, and choose nothing at the window
-        guesses = [self._draft(seq, n, chains) if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        return Drafts(guesses)
+            pool.add_text(seq.tokens, 2)
+        return _Window(pool)
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
-        growing = _Growing(nodes)
+        growing = _MergedPaths(nodes)
         self._add_known(growing, seq, path)
         return growing.guess
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Put what the target said at every node into the pool, and move the window on."""
+        """Put what the target chose at every node into the pool, and move the window on."""
         for seq, tree, verdict in zip(batch.sequences, drafts.per_sequence, verdicts, strict=True):
-            state = self._states.get(seq)
-            if state is None or not verdict.tokens or seq.finish_reason is not None:
+            state, new = self._states.get(seq), len(verdict.tokens)
+            if state is None or not new or seq.finish_reason is not None:
                 continue
-            text = seq.tokens[max(len(seq.tokens) - len(verdict.tokens) - self._ngram, 0) :]
-            before, new = text[: len(text) - len(verdict.tokens)], verdict.tokens
+            text = seq.tokens[max(len(seq.tokens) - new - self._ngram, 0) :]
             if verdict.choices:
-                state.pool.add_all(before, tree, verdict)
+                state.pool.add_choices(text[:-new], tree, verdict)
             else:
-                for end in range(len(before) + 1, len(text) + 1):
-                    state.pool.add(text[max(end - self._ngram, 0) : end])
+                state.pool.add_text(text, len(text) - new + 1)
             if state.last is not None:
-                for node, true in verified_nodes(state.last.guess.tokens, state.last.guess.parents, new):
-                    self._calibration.record(state.last.kinds[node], true)
+                for node, is_accepted in verified_nodes(state.last.guess.tokens, state.last.guess.parents, verdict.tokens):
+                    self._rates.record(state.last.kinds[node], is_accepted)
                 state.last = None
             self._advance(state, tree, verdict)
 
-    def _draft(self, seq: Sequence, nodes: int, chain: bool) -> Tree:
+    def draft(self, seq: Sequence, nodes: int, branches: bool) -> Tree:
         """Guesses from the pool and the window, in one tree."""
-        state, growing = self._states[seq], _Growing(nodes)
-        columns = 0 if chain else min(self._options.window, nodes // 2 // (self._ngram - 1))
-        state.columns = columns
+        state, growing = self._states[seq], _MergedPaths(nodes)
+        state.columns = min(self._options.window, nodes // 2 // (self._ngram - 1)) if branches else 0
         self._fill(state, seq)
-        growing.room = nodes - columns * (self._ngram - 1)
-        self._add_known(growing, seq, (), 1 if chain else None)
+        growing.room = nodes - state.columns * (self._ngram - 1)
+        self._add_known(growing, seq, (), None if branches else 1)
         growing.room = nodes
-        for column in range(columns):
-            growing.add(self._column(state, column), self._chances(seq, 0, 0))
+        for column in range(state.columns):
+            growing.add(state.column(column), self._chances(seq, 0, 0))
         state.last = growing
         return growing.guess
 
-    def _add_known(self, growing: _Growing, seq: Sequence, path: Seq[int], limit: int | None = None) -> None:
+    def _add_known(self, growing: _MergedPaths, seq: Sequence, path: Seq[int], limit: int | None = None) -> None:
         """What followed here before, the likeliest first; long drafts go on from where a guess ends."""
         pool, context = self._states[seq].pool, [*seq.tokens[-2:], *path][-2:]
         known = list(pool.after(context))[:limit]
@@ -127,7 +107,7 @@ class LookaheadDrafter:
             chances = self._chances(seq, known[0][0], 0)
             best = [*known[0][1]]
             while growing.room > len(growing.guess.tokens) and len(best) < growing.room:
-                further = next(iter(pool.after([*context, *best][-2:])), None)
+                further = next(pool.after([*context, *best][-2:]), None)
                 if further is None:
                     break
                 best += further[1]
@@ -136,28 +116,20 @@ class LookaheadDrafter:
     def _chances(self, seq: Sequence, matched: int, rank: int) -> _Chances:
         greedy, rank = seq.request.params.greedy, min(rank, 3)
         first, later = (greedy, matched, rank), (greedy, matched, "later")
-        return _Chances(
-            first,
-            later,
-            self._calibration.chance(first, _PRIORS[matched] / (1 + rank)),
-            self._calibration.chance(later, _LATER),
-        )
+        of_first = self._rates.rate(first, _PRIORS[matched] / (1 + rank))
+        return _Chances(first, later, of_first, self._rates.rate(later, _LATER))
 
-    def _column(self, state: _State, column: int) -> list[int]:
-        """The path of a column's end: the first level up to it, then down its levels."""
-        return [*state.levels[0][: column + 1], *(level[column] for level in state.levels[1:])]
-
-    def _fill(self, state: _State, seq: Sequence) -> None:
+    def _fill(self, state: _Window, seq: Sequence) -> None:
         """Tokens for columns that have none: what followed the one to the left, or something from the text."""
         while len(state.levels) < self._ngram - 1:
             state.levels.append([])
         for r, level in enumerate(state.levels):
             while len(level) < state.columns:
                 left = level[-1] if level else (state.levels[r - 1][0] if r else seq.tokens[-1])
-                followed = next(iter(state.pool.after([left])), None)
+                followed = next(state.pool.after([left]), None)
                 level.append(followed[1][0] if followed else seq.tokens[(len(level) * 7 + r * 3) % len(seq.tokens)])
 
-    def _advance(self, state: _State, tree: Tree, verdict: Verdict) -> None:
+    def _advance(self, state: _Window, tree: Tree, verdict: Verdict) -> None:
         """Drop the oldest level, add the newest, and keep the columns that still lie ahead of the text."""
         if not state.columns or not verdict.choices:  # the window was not part of this round, or nobody chose there
             state.levels = [level[len(verdict.tokens) :] for level in state.levels]
@@ -166,7 +138,7 @@ class LookaheadDrafter:
         newest = []
         for column in range(state.columns):
             node = ROOT
-            for token in self._column(state, column):
+            for token in state.column(column):
                 node = place.get((node, token), -2)
             if node < 0 or verdict.choices[1 + node] < 0:
                 break
@@ -177,7 +149,7 @@ class LookaheadDrafter:
 
 
 class _Chances(NamedTuple):
-    """What a path's first token and its further ones are, and how likely."""
+    """The kinds of a path's first token and of its further ones, and how likely each is."""
 
     first: Hashable
     later: Hashable
@@ -186,7 +158,7 @@ class _Chances(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Growing:
+class _MergedPaths:
     """A draft while paths are added to it; paths with a common start share nodes."""
 
     room: int
@@ -206,20 +178,23 @@ class _Growing:
                 below = self._place[node, token] = len(self.guess.tokens)
                 self.guess.tokens.append(token)
                 self.guess.parents.append(node)
-                above = self.guess.survival[node] if node >= 0 else 1.0
-                self.guess.survival.append(min(survival, above))
+                self.guess.survival.append(min(survival, self.guess.survival[node]) if node >= 0 else survival)
                 self.kinds.append(chances.later if i else chances.first)
             node = below
 
 
 @dataclass(slots=True)
-class _State:
+class _Window:
     """One sequence's pool and window."""
 
     pool: NGramPool
     levels: list[list[int]] = field(default_factory=list)  # oldest first; column c of level r guesses c + r tokens ahead
     columns: int = 0  # of the window in the draft that waits for its verdict
-    last: _Growing | None = None
+    last: _MergedPaths | None = None
+
+    def column(self, column: int) -> list[int]:
+        """The path of a column's end: the first level up to it, then down its levels."""
+        return [*self.levels[0][: column + 1], *(level[column] for level in self.levels[1:])]
 
 
 class NGramPool:
@@ -247,12 +222,16 @@ class NGramPool:
             if len(gram) > max(length, 2):
                 self._put(tuple(gram[:length]), tuple(gram[length:]))
 
-    def add_all(self, before: Seq[int], tree: Tree, verdict: Verdict) -> None:
+    def add_text(self, text: Seq[int], start: int) -> None:
+        """The n-grams of a text that end after its first `start` tokens or later."""
+        for end in range(start, len(text) + 1):
+            self.add(text[max(end - self._ngram, 0) : end])
+
+    def add_choices(self, before: Seq[int], tree: Tree, verdict: Verdict) -> None:
         """The target's choice at every node with the tokens that led there; what became text comes last."""
         contexts = paths(tree.tokens, tree.parents, before[1 - self._ngram :])
-        kept = {0, *(1 + node for node in verdict.path)}
-        rows = [*(row for row in range(len(contexts)) if row not in kept), *sorted(kept)]
-        for row in rows:
+        kept = (0, *(1 + node for node in verdict.path))
+        for row in (*sorted({*range(len(contexts))}.difference(kept)), *kept):
             if verdict.choices[row] >= 0:  # below: the logits of that row were not finite
                 self.add([*contexts[row], verdict.choices[row]][-self._ngram :])
 

@@ -1,8 +1,7 @@
-"""A mixture: several drafters guess for the same round, and the best of what they say becomes one tree."""
+"""A mixture: several drafters guess for the same round, and the best of their guesses become one tree."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
@@ -13,17 +12,17 @@ from torch import Tensor
 
 from outrider.config import SpeculationConfig
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.calibration import Calibration, verified_nodes
 from outrider.draft.context import DraftContext
+from outrider.draft.lookup import AcceptanceRates, best_first, verified_nodes
 from outrider.draft.options import WeightOptions, option
 from outrider.draft.protocol import Drafter, Lookup
 from outrider.errors import InvalidParameter
 
 __all__ = ["Member", "MixtureDrafter", "MixtureOptions", "needs_of", "scores_for"]
 
-_SILENT, _OTHERWISE, _AGREES = -99, -98, -97  # a member guesses nothing where a node is, or other tokens, or this one too
-_SURE = 6  # claims are told apart up to odds of e^6
-_WORTH_FOLLOWING = 0.05  # survival below which no lookup is asked to go on
+_SILENT, _DIFFERS, _AGREES = -99, -98, -97  # a member guesses nothing where a node is, or other tokens, or this one too
+_MAX_LOG_ODDS = 6  # confidences are told apart up to odds of e^6
+_MIN_SURVIVAL = 0.05  # below which no lookup is asked to go on
 
 
 class Member(NamedTuple):
@@ -66,12 +65,12 @@ class MixtureOptions(WeightOptions):
 class MixtureDrafter:
     """Merges the guesses of several drafters.
 
-    What it does: every member drafts, and nodes with the same path become one. What each member claims
-        about a node (the chance that it follows its parent, or silence, or that it guesses otherwise)
-        is looked up in a table of how often nodes of which the same was claimed came true, so members
+    What it does: every member drafts, and nodes with the same path become one. Each member's confidence
+        in a node (the chance that it follows its parent, or that it guesses nothing there, or other
+        tokens) is looked up in a table of how often nodes of the same confidences were accepted, so members
         are weighed against each other by the record. The most likely nodes within the budget are the
         draft. Where a branch ends, lookup members are asked to go on from there (`splice`), so a short
-        neural draft gets a long copied tail. After the round the text judges the nodes of all members,
+        neural draft gets a long copied tail. After the round the text verifies the nodes of all members,
         also those that were not drafted. With `merge=0` the member whose draft is expected to bring most
         tokens drafts alone.
     When it helps: whenever one drafter knows what another does not: a lookup's long copies beside a
@@ -91,11 +90,9 @@ class MixtureDrafter:
         if not members:
             raise InvalidParameter("members", "a mixture needs at least one")
         self._members = members
+        self._options = options
         self.needs = needs_of([member.drafter for member in members], range(len(members)))
-        self._merge = options.merge
-        self._splice = options.splice and options.merge
-        self._enough = options.enough
-        self._record = Calibration(weight=6.0, memory=600.0)
+        self._rates = AcceptanceRates(weight=6.0, memory=600.0)
         self._last: dict[Sequence, _Merged] = {}
 
     @classmethod
@@ -113,33 +110,28 @@ class MixtureDrafter:
             member.drafter.end(seq)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        """Judge what every member said by the text that came, and let them see the round."""
-        self._judge(batch, verdicts)
-        for drafter, _ in self._members:
-            drafter.commit(batch, drafts, verdicts, scores_for(drafter, scores, self.needs.taps))
-
-    def _judge(self, batch: Batch, verdicts: list[Verdict]) -> None:
-        if not self._last:
-            return
+        """Compare every member's guesses with the text that came, and let them see the round."""
         for seq, verdict in zip(batch.sequences, verdicts, strict=True):
             merged = self._last.pop(seq, None)
             if merged is not None and seq.finish_reason is None:
-                for node, true in verified_nodes(merged.tokens, merged.parents, verdict.tokens):
-                    self._record.record(merged.kind(node), true)
-                    self._record.record(merged.stance(node), true)
+                for node, is_accepted in verified_nodes(merged.tokens, merged.parents, verdict.tokens):
+                    for kind in merged.kinds(node):
+                        self._rates.record(kind, is_accepted)
+        for drafter, _ in self._members:
+            drafter.commit(batch, drafts, verdicts, scores_for(drafter, scores, self.needs.taps))
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         if plan.rule != "match":
             return self._ask(0, batch, plan)
         merged = [_Merged(len(self._members), seq.request.params.greedy) for seq in batch.sequences]
-        open_ = list(plan.lengths)
+        lengths, enough = list(plan.lengths), self._options.enough
         for m in range(len(self._members)):
-            if any(open_):
-                drafts = self._ask(m, batch, plan._replace(lengths=tuple(open_), whole=False))
+            if any(lengths):
+                drafts = self._ask(m, batch, plan._replace(lengths=tuple(lengths), verify_all=False))
                 for nodes, tree in zip(merged, drafts.per_sequence, strict=True):
                     nodes.add(m, tree)
-                if self._enough < math.inf:
-                    open_ = [n if self._expected(nodes) < self._enough else 0 for nodes, n in zip(merged, open_, strict=True)]
+                if enough < math.inf:
+                    lengths = [n if self._expected(nodes) < enough else 0 for nodes, n in zip(merged, lengths, strict=True)]
         picked = [self._pick(seq, nodes, n) for seq, nodes, n in zip(batch.sequences, merged, plan.lengths, strict=True)]
         self._last = {seq: nodes for seq, nodes in zip(batch.sequences, merged, strict=True) if nodes.tokens}
         return Drafts(picked)
@@ -150,64 +142,53 @@ class MixtureDrafter:
 
     def _pick(self, seq: Sequence, merged: _Merged, nodes: int) -> Tree:
         """The likeliest nodes, best first; a branch that ends is followed on by the lookups."""
-        allowed = None if self._merge else self._best_member(merged)
-        guess = Tree([], [], [])
-        place = {ROOT: ROOT}
-        waiting: list[tuple[float, int]] = []
+        options, alone = self._options, None
+        if not options.merge:
+            alone = max(range(len(self._members)), key=lambda m: self._expected(merged, m))
 
-        def open_below(node: int, survival: float) -> None:
-            for child in merged.children(node):
-                if allowed is None or merged.claims[child][allowed] is not None:
-                    heapq.heappush(waiting, (-survival * self._chance(merged, child), child))
+        def below(node: int, survival: float, room: int) -> list[tuple[float, int, int]]:
+            if node != ROOT and options.splice and options.merge and survival > _MIN_SURVIVAL and not merged.children(node):
+                self._follow(seq, merged, node, room)
+            children = [child for child in merged.children(node) if alone is None or merged.confidence[child][alone] is not None]
+            guesses = [(survival * self._rate(merged, child), merged.tokens[child], child) for child in children]
+            return sorted(guesses, key=lambda guess: -guess[0])
 
-        open_below(ROOT, 1.0)
-        while waiting and len(guess.tokens) < nodes:
-            value, node = heapq.heappop(waiting)
-            place[node] = len(guess.tokens)
-            guess.tokens.append(merged.tokens[node])
-            guess.parents.append(place[merged.parents[node]])
-            guess.survival.append(-value)
-            if self._splice and -value > _WORTH_FOLLOWING and not merged.children(node):
-                self._follow(seq, merged, node, nodes - len(guess.tokens))
-            open_below(node, -value)
-        return guess
+        return best_first(nodes, ROOT, below)
 
     def _follow(self, seq: Sequence, merged: _Merged, node: int, nodes: int) -> None:
         """Let the lookups go on from where a branch ends."""
-        path = merged.path(node)
+        path = Tree(merged.tokens, merged.parents, []).path(node)
         for m, (drafter, limit) in enumerate(self._members):
             room = min(nodes, limit - len(path))
             if drafter.needs.follows and room > 0:
                 merged.add(m, cast(Lookup, drafter).follow(seq, path, room), node)
 
-    def _chance(self, merged: _Merged, node: int) -> float:
-        """How often a node of which this was claimed came true; before much was seen, of which roughly this was."""
-        bold = max(claim for claim in merged.claims[node] if claim is not None)
-        return self._record.chance(merged.kind(node), self._record.chance(merged.stance(node), bold))
+    def _rate(self, merged: _Merged, node: int) -> float:
+        """How often nodes of these confidences were accepted; before many were seen, nodes of roughly these."""
+        exact, rough = merged.kinds(node)
+        highest = max(chance for chance in merged.confidence[node] if chance is not None)
+        return self._rates.rate(exact, self._rates.rate(rough, highest))
 
     def _expected(self, merged: _Merged, member: int | None = None) -> float:
         """Tokens that the nodes (of one member) should bring."""
         survival = {ROOT: 1.0}
         for node, parent in enumerate(merged.parents):
-            if parent in survival and (member is None or merged.claims[node][member] is not None):
-                survival[node] = survival[parent] * self._chance(merged, node)
+            if parent in survival and (member is None or merged.confidence[node][member] is not None):
+                survival[node] = survival[parent] * self._rate(merged, node)
         return sum(survival.values()) - 1.0
-
-    def _best_member(self, merged: _Merged) -> int:
-        return max(range(len(self._members)), key=lambda m: self._expected(merged, m))
 
 
 @dataclass(slots=True)
 class _Merged:
-    """All nodes that members thought of for one sequence, parents first, and what each claims about each."""
+    """All nodes that members guessed for one sequence, parents first, and each member's confidence in each."""
 
     members: int
     greedy: bool
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    claims: list[list[float | None]] = field(default_factory=list)  # chance after the parent; None: not guessed
+    confidence: list[list[float | None]] = field(default_factory=list)  # chance after the parent; None: not guessed
     _below: dict[int, dict[int, int]] = field(default_factory=dict)  # node -> token -> child
-    _speaks: set[tuple[int, int]] = field(default_factory=set)  # (node, member) where the member guesses something below
+    _guessed: set[tuple[int, int]] = field(default_factory=set)  # (node, member) where the member guesses something below
 
     def add(self, member: int, guess: Tree, start: int = ROOT) -> None:
         """A member's guess below a node."""
@@ -219,44 +200,29 @@ class _Merged:
                 below[token] = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(above)
-                self.claims.append([None] * self.members)
+                self.confidence.append([None] * self.members)
             node = place[i] = below[token]
             before = guess.survival[parent] if parent >= 0 else 1.0
             chance = guess.survival[i] / before if before > 0 else 0.0
-            self.claims[node][member] = min(max(chance, 1e-3), 1 - 1e-3)
-            self._speaks.add((above, member))
+            self.confidence[node][member] = min(max(chance, 1e-3), 1 - 1e-3)
+            self._guessed.add((above, member))
 
     def children(self, node: int) -> list[int]:
         return list(self._below.get(node, {}).values())
 
-    def path(self, node: int) -> list[int]:
-        """Tokens from the root down to a node."""
-        return Tree(self.tokens, self.parents, []).path(node)
-
-    def kind(self, node: int) -> Hashable:
-        """What is claimed about a node, roughly, by everyone."""
-        return self.greedy, *(absent if claim is None else _level(claim) for claim, absent in self._said(node))
-
-    def stance(self, node: int) -> Hashable:
-        """Who is boldest about a node and how bold, and whether each of the others agrees."""
-        claims = self._said(node)
-        boldest = max(range(self.members), key=lambda m: claims[m][0] or 0.0)
-        return (
-            self.greedy,
-            boldest,
-            _level(claims[boldest][0] or 0.0),
-            tuple(_AGREES if claim else absent for claim, absent in claims),
-        )
-
-    def _said(self, node: int) -> list[tuple[float | None, int]]:
-        """Each member's claim about a node, and what its having none would mean."""
-        above = self.parents[node]
-        return [(claim, _OTHERWISE if (above, m) in self._speaks else _SILENT) for m, claim in enumerate(self.claims[node])]
+    def kinds(self, node: int) -> tuple[Hashable, Hashable]:
+        """A node's kind by the confidence of every member, and by the highest and whether each of the others agrees."""
+        above, chances = self.parents[node], self.confidence[node]
+        absent = [_DIFFERS if (above, m) in self._guessed else _SILENT for m in range(self.members)]
+        levels = [_log_odds(chance) if chance else none for chance, none in zip(chances, absent, strict=True)]
+        highest = max(range(self.members), key=lambda m: chances[m] or 0.0)
+        agrees = tuple(_AGREES if chance else none for chance, none in zip(chances, absent, strict=True))
+        return (self.greedy, *levels), (self.greedy, highest, levels[highest], agrees)
 
 
-def _level(chance: float) -> int:
-    """A claim's log odds, to the nearest whole number."""
-    return max(-_SURE, min(_SURE, round(math.log(chance / (1 - chance)))))
+def _log_odds(chance: float) -> int:
+    """A confidence's log odds, to the nearest whole number."""
+    return max(-_MAX_LOG_ODDS, min(_MAX_LOG_ODDS, round(math.log(chance / (1 - chance)))))
 
 
 def _columns(taps: Tensor | None, all_taps: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor | None:

@@ -6,26 +6,25 @@ import math
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Tree, Verdict
 from outrider.errors import DrafterFault
 
-__all__ = ["Drafter", "Lookup", "check_drafts", "check_kind", "stack_q"]
+__all__ = ["Drafter", "Lookup", "check_drafts", "check_kind"]
 
 
 class Drafter(Protocol):
     """Guesses what the target will choose. Nothing it does can change the text, only the speed.
 
     `propose` may return fewer nodes than the plan allows, never more. Slots for the planned nodes
-    are reserved before it is called. `commit` only records; a drafter that was not asked catches up
+    are reserved before it is called. `commit` only records; a drafter that was left out catches up
     inside a later `propose`.
     """
 
     @property
     def needs(self) -> Needs:
-        """What it wants from the engine; asked every round."""
+        """What it wants from the engine; read every round."""
 
     def begin(self, seq: Sequence) -> None:
         """A sequence starts."""
@@ -37,7 +36,7 @@ class Drafter(Protocol):
         """What became of the guesses. Sequences already hold their new tokens."""
 
     def end(self, seq: Sequence) -> None:
-        """A sequence is over, or gives way and begins again later (`finish_reason` is None); forget it."""
+        """A sequence is over, or preempted and begins again later (`finish_reason` is None); forget it."""
 
 
 class Lookup(Drafter, Protocol):
@@ -49,18 +48,6 @@ class Lookup(Drafter, Protocol):
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
         """At most this many nodes after a sequence and a path of guessed tokens. Nothing is recorded."""
-
-
-def stack_q(probs: Seq[Seq[Tensor]]) -> Tensor | None:
-    """(B, D, V) from the distributions (V,) that each sequence's tokens were drawn from, zero where nothing was drafted."""
-    if not any(probs):
-        return None
-    vocab = next(rows[0] for rows in probs if rows).shape[0]
-    out = torch.zeros(len(probs), max(map(len, probs)), vocab, dtype=torch.float64)
-    for b, rows in enumerate(probs):
-        if rows:
-            out[b, : len(rows)] = torch.stack(list(rows))
-    return out
 
 
 def check_kind(drafts: object) -> Drafts:

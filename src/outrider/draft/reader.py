@@ -1,4 +1,4 @@
-"""A draft model's memory of what it has read: which tokens lie in which slots, and where."""
+"""A drafter's memory of what lies in its KV: which text filled which pages, and which tokens lie in which slots."""
 
 from __future__ import annotations
 
@@ -11,15 +11,67 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.cache import OutOfPages, PageTable
-from outrider.core import Sequence
-from outrider.draft.pagebook import PageBook
+from outrider.core import Sequence, Verdict
 from outrider.model import Feed, Runner
 from outrider.model.runner import Chances, Tokens
 from outrider.sampling import Row
 
-__all__ = ["Reader", "Text"]
+__all__ = ["Chains", "Held", "PageBook", "Reader", "Text", "committed_rows"]
 
 Chains = tuple[list[list[int]], list[list[float]]]  # tokens and chances of each
+
+
+class Held(NamedTuple):
+    """What a sequence finds in its pages when it begins."""
+
+    tokens: int = 0  # leading tokens whose entries are there
+    feature: Tensor | None = None  # the target's at the last of them
+
+
+class PageBook:
+    """For each full page, the text that a drafter filled it for (as a running hash) and the last feature in it.
+
+    Drafters keep their KV under the target's page ids, so a page that a new sequence finds filled (a prefix-cache hit)
+    may hold the drafter's entries too. It does where the drafter filled it for the same text; where it did not, the
+    drafter reads that text again or does without it. A hash that met another text's would cost acceptance, never a token.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._pages: dict[int, tuple[int, Tensor | None]] = {}
+        self._hashes: dict[Sequence, list[int]] = {}  # of the text up to the end of each page
+
+    def begin(self, seq: Sequence) -> Held:
+        """What the pages a sequence starts with hold; nothing where they are empty."""
+        self._hashes[seq] = []
+        held = Held()
+        for index in range(seq.cached // self.page_size):
+            text, feature = self._pages.get(seq.pages[index], (None, None))
+            if text != self._hash(seq, index):
+                break
+            held = Held((index + 1) * self.page_size, feature)
+        return held
+
+    def end(self, seq: Sequence) -> None:
+        self._hashes.pop(seq, None)
+
+    def overwrite(self, pages: Seq[int], start: int) -> None:
+        """Slots from `start` on are about to be written."""
+        for page in pages[start // self.page_size :]:
+            self._pages.pop(page, None)
+
+    def fill(self, seq: Sequence, start: int, stop: int, features: Tensor | None = None) -> None:
+        """Slots of a sequence now hold the entries of its committed tokens; the features are those of tokens from `start` on."""
+        for index in range(start // self.page_size, stop // self.page_size):
+            feature = None if features is None else features[(index + 1) * self.page_size - 1 - start].clone()
+            self._pages[seq.pages[index]] = (self._hash(seq, index), feature)
+
+    def _hash(self, seq: Sequence, index: int) -> int:
+        known, size = self._hashes[seq], self.page_size
+        while len(known) <= index:
+            place = len(known) * size
+            known.append(hash((known[-1] if known else 0, *seq.tokens[place : place + size])))
+        return known[index]
 
 
 class Text(NamedTuple):
@@ -31,21 +83,20 @@ class Text(NamedTuple):
 
 
 @dataclass(slots=True)
-class _State:
+class _Slots:
     """What the draft model's KV holds for one sequence."""
 
     fed: list[int] = field(default_factory=list)  # token in each slot, in order
     checked: int = 0  # leading slots known to hold settled tokens
-    pages: list[int] = field(default_factory=list)  # where the model has pages of its own
+    pages: list[int] = field(default_factory=list)  # where the model does not use the target's
 
-    def valid(self, ids: Seq[int], settled: int) -> int:
-        """Leading slots that hold this text; the others are forgotten.
+    def valid(self, ids: Seq[int], settled: int, limit: int) -> int:
+        """Leading slots, at most `limit`, that hold this text; the others are forgotten.
 
         After full acceptance the last drafted token was never fed, and after a rejection the slots
-        hold what was rejected: comparing tokens covers both, and rounds this drafter sat out. The
-        newest token is always fed again, because its prediction is wanted.
+        hold what was rejected: comparing tokens covers both, and rounds this drafter sat out.
         """
-        limit = min(len(self.fed), len(ids) - 1)
+        limit = min(len(self.fed), limit)
         keep = min(self.checked, limit)
         while keep < limit and self.fed[keep] == ids[keep]:
             keep += 1
@@ -58,19 +109,19 @@ class Reader:
     """Feeds a draft model what it has not read yet.
 
     Its KV lies in the target's pages, slot for slot. A model with another tokenizer has other
-    slots, and takes pages from a table of its own.
+    slots, and takes pages from a separate table.
     """
 
-    def __init__(self, runner: Runner, own_pages: bool = False) -> None:
+    def __init__(self, runner: Runner, separate_pages: bool = False) -> None:
         self.runner = runner
         self.context = runner.decoder.config.context
-        self._states: dict[Sequence, _State] = {}
+        self._states: dict[Sequence, _Slots] = {}
         self._book = PageBook(runner.pool.page_size)
-        self._table = PageTable(runner.pool.pages - 1, runner.pool.page_size) if own_pages else None
+        self._table = PageTable(runner.pool.pages - 1, runner.pool.page_size) if separate_pages else None
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence; what its pages hold already is not read again."""
-        state = self._states[seq] = _State()
+        state = self._states[seq] = _Slots()
         if self._table is None:
             held = self._book.begin(seq).tokens
             state.fed, state.checked = seq.tokens[:held], held
@@ -94,51 +145,29 @@ class Reader:
             return False
         return True
 
-    def read(self, texts: Seq[Text]) -> Tensor:
-        """The logits (texts, V) after each text's newest token, feeding what its slots lack."""
-        feeds = self._feeds(texts)
-        last = [row - 1 for row in accumulate(len(feed.tokens) for feed in feeds)]
-        logits = self.runner.logits(self.runner.forward(feeds).last, last)
-        self._note_all(texts, feeds)
+    def read(self, texts: Seq[Text], counts: Seq[int] = ()) -> Tensor:
+        """The logits after the last `counts` tokens of each text (by default after the newest), feeding what its slots lack."""
+        counts = counts or [1] * len(texts)
+        feeds = self._feeds(texts, counts)
+        ends = accumulate(len(feed.tokens) for feed in feeds)
+        rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        logits = self.runner.logits(self.runner.forward(feeds).last, rows)
+        self._fill(texts, feeds)
         return logits
 
     def draft(
-        self, texts: Seq[Text], lengths: Seq[int], sharpness: Seq[float], floor: float = 0.0
+        self, texts: Seq[Text], lengths: Seq[int], draft_temperatures: Seq[float], threshold: float = 0.0
     ) -> tuple[list[list[int]], list[list[float]], Tensor | None]:
         """Chains of guesses after each text, their chances, and the logits (steps, texts, V) behind them where there are some."""
-        feeds = self._feeds(texts)
-        tokens, chances, logits = self.runner.draft(feeds, [Row.at(text.seq) for text in texts], lengths, sharpness, floor)
+        feeds, rows = self._feeds(texts), [Row.at(text.seq) for text in texts]
+        tokens, chances, logits = self.runner.draft(feeds, rows, lengths, draft_temperatures, threshold)
         return *self._drafted(texts, feeds, lengths, (tokens, chances)), logits
 
     def draw(self, texts: Seq[Text], lengths: Seq[int]) -> tuple[list[list[int]], Callable[[], Chains]]:
-        """The same from a runner that draws ahead: promises of the tokens, and how to wait for the chains and their chances."""
+        """Future tokens of chains, from a runner that overlaps drafts, and how to wait for the chains and their chances."""
         feeds = self._feeds(texts)
         futures, wait = self.runner.draw(feeds, [Row.at(text.seq) for text in texts], lengths)
         return futures, lambda: self._drafted(texts, feeds, lengths, wait())
-
-    def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], drawn: tuple[Tokens, Chances]) -> Chains:
-        """Note what was drawn, and the part of it that was asked for."""
-        self._note_all(texts, feeds)
-        tokens = [row[:n] for row, n in zip(drawn[0], lengths, strict=True)]
-        chances = [row[:n] for row, n in zip(drawn[1], lengths, strict=True)]
-        for (seq, _, _), row in zip(texts, tokens, strict=True):
-            self._states[seq].fed += row[:-1]
-        return tokens, chances
-
-    def _feeds(self, texts: Seq[Text]) -> list[Feed]:
-        """What each text's slots lack."""
-        feeds = []
-        for seq, ids, settled in texts:
-            state, pages = self._states[seq], self.pages(seq)
-            start = state.valid(ids, settled)
-            self._book.overwrite(pages, start)
-            feeds.append(Feed(pages, start, ids[start:]))
-            state.fed += ids[start:]
-        return feeds
-
-    def _note_all(self, texts: Seq[Text], feeds: Seq[Feed]) -> None:
-        for (seq, _, settled), feed in zip(texts, feeds, strict=True):
-            self._note(seq, feed.start, settled)
 
     def extend(self, seq: Sequence, feed: Feed) -> None:
         """Remember nodes about to be fed, as far as they lie where they would as text."""
@@ -147,8 +176,35 @@ class Reader:
             if feed.parents[slot] == slot - 1 and len(fed) == feed.start + slot:
                 fed.append(feed.nodes[slot - feed.known])
 
-    def _note(self, seq: Sequence, start: int, settled: int) -> None:
+    def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], drawn: tuple[Tokens, Chances]) -> Chains:
+        """Remember what was drawn, and return the planned part of it."""
+        self._fill(texts, feeds)
+        tokens = [row[:n] for row, n in zip(drawn[0], lengths, strict=True)]
+        chances = [row[:n] for row, n in zip(drawn[1], lengths, strict=True)]
+        for text, row in zip(texts, tokens, strict=True):
+            self._states[text.seq].fed += row[:-1]
+        return tokens, chances
+
+    def _feeds(self, texts: Seq[Text], counts: Seq[int] = ()) -> list[Feed]:
+        """What each text's slots lack. Its last tokens are always fed again, because their logits are wanted."""
+        feeds = []
+        for (seq, ids, settled), count in zip(texts, counts or [1] * len(texts), strict=True):
+            state, pages = self._states[seq], self.pages(seq)
+            start = state.valid(ids, settled, len(ids) - count)
+            self._book.overwrite(pages, start)
+            feeds.append(Feed(pages, start, ids[start:]))
+            state.fed += ids[start:]
+        return feeds
+
+    def _fill(self, texts: Seq[Text], feeds: Seq[Feed]) -> None:
         if self._table is None:
-            size = self._book.page_size
-            for index in range(start // size, settled // size):
-                self._book.fill(seq, index)
+            for text, feed in zip(texts, feeds, strict=True):
+                self._book.fill(text.seq, feed.start, text.settled)
+
+
+def committed_rows(first: int, fed: int, verdict: Verdict) -> slice | list[int]:
+    """Rows of the tokens that a sequence was fed and of the nodes that were accepted; a chain's lie side by side."""
+    after = first + fed
+    if verdict.path == list(range(len(verdict.path))):
+        return slice(first, after + len(verdict.path))
+    return [*range(first, after), *(after + node for node in verdict.path)]

@@ -1,15 +1,13 @@
-"""Token recycling: what the target last thought could follow each token is the next draft."""
+"""Token recycling: the target's likeliest successors of each token are the next draft."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.context import DraftContext
+from outrider.core import Batch, Drafts, Needs, Scores, Sequence, Tree, Verdict
+from outrider.draft.lookup import LookupDrafter, best_first
 from outrider.draft.options import option
 
 __all__ = ["RecycleDrafter", "RecycleOptions", "SuccessorTable", "read_tree"]
@@ -27,14 +25,14 @@ class RecycleOptions:
     tenants: int = option(16, "shared tables kept", 1)
 
 
-class RecycleDrafter:
+class RecycleDrafter(LookupDrafter["SuccessorTable"]):
     """Drafts from the candidates the target weighed before.
 
     What it does: every row of every verification, rejected nodes included, leaves its `top`
         likeliest next tokens in a table under the token it followed, what was chosen there first.
         The draft is a tree read from that table, starting at the last token: a node's children are
         its token's successors, and a fixed chance for each rank says which nodes are worth having.
-        Tokens of the prompt that the target was not yet asked about have as successors what
+        Tokens of the prompt that no row has scored yet have as successors what
         followed them there.
     When it helps: everywhere a little, also on text that repeats nothing; best where verifying
         some dozens of nodes costs about as much as one.
@@ -52,52 +50,35 @@ class RecycleDrafter:
     needs = Needs(scores=True, follows=True)
 
     def __init__(self, options: RecycleOptions = RecycleOptions()) -> None:
-        self._options = options
+        super().__init__(options)
         self._common: dict[str, SuccessorTable] = {}  # by tenant, the latest seen last
-        self._tables: dict[Sequence, SuccessorTable] = {}
 
-    @classmethod
-    def build(cls, context: DraftContext) -> RecycleDrafter:
-        return cls(context.options(RecycleOptions))
-
-    def begin(self, seq: Sequence) -> None:
-        table = self._tables[seq] = self._table_for(seq.request.tenant if self._options.shared else None)
+    def start(self, seq: Sequence) -> SuccessorTable:
+        table, tenant = SuccessorTable(self._options.table_tokens), seq.request.tenant
+        if self._options.shared and tenant is not None:
+            table = self._common[tenant] = self._common.pop(tenant, table)
+            if len(self._common) > self._options.tenants:
+                del self._common[next(iter(self._common))]
         table.read(seq.tokens, self._options.top)
-
-    def _table_for(self, tenant: str | None) -> SuccessorTable:
-        if tenant is None:
-            return SuccessorTable(self._options.table_tokens)
-        table = self._common.pop(tenant) if tenant in self._common else SuccessorTable(self._options.table_tokens)
-        self._common[tenant] = table
-        if len(self._common) > self._options.tenants:
-            del self._common[next(iter(self._common))]
         return table
 
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        width = self._options.top if plan.rule == "match" else 1  # the other rules verify chains
-        trees = [
-            read_tree(self._tables[seq], seq.tokens[-1], width, n) if n else Tree([], [], [])
-            for seq, n in zip(batch.sequences, plan.lengths, strict=True)
-        ]
-        return Drafts(trees)
+    def draft(self, seq: Sequence, nodes: int, branches: bool) -> Tree:
+        return read_tree(self._states[seq], seq.tokens[-1], self._options.top if branches else 1, nodes)
+
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
+        return read_tree(self._states[seq], path[-1] if path else seq.tokens[-1], self._options.top, nodes)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Note the best successors at every row whose token is known."""
         best: list[list[int]] | None = None
         for b, (seq, tree) in enumerate(zip(batch.sequences, drafts.per_sequence, strict=True)):
-            table, root = self._tables.get(seq), scores.roots[b]
+            table, root = self._states.get(seq), scores.roots[b]
             if table is None or root < 0 or seq.finish_reason == "error":
                 continue
             if best is None:
                 best = scores.logits.topk(min(self._options.top, scores.logits.shape[1])).indices.tolist()
             rows = best[root : root + 1 + len(tree.tokens)]
             table.note(_tokens_of(seq, tree, verdicts[b]), _chosen_first(rows, verdicts[b]))
-
-    def end(self, seq: Sequence) -> None:
-        self._tables.pop(seq, None)
-
-    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
-        return read_tree(self._tables[seq], path[-1] if path else seq.tokens[-1], self._options.top, nodes)
 
 
 class SuccessorTable:
@@ -137,41 +118,19 @@ class SuccessorTable:
         self._rows[token] = row
 
 
-class _Open(NamedTuple):
-    """A node not yet drafted; the likeliest compares lowest, the earliest among equals."""
-
-    unlikely: float  # minus its survival
-    order: int
-    parent: int
-    above: float  # the parent's survival
-    siblings: Seq[int]
-    rank: int
-
-
 def read_tree(table: SuccessorTable, root: int, width: int, nodes: int) -> Tree:
-    """The likeliest nodes below a token, best first: a next sibling or a child is never likelier.
+    """The likeliest nodes below a token.
 
     With a full table the shape is the same every time; where successors are missing, the nodes
     go to the next best places.
     """
-    tree = Tree([], [], [])
-    waiting: list[_Open] = []
-    order = itertools.count()
+    chances = CHANCES[:width]
 
-    def wait(parent: int, above: float, siblings: Seq[int], rank: int) -> None:
-        if rank < min(len(siblings), width):
-            heapq.heappush(waiting, _Open(-above * CHANCES[rank], next(order), parent, above, siblings, rank))
+    def below(token: int, survival: float, _room: int) -> Iterable[tuple[float, int, int]]:
+        successors = table.after(token)
+        return zip(map(survival.__mul__, chances), successors, successors, strict=False)
 
-    wait(ROOT, 1.0, table.after(root), 0)
-    while waiting and len(tree.tokens) < nodes:
-        node = heapq.heappop(waiting)
-        token = node.siblings[node.rank]
-        tree.tokens.append(token)
-        tree.parents.append(node.parent)
-        tree.survival.append(-node.unlikely)
-        wait(node.parent, node.above, node.siblings, node.rank + 1)
-        wait(len(tree.tokens) - 1, -node.unlikely, table.after(token), 0)
-    return tree
+    return best_first(nodes, root, below)
 
 
 def _tokens_of(seq: Sequence, tree: Tree, verdict: Verdict) -> list[int | None]:
@@ -179,14 +138,12 @@ def _tokens_of(seq: Sequence, tree: Tree, verdict: Verdict) -> list[int | None]:
 
     A sequence that ended may have kept only some of the round's tokens, so its root is not known.
     """
-    before = len(seq.tokens) - len(verdict.tokens)
-    root = seq.tokens[before - 1] if seq.finish_reason is None else None
+    root = seq.tokens[-len(verdict.tokens) - 1] if seq.finish_reason is None else None
     return [root, *tree.tokens]
 
 
-def _chosen_first(successors: list[list[int]], verdict: Verdict) -> list[list[int]]:
-    """Rows with the target's choice in front, where there was one: penalties and bias are not in the logits."""
-    rows = list(successors)
+def _chosen_first(rows: list[list[int]], verdict: Verdict) -> list[list[int]]:
+    """Successors with the target's choice in front, where there was one: penalties and bias are not in the logits."""
     for row, token in zip((0, *(1 + node for node in verdict.path)), verdict.tokens, strict=True):
         if token >= 0:  # below: the logits of that row were not finite
             rows[row] = [token, *(other for other in rows[row] if other != token)][: len(rows[row])]

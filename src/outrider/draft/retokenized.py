@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
+
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.growth import drafts_for
 from outrider.draft.reader import Reader, Text
-from outrider.draft.transcript import Transcript
+from outrider.draft.vocabulary import Transcript
 from outrider.errors import DrafterFault
 from outrider.model import Runner
 from outrider.text import Tokenizer
@@ -32,11 +36,10 @@ class RetokenizedModel:
         self.needs = Needs(kv_bytes_per_token=runner.pool.token_bytes)
         self._target = target
         self._draft = draft
-        self._reader = Reader(runner, own_pages=True)
-        self._transcripts: dict[Sequence, Transcript] = {}
+        self._reader = Reader(runner, separate_pages=True)
+        self._transcripts: dict[Sequence, Transcript] = defaultdict(partial(Transcript, target, draft))
 
     def begin(self, seq: Sequence) -> None:
-        self._transcripts[seq] = Transcript(self._target, self._draft)
         self._reader.begin(seq)
 
     def end(self, seq: Sequence) -> None:
@@ -47,27 +50,25 @@ class RetokenizedModel:
         pass
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        texts = [self._text(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        written: list[list[int]] = [[] for _ in texts]
-        writing = [b for b, text in enumerate(texts) if text is not None]
+        planned = {seq: n for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n}
+        texts = [text for seq, n in planned.items() if (text := self._text(seq, n))]
+        written: dict[Sequence, list[int]] = {text.seq: [] for text in texts}
+        writing = texts
         while writing:
-            longer = [text._replace(ids=[*text.ids, *written[b]]) for b in writing if (text := texts[b])]
-            logits = self._reader.read(longer)
+            logits = self._reader.read([text._replace(ids=[*text.ids, *written[text.seq]]) for text in writing])
             if not bool(logits.isfinite().all()):
                 raise DrafterFault("the draft's logits are not finite")
-            for b, token in zip(writing, logits.argmax(-1).tolist(), strict=True):
-                written[b].append(token)
-            writing = [b for b in writing if len(written[b]) < plan.lengths[b] and written[b][-1] != self._draft.eos_id]
-        chains = [
-            self._cut(seq, text, tokens)[:planned] if text is not None else []
-            for seq, text, tokens, planned in zip(batch.sequences, texts, written, plan.lengths, strict=True)
-        ]
-        return Drafts(list(map(Tree.chain, chains)))
+            going = []
+            for text, token in zip(writing, logits.argmax(-1).tolist(), strict=True):
+                written[text.seq].append(token)
+                if len(written[text.seq]) < planned[text.seq] and token != self._draft.eos_id:
+                    going.append(text)
+            writing = going
+        trees = {text.seq: Tree.chain(self._cut(text, written[text.seq])[: planned[text.seq]]) for text in texts}
+        return drafts_for(batch, trees)
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it writes; None where it cannot."""
-        if not planned:
-            return None
         transcript = self._transcripts[seq]
         transcript.extend(seq.tokens)
         size = len(transcript.ids) + planned
@@ -75,11 +76,11 @@ class RetokenizedModel:
             return None
         return Text(seq, transcript.ids, transcript.settled)
 
-    def _cut(self, seq: Sequence, text: Text, written: list[int]) -> list[int]:
+    def _cut(self, text: Text, written: list[int]) -> list[int]:
         """The target's tokens of what the draft wrote, cut as they would be after the text."""
         ended = bool(written) and written[-1] == self._draft.eos_id
         words = _after(self._draft, list(text.ids[-_SURROUNDINGS:]), written[:-1] if ended else written).rstrip(_OPEN)
-        before = seq.tokens[-_SURROUNDINGS:]
+        before = text.seq.tokens[-_SURROUNDINGS:]
         spans = self._target.spans(self._target.decode(before, skip_special_tokens=False) + words)
         ids = [span.token for span in spans]
         cut = ids[len(before) :] if ids[: len(before)] == before else list(self._target.encode_bare(words))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.context import DraftContext
+from outrider.core import Sequence, Tree
+from outrider.draft.lookup import LookupDrafter, best_first
 from outrider.draft.options import option
 from outrider.errors import InvalidParameter
 
@@ -41,7 +40,7 @@ class SuffixOptions:
         return int(self.factor * matched + self.offset)
 
 
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter["SuffixAutomaton"]):
     """Follows the most frequent continuation of the longest suffix that occurred before.
 
     What it does: a suffix automaton over prompt and output knows every earlier occurrence of the
@@ -62,45 +61,33 @@ class SuffixDrafter:
     """
 
     Options = SuffixOptions
-    needs = Needs(follows=True)
 
     def __init__(self, options: SuffixOptions = SuffixOptions()) -> None:
-        self._options = options
-        self._texts: dict[Sequence, SuffixAutomaton] = {}
+        super().__init__(options)
         self._shared = SharedTexts(options.shared_tokens, options.max_match + 1)
 
-    @classmethod
-    def build(cls, context: DraftContext) -> SuffixDrafter:
-        return cls(context.options(SuffixOptions))
-
-    def begin(self, seq: Sequence) -> None:
-        self._texts[seq] = SuffixAutomaton(self._options.max_match + 1)
-
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        branch = self._options.branch if plan.rule == "match" else 1  # the other rules verify chains
-        none = Tree([], [], [])
-        guesses = [self._draft(seq, n, branch) if n else none for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
-        return Drafts(guesses)
-
-    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
-        pass
+    def start(self, seq: Sequence) -> SuffixAutomaton:
+        return SuffixAutomaton(self._options.max_match + 1)
 
     def end(self, seq: Sequence) -> None:
-        self._texts.pop(seq, None)
-        if seq.request.tenant is not None and seq.finish_reason is not None:  # not where it only gave way
+        super().end(seq)
+        if seq.request.tenant is not None and seq.finish_reason is not None:  # not where it was only preempted
             self._shared.add(seq.request.tenant, seq.tokens[seq.prompt_len :])
 
-    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
-        return self._draft(seq, nodes, self._options.branch, path)
+    def draft(self, seq: Sequence, nodes: int, branches: bool) -> Tree:
+        return self._best(seq, (), nodes, self._options.branch if branches else 1)
 
-    def _draft(self, seq: Sequence, nodes: int, branch: int, path: Seq[int] = ()) -> Tree:
+    def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
+        return self._best(seq, path, nodes, self._options.branch)
+
+    def _best(self, seq: Sequence, path: Seq[int], nodes: int, branch: int) -> Tree:
         """Follow the longest match in each text; keep what expects to get most tokens accepted."""
-        text = self._texts[seq]
+        text, tenant = self._states[seq], seq.request.tenant
         text.extend(seq.tokens[text.size :])
-        recent = [*seq.tokens[-self._options.max_match :], *path] if path or seq.request.tenant is not None else []
+        recent = [*seq.tokens[-self._options.max_match :], *path] if path or tenant is not None else []
         matches = [(text, text.find(recent) if path else text.match())]
-        if seq.request.tenant is not None:
-            matches += [(text, text.find(recent)) for text in self._shared.of(seq.request.tenant)]
+        if tenant is not None:
+            matches += [(text, text.find(recent)) for text in self._shared.of(tenant)]
         guesses = [_follow(text, match, self._options, nodes, branch) for text, match in matches]
         return max(guesses, key=lambda guess: sum(guess.survival))
 
@@ -118,6 +105,9 @@ class _Next(NamedTuple):
     times: int
     latest: int
     token: int
+
+
+_Node = tuple[Match, int | None, int]  # the match before a node's token, the token (None: the root), and its depth
 
 
 class SuffixAutomaton:
@@ -177,7 +167,7 @@ class SuffixAutomaton:
         return Match(state, self._length[state])
 
     def _cut(self, state: int, length: int, limit: int) -> Match:
-        """The last `most` tokens of a substring."""
+        """The last `limit` tokens of a substring."""
         while length > limit and self._length[self._link[state]] >= limit:
             state = self._link[state]
         return Match(state, min(length, limit))
@@ -269,47 +259,29 @@ class SharedTexts:
         self.size -= oldest.size
 
 
-class _Open(NamedTuple):
-    """A node not yet drafted; the likeliest compares lowest."""
-
-    unlikely: float  # minus its survival
-    order: int
-    parent: int
-    depth: int
-    token: int
-    match: Match  # before the token
-
-
 def _follow(text: SuffixAutomaton, match: Match, options: SuffixOptions, nodes: int, branch: int) -> Tree:
-    """The likeliest nodes below a match, best first: no child is likelier than its parent."""
-    guess = Tree([], [], [])
+    """The likeliest nodes below a match."""
     deepest = options.depth(match.length)
-    waiting: list[_Open] = []
-    order = itertools.count()
 
-    def expand(match: Match, parent: int, depth: int, survival: float) -> None:
+    def below(state: _Node, survival: float, _room: int) -> Iterable[tuple[float, int, _Node]]:
+        match, token, depth = state
+        if depth == deepest:
+            return
+        match = match if token is None else text.step(match, token)
         following: list[_Next] = []
         while not following:
             if match.length < options.min_match:
                 return
             following = text.after(match)
             match = match if following else text.shorter(match)
-        seen = sum(following_token.times for following_token in following) + _escape(match.length)
-        best = [max(following)] if branch == 1 else heapq.nlargest(branch, following)
-        for following_token in best:
-            chance = survival * following_token.times / seen
+        seen = sum(after.times for after in following) + _escape(match.length)
+        for times, _, token in [max(following)] if branch == 1 else heapq.nlargest(branch, following):
+            chance = survival * times / seen
             if chance >= options.min_prob:
-                heapq.heappush(waiting, _Open(-chance, next(order), parent, depth + 1, following_token.token, match))
+                yield chance, token, (match, token, depth + 1)
 
-    expand(match, ROOT, 0, 1.0)
-    while waiting and len(guess.tokens) < nodes:
-        node = heapq.heappop(waiting)
-        guess.tokens.append(node.token)
-        guess.parents.append(node.parent)
-        guess.survival.append(-node.unlikely)
-        if node.depth < deepest:
-            expand(text.step(node.match, node.token), len(guess.tokens) - 1, node.depth, -node.unlikely)
-    return guess
+    root: _Node = (match, None, 0)
+    return best_first(nodes, root, below)
 
 
 def _escape(length: int) -> float:

@@ -2,69 +2,51 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider import checks
-from outrider.core import Sequence
+from outrider.core import Sequence, integers
 from outrider.draft.context import DraftContext
 from outrider.draft.reader import Text
-from outrider.draft.transcript import Transcript
 from outrider.errors import ModelError
 from outrider.model import Runner
-from outrider.text import Tokenizer
+from outrider.text import Span, TextStream, Tokenizer
 
-__all__ = ["Related", "SameTokens", "SharedTokens", "Side", "Vocabulary", "load_related", "relate", "shared_tokens"]
+__all__ = ["Related", "SameTokens", "SharedTokens", "Side", "Transcript", "Vocabulary", "load_related", "relate", "shared_tokens"]
 
 WAYS = ("auto", "shared", "text")
 ENOUGH_SHARED = 0.5  # of the smaller vocabulary
+_WINDOW = 32  # tokens encoded again when text comes after them
 _PROBES = ("def f(x):\n    return x + 1\n", "The quick, brown Fox.")
-
-
-class Vocabulary(Protocol):
-    """Between the target's token ids and the draft model's."""
-
-    foreign: bool  # whether the model counts positions otherwise, so that it needs pages of its own
-
-    def begin(self, seq: Sequence) -> None:
-        """A sequence starts."""
-
-    def end(self, seq: Sequence) -> None:
-        """A sequence is over; forget it."""
-
-    def text(self, seq: Sequence) -> Text | None:
-        """What the draft model reads for a sequence; None where its text cannot be told yet."""
-
-    def own(self, token: int) -> int:
-        """The draft model's id of a target token it proposed."""
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """The draft model's logits over the target's ids, -inf where it has no say."""
 
 
 class SameTokens:
     """Both models have the same tokens. Ids past the end of the target's matrix, where one is padded, are cut."""
 
-    foreign = False
+    foreign = False  # whether the model counts positions otherwise, so that it needs separate pages
 
     def __init__(self, vocab: int | None = None) -> None:
         self._vocab = vocab
 
-    def begin(self, seq: Sequence) -> None:
-        pass
-
     def end(self, seq: Sequence) -> None:
-        pass
+        """A sequence is over; forget it."""
 
     def text(self, seq: Sequence) -> Text | None:
+        """What the draft model reads for a sequence; None where its text is not known yet."""
         return Text(seq, seq.tokens, len(seq.tokens))
 
-    def own(self, token: int) -> int:
+    def draft_id(self, token: int) -> int:
+        """The draft model's id of a target token it proposed."""
         return token
 
     def scores(self, logits: Tensor) -> Tensor:
+        """The draft model's logits over the target's ids, -inf for tokens it does not have."""
         missing = 0 if self._vocab is None else self._vocab - logits.shape[1]
         return logits if missing == 0 else torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
@@ -75,16 +57,10 @@ class SharedTokens:
     foreign = True
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, vocab: int) -> None:
-        self._target = target
-        self._draft = draft
         self._vocab = vocab
-        self._own = {token: draft_id for token, draft_id in shared_tokens(target, draft).items() if token < vocab}
-        self._ids = torch.tensor(list(self._own), dtype=torch.int64)
-        self._own_ids = torch.tensor(list(self._own.values()), dtype=torch.int64)
-        self._transcripts: dict[Sequence, Transcript] = {}
-
-    def begin(self, seq: Sequence) -> None:
-        self._transcripts[seq] = Transcript(self._target, self._draft)
+        self._draft_id = {token: draft_id for token, draft_id in shared_tokens(target, draft).items() if token < vocab}
+        self._ids, self._draft_ids = integers(list(self._draft_id)), integers(list(self._draft_id.values()))
+        self._transcripts: dict[Sequence, Transcript] = defaultdict(partial(Transcript, target, draft))
 
     def end(self, seq: Sequence) -> None:
         self._transcripts.pop(seq, None)
@@ -92,18 +68,21 @@ class SharedTokens:
     def text(self, seq: Sequence) -> Text | None:
         transcript = self._transcripts[seq]
         transcript.extend(seq.tokens)
-        pending = [self._own.get(token) for token in transcript.pending]  # bytes of an open character
+        pending = [self._draft_id.get(token) for token in transcript.pending]  # bytes of an open character
         known = [token for token in pending if token is not None]
         ids = [*transcript.ids, *known]
         return Text(seq, ids, transcript.settled) if ids and len(known) == len(pending) else None
 
-    def own(self, token: int) -> int:
-        return self._own[token]
+    def draft_id(self, token: int) -> int:
+        return self._draft_id[token]
 
     def scores(self, logits: Tensor) -> Tensor:
         out = torch.full((len(logits), self._vocab), float("-inf"))
-        out[:, self._ids] = logits[:, self._own_ids]
+        out[:, self._ids] = logits[:, self._draft_ids]
         return out
+
+
+Vocabulary = SameTokens | SharedTokens
 
 
 def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
@@ -186,3 +165,69 @@ def _lost(side: Side) -> str | None:
         if back != probe:
             return f"{side.name} turns {probe!r} into {back!r}"
     return None
+
+
+class Transcript:
+    """What another tokenizer makes of a growing text.
+
+    New text can change how the last tokens before it are cut, so a window of them is encoded again.
+    Its first half only gives the second its surroundings. What the cut then misses is a guess about
+    how the draft model would have read the text, and costs acceptance at most.
+    """
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
+        self.ids: list[int] = draft.bos_ids
+        self._target = target
+        self._draft = draft
+        self._stream = TextStream(target, (), skip_special_tokens=False)
+        self._read = 0
+        self._text = ""  # of the window
+        self._window: list[Span] = []
+
+    @property
+    def settled(self) -> int:
+        """Leading ids that will not change."""
+        return len(self.ids) - len(self._window)
+
+    @property
+    def pending(self) -> Seq[int]:
+        """The target's tokens of a last character that is still open; they are not in the ids."""
+        return self._stream.pending
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Take in what is new of the target's tokens."""
+        if not self._read and list(tokens[: len(self._target.bos_ids)]) == self._target.bos_ids:
+            self._read = len(self._target.bos_ids)  # the draft's own opens its ids
+        text = "".join(map(self._stream.push, tokens[self._read :]))
+        self._read = len(tokens)
+        if text:
+            self._append(text)
+
+    def _append(self, text: str) -> None:
+        old, self._text = self._window, self._text + text
+        new = self._draft.spans(self._text)
+        kept, taken = _meeting(old, new)
+        del self.ids[len(self.ids) - len(old) + kept :]
+        self.ids += [span.token for span in new[taken:]]
+        self._window = [*old[:kept], *new[taken:]]
+        drop = max(len(self._window) - _WINDOW, 0)
+        while drop and not _apart(self._window, drop):
+            drop -= 1
+        if drop:
+            cut = self._window[drop - 1].end
+            self._text = self._text[cut:]
+            self._window = [Span(token, start - cut, end - cut) for token, start, end in self._window[drop:]]
+
+
+def _meeting(old: Seq[Span], new: Seq[Span]) -> tuple[int, int]:
+    """How many old tokens to keep, and how many new ones they stand for: the first cut both have in the second half."""
+    ends = {span.end: i + 1 for i, span in enumerate(new) if _apart(new, i + 1)}
+    for i in range(len(old) // 2, len(old)):
+        if i and _apart(old, i) and old[i - 1].end in ends:
+            return i, ends[old[i - 1].end]
+    return 0, 0
+
+
+def _apart(spans: Seq[Span], i: int) -> bool:
+    """Whether token i begins a new character."""
+    return i >= len(spans) or spans[i].start >= spans[i - 1].end

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cache import KVPool, PageTable
-from outrider.config import EngineConfig, SpeculationConfig
-from outrider.control import Adaptive, Costs, FixedLength, Policy
+from outrider.config import METHODS, EngineConfig, SpeculationConfig
+from outrider.control import Controller, Costs, FixedLength, Policy
 from outrider.draft import DraftContext, build_drafter
-from outrider.draft.auto import arms_of
+from outrider.draft.auto import AutoDrafter, arms_of
 from outrider.draft.resolve import resolve_drafters
 from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
@@ -113,6 +113,8 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
     runner, device = target.runner, target.device
     context = DraftContext(speculation, runner, target.directory, target.load_options, load_model, target.tokenizer)
     drafter = build_drafter(context)
+    if speculation.method in METHODS and speculation.method not in ("none", "auto") and not speculation.is_pinned:
+        drafter = AutoDrafter([drafter])  # which takes no time while nothing is drafted
     measured = Costs()
     if device.is_gpu and pages is None:
         length = max(config.draft_tokens if config.method != "none" else 0 for config in speculation.flat())
@@ -122,17 +124,21 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
 
 
 def _policy(target: Target, speculation: SpeculationConfig, measured: Costs) -> tuple[Policy, Path | None]:
-    """Fixed lengths for a method that was named; the controller, and the file of its costs, for `auto`."""
-    if speculation.method != "auto":
+    """Fixed lengths where they are pinned; else the controller, and the file of its costs."""
+    if speculation.method == "none" or speculation.is_pinned:
         length = speculation.draft_tokens if speculation.method != "none" else 0
         return FixedLength(length, speculation.rule), None
-    path = costs_path(target.directory, target.runner)
+    path = costs_path(target.directory, target.runner, speculation)
     costs = Costs.load(path)
     if measured.knows_forward:  # a GPU's graphs, just now
         measured.accepted = costs.accepted
         costs = measured
-    costs.accepted = costs.accepted or known_acceptance(target.directory)
-    return Adaptive(arms_of(speculation.nested(), target.device.is_gpu), costs), path
+    named = speculation.method != "auto"
+    if speculation.model is None:
+        costs.accepted = costs.accepted or known_acceptance(target.directory)
+    arms = arms_of((speculation,) if named else speculation.nested(), target.device.is_gpu)
+    least, disable_at = speculation.min_draft_tokens, speculation.disable_by_batch_size
+    return Controller(arms, costs, named=named, min_length=least, disable_at=disable_at), path
 
 
 def _draft_runner(target: Target, speculation: SpeculationConfig, directory: Path) -> Runner:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from outrider.control import Adaptive, Calibration
+from outrider.control import Calibration, Controller
 from outrider.core import Request
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
@@ -28,7 +28,7 @@ def calibrate(engine: Engine, batches: Sequence[int], seconds: float = math.inf)
 def _run(engine: Engine, batch: int, deadline: float) -> bool:
     """Calibrate with one batch size. Returns False if the context is too short for it."""
     policy, vocab = engine.policy, engine.runner.decoder.config.vocab
-    assert isinstance(policy, Adaptive)
+    assert isinstance(policy, Controller)
     calibration = Calibration(policy.arms, policy.costs, forwards=batch == 1, deadline=deadline)
     length = min(_PROMPT, engine.context - calibration.rounds)
     if length <= 0:

@@ -9,12 +9,12 @@ from time import perf_counter
 import torch
 
 from outrider.cache import KVPool
-from outrider.core import Batch, Scores, Sequence, SequenceReport, Verdict
-from outrider.engine.outputs import CompletionOutput, Run, StreamPiece, Timings
+from outrider.core import Batch, Scores, Sequence, SequenceReport, Tree, Verdict
+from outrider.engine.outputs import CompletionOutput, Rejected, Run, StreamPiece, Timings, rejected_of
 from outrider.sampling import CORRUPTED, Logprob, logprobs_of
 from outrider.text import StopStrings, TextStream, Tokenizer
 
-__all__ = ["OutputProcessor", "advance", "settle_kv"]
+__all__ = ["OutputProcessor", "advance", "emit", "note_prompt", "settle_kv"]
 
 
 @dataclass(slots=True)
@@ -168,6 +168,23 @@ def advance(processor: OutputProcessor, emitted: list[int], rows: Seq[int], scor
             break
     if report.kept > 1:
         seq.cached += report.kept - 1
+    return report
+
+
+def emit(processor: OutputProcessor, verdict: Verdict, tree: Tree, root: int, scores: Scores, drafter: str) -> SequenceReport:
+    """Give a sequence the tokens of its verdict, and note where they came from. Its logits begin at row `root`."""
+    seq, path = processor.seq, verdict.path
+    report = advance(processor, verdict.tokens, [root, *[root + 1 + node for node in path]] if path else (root,), scores)
+    rejected: Seq[Rejected] = ()
+    if not tree.parents:
+        seq.stats.rounds += 1
+        seq.stats.emitted += report.kept
+    else:
+        report.depths, report.drafter = tree.depths, drafter
+        seq.stats.record(report.depths, report.accepted, report.kept)
+        if seq.request.return_rejected:
+            rejected = rejected_of(tree, report.depths, path[: report.accepted])
+    processor.runs.append(Run(drafter, report.accepted, report.kept, rejected))
     return report
 
 

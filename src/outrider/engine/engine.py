@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
 
@@ -23,13 +24,11 @@ from outrider.core import (
     Scores,
     Sequence,
     SequenceReport,
-    Tree,
     Verdict,
 )
 from outrider.draft import Drafter
-from outrider.engine.commit import OutputProcessor, advance, note_prompt, settle_kv
+from outrider.engine.commit import OutputProcessor, emit, note_prompt, settle_kv
 from outrider.engine.guard import GuardedDrafter
-from outrider.engine.outputs import Rejected, Run, rejected_of
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.tally import Tally
 from outrider.model import Runner
@@ -150,37 +149,34 @@ class Engine:
 
     def _round(self) -> list[OutputProcessor]:
         now = self._clock
-        began = now()
+        marks = [now()]  # when the round began, and when each of its phases ended
         self._current = []
-        batch, waits = _with_masks(self._next_batch())
+        batch = self._next_batch()
         if not batch.sequences:
-            if waits:  # else an engine that shares the pages holds them
-                self.grammars.masks.wait()
             return []
         processors = self._current = [self._processors[seq] for seq in batch.sequences]
         load = self._load(batch)
-        scheduled = now()
+        marks.append(now())
         plan = self.policy.plan(load)
-        planned = now()
-        plan = plan._replace(lengths=self._reserve(batch, plan.lengths), whole=plan.whole and _depends_on_no_text(batch))
+        marks.append(now())
+        verify_all = plan.verify_all and _depends_on_no_text(batch)
+        plan = plan._replace(lengths=self._reserve(batch, plan.lengths), verify_all=verify_all)
         drafts = self.drafter.propose(batch, plan)
-        batch.again = plan.again and self._may_go_on(batch, plan, drafts)
-        proposed = now()
-        drafts, resolved = self._select(drafts, batch, plan, load)
-        selected = now()
+        batch.again = plan.may_overlap and self._may_go_on(batch, plan, drafts)
+        marks.append(now())
+        drafts, pending = self._select(drafts, batch, plan, load)
+        marks.append(now())
         scores = self._score(batch, drafts)
-        scored = now()
-        drafts, late = (drafts, 0.0) if resolved is None else (resolved.drafts, resolved.seconds)
+        marks.append(now())
+        drafts, waited = (drafts, 0.0) if pending is None else (pending.drafts, pending.seconds)
         verdicts = verify(drafts, scores, batch, plan)
-        verified = now()
-        reports, record, tokens_at = self._commit(batch, processors, drafts, verdicts, scores, plan)
-        phases = Phases(
-            scheduled - began, planned - scheduled, proposed - planned + late, selected - proposed, scored - selected - late,
-            verified - scored, now() - verified - record, record, self._learning,
-        )  # fmt: skip
+        marks.append(now())
+        tokens_at = perf_counter()
+        reports = self._commit(_Verified(batch, processors, plan, drafts, verdicts, scores, tokens_at), marks)
         rows = load.rows + sum([len(seq.depths) for seq in reports])
+        phases = _phases(marks, waited, self._learning)
         self._publish(RoundReport(
-            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, began, tokens_at
+            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, marks[0], tokens_at
         ))  # fmt: skip
         return [processor for processor, seq in zip(processors, reports, strict=True) if seq.kept or processor.seq.finish_reason]
 
@@ -200,7 +196,10 @@ class Engine:
         self._learning = self._clock() - began
 
     def _next_batch(self) -> Batch:
-        """Who runs now. The suspects of a failed round run one at a time, plainly, until the culprit is known."""
+        """Who runs now, without sequences that wait for a grammar mask.
+
+        The suspects of a failed round run one at a time, plainly, until the culprit is known.
+        """
         self._mid_change = True
         batch, started, stopped = self.scheduler.next()
         for seq in stopped:
@@ -210,10 +209,15 @@ class Engine:
             self._drafting.add(seq)
             self.drafter.begin(seq)
         self._mid_change = False
-        for seq, fed in zip(batch.sequences, batch.feeds, strict=True) if self._suspects else ():
-            if seq in self._suspects:
-                return Batch([seq], [fed])
-        return batch
+        suspect = next((seq for seq in batch.sequences if seq in self._suspects), None) if self._suspects else None
+        if suspect is not None:
+            batch = batch.where(lambda seq, _: seq is suspect)
+        if all(seq.guide is None for seq in batch.sequences):
+            return batch
+        ready = batch.where(_has_mask)
+        if not ready.sequences:
+            self.grammars.masks.wait()
+        return ready
 
     def _reserve(self, batch: Batch, lengths: tuple[int, ...]) -> tuple[int, ...]:
         self._mid_change = True
@@ -221,12 +225,12 @@ class Engine:
         self._mid_change = False
         return lengths
 
-    def _select(self, drafts: Drafts, batch: Batch, plan: Plan, load: Load) -> tuple[Drafts, _Resolved | None]:
+    def _select(self, drafts: Drafts, batch: Batch, plan: Plan, load: Load) -> tuple[Drafts, _PendingDrafts | None]:
         """What goes on to be verified. Drafts still being drawn go on whole, and are looked at while the forward runs."""
         if drafts.ahead is None:
             return self.policy.select(guided(drafts, batch, plan), load), None
-        resolved = _Resolved(lambda: self.drafter.resolve(drafts, batch, plan), lambda drawn: self.policy.select(drawn, load))
-        return Drafts.promised([tree.tokens for tree in drafts.per_sequence], resolved), resolved
+        pending = _PendingDrafts(lambda: self.drafter.resolve(drafts, batch, plan), lambda drawn: self.policy.select(drawn, load))
+        return Drafts.promised([tree.tokens for tree in drafts.per_sequence], pending), pending
 
     def _may_go_on(self, batch: Batch, plan: Plan, drafts: Drafts) -> bool:
         """Whether the next round can start before this one's tokens are known here: nobody is to join, and nothing needs them
@@ -247,9 +251,10 @@ class Engine:
         emitting = sum(seq.cached + fed == size for seq, fed, size in zip(sequences, batch.feeds, sizes, strict=True))
         methods = [request.method for request in requests]
         arms = [None if method is None else self.policy.arms_named(method) for method in methods] if any(methods) else ()
-        kinds = [request.params.temperature_bucket for request in requests]
+        buckets = [request.params.temperature_bucket for request in requests]
+        remaining = [len(r.prompt_ids) + r.max_tokens - size for r, size in zip(requests, sizes, strict=True)]
         room = [0] * len(sizes) if self._suspects else list(map(self._room, sequences, requests, sizes))
-        return Load(room, sequences, sum(batch.feeds), sum(sizes), emitting, arms, kinds)
+        return Load(room, sequences, sum(batch.feeds), sum(sizes), emitting, arms, buckets, remaining)
 
     def _room(self, seq: Sequence, request: Request, size: int) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""
@@ -264,14 +269,12 @@ class Engine:
             room = request.draft_tokens
         return max(0, room)
 
-    def _commit(
-        self, batch: Batch, processors: list[OutputProcessor], drafts: Drafts, verdicts: list[Verdict], scores: Scores, plan: Plan
-    ) -> _Committed:
+    def _commit(self, verified: _Verified, marks: list[float]) -> list[SequenceReport]:
         """Make the verdicts permanent."""
+        batch, processors, plan, drafts, verdicts, scores, _ = verified
         reports: list[SequenceReport] = []
-        self._mid_change = True
-        now = perf_counter()
         undecided: list[Sequence] = []
+        self._mid_change = True
         rows = zip(batch.sequences, processors, verdicts, drafts.per_sequence, scores.roots, strict=True)
         for b, (seq, processor, verdict, tree, root) in enumerate(rows):
             if b in scores.prompt_logits:
@@ -283,45 +286,25 @@ class Engine:
                     scores.roots[b] = -1
                     undecided.append(seq)
                 continue
-            drafter = self._drafter_of(seq, plan, b) if tree.parents else ""
-            reports.append(self._emit(processor, verdict, tree, root, scores, drafter))
+            drafter = self.policy.arms[plan.arms[b]].name if plan.arms and tree.parents else seq.stats.method
+            reports.append(emit(processor, verdict, tree, root, scores, drafter))
         settle_kv(self.runner.pool, batch, verdicts, reports)
-        began = self._clock()
+        marks.append(self._clock())
         self.drafter.commit(batch, drafts, verdicts, scores)
-        record = self._clock() - began
-        for seq in undecided:
-            self._feed_again(seq)
-        self._settle(batch, processors, reports, now)
+        marks.append(self._clock())
+        for seq in undecided:  # give the last row back, to have its logits when the mask is there
+            seq.cached -= 1
+            self.drafter.end(seq)  # it forgets that it saw the row
+            self.drafter.begin(seq)
+        self._settle(verified, reports)
         self._mid_change = False
-        return _Committed(reports, record, now)
+        marks.append(self._clock())
+        return reports
 
-    def _drafter_of(self, seq: Sequence, plan: Plan, b: int) -> str:
-        return self.policy.arms[plan.arms[b]].name if plan.arms else seq.stats.method
-
-    def _emit(
-        self, processor: OutputProcessor, verdict: Verdict, tree: Tree, root: int, scores: Scores, drafter: str
-    ) -> SequenceReport:
-        """Give a sequence its tokens, and note in its records where they came from."""
-        seq, path = processor.seq, verdict.path
-        report = advance(processor, verdict.tokens, [root, *[root + 1 + node for node in path]] if path else (root,), scores)
-        stats, source = seq.stats, seq.stats.method
-        rejected: Seq[Rejected] = ()
-        if tree.parents:
-            report.depths, report.drafter = tree.depths, drafter
-            source = drafter
-            stats.record(report.depths, report.accepted, report.kept)
-            if seq.request.return_rejected:
-                rejected = rejected_of(tree, report.depths, path[: report.accepted])
-        else:
-            stats.rounds += 1
-            stats.emitted += report.kept
-        processor.runs.append(Run(source, report.accepted, report.kept, rejected))
-        return report
-
-    def _settle(self, batch: Batch, processors: Seq[OutputProcessor], reports: Seq[SequenceReport], now: float) -> None:
+    def _settle(self, verified: _Verified, reports: Seq[SequenceReport]) -> None:
         """Give pages back, and end what has ended."""
-        settle = self.scheduler.settle
-        for seq, processor, report in zip(batch.sequences, processors, reports, strict=True):
+        settle, batch, now = self.scheduler.settle, verified.batch, verified.tokens_at
+        for seq, processor, report in zip(batch.sequences, verified.processors, reports, strict=True):
             if report.emits:
                 processor.last_token = now
                 processor.first_token = processor.first_token or now
@@ -333,12 +316,6 @@ class Engine:
                 processor.keep()
             else:
                 self._finish(seq)
-
-    def _feed_again(self, seq: Sequence) -> None:
-        """Give the last row back, to have its logits when the mask is there; the drafter forgets that it saw it."""
-        seq.cached -= 1
-        self.drafter.end(seq)
-        self.drafter.begin(seq)
 
     def _finish(self, seq: Sequence) -> None:
         queued = self._processors.pop(seq, None) is not None  # from here on a restart leaves it out
@@ -399,15 +376,19 @@ class Engine:
         self._mid_change = False
 
 
-class _Committed(NamedTuple):
-    """What a commit came to."""
+class _Verified(NamedTuple):
+    """A round before its commit."""
 
-    reports: list[SequenceReport]
-    record: float  # seconds of the drafter's commit
-    tokens_at: float
+    batch: Batch
+    processors: list[OutputProcessor]
+    plan: Plan
+    drafts: Drafts
+    verdicts: list[Verdict]
+    scores: Scores
+    tokens_at: float  # when the tokens came
 
 
-class _Resolved:
+class _PendingDrafts:
     """Drafts that the device still drew when the forward was launched, and how long the host waited for them.
 
     The policy looks at them while the forward runs, so that takes none of the round's time.
@@ -425,6 +406,12 @@ class _Resolved:
         return self.drafts
 
 
+def _phases(marks: list[float], waited: float, learning: float) -> Phases:
+    """The seconds of each phase. While the forward ran the host `waited` for drafts, which counts as proposing them."""
+    schedule, plan, propose, select, forward, verifying, commit, record, settle = [b - a for a, b in pairwise(marks)]
+    return Phases(schedule, plan, propose + waited, select, forward - waited, verifying, commit + settle, record, learning)
+
+
 def _stats(report: RoundReport, separate_prefill: bool) -> RoundStats:
     """A round as the controller learns from it. Where prompts run through other kernels, such a round has no row count (0)."""
     phases = report.phases
@@ -439,18 +426,9 @@ def _stats(report: RoundReport, separate_prefill: bool) -> RoundStats:
     )
 
 
-def _with_masks(batch: Batch) -> tuple[Batch, bool]:
-    """The batch without sequences whose grammar mask is not computed yet, and whether there are such sequences."""
-    if all(seq.guide is None for seq in batch.sequences):
-        return batch, False
-    rows = [
-        (seq, fed)
-        for seq, fed in zip(batch.sequences, batch.feeds, strict=True)
-        if seq.guide is None or seq.cached + fed < len(seq.tokens) or seq.guide.ready(seq.tokens, seq.prompt_len)
-    ]
-    if len(rows) == len(batch.sequences):
-        return batch, False
-    return Batch([seq for seq, _ in rows], [fed for _, fed in rows]), True
+def _has_mask(seq: Sequence, fed: int) -> bool:
+    """Whether a sequence can take part in a round: it needs no grammar mask, or has one."""
+    return seq.guide is None or seq.cached + fed < len(seq.tokens) or seq.guide.ready(seq.tokens, seq.prompt_len)
 
 
 def _depends_on_no_text(batch: Batch) -> bool:

@@ -53,24 +53,24 @@ class GuardedDrafter:
             return empty
         if not any(plan.lengths):
             return empty
-        drafts = self._call(_planned(batch, plan), "propose", lambda: check_kind(self.drafter.propose(batch, plan)))
-        if drafts is None:
-            return empty
-        return self._checked(drafts, batch, plan) if drafts.ahead is None else drafts
+        return self._drawn(lambda: self.drafter.propose(batch, plan), batch, plan, may_wait=True)
 
     def resolve(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
         """Wait for drafts that were still on the device, and check them."""
         assert drafts.ahead is not None
-        ahead = drafts.ahead
-        drawn = self._call(_planned(batch, plan), "propose", lambda: check_kind(ahead()))
-        return Drafts.empty(len(batch.sequences)) if drawn is None else self._checked(drawn, batch, plan)
+        return self._drawn(drafts.ahead, batch, plan)
 
-    def _checked(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
-        checked = self._call(_planned(batch, plan), "propose", lambda: check_drafts(drafts, plan, self._vocab))
-        if checked is None:
-            return Drafts.empty(len(batch.sequences))
-        self._faults, self._pause = 0, _FIRST_PAUSE
-        return checked
+    def _drawn(self, draw: Callable[[], Drafts], batch: Batch, plan: Plan, may_wait: bool = False) -> Drafts:
+        def check() -> Drafts:
+            drafts = check_kind(draw())
+            if drafts.ahead is not None and may_wait:
+                return drafts
+            checked = check_drafts(drafts, plan, self._vocab)
+            self._faults, self._pause = 0, _FIRST_PAUSE
+            return checked
+
+        planned = [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
+        return self._call(planned, "propose", check) or Drafts.empty(len(batch.sequences))
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         if any(seq.request.speculate and seq.stats.fallback_reason is None for seq in batch.sequences):
@@ -104,10 +104,6 @@ class GuardedDrafter:
             _log.warning(
                 "the drafter failed %d times in a row and rests for %d rounds (%s)", _MAX_FAULTS, self._pause_left, reason
             )
-
-
-def _planned(batch: Batch, plan: Plan) -> list[Generation]:
-    return [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
 
 
 def _set_aside(sequences: Sequence[Generation], reason: str) -> None:

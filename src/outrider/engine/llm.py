@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from copy import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
 from outrider import checks
 from outrider.config import SpeculationConfig, resolve_speculation
-from outrider.control import Adaptive, Policy
-from outrider.core import Request
+from outrider.control import Controller, Policy
 from outrider.draft import check_speculation
-from outrider.engine.arguments import Messages, Prompt, conversations, model_name, params_for, prompts_of, split_keywords
 from outrider.engine.build import Built, Settings, build_engine, load_target
 from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.device import Device
-from outrider.engine.intake import Intake, Prepared, WantedSpeculation
+from outrider.engine.intake import (
+    Intake,
+    Messages,
+    Prompt,
+    WantedSpeculation,
+    conversations,
+    model_name,
+    params_for,
+    prompts_of,
+    split_keywords,
+)
 from outrider.engine.outputs import RequestOutput, StreamPiece
-from outrider.engine.progress import UseTqdm, progress_bar
 from outrider.engine.worker import EngineHost, EngineThread, Job
-from outrider.errors import EngineDead
+from outrider.errors import EngineDead, InvalidParameter
 from outrider.ops import one_torch_thread
 from outrider.sampling import SamplingParams
 
 __all__ = ["LLM"]
 
+UseTqdm = bool | Callable[..., Any] | None
 _CALIBRATED = (1, 8, 64)  # batch sizes that are timed, the last on a GPU alone: elsewhere it would take long
 _progress = logging.getLogger("outrider.progress")  # shown by the command line
 
@@ -95,10 +107,12 @@ class LLM:
     def _calibrate_first_start(self, seconds: float) -> None:
         """Time rounds before the first request where nothing is known of them; on a GPU always, since it takes a moment."""
         policy = self.engine.policy
-        if not isinstance(policy, Adaptive) or not seconds:
+        if not isinstance(policy, Controller) or not seconds:
             return
         if self.device.is_gpu:
             self.measure_costs()
+        elif self.speculation.method != "auto":
+            return  # a drafter that was named drafts at once, and its first rounds are timed
         elif not policy.costs.knows_forward or not all(map(policy.costs.knows_proposal, (arm.name for arm in policy.arms))):
             _progress.info(
                 "first start of %s on this machine: timing rounds and drafts, %g s at most", self.directory.name, seconds
@@ -109,7 +123,7 @@ class LLM:
         """Time forwards and proposals of all sizes now, within `seconds`, instead of learning their cost in service."""
         self._check_open()
         checks.real("seconds", seconds, 0.0)
-        if isinstance(self.engine.policy, Adaptive):
+        if isinstance(self.engine.policy, Controller):
             candidates, sizes = _CALIBRATED[: 3 if self.device.is_gpu else 2], self._target.sizes
             limit = min(sizes.max_num_seqs, candidates[-1] if sizes.max_queue is None else sizes.max_queue)
             batches = sorted({min(batch, limit) for batch in candidates if limit})
@@ -188,15 +202,15 @@ class LLM:
         self._check_open()
         batch = prompts_of(prompts)
         each = params_for(len(batch), params, self.default_params(), sampling)
-        rows = zip(batch, each, strict=True)
-        prepared = [self._intake.prepare(prompt, params, speculation, tenant) for prompt, params in rows]
-        job = self._job(prepared, wants=lambda _: False)
-        with progress_bar(use_tqdm, len(job.requests)) as bar, self.thread.running(job):
+        prepared = [self._intake.prepare(*one, speculation, tenant) for one in zip(batch, each, strict=True)]
+        requests = [request for one in prepared for request in one.requests]
+        job = Job(self.engine, requests, prepared[-1].method if prepared else "none", wants=lambda _: False)
+        with _progress_bar(use_tqdm, len(requests)) as bar, self.thread.running(job):
             for _ in job.chunks():
                 if bar is not None:
                     bar.update(1)
-        writers = iter(job.processors)
-        return [_output(one, list(islice(writers, len(one.requests)))) for one in prepared]
+        processors = iter(job.processors)
+        return [_output(prompt, list(islice(processors, one.n))) for prompt, one in zip(batch, each, strict=True)]
 
     def chat(
         self,
@@ -225,43 +239,44 @@ class LLM:
         """
         self._check_open()
         each = params_for(1, params, self.default_params(), sampling)
-        job = self._job([self._intake.prepare(prompt, each[0], speculation, tenant)])
+        job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant))
         with self.thread.running(job):
             yield from job.chunks()
 
-    def check_length(self, tokens: int) -> None:
-        """Refuse a prompt of this many tokens where the context has no room for one more."""
-        self._intake.check_length(tokens)
-
-    def requests(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        speculation: WantedSpeculation = None,
-        tenant: str | None = None,
-        priority: int = 0,
-    ) -> tuple[list[Request], str]:
-        """One checked request for each sample and the method that drafts for them, as an EngineThread takes them."""
+    @property
+    def intake(self) -> Intake:
+        """Checks prompts and makes requests of them, for those who give jobs to `thread` themselves."""
         self._check_open()
-        prepared = self._intake.prepare(prompt, params, speculation, tenant, priority)
-        return prepared.requests, prepared.method
-
-    def _job(self, prepared: Sequence[Prepared], wants: Callable[[OutputProcessor], bool] | None = None) -> Job:
-        requests = [request for one in prepared for request in one.requests]
-        return Job(self.engine, requests, prepared[-1].method if prepared else "none", wants)
+        return self._intake
 
 
-def _output(prepared: Prepared, writers: Sequence[OutputProcessor]) -> RequestOutput:
-    request = prepared.requests[0]
+def _output(prompt: Prompt, processors: Sequence[OutputProcessor]) -> RequestOutput:
+    request = processors[0].seq.request
     return RequestOutput(
         request_id=request.id,
-        prompt=prepared.text,
+        prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=list(request.prompt_ids),
-        outputs=[writer.output() for writer in writers],
-        prompt_logprobs=writers[0].prompt_logprobs if request.params.prompt_logprobs is not None else None,
+        outputs=[processor.output() for processor in processors],
+        prompt_logprobs=processors[0].prompt_logprobs if request.params.prompt_logprobs is not None else None,
     )
 
 
+def _progress_bar(use_tqdm: UseTqdm, outputs: int) -> AbstractContextManager[Any]:
+    """A bar to `update(1)` for each output that is complete, or None where none is shown.
+
+    True is tqdm's; a callable is called as tqdm is and returns something with `update` and `close`. By default several
+    outputs on a terminal have a bar.
+    """
+    if use_tqdm is None:
+        use_tqdm = outputs > 1 and sys.stderr is not None and sys.stderr.isatty()
+    if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+        raise InvalidParameter("use_tqdm", f"must be True, False or a callable like tqdm, got {checks.shown(use_tqdm)}")
+    if not use_tqdm:
+        return nullcontext()
+    make = tqdm if use_tqdm is True else use_tqdm
+    return closing(make(total=outputs, desc="Processed prompts", dynamic_ncols=True))
+
+
 def _save_costs(policy: Policy, path: Path) -> None:
-    if isinstance(policy, Adaptive):
+    if isinstance(policy, Controller):
         policy.keep(path)

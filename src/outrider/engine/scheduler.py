@@ -116,7 +116,9 @@ class Scheduler:
         readers = [seq for seq in (*readers, *started) if seq not in stopped]
         if readers:
             self._read_prompts(readers, batch, stopped)
-        return Turn(_without(batch, stopped) if stopped else batch, started, stopped)
+        if stopped:
+            batch = batch.where(lambda seq, _: seq not in stopped)
+        return Turn(batch, started, stopped)
 
     def reserve(self, batch: Batch, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Reserve free pages for draft nodes and return how many nodes fit. Drafts never preempt another sequence."""
@@ -269,8 +271,3 @@ class Scheduler:
         self.pages.release(seq.pages)
         seq.pages = []
         seq.cached = seq.named = 0
-
-
-def _without(batch: Batch, stopped: list[Sequence]) -> Batch:
-    kept = [(seq, fed) for seq, fed in zip(batch.sequences, batch.feeds, strict=True) if seq not in stopped]
-    return Batch([seq for seq, _ in kept], [fed for _, fed in kept])

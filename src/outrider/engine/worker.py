@@ -18,8 +18,8 @@ from typing import TypeVar
 from outrider.core import Request, Sequence
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.engine import Engine
-from outrider.engine.heartbeat import Heartbeat
 from outrider.engine.outputs import StreamPiece
+from outrider.engine.tally import Heartbeat
 from outrider.errors import EngineDead, OutriderError, RequestFailed
 from outrider.ops import keep_one_torch_thread
 

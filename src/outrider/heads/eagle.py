@@ -64,27 +64,14 @@ class EagleLayer(Layer):
         super().__init__(config.shape, 0, dtype)
         if config.wide:
             self.qkv = nn.Parameter(torch.empty(self.qkv.shape[0], 2 * config.shape.hidden, dtype=dtype))
-            self.norm_hidden = nn.Parameter(torch.ones(config.shape.hidden))
         else:
             self.register_parameter("norm_in", None)
-            self.norm_hidden = None
-        self._norm_before_residual = config.norm_before_residual
+        self.norm_hidden = nn.Parameter(torch.ones(config.shape.hidden)) if config.wide else None
 
-    def beside(self, embedded: Tensor, feature: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
-        """EAGLE-3: attention over the pair, residual on the feature."""
-        assert self.norm_hidden is not None
-        eps = self.config.norm_eps
-        normed = ops.rms_norm(feature, self.norm_hidden, eps)
-        pair = torch.cat((ops.rms_norm(embedded, self.norm_in, eps), normed), dim=-1)
-        residual = normed if self._norm_before_residual else feature
-        return self._finish(residual + self.attention(pair, rope, attend, ops), ops)
-
-    def bare(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
-        """EAGLE-1: attention over the row as it is."""
-        return self._finish(x + self.attention(x, rope, attend, ops), ops)
-
-    def _finish(self, x: Tensor, ops: Ops) -> Tensor:
-        return x + self.mlp(ops.rms_norm(x, self.norm_mlp, self.config.norm_eps), ops)
+    def run(self, x: Tensor, residual: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
+        """Attention over the rows x, then the feed-forward part, each added to the residual."""
+        residual = residual + self.attention(x, rope, attend, ops)
+        return residual + self.mlp(ops.rms_norm(residual, self.norm_mlp, self.config.norm_eps), ops)
 
 
 class EagleHead(nn.Module):
@@ -140,13 +127,16 @@ class EagleHead(nn.Module):
 
         Row i takes the feature of position i, the token at i + 1 and the position i.
         """
-        embedded = nn.functional.embedding(tokens, self.embedding).float()
-        rope = self.rope(positions)
-        if not self.config.wide:
+        c, layer = self.config, self.layer
+        embedded, rope = nn.functional.embedding(tokens, self.embedding).float(), self.rope(positions)
+        if not c.wide:
             joined = ops.linear(torch.cat((embedded, features), dim=-1), self.fc, self.fc_bias).float()
-            return self.layer.bare(joined, rope, attend, ops)
-        hidden = self.layer.beside(embedded, features, rope, attend, ops)
-        return self._normed(hidden, ops) if self.config.norm_output else hidden
+            return layer.run(joined, joined, rope, attend, ops)
+        assert layer.norm_hidden is not None
+        normed = ops.rms_norm(features, layer.norm_hidden, c.shape.norm_eps)
+        pair = torch.cat((ops.rms_norm(embedded, layer.norm_in, c.shape.norm_eps), normed), dim=-1)
+        hidden = layer.run(pair, normed if c.norm_before_residual else features, rope, attend, ops)
+        return self._normed(hidden, ops) if c.norm_output else hidden
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
         """(N, outputs) float32; column j is token j, or vocab_ids[j] where the vocabulary is reduced."""

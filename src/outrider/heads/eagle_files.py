@@ -5,7 +5,6 @@ A file that has no embedding or output matrix uses the target's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,7 @@ from outrider.checks import shown
 from outrider.errors import InvalidParameter, ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
-from outrider.heads.stored import (
-    Place,
-    SaveOptions,
-    Stored,
-    check,
-    collect,
-    fill,
-    read_config,
-    read_stored,
-    require_layout,
-    write,
-)
+from outrider.heads.stored import Place, SaveOptions, StoredHead, collect, require_layout, write
 from outrider.model import Decoder, LoadOptions, ModelConfig
 from outrider.model.fields import Fields
 from outrider.model.load import DTYPES, names, served_dtype
@@ -40,19 +28,16 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> EagleHead:  # noqa: B008 (frozen)
     """An EAGLE head for a target, ready for inference."""
-    data, stored = read_config(directory), read_stored(directory)
-    config = _eagle_config(data, stored, target.config, str(directory / "config.json"))
+    stored = StoredHead.read(directory)
+    config = _eagle_config(stored, target.config)
     name = served_dtype(options.dtype, config.shape.dtype)
     config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
-    prefix = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
-    places, borrowed = _eagle_names(config, prefix), Borrowed.of(target)
-    with torch.device("meta"):  # takes no memory before the shapes are checked
-        check(EagleHead(config, borrowed, dtype), stored, places, directory)
-    head = EagleHead(config, borrowed, torch.float32 if options.widen else dtype)
-    head.requires_grad_(False)
-    _take_vocabulary(head, stored, directory)
-    fill(head, stored, places, dtype)
-    return head.eval()
+    prefix = "midlayer" if any(name.startswith("midlayer.") for name in stored.tensors) else "layers.0"
+    borrowed = Borrowed.of(target)
+    head = stored.fill(lambda dtype: EagleHead(config, borrowed, dtype), _eagle_names(config, prefix), dtype, options.widen)
+    if head.vocab_ids is not None:
+        head.vocab_ids.copy_(_stored_vocabulary(config, stored))
+    return head
 
 
 def save_eagle(head: EagleHead, directory: Path, options: SaveOptions = SaveOptions()) -> None:  # noqa: B008 (frozen)
@@ -63,48 +48,49 @@ def save_eagle(head: EagleHead, directory: Path, options: SaveOptions = SaveOpti
         raise InvalidParameter("layout", "the speculators layout holds EAGLE-3 heads; write EAGLE-1 as 'eagle'")
     prefix = "midlayer" if config.wide and options.layout == "eagle" else "layers.0"
     tensors = collect(head, _eagle_names(config, prefix), options.int8)
-    if options.standalone:
-        tensors |= _borrowed_tensors(head)
+    if options.standalone and not config.own_embedding:
+        tensors["embed_tokens.weight"] = head.embedding.detach().cpu().to(torch.bfloat16)
+    if options.standalone and not config.own_output and config.wide:
+        tensors["lm_head.weight"] = head.output.detach().cpu().to(torch.bfloat16).clone()
     ids = head.vocab_ids
     if ids is None and options.standalone and config.wide:
         ids = torch.arange(config.shape.vocab)
     if ids is not None:
-        tensors |= _vocabulary(ids.cpu(), config.shape.vocab)
+        ids = ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(config.shape.vocab, dtype=torch.bool).index_fill_(0, ids, True)
     write(directory, tensors, _eagle_data(config, options))
 
 
 def _eagle_names(config: EagleConfig, prefix: str) -> dict[str, Place]:
     """Stored name -> its place in the head."""
-    all_rows, inner = slice(None), "model.layers.0."
+    inner = "model.layers.0."
     places = {
         f"{prefix}.{name.removeprefix(inner)}": Place(place.parameter.replace("layers.0.", "layer."), place.rows)
         for name, place in names(config.shape).items()
         if name.startswith(inner) and (config.wide or not name.endswith("input_layernorm.weight"))
     }
-    places["fc.weight"] = Place("fc", all_rows)
-    if config.wide:
-        places |= {f"{prefix}.hidden_norm.weight": Place("layer.norm_hidden", all_rows), "norm.weight": Place("norm", all_rows)}
-    optional = {
-        "fc.bias": Place("fc_bias", all_rows) if config.fc_bias else None,
-        "input_norm.weight": Place("input_norm", all_rows) if config.norm_before_fc else None,
-        "embed_tokens.weight": Place("embedding", all_rows) if config.own_embedding else None,
-        "lm_head.weight": Place("output", all_rows) if config.own_output else None,
-    }
-    places |= {name: place for name, place in optional.items() if place is not None}
-    if config.fc_norm:
-        places |= {f"fc_norm.{i}.weight": Place(f"fc_norms.{i}", all_rows) for i in range(len(config.taps))}
-    return places
+    others = {
+        "fc.weight": ("fc", True),
+        "fc.bias": ("fc_bias", config.fc_bias),
+        f"{prefix}.hidden_norm.weight": ("layer.norm_hidden", config.wide),
+        "norm.weight": ("norm", config.wide),
+        "input_norm.weight": ("input_norm", config.norm_before_fc),
+        "embed_tokens.weight": ("embedding", config.own_embedding),
+        "lm_head.weight": ("output", config.own_output),
+    } | {f"fc_norm.{i}.weight": (f"fc_norms.{i}", config.fc_norm) for i in range(len(config.taps))}
+    return places | {name: Place(parameter) for name, (parameter, is_stored) in others.items() if is_stored}
 
 
-def _eagle_config(data: Mapping[str, Any], stored: Mapping[str, Stored], target: ModelConfig, where: str) -> EagleConfig:
+def _eagle_config(head: StoredHead, target: ModelConfig) -> EagleConfig:
     """The head's configuration, from the names of the stored tensors and the fields of config.json."""
-    fields = Fields(data, where)
+    data, stored, fields, where = head.data, head.tensors, head.fields, str(head.directory / "config.json")
     nested = data.get("speculators_model_type")
     if nested not in (None, "eagle3"):
         raise UnknownMethod("speculators_model_type", str(nested), ["eagle3"])
     layer = dict(fields.mapping("transformer_layer_config") if nested else data)
     if layer.get("num_hidden_layers", 1) != 1:
-        raise ModelError(f"{where}: {layer['num_hidden_layers']} layers; EAGLE heads of one layer are supported")
+        raise fields.error(f"{layer['num_hidden_layers']} layers; EAGLE heads of one layer are supported")
     llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "layer_types": None}
     shape = ModelConfig.from_hf(layer | llama, where)
     if shape.vocab != target.vocab:
@@ -181,20 +167,15 @@ def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
         return layer | {"bias": config.fc_bias}
     if options.layout == "eagle":
         eagle_config = {_TAPS: list(config.taps), "use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc}
-        named = {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": eagle_config,
-            "num_aux_hidden_states": len(config.taps),
-        }
-        return layer | flags | named
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
+        aux = {"eagle_config": eagle_config, "num_aux_hidden_states": len(config.taps)}
+        return layer | flags | aux | {"architectures": ["LlamaForCausalLMEagle3"]}
     return flags | {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0",
         "speculators_config": {
             "algorithm": "eagle3",
-            "proposal_methods": [proposal],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": options.target, "architectures": ["LlamaForCausalLM"]},
         },
@@ -214,35 +195,17 @@ def _rope_data(shape: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
-def _take_vocabulary(head: EagleHead, stored: dict[str, Stored], directory: Path) -> None:
-    """Read d2t (offsets: target id = draft id + d2t[draft id]) and check t2d against it."""
-    offsets, known = stored.pop("d2t", None), stored.pop("t2d", None)
-    if head.vocab_ids is None:
-        return
+def _stored_vocabulary(config: EagleConfig, stored: StoredHead) -> Tensor:
+    """The target's ids by d2t (offsets: target id = draft id + d2t[draft id]), checked against t2d."""
+    offsets, known = stored.tensors.get("d2t"), stored.tensors.get("t2d")
+    vocab, outputs = config.shape.vocab, config.outputs
     if offsets is None:
-        raise ModelError(f"{directory} drafts {head.config.outputs} of {head.config.shape.vocab} tokens but has no 'd2t'")
-    if tuple(offsets.tensor.shape) != tuple(head.vocab_ids.shape):
-        shape = tuple(offsets.tensor.shape)
-        raise ModelError(f"{offsets.file}: 'd2t' has shape {shape}, config.json asks for ({head.config.outputs},)")
-    ids = torch.arange(head.config.outputs) + offsets.tensor.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= head.config.shape.vocab or len(set(ids.tolist())) != len(ids):
-        raise ModelError(f"{offsets.file}: 'd2t' gives ids outside the vocabulary of {head.config.shape.vocab}, or one twice")
+        raise ModelError(f"{stored.directory} drafts {outputs} of {vocab} tokens but has no 'd2t'")
+    if (shape := tuple(offsets.tensor.shape)) != (outputs,):
+        raise ModelError(f"{offsets.file}: 'd2t' has shape {shape}, config.json asks for ({outputs},)")
+    ids = torch.arange(outputs) + offsets.tensor.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != len(ids):
+        raise ModelError(f"{offsets.file}: 'd2t' gives ids outside the vocabulary of {vocab}, or one twice")
     if known is not None and not torch.equal(known.tensor.nonzero().flatten(), ids.sort().values):
         raise ModelError(f"{known.file}: 't2d' marks other tokens than 'd2t'")
-    head.vocab_ids.copy_(ids)
-
-
-def _vocabulary(ids: Tensor, vocab: int) -> dict[str, Tensor]:
-    known = torch.zeros(vocab, dtype=torch.bool)
-    known[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-
-
-def _borrowed_tensors(head: EagleHead) -> dict[str, Tensor]:
-    """Embedding and, under EAGLE-3, output matrix, where they are the target's."""
-    tensors: dict[str, Tensor] = {}
-    if not head.config.own_embedding:
-        tensors["embed_tokens.weight"] = head.embedding.detach().cpu().to(torch.bfloat16)
-    if not head.config.own_output and head.config.wide:
-        tensors["lm_head.weight"] = head.output.detach().cpu().to(torch.bfloat16).clone()
-    return tensors
+    return ids

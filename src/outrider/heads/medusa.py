@@ -82,22 +82,17 @@ class MedusaHeads(nn.Module):
         return torch.stack([self.logits(self.hidden(last, k, ops), k, ops) for k in range(self.config.heads)])
 
 
-def _guessed(heads: int, nodes: int) -> tuple[tuple[int, ...], ...]:
+def _guessed(heads: int, nodes: int) -> list[tuple[int, ...]]:
     """Paths by a product of guessed probabilities, falling with rank and with depth."""
-    frontier: list[tuple[float, tuple[int, ...]]] = [(-_guess(0, rank), (rank,)) for rank in range(nodes)]
-    heapq.heapify(frontier)
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     paths: list[tuple[int, ...]] = []
-    while frontier and len(paths) < nodes:
-        value, path = heapq.heappop(frontier)
+    while waiting and len(paths) <= nodes:
+        value, path = heapq.heappop(waiting)
         paths.append(path)
         if len(path) < heads:
             for rank in range(nodes):
-                heapq.heappush(frontier, (value * _guess(len(path), rank), (*path, rank)))
-    return tuple(paths)
-
-
-def _guess(depth: int, rank: int) -> float:
-    return float(0.5 * 0.75**depth / (rank + 1) ** 1.5)
+                heapq.heappush(waiting, (value * (0.5 * 0.75 ** len(path) / (rank + 1) ** 1.5), (*path, rank)))
+    return paths[1:]  # the first is the root
 
 
 def _silu(x: Tensor, ops: Ops) -> Tensor:

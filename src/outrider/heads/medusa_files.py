@@ -6,6 +6,7 @@ Files without output matrices use the target's; files with one per head keep the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,18 +14,7 @@ import torch
 from outrider.checks import shown
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
-from outrider.heads.stored import (
-    Place,
-    SaveOptions,
-    Stored,
-    check,
-    collect,
-    fill,
-    read_config,
-    read_stored,
-    require_layout,
-    write,
-)
+from outrider.heads.stored import Place, SaveOptions, Stored, StoredHead, collect, require_layout, write
 from outrider.model import Decoder, LoadOptions, ModelConfig
 from outrider.model.fields import Fields
 from outrider.model.load import DTYPES, served_dtype
@@ -36,21 +26,15 @@ _MAX_HEADS, _MAX_BLOCKS = 64, 16
 
 def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> MedusaHeads:  # noqa: B008 (frozen)
     """Medusa heads for a target, ready for inference."""
-    data = read_config(directory)
-    stored = {name.removeprefix("medusa_heads."): value for name, value in read_stored(directory).items()}
-    vllm = any(name.startswith("blocks.") for name in stored)
-    fields = Fields(data, str(directory / "config.json"))
-    config = _medusa_config(fields, stored, target.config)
-    name = served_dtype(options.dtype, fields.word("dtype", fields.word("torch_dtype", "bfloat16")))
+    stored = StoredHead.read(directory)
+    stored = replace(stored, tensors={name.removeprefix("medusa_heads."): value for name, value in stored.tensors.items()})
+    vllm = any(name.startswith("blocks.") for name in stored.tensors)
+    config = _medusa_config(stored.fields, stored.tensors, target.config)
+    name = served_dtype(options.dtype, stored.fields.word("dtype", stored.fields.word("torch_dtype", "bfloat16")))
     dtype = DTYPES.get(name, torch.bfloat16)  # the heads are small beside the output matrix: no int8
-    biased = not vllm or any(name.endswith(".bias") for name in stored)
+    biased = not vllm or any(name.endswith(".bias") for name in stored.tensors)
     places, borrowed = _medusa_names(config, vllm, biased), Borrowed.of(target)
-    with torch.device("meta"):  # takes no memory before the shapes are checked
-        check(MedusaHeads(config, borrowed, dtype), stored, places, directory)
-    module = MedusaHeads(config, borrowed, torch.float32 if options.widen else dtype)
-    module.requires_grad_(False)
-    fill(module, stored, places, dtype)
-    return module.eval()
+    return stored.fill(lambda dtype: MedusaHeads(config, borrowed, dtype), places, dtype, options.widen)
 
 
 def _medusa_config(fields: Fields, stored: Mapping[str, Stored], target: ModelConfig) -> MedusaConfig:
@@ -82,8 +66,7 @@ def save_medusa(heads: MedusaHeads, directory: Path, options: SaveOptions = Save
     config, vllm = heads.config, options.layout == "vllm-medusa"
     tensors = collect(heads, _medusa_names(config, vllm, True), options.int8)
     if options.standalone and not config.own_output:
-        key = "lm_heads.{}.weight" if vllm else "{}." + f"{config.blocks}.weight"
-        tensors |= {key.format(h): heads.output.detach().cpu().clone() for h in range(config.heads)}
+        tensors |= {_output_name(config, vllm, h): heads.output.detach().cpu().clone() for h in range(config.heads)}
     data = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -102,14 +85,18 @@ def save_medusa(heads: MedusaHeads, directory: Path, options: SaveOptions = Save
 
 
 def _medusa_names(config: MedusaConfig, vllm: bool, biased: bool) -> dict[str, Place]:
+    """Stored name -> its place in the heads."""
     places: dict[str, Place] = {}
     for h in range(config.heads):
         for block in range(config.blocks):
             index, stem = h * config.blocks + block, f"blocks.{h}.layers.{block}" if vllm else f"{h}.{block}.linear"
-            places[f"{stem}.weight"] = Place(f"weights.{index}", slice(None))
+            places[f"{stem}.weight"] = Place(f"weights.{index}")
             if biased:
-                places[f"{stem}.bias"] = Place(f"biases.{index}", slice(None))
+                places[f"{stem}.bias"] = Place(f"biases.{index}")
         if config.own_output:
-            key = f"lm_heads.{h}.weight" if vllm else f"{h}.{config.blocks}.weight"
-            places[key] = Place("output", slice(h, h + 1))
+            places[_output_name(config, vllm, h)] = Place("output", slice(h, h + 1))
     return places
+
+
+def _output_name(config: MedusaConfig, vllm: bool, head: int) -> str:
+    return f"lm_heads.{head}.weight" if vllm else f"{head}.{config.blocks}.weight"

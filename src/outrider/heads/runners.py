@@ -1,9 +1,9 @@
-"""Heads on a CPU: run by the native core where it is available, else by torch."""
+"""What runs a head beside its target: the target's device where it can, else the CPU, by the native core or by torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +13,20 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
-from outrider.model import Feed, lay_out
+from outrider.model import Feed, Runner, lay_out
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_weights, stack_over
-from outrider.ops import BESIDE, JOINED, Core, Ops, PackedLinear, Span, Stack, paged_attention
+from outrider.ops import BESIDE, JOINED, Core, Ops, PackedLinear, Stack, StackSpan, paged_attention
 from outrider.ops.forwards import network
 from outrider.sampling import Row
 
-__all__ = ["DraftedChains", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner"]
+if TYPE_CHECKING:
+    from outrider.model.cuda_runner import CudaRunner
+
+__all__ = ["DraftedChains", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner", "eagle_network", "medusa_network"]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
-_PLACED = Span(rotary_lag=1)  # row i lies in slot i + 1, beside its token
+_PLACED = StackSpan(rotary_lag=1)  # row i lies in slot i + 1, beside its token
 
 
 class DraftedChains(NamedTuple):
@@ -53,6 +56,25 @@ class MedusaNetwork(Protocol):
     """What the drafter asks of Medusa heads."""
 
     def logits(self, taps: Tensor) -> Tensor: ...
+
+
+def eagle_network(head: EagleHead, pool: KVPool, target: Runner) -> EagleNetwork:
+    """The runner of an EAGLE head."""
+    if target.device_name != "cpu":
+        from outrider.heads.cuda_runners import CudaEagleRunner, fits
+
+        if fits(head):
+            return CudaEagleRunner(head, cast("CudaRunner", target))
+    return EagleRunner(head, pool, target.ops)
+
+
+def medusa_network(heads: MedusaHeads, target: Runner) -> MedusaNetwork:
+    """The runner of Medusa heads."""
+    if target.device_name != "cpu":
+        from outrider.heads.cuda_runners import CudaMedusaRunner
+
+        return CudaMedusaRunner(heads, cast("CudaRunner", target))
+    return MedusaRunner(heads, target.ops)
 
 
 class EagleRunner:

@@ -6,33 +6,22 @@ Matrices may be int8 with a scale per row beside them, as the decoder's may.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import ModelError, UnknownMethod
-from outrider.model.fields import read_json
-from outrider.model.files import SCALE, quantised, read_tensors
-from outrider.model.foreign import refuse_quantised
+from outrider.model.fields import Fields, read_json
+from outrider.model.files import SCALE, quantised, read_tensors, refuse_quantised
 
-__all__ = [
-    "Place",
-    "SaveOptions",
-    "Stored",
-    "check",
-    "collect",
-    "fill",
-    "read_config",
-    "read_stored",
-    "require_layout",
-    "write",
-]
+__all__ = ["Place", "SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "write"]
 
+H = TypeVar("H", bound=nn.Module)
 _UNUSED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 _IDS = ("d2t", "t2d")  # of EAGLE heads: a map of token ids, no parameter
 
@@ -51,42 +40,61 @@ class Place(NamedTuple):
     """Where a stored tensor goes: a parameter, and which of its rows."""
 
     parameter: str
-    rows: slice
+    rows: slice = slice(None)
 
 
 class Stored(NamedTuple):
+    """A tensor, and the name of its file."""
+
     tensor: Tensor
     file: str
 
 
-def check(skeleton: nn.Module, stored: Mapping[str, Stored], places: Mapping[str, Place], where: Path) -> None:
-    """Compare the stored tensors' names and shapes with a head whose parameters take no memory yet."""
-    parameters = dict(skeleton.named_parameters())
-    missing = set(places)
-    for name, (tensor, file) in stored.items():
-        if name.endswith(_UNUSED) or name in _IDS:
-            continue
-        if name not in places:
-            raise ModelError(f"{file} in {where} holds {name!r}, which this kind of head does not have")
-        expected = tuple(_goal(parameters, places[name]).shape)
-        if tuple(tensor.shape) != expected:
-            raise ModelError(f"{file} in {where}: {name!r} has shape {tuple(tensor.shape)}, expected {expected}")
-        missing.discard(name)
-    if missing:
-        raise ModelError(f"{where} lacks {len(missing)} tensors, first {min(missing)!r}")
+@dataclass(frozen=True, slots=True)
+class StoredHead:
+    """A folder with a head: the fields of config.json, and every tensor. Pickled files are refused."""
 
+    directory: Path
+    data: dict[str, Any]
+    tensors: dict[str, Stored]
 
-def fill(module: nn.Module, stored: Mapping[str, Stored], places: Mapping[str, Place], dtype: torch.dtype) -> None:
-    """Put every stored tensor in its place, after `check`."""
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, (tensor, _) in stored.items():
-            if name in places:
-                _goal(parameters, places[name]).copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+    @classmethod
+    def read(cls, directory: Path) -> StoredHead:
+        path = directory / "config.json"
+        data = read_json(path, "a head's directory holds config.json and *.safetensors")
+        refuse_quantised(data, str(path))
+        return cls(directory, data, {name: Stored(tensor, file) for name, tensor, file in read_tensors(directory)})
+
+    @property
+    def fields(self) -> Fields:
+        return Fields(self.data, str(self.directory / "config.json"))
+
+    def fill(self, make: Callable[[torch.dtype], H], places: Mapping[str, Place], dtype: torch.dtype, widen: bool) -> H:
+        """The head that `make` makes, with the stored weights. Names and shapes are checked before it takes memory."""
+        with torch.device("meta"):
+            self._check(dict(make(dtype).named_parameters()), places)
+        head = make(torch.float32 if widen else dtype).requires_grad_(False)
+        parameters = dict(head.named_parameters())
+        for name, place in places.items():
+            tensor = self.tensors[name].tensor
+            _goal(parameters, place).copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+        return head.eval()
+
+    def _check(self, parameters: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+        for name, (tensor, file) in self.tensors.items():
+            if name.endswith(_UNUSED) or name in _IDS:
+                continue
+            if name not in places:
+                raise ModelError(f"{file} in {self.directory} holds {name!r}, which this kind of head does not have")
+            expected = tuple(_goal(parameters, places[name]).shape)
+            if tuple(tensor.shape) != expected:
+                raise ModelError(f"{file} in {self.directory}: {name!r} has shape {tuple(tensor.shape)}, expected {expected}")
+        if missing := set(places).difference(self.tensors):
+            raise ModelError(f"{self.directory} lacks {len(missing)} tensors, first {min(missing)!r}")
 
 
 def _goal(parameters: Mapping[str, Tensor], place: Place) -> Tensor:
-    goal = parameters[place.parameter][place.rows]
+    goal = parameters[place.parameter].detach()[place.rows]
     return goal[0] if goal.dim() == 3 else goal  # output matrices of several heads, one slice each
 
 
@@ -95,8 +103,7 @@ def collect(module: nn.Module, places: Mapping[str, Place], int8: bool) -> dict[
     parameters = dict(module.named_parameters())
     tensors: dict[str, Tensor] = {}
     for name, place in places.items():
-        tensor = parameters[place.parameter].detach()[place.rows].cpu()
-        tensor = tensor[0] if tensor.dim() == 3 else tensor
+        tensor = _goal(parameters, place).cpu()
         if int8 and tensor.dim() == 2:
             tensors[name], tensors[name + SCALE] = quantised(tensor)
         else:
@@ -109,19 +116,6 @@ def write(directory: Path, tensors: dict[str, Tensor], data: dict[str, Any]) -> 
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(data, indent=2) + "\n")
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The fields of config.json."""
-    path = directory / "config.json"
-    data = read_json(path, "a head's directory holds config.json and *.safetensors")
-    refuse_quantised(data, str(path))
-    return data
-
-
-def read_stored(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a directory; pickled files are refused."""
-    return {name: Stored(tensor, file) for name, tensor, file in read_tensors(directory)}
 
 
 def require_layout(layout: str, known: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.checks import shown
 from outrider.errors import ModelError
 from outrider.model.fields import Fields, read_json
-from outrider.model.foreign import refuse_quantised
+from outrider.model.files import refuse_quantised
 
 __all__ = ["STORED_DTYPES", "ModelConfig", "Rope"]
 
@@ -23,13 +23,7 @@ _ARCHITECTURES: dict[str, tuple[bool, bool]] = {
     "Qwen3ForCausalLM": (False, True),
 }
 _REFUSED_KEYS = ("auto_map", "_attn_implementation_internal", "trust_remote_code")
-STORED_DTYPES = (
-    "float32",
-    "bfloat16",
-    "float16",
-    "float64",
-    "int8",
-)  # int8 is Outrider's format: a scale per row beside each matrix
+STORED_DTYPES = ("float32", "bfloat16", "float16", "float64", "int8")  # int8 has a scale per row beside each matrix
 # Larger than any model known, and small enough that sizes and their products stay within the kernels' integers.
 _MAX_VOCAB, _MAX_HIDDEN, _MAX_FFN = 2**22, 2**17, 2**20
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_CONTEXT = 1024, 4096, 1024, 2**24

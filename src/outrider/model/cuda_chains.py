@@ -12,7 +12,6 @@ from outrider.model.cuda_inputs import GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.runner import Chances, Feed, PendingChains, Tokens
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.sampling import Row
-from outrider.sampling.noise import prefix_of
 
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
@@ -149,9 +148,8 @@ class Chains:
             inputs.temperatures[:] = 0.0
             for b in range(count, batch):
                 inputs.place(b, [], scratch)
-        temperatures = [0.0 if row.params.greedy else row.params.temperature for row in rows] or [0.0] * count
-        inputs.temperatures[:count] = temperatures
-        inputs.prefixes[: len(rows)] = [prefix_of(row.seed, row.sample) for row in rows]
+        inputs.temperatures[:count] = 0.0
+        inputs.set_noise(slice(len(rows)), rows)
         newest = [feed.start + len(feed.tokens) - 1 for feed in feeds]
         before = [at - (len(feed.tokens) > 1) for feed, at in zip(feeds, newest, strict=True)]  # a lone token is fed twice
         halves = inputs.fields.reshape(6, 2, batch)[:, :, :count]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core import Batch, Scores
 from outrider.core import Sequence as Generation
-from outrider.model.cuda_inputs import GRAPH_ROWS, Graph, SamplingNeeds, bucket
+from outrider.model.cuda_inputs import GRAPH_ROWS, Graph, SamplingNeeds, bucket, noise_key
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ class DecodeRounds:
         graph = self._runner.round_graph(bucket(len(sequences), GRAPH_ROWS), taps, buffer)
         needs = self._needs_of(sequences)
         if graph.inputs.needs is not needs:
-            graph.inputs.set_noise(needs)
+            graph.inputs.needs = needs
+            graph.inputs.set_noise(slice(len(sequences)), [noise_key(request) for request in needs.requests])
             self._sampling.begin()  # none of these rows uses the penalty table
         self._fill(graph, sequences, starts, tokens)
         graph.start()
@@ -134,10 +135,8 @@ class DecodeRounds:
         positions[:rows] = starts
         roots[:rows] = positions[:rows]
         slots[:rows] = [seq.pages[at // size] * size + at % size for seq, at in zip(sequences, starts, strict=True)]
-        placed = inputs.placed
         for b, seq in enumerate(sequences):
-            if placed[b] != seq.pages:
-                inputs.place(b, seq.pages, scratch)
+            inputs.place(b, seq.pages, scratch)
         if inputs.filled != rows:
             inputs.filled = rows
             inputs.fields[4] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from outrider.core import Request
 from outrider.ops.cuda.launch import AttentionMetadata
+from outrider.sampling import Row, SamplingParams
 from outrider.sampling.noise import prefix_of
 
-__all__ = ["DEPTH", "GRAPH_ROWS", "Graph", "GraphInputs", "SamplingNeeds", "bucket"]
+__all__ = ["DEPTH", "GRAPH_ROWS", "Graph", "GraphInputs", "SamplingNeeds", "bucket", "noise_key"]
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
+NoiseKey = tuple[SamplingParams, int, int]  # parameters, seed and sample, as in Row
 _SECTIONS = 8  # sections of N words between the noise prefixes and the page table; see GraphInputs
 
 
@@ -28,34 +31,26 @@ class GraphInputs:
     """
 
     def __init__(self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH) -> None:
-        self.rows, self._table_shape, self._depth = rows, (sequences, width), depth
-        self._short = (2 + _SECTIONS) * rows + sequences * width
-        words = self._short + rows * depth
+        self.rows = rows
+        shapes = ((rows, 2), (_SECTIONS, rows), (sequences, width), (rows, depth))
+        words = sum(map(math.prod, shapes))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
-        flat = self._host.numpy()
-        self.prefixes = flat[: 2 * rows].view(np.uint64)
-        sections = flat[2 * rows : (2 + _SECTIONS) * rows].reshape(_SECTIONS, rows)
+        prefixes, sections, self.table, self.ancestors = (part.numpy() for part in _parts(self._host, shapes))
+        self.prefixes = prefixes.reshape(-1).view(np.uint64)
         self.temperatures = sections[0].view(np.float32)
         self.param_rows = sections[7]
         self.fields = sections[1:7]  # tokens, sequences, positions, roots, firsts, slots
-        self.table = flat[(2 + _SECTIONS) * rows : self._short].reshape(sequences, width)
-        self.ancestors = flat[self._short :].reshape(rows, depth)
-        self.meta = self._views()
+        device_prefixes, device_sections, table, ancestors = _parts(self._device, shapes)
+        temperatures, tokens, numbers, positions, roots, firsts, slots, param_rows = device_sections.unbind()
+        self.meta = AttentionMetadata(
+            tokens, numbers, positions, roots, firsts, slots, table, ancestors,
+            temperatures.view(torch.float32), device_prefixes.view(-1).view(torch.int64), param_rows,
+        )  # fmt: skip
         self.placed: list[list[int] | None] = [None] * sequences  # pages in each row of the page table
         self.needs: SamplingNeeds | None = None  # the requests whose noise is set, one row each
         self.filled = 0  # sequences of the last filling, if it was one row each or a chain: then the padding is still right
         self.order = np.arange(rows, dtype=np.int32)
-
-    def _views(self) -> AttentionMetadata:
-        n, flat = self.rows, self._device
-        sections = flat[2 * n : (2 + _SECTIONS) * n].view(_SECTIONS, n)
-        tokens, sequences, positions, roots, firsts, slots, param_rows = sections[1:].unbind()
-        table = flat[(2 + _SECTIONS) * n : self._short].view(self._table_shape)
-        ancestors, prefixes = flat[self._short :].view(n, self._depth), flat[: 2 * n].view(torch.int64)
-        temperatures = sections[0].view(torch.float32)
-        rows = (tokens, sequences, positions, roots, firsts, slots)
-        return AttentionMetadata(*rows, table, ancestors, temperatures, prefixes, param_rows)
 
     def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
         """Set a sequence's row of the page table. Entries past its pages point to the padding's page."""
@@ -65,7 +60,7 @@ class GraphInputs:
             self.table[b, len(pages) :] = scratch
 
     def pad(self, filled: int, scratch: int, page_size: int) -> None:
-        """Turn the rows from `filled` on into padding: a sequence of its own in the scratch page."""
+        """Turn the rows from `filled` on into padding: one more sequence, in the scratch page."""
         if filled < self.rows:
             self.fields[:, filled:] = 0
             self.fields[1, filled:] = len(self.table) - 1
@@ -73,14 +68,18 @@ class GraphInputs:
             self.place(len(self.table) - 1, [], scratch)
             self.temperatures[filled:] = 0.0
 
-    def set_noise(self, needs: SamplingNeeds) -> None:
-        """Set temperature and noise prefix of one row for each request."""
-        self.needs, rows = needs, len(needs.requests)
-        self.temperatures[:rows] = [0.0 if request.params.greedy else request.params.temperature for request in needs.requests]
-        self.prefixes[:rows] = [prefix_of(request.seed, request.index) for request in needs.requests]
+    def set_noise(self, rows: slice, keys: Sequence[Row | NoiseKey]) -> None:
+        """Set temperature and noise prefix of the rows, by a key for each row or one key for all."""
+        self.temperatures[rows] = [0.0 if params.greedy else params.temperature for params, *_ in keys]
+        self.prefixes[rows] = [prefix_of(key[1], key[2]) for key in keys]
 
     def send(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
+
+
+def _parts(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Consecutive parts of a flat tensor in their shapes."""
+    return [part.view(shape) for part, shape in zip(torch.split(flat, [*map(math.prod, shapes)]), shapes, strict=True)]
 
 
 class SamplingNeeds(NamedTuple):
@@ -120,6 +119,10 @@ class Graph(NamedTuple):
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+
+def noise_key(request: Request) -> NoiseKey:
+    return request.params, request.seed, request.index
 
 
 def bucket(count: int, sizes: Sequence[int]) -> int:

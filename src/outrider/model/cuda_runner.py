@@ -15,21 +15,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Scores
-from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
 from outrider.model.cuda_decode import MAX_OVERLAP_ROWS, DecodeRounds
-from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, Graph, GraphInputs, bucket
+from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, Graph, GraphInputs, bucket, noise_key
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
-from outrider.ops.forwards import device_work, logged
+from outrider.ops.forwards import device_work
 from outrider.sampling import Row, choose, rows_of
-from outrider.sampling.noise import prefix_of
 
 __all__ = ["CudaOptions", "CudaRunner", "split_feeds"]
 
@@ -98,7 +97,7 @@ class CudaRunner(Runner):
     # --- the round -------------------------------------------------------------------------------------------------
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
-        """One forward for everyone, and the target's choices with it. Drafts still being drawn are heard while it runs."""
+        """One forward for everyone, and the target's choices with it. Drafts still being drawn are resolved while it runs."""
         if drafts.ahead is None and not any(tree.tokens for tree in drafts.per_sequence):
             scores = self._plain.score(batch, taps)
             if scores is not None:
@@ -168,7 +167,7 @@ class CudaRunner(Runner):
             if root < 0:
                 continue
             rows = slice(root, root + 1 + len(feed.nodes))
-            self._noise(inputs, rows, seq)
+            inputs.set_noise(rows, [noise_key(seq.request)])
             places = self._sampling.add(seq, feed.nodes, feed.parents)
             if places is None:
                 host_sequences.append(b)
@@ -208,12 +207,6 @@ class CudaRunner(Runner):
         graph.inputs.temperatures[:] = 0.0
         self._fill(graph.inputs, feeds)
 
-    @staticmethod
-    def _noise(inputs: GraphInputs, rows: slice, seq: Generation) -> None:
-        params = seq.request.params
-        inputs.temperatures[rows] = 0.0 if params.greedy else params.temperature
-        inputs.prefixes[rows] = prefix_of(seq.request.seed, seq.request.index)
-
     def _fill(self, inputs: GraphInputs, feeds: Sequence[Feed]) -> None:
         """Fill the inputs of a forward; rows past those of the feeds are padding."""
         size, scratch = self.pool.page_size, self.pool.pages - 1
@@ -231,15 +224,14 @@ class CudaRunner(Runner):
             firsts += [feed.first_key] * n
             inputs.place(b, pages, scratch)
             if feed.parents and any(parent != i - 1 for i, parent in enumerate(feed.parents)):
-                tree = _tree_rows(feed, size, inputs.ancestors, len(positions))
-                positions += tree[0]
-                roots += tree[1]
-                slots += [pages[p // size] * size + p % size for p in tree[2]]
+                at, root, where = _tree_rows(feed, self.pool, inputs.ancestors, len(positions))
+                positions += at
+                roots += root
             else:
                 where = range(feed.start + feed.known, feed.start + feed.known + n)
                 positions += where
                 roots += where
-                slots += [pages[p // size] * size + p % size for p in where]
+            slots += self.pool.slots(pages, where)
         filled = len(tokens)
         inputs.needs, inputs.filled = None, 0
         inputs.param_rows[:] = -1
@@ -392,7 +384,7 @@ class CudaRunner(Runner):
     def capture(self, name: str, work: Any) -> Any:
         """A callable that repeats the work: a graph's replay, or the work itself where graphs are off."""
         if self.device.type != "cuda" or not self.options.graphs:
-            return logged(work)
+            return device_work(work)
         begun = perf_counter()
         with torch.inference_mode():
             work()  # compiles kernels that are not compiled yet
@@ -403,7 +395,7 @@ class CudaRunner(Runner):
         self._memory = self._memory or graph.pool()
         torch.cuda.synchronize()
         self.capture_seconds[name] = perf_counter() - begun
-        return logged(graph.replay)
+        return device_work(graph.replay)
 
     def capture_rows(
         self, name: str, rows: int, work: Callable[[AttentionMetadata], None]
@@ -424,9 +416,7 @@ class CudaRunner(Runner):
             self._wait()  # an earlier call may still copy the host inputs
             self._fill(inputs, feeds)
             inputs.temperatures[:] = 0.0
-            for b, row in enumerate(sampled):
-                inputs.temperatures[b] = 0.0 if row.params.greedy else row.params.temperature
-                inputs.prefixes[b] = prefix_of(row.seed, row.sample)
+            inputs.set_noise(slice(len(sampled)), sampled)
             replay()
 
         return run
@@ -487,14 +477,13 @@ def _places(feeds: Sequence[Feed], order: Sequence[int]) -> list[int]:
     return [first[i] + n for i, feed in enumerate(feeds) for n in range(len(feed.tokens) + len(feed.nodes))]
 
 
-def _tree_rows(feed: Feed, size: int, ancestors: NDArray[Any], first: int) -> tuple[list[int], list[int], range]:
+def _tree_rows(feed: Feed, pool: KVPool, ancestors: NDArray[Any], first: int) -> tuple[list[int], list[int], range]:
     """Positions, roots and storage places of a feed whose nodes branch. Writes the slots of their ancestors."""
     segment = Segment(first, feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known)
     positions, root, fed = segment.positions(), segment.root, len(feed.tokens)
     paths: list[list[int]] = []
-    for node, parent in enumerate(feed.parents):
-        place = root + 1 + node
-        slot = feed.pages[place // size] * size + place % size
+    slots = pool.slots(feed.pages, range(root + 1, root + 1 + len(feed.parents)))
+    for slot, parent in zip(slots, feed.parents, strict=True):
         paths.append([*(paths[parent] if parent >= 0 else ()), slot])
     for row, path in enumerate(paths[feed.known :], first + fed):
         ancestors[row, : len(path)] = path

@@ -84,10 +84,10 @@ class Layer(nn.Module):
             qk = torch.cat((ops.rms_norm(q, self.q_norm, c.norm_eps), ops.rms_norm(k, self.k_norm, c.norm_eps)), 1)
         q, k = ops.rotary(qk, *rope).tensor_split((c.heads,), 1)
         mixed = attend(self.index, q, k, v)
-        return ops.linear(mixed.reshape(x.shape[0], -1), self.out, self.out_bias).float()
+        return ops.linear(mixed.reshape(x.shape[0], -1), self.out, self.out_bias)
 
     def mlp(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(ops.gated(ops.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias).float()
+        return ops.linear(ops.gated(ops.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
 
 
 class Decoder(nn.Module):

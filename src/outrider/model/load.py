@@ -20,8 +20,7 @@ from outrider.errors import InvalidParameter, ModelError
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_headers, read_tensors
-from outrider.model.foreign import refuse_foreign
+from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_headers, read_tensors, refuse_foreign
 from outrider.platform import memory_bytes
 from outrider.sampling.params import SamplingParams
 

@@ -11,15 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.cache import KVPool
+from outrider.cache import KVPool, Slots
 from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.stack import decoder_stack, lay_out_rows
-from outrider.ops import AttentionPlan, Chains, Ops, Segment, Span, find_core, paged_attention, plan_attention, serving_ops
+from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention, serving_ops
 from outrider.ops.forwards import network
+from outrider.ops.native import ChainParams, StackSpan, find_core
 from outrider.sampling import Row
 from outrider.sampling.choice import shape_of
 from outrider.sampling.noise import Key, token_words_at, words_of
@@ -29,9 +30,8 @@ __all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes",
 Tokens = list[list[int]]
 Chances = list[list[float]]
 
-
 _LONGEST_CHAIN = 256
-_WHOLE = Span()
+_WHOLE = StackSpan()
 
 
 class Feed(NamedTuple):
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
     tokens: Tensor  # (N,)
     positions: Tensor  # (N,)
-    slots: tuple[Tensor, Tensor]  # page and offset of each row's KV
+    slots: Slots  # of each row's KV
     plan: AttentionPlan
 
 
@@ -89,8 +89,11 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None])
         for slot in segment.slots():
             pages.append(feed.pages[slot // size])
             offsets.append(slot % size)
+    plan = plan_attention(segments, size, windows)
+    if len(tokens) == 1:
+        return Rows(torch.tensor(tokens), torch.tensor(positions), (pages[0], offsets[0]), plan)
     ids, where, page, offset = integers([tokens, positions, pages, offsets]).unbind()
-    return Rows(ids, where, (page, offset), plan_attention(segments, size, windows))
+    return Rows(ids, where, (page, offset), plan)
 
 
 def kv_value_bytes(config: ModelConfig, page_size: int) -> int:
@@ -152,7 +155,7 @@ class Runner:
         if not isinstance(rows, array):
             return self._run_torch(rows, taps, layers, x, wanted)
         assert self.stack is not None
-        span = _WHOLE if layers is None else Span(layers.start, layers.stop)
+        span = _WHOLE if layers is None else StackSpan(layers.start, layers.stop)
         outputs = self.stack.forward(rows, _layer_numbers(taps) if taps else None, span, x, wanted)
         assert outputs.last is not None
         if outputs.taps is None:
@@ -246,7 +249,7 @@ class Runner:
             for step in range(0 if rows[i].params.greedy else lengths[i]):
                 at = 2 * (step * len(feeds) + place)
                 keys[at : at + 2] = array("I", words_of(Key(seed, first + step, sample)))
-        chains = Chains(
+        chains = ChainParams(
             wanted=array("i", [lengths[i] for i in order]),
             shapes=array("d", [part for i in order for part in shape_of(rows[i].params)]),
             draft_temperatures=array("f", [draft_temperatures[i] for i in order]),

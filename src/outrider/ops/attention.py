@@ -141,32 +141,15 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, form: tuple[in
     page by page in logical order, so trailing pages of masked keys add exact zeros.
     """
     window, counts = form
-    rows, kv_heads, width = q.shape[0], keys.shape[1], q.shape[-1]
-    block = _by_head(q, kv_heads, fitting(rows, counts))  # (KV heads, filled rows, group, width)
-    filled, group = block.shape[1:3]
-    parts = []
-    for first, count in unit.runs:
-        operand = (
-            block.expand(count, kv_heads, filled, group, width).reshape(count * kv_heads, filled * group, width).contiguous()
-        )
-        part = page_products(operand, keys[first : first + count].flatten(0, 1).mT)
-        parts.append(part.view(count, kv_heads, filled, group, -1)[:, :, :rows])
-    if unit.tail is not None:
-        parts.append(_tail_product(block, _gather(keys, unit.tail), unit.tail, counts))
-    scores = parts[0] if len(parts) == 1 else torch.cat(parts)  # (pages, KV heads, rows, group, page)
-    scores = scores.masked_fill(unit.masks[window], -torch.inf)
+    hidden = unit.masks[window]
+    rows, heads, width = q.shape
+    by_head = q.view(rows, keys.shape[1], -1, width).transpose(0, 1)  # (KV heads, rows, group, width)
+    scores = _times_pages(by_head.expand(len(hidden), *by_head.shape), keys, unit, counts, transposed=True)
+    scores = scores.masked_fill(hidden, -torch.inf)  # (pages, KV heads, rows, group, page)
     weights = scores.sub_(scores.amax(dim=(0, 4), keepdim=True)).exp_()
     total = _in_order(weights.sum(-1))  # (KV heads, rows, group)
-    mixed, done = [], 0
-    for first, count in unit.runs:
-        operand = _filled_rows(weights[done : done + count], 2, filled).reshape(count * kv_heads, filled * group, -1).contiguous()
-        part = page_products(operand, values[first : first + count].flatten(0, 1))
-        mixed.append(part.view(count, kv_heads, filled, group, width)[:, :, :rows])
-        done += count
-    if unit.tail is not None:
-        mixed.append(_tail_mix(weights[done:], _gather(values, unit.tail), unit.tail, counts))
-    summed = _in_order(mixed[0] if len(mixed) == 1 else torch.cat(mixed))
-    return (summed / total[..., None]).transpose(0, 1).reshape(rows, kv_heads * group, width)
+    mixed = _in_order(_times_pages(weights, values, unit, counts, transposed=False))
+    return (mixed / total[..., None]).transpose(0, 1).reshape(rows, heads, width)
 
 
 def _in_order(pages: Tensor) -> Tensor:
@@ -174,10 +157,29 @@ def _in_order(pages: Tensor) -> Tensor:
     return pages[0] if pages.shape[0] == 1 else pages.cumsum(0)[-1]
 
 
-def _by_head(q: Tensor, kv_heads: int, filled: int) -> Tensor:
-    """(KV heads, filled rows, group, width) of (rows, H, width)."""
-    rows, heads, width = q.shape
-    return _filled_rows(q.view(rows, kv_heads, heads // kv_heads, width).transpose(0, 1), 1, filled)
+def _times_pages(x: Tensor, pool: Tensor, unit: _Unit, counts: Counts, transposed: bool) -> Tensor:
+    """x (pages, KV heads, rows, group, inner) times each page of a unit, or times its transpose."""
+    parts, done = [], 0
+    for first, count in unit.runs:
+        parts.append(_product(x[done : done + count], pool[first : first + count], counts, transposed))
+        done += count
+    if (tail := unit.tail) is not None:
+        pages = _gather(pool, tail)
+        paths = x[done:, :, tail.rows].permute(2, 0, 1, 3, 4, 5)  # (paths, tail pages, KV heads, rows, group, inner)
+        part = _product(paths.flatten(0, 1), pages.flatten(0, 1), counts, transposed)
+        part = part.view(*pages.shape[:2], *part.shape[1:])
+        parts.append(part[tail.path_of, :, :, tail.place_of].permute(1, 2, 0, 3, 4))  # every row from its path
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _product(x: Tensor, pages: Tensor, counts: Counts, transposed: bool) -> Tensor:
+    """The product of each page and head, at a row count that gives a row the same bits."""
+    count, kv_heads, rows, group, inner = x.shape
+    filled = fitting(rows, counts)
+    operand = _filled_rows(x, 2, filled).reshape(count * kv_heads, filled * group, inner).contiguous()
+    matrices = pages.flatten(0, 1)
+    product = page_products(operand, matrices.mT if transposed else matrices)
+    return product.view(count, kv_heads, filled, group, -1)[:, :, :rows]
 
 
 def _filled_rows(x: Tensor, dim: int, count: int) -> Tensor:
@@ -188,32 +190,6 @@ def _filled_rows(x: Tensor, dim: int, count: int) -> Tensor:
     if x.shape[dim] == 1:
         return x.expand(*x.shape[:dim], count, *x.shape[dim + 1 :])
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
-
-
-def _tail_product(block: Tensor, keys: Tensor, tail: _Tail, counts: Counts) -> Tensor:
-    """Scores of the gathered pages, (tail pages, KV heads, rows, group, page)."""
-    kv_heads, _, group, width = block.shape
-    paths, pages = keys.shape[:2]
-    filled = fitting(tail.rows.shape[1], counts)
-    queries = _filled_rows(block[:, tail.rows].transpose(0, 1), 2, filled)  # (paths, KV heads, filled, group, width)
-    own = queries.reshape(paths, 1, kv_heads, filled * group, width).expand(-1, pages, -1, -1, -1)
-    scores = page_products(own.flatten(0, 2), keys.flatten(0, 2).mT)
-    return _from_paths(scores.view(paths, pages, kv_heads, filled, group, -1), tail)
-
-
-def _tail_mix(weights: Tensor, values: Tensor, tail: _Tail, counts: Counts) -> Tensor:
-    """Weighted values of the gathered pages, (tail pages, KV heads, rows, group, width)."""
-    pages, kv_heads, _, group, page = weights.shape
-    paths = values.shape[0]
-    filled = fitting(tail.rows.shape[1], counts)
-    spread = _filled_rows(weights[:, :, tail.rows].permute(2, 0, 1, 3, 4, 5), 3, filled)
-    mixed = page_products(spread.reshape(paths * pages * kv_heads, filled * group, page), values.flatten(0, 2))
-    return _from_paths(mixed.view(paths, pages, kv_heads, filled, group, -1), tail)
-
-
-def _from_paths(x: Tensor, tail: _Tail) -> Tensor:
-    """Every row from the path that computed it: (pages, KV heads, rows, group, any)."""
-    return x[tail.path_of, :, :, tail.place_of].permute(1, 2, 0, 3, 4)
 
 
 def _gather(pool: Tensor, tail: _Tail) -> Tensor:

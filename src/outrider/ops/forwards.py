@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from typing import ParamSpec, Protocol, TypeVar
 
-__all__ = ["ForwardLog", "active_log", "device_work", "logged", "logging_to", "network"]
+__all__ = ["ForwardLog", "active_log", "device_work", "logging_to", "network"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,24 +58,11 @@ def network(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def device_work(method: Callable[P, T]) -> Callable[P, T]:
-    """A function that launches a network on a GPU, once per call."""
+    """A function that launches a network on a GPU, once per call: a method, or a graph's replay."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         log = _active.get()
         return method(*args, **kwargs) if log is None else log.launch(partial(method, *args, **kwargs))
-
-    return call
-
-
-def logged(launch: Callable[[], None]) -> Callable[[], None]:
-    """A graph's launch that tells the active log of itself."""
-
-    def call() -> None:
-        log = _active.get()
-        if log is None:
-            launch()
-        else:
-            log.launch(launch)
 
     return call

@@ -33,13 +33,13 @@ __all__ = [
     "BESIDE",
     "JOINED",
     "TOKENS",
-    "Chains",
+    "ChainParams",
     "Core",
     "LayerWeights",
     "PackedLinear",
-    "Span",
     "Stack",
     "StackRows",
+    "StackSpan",
     "StackWeights",
     "find_core",
     "load_build",
@@ -67,16 +67,24 @@ Chances = npt.NDArray[np.float64]
 Shape = tuple[float, float, float, float]  # temperature (0 is greedy), top_k, top_p, min_p
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
+_SIGNATURES = {
+    "outrider_linear": [_pointer, _pointer, _int, _pointer, _float, _pointer, _int],
+    "outrider_read": [_pointer, _int, _int],
+    "outrider_multiply_add": [_int, _int, _int],
+    "outrider_forward": [_pointer, _pointer],
+    "outrider_draft": [_pointer, _pointer, _pointer],
+    "outrider_choose": [_pointer, _int],
+}
+_PRODUCTS = ("qkv", "out", "gate_up", "down")
+_NORMS = ("norm_in", "norm_mlp", "q_norm", "k_norm")
+_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "vocab", "positions", "form", "residual_normed")
+
 
 class _LayerSpec(ctypes.Structure):
     _fields_ = (
-        *((name, _pointer) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _pointer) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")),
+        *((name, _pointer) for name in (*_PRODUCTS, *_NORMS)),
         ("window", _int),
     )
-
-
-_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "vocab", "positions", "form", "residual_normed")
 
 
 class _StackSpec(ctypes.Structure):
@@ -103,18 +111,12 @@ class Core:
         self.threads = torch.get_num_threads()
         self.packs_12bit = not library.outrider_tiles()  # AMX tiles are loaded straight from memory
         self.isolates_matrices = self.name == "sanitized"  # one allocation each, so that the sanitizer sees overruns
-        self.linear = library.outrider_linear
-        self.linear.argtypes = [_pointer, _pointer, _int, _pointer, _float, _pointer, _int]
-        self.read = library.outrider_read
-        self.read.argtypes = [_pointer, _int, _int]
-        self._multiply_add = library.outrider_multiply_add
-        self._multiply_add.restype, self._multiply_add.argtypes = _float, [_int, _int, _int]
-        self.forward = library.outrider_forward
-        self.forward.argtypes = [_pointer, _pointer]
-        self.draft = library.outrider_draft
-        self.draft.argtypes = [_pointer, _pointer, _pointer]
-        self._choose = library.outrider_choose
-        self._choose.argtypes = [_pointer, _int]
+        for name, types in _SIGNATURES.items():
+            getattr(library, name).argtypes = types
+        self.linear, self.read = library.outrider_linear, library.outrider_read
+        self.forward, self.draft = library.outrider_forward, library.outrider_draft
+        self._choose, self._multiply_add = library.outrider_choose, library.outrider_multiply_add
+        self._multiply_add.restype = _float
 
     def take_threads(self) -> None:
         """Use as many threads as torch has on the calling thread."""
@@ -300,7 +302,7 @@ class PackedLinear:
         return out
 
 
-class Chains(NamedTuple):
+class ChainParams(NamedTuple):
     """The chains that a model is to draft, the longest first."""
 
     wanted: array[int]  # (sequences,) tokens of each chain, int32
@@ -348,7 +350,7 @@ class StackWeights:
     residual_normed: bool = False
 
 
-class Span(NamedTuple):
+class StackSpan(NamedTuple):
     """Which part of a stack runs, and how its rows are placed."""
 
     first_layer: int = 0
@@ -356,7 +358,7 @@ class Span(NamedTuple):
     rotary_lag: int = 0  # rotary position = position - lag
 
 
-_WHOLE = Span()
+_WHOLE = StackSpan()
 
 
 class StackRows(NamedTuple):
@@ -390,7 +392,7 @@ class Stack:
         self,
         layout: array[int],
         taps: Tensor | None = None,
-        span: Span = _WHOLE,
+        span: StackSpan = _WHOLE,
         features: Tensor | None = None,
         wanted: Sequence[int] | None = None,
     ) -> StackRows:
@@ -418,7 +420,7 @@ class Stack:
         self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
         return StackRows(stream, last, tapped, logits)
 
-    def draft(self, layout: array[int], chains: Chains) -> tuple[list[list[int]], list[list[float]], Tensor]:
+    def draft(self, layout: array[int], chains: ChainParams) -> tuple[list[list[int]], list[list[float]], Tensor]:
         """Draft a chain after each of the layout's feeds. Returns tokens, their chances and the logits (steps, sequences, V).
 
         The feeds' pages must have room for all but the last token of a chain.
@@ -470,8 +472,8 @@ class Stack:
         return sum(parts) + (0 if output is None else output.bytes)
 
     def _layer(self, layer: LayerWeights) -> _LayerSpec:
-        norms = {name: self._keep(getattr(layer, name)) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")}
-        products = {name: getattr(layer, name).handle for name in ("qkv", "out", "gate_up", "down")}
+        norms = {name: self._keep(getattr(layer, name)) for name in _NORMS}
+        products = {name: getattr(layer, name).handle for name in _PRODUCTS}
         return _LayerSpec(**products, **norms, window=layer.window or 0)
 
     def _stack(self, w: StackWeights) -> _StackSpec:

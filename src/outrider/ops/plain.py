@@ -8,18 +8,18 @@ scalar tail differs from its vector body; those of exp, division and multiplicat
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from outrider.errors import InvalidParameter
 from outrider.ops.native import Core, find_core
 from outrider.ops.products import Product
 
-__all__ = ["Blocked", "Native", "Ops", "Plain", "missing_core", "rotate", "serving_ops", "threads_used"]
+__all__ = ["Blocked", "Native", "Ops", "Plain", "missing_core", "serving_ops", "threads_used"]
 
 _PATHS = ("auto", "native", "torch")
 
@@ -58,22 +58,29 @@ class Plain:
         return F.silu(gate) * up
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary position embedding of (N, heads, head_dim), in float32."""
-        return rotate(x, cos, sin)
+        """Rotate pairs (i, i + half) of the last dimension of (N, heads, head_dim), in float32; cos and sin are (N, half)."""
+        first, second = x.float().chunk(2, dim=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Blocked(Plain):
     """Row-invariant torch."""
 
     def __init__(self) -> None:
-        self._products = WeakTensorKeyDictionary()  # of matrices
+        self._products: dict[int, Product] = {}  # by the id of a matrix that is alive
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A product at row counts whose bits agree. A matrix is prepared at its first use."""
-        product: Product | None = self._products.get(weight)  # type: ignore[no-untyped-call]
+        product = self._products.get(id(weight))
         if product is None:
-            product = self._products[weight] = Product(weight, bias)
+            product = self._products[id(weight)] = Product(weight, bias)
+            weakref.finalize(weight, self._products.pop, id(weight), None)
         return product(x)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The operations of `Plain.rms_norm` in one call of torch, which runs them one by one on a CPU."""
+        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu by exp and division: their bits do not depend on where in memory an element lies."""
@@ -118,10 +125,3 @@ def threads_used() -> int:
     """Processor threads that products run on."""
     core = find_core()[0]
     return max(torch.get_num_threads(), 1 if core is None else core.threads)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + half) of the last dimension; cos and sin are (N, head_dim / 2)."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -14,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops.row_counts import BLOCK, Counts, agreeing_counts, cancelling, in_counts
+from outrider.platform import cpu_flags
 
 __all__ = ["Product"]
 
+# A processor with none of these flags emulates products in bf16. One row then has a special kernel with other bits, which
+# takes half the time of two rows; four to eight rows take as long one by one as together.
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _WIDTH = 32  # widths become multiples of it: rows of either dtype then lie on whole cache lines
 
 
@@ -68,6 +72,8 @@ def _can_pack(dtype: torch.dtype) -> bool:
 def _counts(shape: tuple[int, int], dtype: torch.dtype, biased: bool, threads: int) -> Counts:
     """Row counts for a matrix of that shape; `threads` is what torch uses now, by which libraries cut products."""
     del threads
+    if dtype == torch.bfloat16 and _can_pack(dtype) and not cpu_flags() & _BF16_FLAGS:
+        return (1,)
     columns, inner = shape
     rows, weight_rows = cancelling(inner)
     weight = weight_rows.repeat(-(-columns // len(weight_rows)), 1)[:columns].to(dtype).contiguous()

@@ -1,10 +1,9 @@
 """From logits to tokens: parameters, noise, the target's distribution and its choice."""
 
 from outrider.sampling.choice import CORRUPTED, Ranked, choose, draw, rank
-from outrider.sampling.distribution import Row, probs_of, process, rows_of
+from outrider.sampling.distribution import Logprob, Row, logprobs_of, probs_of, process, rows_of
 from outrider.sampling.grammar import Grammars
 from outrider.sampling.guide import Guide
-from outrider.sampling.logprobs import Logprob, logprobs_of
 from outrider.sampling.noise import Key, Stream, uniform
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.structured import Structured

@@ -1,4 +1,4 @@
-"""The one definition of the target's distribution: raw logits in, processed logits out.
+"""The one definition of the target's distribution: raw logits in, processed logits out. And the raw log probabilities.
 
 The order is vLLM's: the grammar, allowed ids, bad words, min_tokens, logit bias, penalties; then temperature, min_p,
 top_k, top_p. Removed tokens are -inf. Ties are broken by logit, descending, then by id, ascending.
@@ -6,6 +6,7 @@ top_k, top_p. Removed tokens are -inf. Ties are broken by logit, descending, the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from outrider.core import Sequence as Generation
 from outrider.core import paths
 from outrider.sampling.params import SamplingParams
 
-__all__ = ["Row", "adjust", "probs_of", "process", "rows_of", "truncate"]
+__all__ = ["Logprob", "Row", "adjust", "logprobs_of", "probs_of", "process", "rows_of", "truncate"]
 
 NEG_INF = float("-inf")
 _SHORTLIST = 256
@@ -112,24 +113,13 @@ def _penalise(out: Tensor, row: Row) -> Tensor:
         values = out[seen]
         out[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
-        counts: dict[int, int] = {}
-        for token in row.history[row.prompt_len :]:
-            counts[token] = counts.get(token, 0) + 1
+        counts = Counter(row.history[row.prompt_len :])
         if counts:
             ids = torch.tensor(list(counts), device=out.device)
             times = torch.tensor(list(counts.values()), dtype=torch.float32, device=out.device)
             out[ids] -= params.frequency_penalty * times
             out[ids] -= params.presence_penalty
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranked:
-    """The best tokens in order: logit descending, then id ascending."""
-
-    ids: Tensor
-    values: Tensor
-    complete: bool
 
 
 def truncate(scaled: Tensor, params: SamplingParams) -> Tensor:
@@ -151,29 +141,49 @@ def _kept(logits: Tensor, limit: int, top_p: float) -> Tensor:
     """Ids that top_k and top_p keep: those with less than top_p of the mass before them."""
     size = min(max(_SHORTLIST, limit if limit < logits.numel() else 0), logits.numel())
     while True:
-        ranked = _rank(logits, size)
-        values = ranked.values[:limit]
+        ids, ranked = _rank(logits, size)
+        complete, values = size == logits.numel(), ranked[:limit]
         if top_p >= 1.0:
-            return ranked.ids[:limit]
-        weights = torch.exp(values - ranked.values[0]).double()
-        total_mass = weights.sum() if limit <= ranked.values.numel() or ranked.complete else _mass(logits)
+            return ids[:limit]
+        weights = torch.exp(values - ranked[0]).double()
+        total_mass = weights.sum() if limit <= ranked.numel() or complete else torch.exp(logits - ranked[0]).double().sum()
         mass_before = weights.cumsum(0) - weights
         inside = int((mass_before < top_p * total_mass).sum())
-        if inside < values.numel() or ranked.complete or limit <= values.numel():
-            return ranked.ids[: max(inside, 1)]
+        if inside < values.numel() or complete or limit <= values.numel():
+            return ids[: max(inside, 1)]
         size = min(size * 8, logits.numel())
 
 
-def _mass(logits: Tensor) -> Tensor:
-    return torch.exp(logits - logits.max()).double().sum()
-
-
-def _rank(logits: Tensor, size: int) -> _Ranked:
-    complete = size >= logits.numel()
-    if complete:
+def _rank(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """At least `size` best tokens and their logits, in order: logit descending, then id ascending."""
+    if size >= logits.numel():
         ids = torch.arange(logits.numel(), device=logits.device)
     else:
         threshold = torch.topk(logits, size).values[-1]
         ids = torch.nonzero(~(logits < threshold)).flatten()  # ascending; all ties, and NaN so that it is seen
     values, order = torch.sort(logits[ids], descending=True, stable=True)
-    return _Ranked(ids[order], values, complete)
+    return ids[order], values
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability under the raw logits, and its rank (1 = most probable)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+def logprobs_of(logits: Tensor, token: int, top: int) -> dict[int, Logprob]:
+    """The chosen token and the `top` most probable ones, most probable first. logits (V,) float32.
+
+    Ranks are by logit, because rounding can make log probabilities equal.
+    """
+    logs = torch.log_softmax(logits, -1)
+    best = _rank(logits, top)[0][:top].tolist() if top else []
+    out = {i: Logprob(float(logs[i]), rank) for rank, i in enumerate(best, 1)}
+    if token not in out:
+        logit = logits[token]
+        rank = int((logits > logit).sum()) + int((logits[:token] == logit).sum()) + 1
+        out[token] = Logprob(float(logs[token]), rank)
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -68,10 +67,8 @@ class Grammars:
         self._compiling: dict[Structured, Future[Compiled]] = {}
         self._tokenizer: Any = None
         self._tokenizer_text = ""
-        self._sandboxes = [Sandbox(lambda: self._handshake(_COMPILE_NICENESS), "outrider-compile") for _ in range(_SANDBOXES)]
-        self.masks = MaskWorkers(
-            [Sandbox(lambda: self._handshake(_FOLLOW_NICENESS), "outrider-follow") for _ in range(_SANDBOXES)]
-        )
+        self._sandboxes = self._new_sandboxes(_COMPILE_NICENESS, "outrider-compile")
+        self.masks = MaskWorkers(self._new_sandboxes(_FOLLOW_NICENESS, "outrider-follow"))
 
     def check(self, structured: Structured) -> None:
         """Compile it, or say what is wrong with it."""
@@ -141,8 +138,11 @@ class Grammars:
             start = None
         return Compiled(structured.spec, start)
 
-    def _handshake(self, niceness: int) -> str:
-        return json.dumps([self._tokenizer_text, self._tokenizer.vocab_size, self._eos_id, matcher.SANDBOX_LIMITS, niceness])
+    def _new_sandboxes(self, niceness: int, name: str) -> list[Sandbox]:
+        def setup() -> tuple[Any, ...]:
+            return self._tokenizer_text, self._tokenizer.vocab_size, self._eos_id, matcher.SANDBOX_LIMITS, niceness
+
+        return [Sandbox(setup, name) for _ in range(_SANDBOXES)]
 
     def _load(self) -> None:
         with self._loading:

@@ -7,7 +7,6 @@ guessed.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import logging
 import threading
@@ -244,18 +243,18 @@ class Guide:
     def _sandboxed(self, output: list[int], sandbox: Sandbox) -> _Answer:
         """The mask after the text itself, from a sandbox, which does not follow drafted paths."""
         spec = self._compiled.result().spec
-        budget = MASK_S if self._known_start == sandbox.starts else _REPLAY_S
+        budget = MASK_S if self._known_start == sandbox.process.starts else _REPLAY_S
         try:
-            bits, *others = sandbox.ask(["step", spec, self._name, sorted(self._ends), output], budget)
+            step = Step(*sandbox.ask(["step", spec, self._name, sorted(self._ends), output], budget))
         except SandboxLost as lost:
             self.too_slow = True
             return self._failed(f"one token of it: {lost}")
-        self._known_start = sandbox.starts
-        self._sandbox_s += sandbox.used
+        self._known_start = sandbox.process.starts
+        self._sandbox_s += sandbox.process.used_s
         if self._sandbox_s > REQUEST_S:
             self.too_slow = True
             return self._failed(f"its tokens take more than {REQUEST_S:g} s of work")
-        return self._mask(Step(bits and base64.b64decode(bits), *others), _ROOT)
+        return self._mask(step, _ROOT)
 
     def _failed(self, fault: str) -> Tensor:
         self._accepting = False

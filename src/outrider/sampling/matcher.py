@@ -1,20 +1,20 @@
 """Compiling and following a grammar with llguidance.
 
-Run as a script, this file is the process of a sandbox (see `sandbox`). It imports nothing of this package. It reads one
-JSON line with the tokenizer and then one line for each question, and answers each question with one line.
+A sandbox (see `sandbox`) runs this file in a process of its own, so it imports nothing of this package.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
+
+Spec = tuple[str, str, str | None]  # a grammar: its kind, its text, and the white space between the parts of JSON
 
 WHITESPACE = r"\x20"  # in JSON: at most one blank, because indentation would cost tokens
 # Limits of one step. In the server's process a row of 1,000 items of an ambiguous grammar takes up to 30 ms and holds the
@@ -27,14 +27,6 @@ _STACK = 4 << 20  # half the default of a thread: what compiles here also fits t
 _MAX_FOLLOWED = 16  # texts a sandbox follows at once; the least recently used is dropped and replayed when it returns
 
 
-class Spec(NamedTuple):
-    """A grammar as the compiler takes it."""
-
-    kind: str
-    text: str
-    whitespace: str | None = None  # between the parts of JSON; None is the default
-
-
 class Step(NamedTuple):
     """The tokens that may follow a text."""
 
@@ -45,9 +37,9 @@ class Step(NamedTuple):
 
 def compile_grammar(tokenizer: Any, spec: Spec, limits: Mapping[str, Any]) -> Any:
     """A matcher at the start of the output. ValueError says what is wrong with the grammar."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=_limits(limits))
+    matcher = LLMatcher(tokenizer, _source(*spec), log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
     allowed = b"" if matcher.is_error() else matcher.compute_bitmask()
     reason = " ".join(_error_of(matcher).split())
     if reason.startswith("NoExtension") or not (reason or any(allowed)):
@@ -57,22 +49,16 @@ def compile_grammar(tokenizer: Any, spec: Spec, limits: Mapping[str, Any]) -> An
     return matcher
 
 
-def _limits(limits: Mapping[str, Any]) -> Any:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(**limits, verbose_errors=False)
-
-
-def _source(spec: Spec) -> str:
+def _source(kind: str, text: str, whitespace: str | None) -> str:
     from llguidance import LLMatcher, grammar_from
 
-    if spec.kind in ("json_schema", "json_object"):
-        space: Any = {"whitespace_pattern": WHITESPACE if spec.whitespace is None else spec.whitespace}
-        return LLMatcher.grammar_from_json_schema(spec.text or '{"type": "object"}', defaults=space)
-    if spec.kind == "choice":
-        words = (json.dumps(word, ensure_ascii=False) for word in json.loads(spec.text))
+    if kind in ("json_schema", "json_object"):
+        space: Any = {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
+        return LLMatcher.grammar_from_json_schema(text or '{"type": "object"}', defaults=space)
+    if kind == "choice":
+        words = (json.dumps(word, ensure_ascii=False) for word in json.loads(text))
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
-    return grammar_from(spec.kind, spec.text)  # type: ignore[arg-type]
+    return grammar_from(kind, text)  # type: ignore[arg-type]
 
 
 def _error_of(matcher: Any) -> str:
@@ -174,58 +160,48 @@ class _Branch:
         self.refused += tokens[taken:]
 
 
-class _Process:
-    """The script's side of a sandbox."""
-
-    def __init__(self, handshake: str) -> None:
-        from llguidance import LLTokenizer
-
-        text, vocab, eos_id, self._limits, niceness = json.loads(handshake)
-        with suppress(OSError):
-            os.nice(niceness)
-        self._tokenizer = LLTokenizer(text, n_vocab=vocab, eos_token=eos_id)
-        self._followers: OrderedDict[int, Follower] = OrderedDict()
-
-    def answer(self, question: list[Any]) -> Any:
-        """None for a grammar that compiles, else its fault; for a "step", the tokens that may follow a text."""
-        if question[0] == "compile":
-            try:
-                compile_grammar(self._tokenizer, Spec(*question[1]), self._limits)
-            except Exception as error:
-                return str(error) or type(error).__name__
-            return None
-        _, spec, name, ends, output = question
-        step = self._follower(Spec(*spec), name, frozenset(ends)).step(output)
-        assert step is not None  # it has no path
-        return step._replace(bits=step.bits and base64.b64encode(step.bits).decode())  # type: ignore[arg-type]
-
-    def _follower(self, spec: Spec, name: int, ends: frozenset[int]) -> Follower:
-        if name not in self._followers:
-            self._followers[name] = Follower(compile_grammar(self._tokenizer, spec, self._limits), ends)
-            if len(self._followers) > _MAX_FOLLOWED:
-                self._followers.popitem(last=False)
-        self._followers.move_to_end(name)
-        return self._followers[name]
-
-
-def _serve() -> None:
-    process = _Process(sys.stdin.readline())
-    print("null", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(process.answer(json.loads(line))), flush=True)
-
-
-def _limit_memory() -> None:
+def answers(tokenizer: str, vocab: int, eos_id: int | None, limits: Mapping[str, Any], niceness: int) -> Callable[..., Any]:
+    """Limit what this process may take, and return the function that answers a sandbox's questions."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # each thread's stack counts as memory
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a parser that panics writes there
     with suppress(ImportError, ValueError, OSError):  # not every system limits memory
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, _ADDRESSES))
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    with suppress(OSError):
+        os.nice(niceness)
+    from llguidance import LLTokenizer
 
-
-if __name__ == "__main__":
-    _limit_memory()
+    process = _Process(LLTokenizer(tokenizer, n_vocab=vocab, eos_token=eos_id), limits)
     threading.stack_size(_STACK)
-    worker = threading.Thread(target=_serve, daemon=True)
-    worker.start()
-    worker.join()
+    thread = ThreadPoolExecutor(1)
+    return lambda verb, *question: thread.submit(getattr(process, verb), *question).result()
+
+
+class _Process:
+    """What a sandbox's process can be asked."""
+
+    def __init__(self, tokenizer: Any, limits: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._followers: OrderedDict[int, Follower] = OrderedDict()
+
+    def compile(self, spec: Spec) -> str | None:
+        """None for a grammar that compiles, else its fault."""
+        try:
+            compile_grammar(self._tokenizer, spec, self._limits)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return None
+
+    def step(self, spec: Spec, name: int, ends: Sequence[int], output: Sequence[int]) -> tuple[Any, ...]:
+        """The tokens that may follow the text of this name: the fields of a `Step`."""
+        if name not in self._followers:
+            self._followers[name] = Follower(compile_grammar(self._tokenizer, spec, self._limits), frozenset(ends))
+            if len(self._followers) > _MAX_FOLLOWED:
+                self._followers.popitem(last=False)
+        self._followers.move_to_end(name)
+        step = self._followers[name].step(output)
+        assert step is not None  # it has no path
+        return tuple(step)

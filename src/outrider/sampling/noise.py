@@ -1,7 +1,7 @@
 """Counter-based noise: a pure function of (seed, stream, sample, position, token).
 
-Nothing here has state, so any token of any output can be drawn again. The bits are equal on every device. `bits` is the
-reference in numpy, `bits_torch` the implementation for other devices.
+Nothing here has state, so any token of any output can be drawn again. The bits are equal on every device: the native core
+and the CUDA kernels compute those of `bits`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 __all__ = [
-    "GUMBEL_MAX",
-    "GUMBEL_MIN",
     "Key",
     "Stream",
     "bits",
-    "bits_torch",
     "gumbel",
     "keys_of",
     "prefix_of",
@@ -37,10 +32,6 @@ _MASK = 0xFFFFFFFF
 # Two rounds of a low-bias 32-bit finaliser, after a multiplication by the key. The finaliser's last xor-shift is left out:
 # it would only change the low bits, which two rounds have mixed already.
 _MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B))
-
-# Bounds of the Gumbel noise g, which is monotone in the bits.
-GUMBEL_MAX = 22.874
-GUMBEL_MIN = -2.812
 
 
 class Stream:
@@ -69,26 +60,13 @@ def keys_of(keys: Sequence[Key]) -> Words:
 
 def bits(keys: Words, vocab: int) -> Words:
     """32 random bits for every (key, token), (rows, vocab)."""
-    return _mix(np.bitwise_xor(keys[:, :1], token_words(vocab)), keys)
-
-
-def _mix(x: Words, keys: Words) -> Words:
+    x = np.bitwise_xor(keys[:, :1], token_words(vocab))
     x *= keys[:, 1:] | np.uint32(1)
     scratch = np.empty_like(x)
     for shift, multiplier in _MIXING:
         np.right_shift(x, np.uint32(shift), out=scratch)
         x ^= scratch
         x *= np.uint32(multiplier)
-    return x
-
-
-def bits_torch(keys: Words, vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """The values of `bits`, as int64 on any device."""
-    k = torch.from_numpy(keys.astype(np.int64)).to(device)
-    x = torch.from_numpy(token_words(vocab).astype(np.int64)).to(device) ^ k[:, :1]
-    x = (x * (k[:, 1:] | 1)) & _MASK
-    for shift, multiplier in _MIXING:
-        x = ((x ^ (x >> shift)) * multiplier) & _MASK
     return x
 
 

@@ -12,10 +12,26 @@ from outrider.sampling.structured import Structured
 
 __all__ = ["SamplingParams"]
 
-MAX_N = 128
-MAX_LOGPROBS = 100
-SEED_LIMIT = 2**63
 GREEDY_BELOW = 1e-5  # dividing by less can overflow float32
+_INTEGERS = {  # lowest and highest value
+    "n": (1, 128),
+    "top_k": (-1, MAX_COUNT),
+    "seed": (-(2**63), 2**63 - 1),
+    "min_tokens": (0, MAX_COUNT),
+    "max_tokens": (1, MAX_COUNT),
+    "logprobs": (0, 100),
+    "prompt_logprobs": (0, 100),
+}
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")  # integers that may be None
+_REALS = {  # lowest and highest value, and whether the lowest one itself is excluded
+    "temperature": (0.0, 100.0, False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.0, 100.0, True),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+}
+_BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +89,6 @@ class SamplingParams:
             put(self, "logit_bias", _bias(self.logit_bias))
         self._check_numbers()
         self._check_lists()
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            boolean(name, getattr(self, name))
         if self.structured is not None and not isinstance(self.structured, Structured):
             raise InvalidParameter("structured", f"must be a Structured, got {type(self.structured).__name__}")
         self._derive()
@@ -96,25 +110,16 @@ class SamplingParams:
         put(self, "truncates", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     def _check_numbers(self) -> None:
-        integer("n", self.n, 1, MAX_N)
-        real("temperature", self.temperature, 0.0, 100.0)
-        real("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        integer("top_k", self.top_k, -1, MAX_COUNT)
-        real("min_p", self.min_p, 0.0, 1.0)
-        real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            integer("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
-        integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
-        if self.max_tokens is not None:
-            integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidParameter("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, bounds in _INTEGERS.items():
             value = getattr(self, name)
-            if value is not None:
-                integer(name, value, 0, MAX_LOGPROBS)
+            if value is not None or name not in _OPTIONAL:
+                integer(name, value, *bounds)
+        for name, (low, high, low_open) in _REALS.items():
+            real(name, getattr(self, name), low, high, low_open)
+        for name in _BOOLEANS:
+            boolean(name, getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
 
     def _check_lists(self) -> None:
         for name in ("stop", "bad_words"):

@@ -48,7 +48,7 @@ class Structured:
     @property
     def spec(self) -> Spec:
         """The input of the grammar compiler."""
-        return Spec(self.kind, self.value, self.whitespace)
+        return self.kind, self.value, self.whitespace
 
     def _check_whitespace(self) -> None:
         if self.whitespace is None:

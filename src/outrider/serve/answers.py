@@ -1,7 +1,7 @@
 """From the engine's output to the API's JSON: complete answers and the events of a stream.
 
-Events are plain dictionaries written as JSON; no schema checks them. Long lists are `Rows`, whose items are created
-while they are written.
+A complete answer is made of one chunk with all of an output, like the event of a stream. Events are plain dictionaries
+written as JSON; no schema checks them. Long lists are `LazyRows`, whose items are created while they are written.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from outrider._version import __version__
 from outrider.engine.outputs import CompletionOutput, Run, StreamPiece, sources_of
 from outrider.sampling import Logprob
-from outrider.serve.answer_metrics import metrics_of
 from outrider.serve.errors import ApiError, body_of
-from outrider.serve.guesses import with_rejected
-from outrider.serve.rendering import Rows, dumps, json_parts, rows
-from outrider.serve.requests import Prepared
+from outrider.serve.metrics import metrics_of
+from outrider.serve.requests import PreparedRequest
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from outrider.serve.tool_calls import ToolStream, parse_tool_calls
+from outrider.serve.streaming import LazyRows, dumps, json_parts, rows
+from outrider.serve.tool_calls import ToolCall, ToolStream, parse_tool_calls
 from outrider.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Answer:
 
     kinds = ("", "")  # the `object` field of a complete answer and of a stream event
 
-    def __init__(self, llm: LLM, body: GenerationRequest, prepared: Prepared, name: str, model: str) -> None:
+    def __init__(self, llm: LLM, body: GenerationRequest, prepared: PreparedRequest, name: str, model: str) -> None:
         self.id = name
         self.handle: RequestHandle
         self._llm = llm
@@ -67,7 +66,7 @@ class Answer:
     def whole(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The answer to a request that does not stream."""
         return self._head(self.kinds[0]) | {
-            "choices": [self.whole_choice(index, output) for index, output in enumerate(outputs)],
+            "choices": [self.whole_choice(index, _as_chunk(output)) for index, output in enumerate(outputs)],
             "usage": self._usage(outputs),
             "metrics": self._metrics(outputs),
         }
@@ -105,18 +104,18 @@ class Answer:
                 elif self._usage_at_end:
                     event["usage"] = None
                 if not self._unfinished and choice["finish_reason"] is not None:
-                    event["metrics"] = self._metrics(self._outputs())
+                    event["metrics"] = self._metrics(self.handle.finished_outputs())
                 yield event
 
     def closing(self) -> bytes:
         """The last events of a stream: usage, if the request wants it, and [DONE]."""
         if not self._usage_at_end:
             return b"data: [DONE]\n\n"
-        outputs = self._outputs()
+        outputs = self.handle.finished_outputs()
         chunk = {"choices": [], "usage": self._usage(outputs), "metrics": self._metrics(outputs)}
         return f"data: {dumps(self._head(self.kinds[1]) | chunk)}\n\ndata: [DONE]\n\n".encode()
 
-    def whole_choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def whole_choice(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
         raise NotImplementedError
 
     def chunk_choices(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
@@ -131,16 +130,33 @@ class Answer:
     def _with_logprobs(self) -> bool:
         return self._prepared.jobs[0][0][0].params.logprobs is not None
 
-    def extras(self, index: int, tokens: Sequence[int], runs: Sequence[Run], logprobs: Sequence[LogprobsAt]) -> dict[str, Any]:
+    def extras(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
         """Token ids and token details, if the request wants them."""
         out: dict[str, Any] = {}
         if self._body.return_token_ids:
-            out["token_ids"] = list(tokens)
+            out["token_ids"] = list(chunk.token_ids)
         if self._body.return_token_details:
-            sources = zip(tokens, sources_of(runs), logprobs or [{}] * len(tokens), strict=True)
-            details = (self._detail(index, *source) for source in sources)
-            out["token_details"] = rows(with_rejected(details, runs, self._decoded), len(tokens))
+            out["token_details"] = rows(self._details(index, chunk), len(chunk.token_ids))
         return out
+
+    def _details(self, index: int, chunk: StreamPiece) -> Iterator[dict[str, Any]]:
+        """The details of each token. The rejected draft tokens of a round are added to its last token, which the target chose."""
+        last: dict[int, Run] = {}  # by the index of a round's last token
+        kept = 0
+        for run in chunk.runs:
+            kept += run.kept
+            if run.rejected and run.kept:
+                last[kept - 1] = run
+        logprobs = chunk.logprobs or [{}] * len(chunk.token_ids)
+        for number, token in enumerate(zip(chunk.token_ids, sources_of(chunk.runs), logprobs, strict=True)):
+            detail = self._detail(index, *token)
+            if number in last:
+                detail["drafter"] = last[number].source
+                detail["rejected"] = [
+                    {"id": node.token, "text": self._decoded(node.token), "position": node.position, "parent": node.parent}
+                    for node in last[number].rejected
+                ]
+            yield detail
 
     def _decoded(self, token: int) -> str:
         tokenizer = self._llm.tokenizer
@@ -180,9 +196,6 @@ class Answer:
             self._texts[index] = TextStream(self._llm.tokenizer, prompt, self._body.skip_special_tokens is not False)
         return self._texts[index].push(token)
 
-    def _outputs(self) -> list[CompletionOutput]:
-        return [self.handle.outputs[i] for i in sorted(self.handle.outputs)]
-
     def _metrics(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         return metrics_of(outputs, self._llm.speculation.draft_tokens)
 
@@ -210,37 +223,29 @@ class CompletionAnswer(Answer):
     def top(self) -> int:
         return self._body.logprobs or 0
 
-    def whole_choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        text, tokens, logprobs, runs = output.text, output.token_ids, output.logprobs or [], output.runs
-        if self._prepared.cut:
-            text, tokens, logprobs, runs = "", [], [], []
-        choice = {
-            "index": index,
-            "text": self._echo(index) + text,
-            "logprobs": self._logprobs(index, tokens, logprobs, True),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+    def whole_choice(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
+        choice = self._choice(index, chunk, is_first=True)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(self._request(index).prompt_ids)
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = Rows(map(_by_id, self._prompt_logprobs(index)))
-        return choice | self.extras(index, tokens, runs, logprobs)
+            choice["prompt_logprobs"] = LazyRows(map(_by_id, self._prompt_logprobs(index)))
+        return choice
 
     def chunk_choices(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
-        first = self._counts[index] == len(chunk.token_ids)
+        return [self._choice(index, chunk, is_first=self._counts[index] == len(chunk.token_ids))]
+
+    def _choice(self, index: int, chunk: StreamPiece, is_first: bool) -> dict[str, Any]:
         if self._prepared.cut:
             chunk = StreamPiece(chunk.index, "", [], [], chunk.output)
-        output = chunk.output
         choice = {
             "index": index,
-            "text": (self._echo(index) if first else "") + chunk.text,
-            "logprobs": self._logprobs(index, chunk.token_ids, chunk.logprobs, first),
-            "finish_reason": None if output is None else output.finish_reason,
+            "text": (self._echo(index) if is_first else "") + chunk.text,
+            "logprobs": self._logprobs(index, chunk, is_first),
+            "finish_reason": None if chunk.output is None else chunk.output.finish_reason,
         }
-        if output is not None:
-            choice["stop_reason"] = output.stop_reason
-        return [choice | self.extras(index, chunk.token_ids, chunk.runs, chunk.logprobs)]
+        if chunk.output is not None:
+            choice["stop_reason"] = chunk.output.stop_reason
+        return choice | self.extras(index, chunk)
 
     def _request(self, index: int) -> Any:
         return self._prepared.jobs[index // self._n][0][0]
@@ -251,11 +256,11 @@ class CompletionAnswer(Answer):
     def _prompt_logprobs(self, index: int) -> list[dict[int, Logprob] | None]:
         return self.handle.jobs[index // self._n].processors[0].prompt_logprobs
 
-    def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[LogprobsAt], first: bool) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, chunk: StreamPiece, is_first: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        positions: list[tuple[int, LogprobsAt | None]] = list(zip(tokens, logprobs, strict=True))
-        if first and self._prepared.texts:
+        positions: list[tuple[int, LogprobsAt | None]] = list(zip(chunk.token_ids, chunk.logprobs, strict=True))
+        if is_first and self._prepared.texts:
             positions = [*zip(self._request(index).prompt_ids, self._prompt_logprobs(index), strict=True), *positions]
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, chances in positions:
@@ -291,32 +296,24 @@ class ChatAnswer(Answer):
     def top(self) -> int:
         return self._body.top_logprobs or 0
 
-    def whole_choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def whole_choice(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
+        output = chunk.output
+        assert output is not None
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
-        reason = output.finish_reason
+        calls: list[ToolCall] = []
         if self._prepared.family:
-            content, calls = parse_tool_calls(output.text, self._prepared.tools, self._prepared.family, _was_cut(output))
-            message["content"] = content
-            if calls:
-                message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
-                reason = "tool_calls" if reason == "stop" else reason
-        choice = {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(output.token_ids, output.logprobs or []),
-            "finish_reason": reason,
-            "stop_reason": output.stop_reason,
-        }
-        return choice | self.extras(index, output.token_ids, output.runs, output.logprobs or [])
+            message["content"], calls = parse_tool_calls(
+                output.text, self._prepared.tools, self._prepared.family, _was_cut(output)
+            )
+        if calls:
+            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
+        choice = {"index": index, "message": message, "logprobs": self._logprobs(chunk)}
+        return choice | _ending(output, bool(calls)) | self.extras(index, chunk)
 
     def chunk_choices(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
-        output = chunk.output
         deltas = self._deltas(index, chunk)
-        if (
-            not deltas
-            and chunk.token_ids
-            and (self._body.logprobs or self._body.return_token_ids or self._body.return_token_details)
-        ):
+        wants_tokens = self._body.logprobs or self._body.return_token_ids or self._body.return_token_details
+        if not deltas and chunk.token_ids and wants_tokens:
             deltas = [{"content": ""}]  # tokens whose text is still held back
         if index not in self._greeted:
             self._greeted.add(index)
@@ -325,14 +322,10 @@ class ChatAnswer(Answer):
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
         if choices and chunk.token_ids:  # the tokens of all deltas are listed with the last one
-            choices[-1]["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs)
-            choices[-1] |= self.extras(index, chunk.token_ids, chunk.runs, chunk.logprobs)
-        if output is not None:
-            calls = index in self._calls and self._calls[index].called and output.finish_reason == "stop"
-            reason = "tool_calls" if calls else output.finish_reason
-            choices.append(
-                {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": output.stop_reason}
-            )
+            choices[-1] |= {"logprobs": self._logprobs(chunk)} | self.extras(index, chunk)
+        if chunk.output is not None:
+            called = index in self._calls and self._calls[index].called
+            choices.append({"index": index, "delta": {}, "logprobs": None} | _ending(chunk.output, called))
         return choices
 
     def _deltas(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
@@ -351,11 +344,11 @@ class ChatAnswer(Answer):
             for delta in deltas
         ]
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[LogprobsAt]) -> dict[str, Any] | None:
+    def _logprobs(self, chunk: StreamPiece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        content = (self._position(token, chances) for token, chances in zip(tokens, logprobs, strict=True))
-        return {"content": rows(content, len(tokens)), "refusal": None}
+        content = (self._position(*token) for token in zip(chunk.token_ids, chunk.logprobs, strict=True))
+        return {"content": rows(content, len(chunk.token_ids)), "refusal": None}
 
     def _position(self, token: int, chances: LogprobsAt) -> dict[str, Any]:
         top = [self._spelled(i, chance) for i, chance in self.likeliest(chances).items()]
@@ -367,12 +360,23 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode() if known is None else known[1])}
 
 
-def _prompt_entries(body: GenerationRequest, prepared: Prepared) -> int:
+def _prompt_entries(body: GenerationRequest, prepared: PreparedRequest) -> int:
     """The size of the prompts' part of an answer, in entries that take as long to write as one log probability."""
     requests = [request for job, _ in prepared.jobs for request in job]
     ids = sum(len(request.prompt_ids) for request in requests) if body.return_token_ids else 0
     echoed = sum(map(len, prepared.texts)) * len(prepared.jobs[0][0])
     return prepared.logprob_entries + ids // _TOKENS_PER_ENTRY + echoed // _CHARS_PER_ENTRY
+
+
+def _as_chunk(output: CompletionOutput) -> StreamPiece:
+    """An output as one chunk."""
+    return StreamPiece(output.index, output.text, output.token_ids, output.from_draft, output, output.runs, output.logprobs or [])
+
+
+def _ending(output: CompletionOutput, called: bool) -> dict[str, Any]:
+    """The end of a chat choice. `called`: the answer calls a tool."""
+    reason = "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
+    return {"finish_reason": reason, "stop_reason": output.stop_reason}
 
 
 def _was_cut(output: CompletionOutput) -> bool:

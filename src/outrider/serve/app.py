@@ -1,50 +1,43 @@
-"""The FastAPI app and its routes."""
+"""The FastAPI app, its routes, and the schemas of their answers."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ConfigDict, create_model
 
 from outrider._version import __version__
-from outrider.serve import requests, schemas
-from outrider.serve.access import TOKENS, Access
-from outrider.serve.admission import client_of
 from outrider.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from outrider.serve.body import BodyChecker, StrictRoute
-from outrider.serve.context import adopt, request_id
 from outrider.serve.errors import ApiError, install_handlers
-from outrider.serve.exchange import Exchange
-from outrider.serve.guard import Guard, Named
-from outrider.serve.keys import Keys
-from outrider.serve.rendering import dumps
+from outrider.serve.exchange import TOKENS, Exchange
+from outrider.serve.fairness import client_of, in_daemon_thread
+from outrider.serve.guard import AccessGuard, Keys
+from outrider.serve.logs import adopt, request_id
 from outrider.serve.requests import (
-    Prepared,
+    PreparedRequest,
     count_sequences,
     grammar_of,
     may_name_grammar,
     prepare_chat,
     prepare_completion,
 )
-from outrider.serve.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from outrider.serve.requests import tokenize as ids_of
+from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 from outrider.serve.service import RequestHandle, Service
-from outrider.serve.settings import Limits, Settings
-from outrider.serve.streaming import ClientGone, EventStream, WholeAnswer, unless_gone
+from outrider.serve.settings import Limits, ServerSettings
+from outrider.serve.streaming import ClientGone, LiveAnswer, dumps, unless_gone
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -53,8 +46,41 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 _log = logging.getLogger("outrider.serve")
+_END_S = 20.0  # limit on the whole shutdown; the waits in it have shorter limits
+
+
+def _answer(name: str, text: str = "", /, **fields: Any) -> Any:
+    """The schema of an answer, for the OpenAPI document. A field is its type, or a tuple of type and default."""
+    types = {field: kind if isinstance(kind, tuple) else (kind, ...) for field, kind in fields.items()}
+    return create_model(name, __config__=ConfigDict(extra="allow"), __doc__=text or None, **types)  # type: ignore[call-overload]
+
+
+_ERROR = _answer("ErrorDetail", message=str, type=str, param=str | None, code=str | None)
+ErrorBody = _answer("ErrorBody", "The body of every error.", error=_ERROR)
+_Common = {"id": str, "created": int, "model": str}
+_Usage = _answer("Usage", prompt_tokens=int, completion_tokens=int, total_tokens=int)
+_Logprobs = dict[str, Any] | None
+_Reason = Literal["stop", "length", "abort"]
+_Choice = _answer("CompletionChoice", index=int, text=str, logprobs=_Logprobs, finish_reason=_Reason)
+_Choices: Any = list[_Choice]  # type: ignore[valid-type]
+_Text = Literal["text_completion"]
+Completion = _answer("Completion", "The answer of /v1/completions.", **_Common, object=_Text, choices=_Choices, usage=_Usage)
+_Message = _answer("ChatMessage", role=Literal["assistant"], content=str | None, tool_calls=(list[dict[str, Any]] | None, None))
+_ChatReason = Literal[_Reason, "tool_calls"]
+_ChatChoice = _answer("ChatChoice", index=int, message=_Message, logprobs=_Logprobs, finish_reason=_ChatReason)
+_ChatChoices: Any = list[_ChatChoice]  # type: ignore[valid-type]
+_Chat = Literal["chat.completion"]
+ChatCompletion = _answer(
+    "ChatCompletion", "The answer of /v1/chat/completions.", **_Common, object=_Chat, choices=_ChatChoices, usage=_Usage
+)
+ModelCard = _answer("ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int)
+ModelList = _answer("ModelList", object=Literal["list"], data=list[ModelCard])  # type: ignore[valid-type]
+Tokenized = _answer("Tokenized", tokens=list[int], count=int, max_model_len=int)
+Detokenized = _answer("Detokenized", prompt=str)
+Health = _answer("Health", status=Literal["ok", "loading", "draining", "dead"])
+Version = _answer("Version", version=str)
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
 }
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
@@ -66,7 +92,7 @@ router = APIRouter(route_class=StrictRoute, responses=_ERRORS)
 
 
 def create_app(
-    settings: Settings,
+    settings: ServerSettings,
     load: Callable[[], LLM],
     tracer: Tracer | None = None,
     announce: Callable[[LLM], None] | None = None,
@@ -74,8 +100,7 @@ def create_app(
     """An app that loads its model in the background after startup. `announce` is called when it is ready."""
     service = Service(settings, load, announce)
     checker = BodyChecker(settings.limits)
-    first = () if settings.api_key is None else (settings.api_key,)
-    keys = Keys([*first, *settings.other_api_keys], settings.api_key_file)
+    keys = Keys(settings.api_key, settings.api_key_file)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
@@ -83,8 +108,8 @@ def create_app(
         try:
             yield
         finally:
-            await service.end()
-            checker.close()
+            async with asyncio.timeout(_END_S):
+                await asyncio.gather(service.end(), in_daemon_thread(checker.close, "outrider-close-body"))
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -93,19 +118,17 @@ def create_app(
     app.state.keys = keys
     install_handlers(app)
     app.router.routes += router.routes  # flat, so that a list of the app's routes contains them
-    app.add_middleware(Guard, settings=settings, keys=keys)
-    if settings.allowed_origins:  # outside the guard: a preflight carries no key, and refusals need CORS headers too
+    app.add_middleware(AccessGuard, settings=settings, keys=keys)
+    if settings.allow_origin:  # outside the guard: a preflight carries no key, and refusals need CORS headers too
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.allowed_origins,
+            allow_origins=settings.allow_origin,
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Named)
     paths = [getattr(route, "path", "") for route in app.routes]
-    app.add_middleware(Access, metrics=service.metrics, paths=paths, log=settings.access_log)
-    app.add_middleware(Exchange, limits=settings.limits)
+    app.add_middleware(Exchange, settings=settings, metrics=service.metrics, paths=paths)
     return app
 
 
@@ -113,27 +136,25 @@ def _service(request: Request) -> Service:
     return request.app.state.service  # type: ignore[no-any-return]
 
 
-@router.post(
-    "/v1/completions", response_model=schemas.Completion, responses={200: {"content": _STREAM}}, summary="Continue prompts"
-)
+@router.post("/v1/completions", response_model=Completion, responses={200: {"content": _STREAM}}, summary="Continue prompts")
 async def completions(request: Request, body: CompletionRequest) -> Response:
-    return await _generate(request, body, prepare_completion, partial(CompletionAnswer), "cmpl")
+    return await _generate(request, body, prepare_completion, CompletionAnswer, "cmpl")
 
 
 @router.post(
     "/v1/chat/completions",
-    response_model=schemas.ChatCompletion,
+    response_model=ChatCompletion,
     responses={200: {"content": _STREAM}},
     summary="Answer a conversation",
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
-    return await _generate(request, body, prepare_chat, partial(ChatAnswer), "chatcmpl")
+    return await _generate(request, body, prepare_chat, ChatAnswer, "chatcmpl")
 
 
 async def _generate(
     request: Request,
     body: GenerationRequest,
-    prepare: Callable[[LLM, Any, Limits], Prepared],
+    prepare: Callable[[LLM, Any, Limits], PreparedRequest],
     answers: Callable[..., Answer],
     prefix: str,
 ) -> Response:
@@ -146,7 +167,7 @@ async def _generate(
     try:
         work = partial(prepare, llm, body, service.settings.limits)
         with service.metrics.preparation():
-            prepared = await unless_gone(request, _prepare(request, service, admission.client, work, body))
+            prepared = await unless_gone(request.receive, _prepare(request, service, admission.client, work, body))
         service.hold_logprobs(admission, prepared.logprob_entries)
         answer = answers(llm, body, prepared, f"{prefix}-{body.request_id or request_id.get()}", service.settings.model_name)
         handle = answer.handle = service.submit(prepared.jobs, bool(body.stream), admission)
@@ -157,12 +178,12 @@ async def _generate(
         admission.abandon()
         raise
     _note(request, service, body, answer, prepared)
-    return EventStream(service, handle, answer) if body.stream else await _whole(request, service, handle, answer)
+    return LiveAnswer(service, handle, answer, streams=True) if body.stream else await _whole(request, service, handle, answer)
 
 
 async def _prepare(
-    request: Request, service: Service, client: str, work: Callable[[], Prepared], body: GenerationRequest
-) -> Prepared:
+    request: Request, service: Service, client: str, work: Callable[[], PreparedRequest], body: GenerationRequest
+) -> PreparedRequest:
     """Compile the request's grammar first, so that no tokeniser thread waits for a compiler. Then tokenise."""
     size = len(await request.body())
     if may_name_grammar(body):
@@ -176,11 +197,11 @@ async def _whole(request: Request, service: Service, handle: RequestHandle, answ
     """The complete answer. A large one is written while it is sent."""
     large = False
     try:
-        outputs = await unless_gone(request, handle.whole())
+        outputs = await unless_gone(request.receive, handle.whole())
         answer.check(outputs)
         large = answer.is_large(sum(len(output.token_ids) for output in outputs))
         if large:
-            return WholeAnswer(service, handle, answer)
+            return LiveAnswer(service, handle, answer, streams=False)
         return Response(dumps(answer.whole(outputs)), media_type="application/json")
     except ClientGone:
         return Response(status_code=499)  # the client has left
@@ -190,7 +211,7 @@ async def _whole(request: Request, service: Service, handle: RequestHandle, answ
             handle.admission.answered()
 
 
-def _note(request: Request, service: Service, body: GenerationRequest, answer: Answer, prepared: Prepared) -> None:
+def _note(request: Request, service: Service, body: GenerationRequest, answer: Answer, prepared: PreparedRequest) -> None:
     """Register the request's token counts and trace span, and log its body if `log_requests` is set."""
     answer.handle.on_end(partial(_count_tokens, request, prepared))
     tracer: Tracer | None = request.app.state.tracer
@@ -201,14 +222,14 @@ def _note(request: Request, service: Service, body: GenerationRequest, answer: A
         _log.info("%s %s", answer.id, body.model_dump_json(exclude_none=True))
 
 
-def _count_tokens(request: Request, prepared: Prepared, handle: RequestHandle) -> None:
+def _count_tokens(request: Request, prepared: PreparedRequest, handle: RequestHandle) -> None:
     prompts = sum(len(requests[0].prompt_ids) for requests, _ in prepared.jobs)
     request.scope[TOKENS] = (prompts, sum(len(output.token_ids) for output in handle.outputs.values()))
 
 
 def _check_model(service: Service, name: str | None) -> None:
     settings = service.settings
-    if name is not None and name not in (settings.model_name, *settings.aliases):
+    if name is not None and name not in settings.names:
         raise ApiError(404, f"the model {name!r} is not served here; this is {settings.model_name!r}", "model", "model_not_found")
 
 
@@ -217,14 +238,13 @@ def _check_priority(service: Service, priority: int | None) -> None:
         raise ApiError(400, "priority: all requests are equal here; start the server with --allow-priority", "priority")
 
 
-@router.get("/v1/models", response_model=schemas.ModelList, summary="The model")
+@router.get("/v1/models", response_model=ModelList, summary="The model")
 async def models(request: Request) -> Response:
     service = _service(request)
-    names = (service.settings.model_name, *service.settings.aliases)
-    return JSONResponse({"object": "list", "data": [_card(service, name) for name in names]})
+    return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.settings.names]})
 
 
-@router.get("/v1/models/{name:path}", response_model=schemas.ModelCard, summary="One model")
+@router.get("/v1/models/{name:path}", response_model=ModelCard, summary="One model")
 async def model(request: Request, name: str) -> Response:
     service = _service(request)
     _check_model(service, name)
@@ -243,13 +263,13 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", response_model=schemas.Tokenized, summary="Text to token ids")
+@router.post("/tokenize", response_model=Tokenized, summary="Text to token ids")
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = _service(request)
     llm = service.ready()
 
     def work() -> bytes:
-        ids = requests.tokenize(llm, body)
+        ids = ids_of(llm, body)
         return b'{"tokens":[%s],"count":%d,"max_model_len":%d}' % (_written(ids), len(ids), llm.max_model_len)
 
     written = await service.off_loop(work, client_of(request.scope), len(await request.body()))
@@ -262,7 +282,7 @@ def _written(ids: Sequence[int]) -> bytes:
     return b",".join(",".join(map(str, part)).encode() for part in parts)
 
 
-@router.post("/detokenize", response_model=schemas.Detokenized, summary="Token ids to text")
+@router.post("/detokenize", response_model=Detokenized, summary="Token ids to text")
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     service = _service(request)
     llm = service.ready()
@@ -278,24 +298,23 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return await service.off_loop(work, client_of(request.scope), len(await request.body()))
 
 
-@router.get("/health", response_model=schemas.Health, responses={503: {"model": schemas.Health}}, summary="Whether it serves")
+_HEALTH: dict[str, Any] = {"response_model": Health, "responses": {503: {"model": Health}}}
+
+
+@router.get("/health", **_HEALTH, summary="Whether it serves")
+@router.get("/readyz", **_HEALTH, summary="Whether it serves")
 async def health(request: Request) -> Response:
     status = _service(request).status
     return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
 
-@router.get("/readyz", response_model=schemas.Health, responses={503: {"model": schemas.Health}}, summary="Whether it serves")
-async def readyz(request: Request) -> Response:
-    return await health(request)
-
-
-@router.get("/livez", response_model=schemas.Health, responses={503: {"model": schemas.Health}}, summary="Whether it lives")
+@router.get("/livez", **_HEALTH, summary="Whether it lives")
 async def livez(request: Request) -> Response:
     status = _service(request).status
     return JSONResponse({"status": status}, 503 if status == "dead" else 200)
 
 
-@router.get("/version", response_model=schemas.Version, summary="The version")
+@router.get("/version", response_model=Version, summary="The version")
 async def version() -> Response:
     return JSONResponse({"version": __version__})
 
@@ -314,22 +333,14 @@ async def stats(request: Request) -> Response:
     return JSONResponse(service.stats())
 
 
-@router.get("/", include_in_schema=False)
-async def page() -> Response:
-    return _page_file("index.html")
-
-
-@router.get("/page/{name}", include_in_schema=False)
-async def page_file(name: str) -> Response:
-    return _page_file(name)
-
-
 @router.get("/docs", include_in_schema=False)
 async def docs() -> Response:
     return RedirectResponse("/openapi.json")
 
 
-def _page_file(name: str) -> Response:
+@router.get("/", include_in_schema=False)
+@router.get("/page/{name}", include_in_schema=False)
+async def page(name: str = "index.html") -> Response:
     """A file of the page. The name is looked up in the folder's listing and never joined to a path."""
     folder = files("outrider.serve") / "page"
     kind = _PAGE_TYPES.get(PurePosixPath(name).suffix)

@@ -15,9 +15,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from outrider.process import ProcessDied, PythonProcess
-from outrider.serve.admission import Completions, Places, client_of
 from outrider.serve.errors import ApiError
-from outrider.serve.pools import FairPool
+from outrider.serve.fairness import Completions, FairPool, Places, client_of
 from outrider.serve.settings import Limits
 from outrider.serve.validation import Refusal, check, restore
 

@@ -14,9 +14,8 @@ import typer
 
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.options import Dtype, MaxTokens, Threads, set_threads
-from outrider.serve.chat_input import TypedMessages, piped_message
 from outrider.serve.chat_partner import LocalModel, NoTemplate, Partner, Prompt, RemoteModel, Summary
-from outrider.serve.chat_screen import Screen, Tally, finished, totals
+from outrider.serve.chat_terminal import LiveStats, Screen, TypedMessages, finished, piped_message, totals
 
 __all__ = ["Chat", "chat"]
 
@@ -114,16 +113,16 @@ class Chat:
 
     def _answer(self, prompt: Prompt) -> str:
         """Stream one answer to the screen. A stopped answer keeps the text so far."""
-        chunks, tally, parts = self.partner.answer(prompt, self.params, self.speculation), Tally(), list[str]()
+        chunks, stats, parts = self.partner.answer(prompt, self.params, self.speculation), LiveStats(), list[str]()
         summary: Summary | None = None
         with _stoppable(self.partner.stops_between_rounds) as stopped, contextlib.suppress(KeyboardInterrupt):
             first = next(chunks)  # a refusal is raised before the status row is drawn
             with self._screen.status() as row:
                 for chunk in chain([first], chunks):
-                    tally.add(chunk.guessed)
+                    stats.add(chunk.guessed)
                     parts.append(chunk.text)
                     self._screen.text(chunk.text)
-                    row.show(tally.line())
+                    row.show(stats.line())
                     summary = chunk.summary or summary
                     if stopped():
                         break
@@ -131,7 +130,7 @@ class Chat:
         self._screen.text("\n")
         if summary is not None:
             self.summaries.append(summary)
-        self._screen.note(finished(summary) if summary is not None else f"stopped · {tally.tokens} tokens")
+        self._screen.note(finished(summary) if summary is not None else f"stopped · {stats.tokens} tokens")
         return "".join(parts)
 
     def _help(self, _: str) -> None:

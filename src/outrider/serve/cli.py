@@ -20,17 +20,16 @@ import typer
 from outrider.errors import InvalidParameter
 from outrider.options import ModelFirst
 from outrider.serve.address import has_terminal, listen
-from outrider.serve.banner import describe, written
 from outrider.serve.flags import LogFormat, ServeFlags, as_command, reread
 from outrider.serve.logs import configure
+from outrider.serve.settings import Limits, ServerSettings
 from outrider.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from outrider.config import SpeculationConfig
     from outrider.engine.llm import LLM
-    from outrider.serve.settings import Settings
 
-__all__ = ["parse_bytes", "register", "resolve_speculation", "serve"]
+__all__ = ["describe", "parse_bytes", "register", "resolve_speculation", "serve"]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _STDERR = 2  # the file descriptor: stacks are written by a handler that runs no Python
@@ -48,15 +47,11 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     load = partial(_load, flags, speculation, _sizes(flags), template)
     with listen(flags.host, flags.port) as listener:
         _check(flags, speculation)
-        _run(flags, settings, load, listener, lambda: settings_of(replace(flags, **reread(context))))
+        _run(settings, load, listener, lambda: settings_of(replace(flags, **reread(context))))
 
 
 def _run(
-    flags: ServeFlags,
-    settings: Settings,
-    load: Callable[[], LLM],
-    listener: socket.socket,
-    reread_settings: Callable[[], Settings],
+    settings: ServeFlags, load: Callable[[], LLM], listener: socket.socket, reread_settings: Callable[[], ServeFlags]
 ) -> None:
     """Create the app and serve until a signal stops it."""
     try:
@@ -65,10 +60,10 @@ def _run(
         from outrider.serve.trace import open_tracer
     except ImportError as error:
         raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
-    tracer = None if flags.otlp_traces_endpoint is None else open_tracer(flags.otlp_traces_endpoint)
+    tracer = None if settings.otlp_traces_endpoint is None else open_tracer(settings.otlp_traces_endpoint)
     address = listener.getsockname()[:2]
-    app = create_app(settings, load, tracer, lambda llm: _say(flags, describe(llm, settings, address)))
-    _say(flags, f"listening on http://{written(address)}; loading {settings.model_name}")
+    app = create_app(settings, load, tracer, lambda llm: _say(settings, describe(llm, settings, address)))
+    _say(settings, f"listening on http://{written(address)}; loading {settings.model_name}")
     try:
         run(app, settings, listener, reread_settings)
     finally:
@@ -82,32 +77,10 @@ def register(app: typer.Typer) -> None:
     app.command("serve", cls=ModelFirst, epilog=epilog)(as_command(serve))
 
 
-def settings_of(flags: ServeFlags) -> Settings:
-    """The checked server settings that these flags describe."""
-    from outrider.serve.settings import Limits, Settings
-
-    names, keys = flags.served_model_name or [_short_name(flags.model)], flags.api_key or []
-    return Settings(
-        model_name=names[0],
-        aliases=tuple(names[1:]),
-        host=flags.host,
-        port=flags.port,
-        api_key=keys[0] if keys else None,
-        other_api_keys=tuple(keys[1:]),
-        api_key_file=flags.api_key_file,
-        insecure=flags.insecure,
-        allowed_hosts=tuple(flags.allowed_host or ()),
-        allowed_origins=tuple(flags.allow_origin or ()),
-        max_queue=flags.max_queue,
-        allow_priority=flags.allow_priority,
-        stream_interval=flags.stream_interval,
-        ping_s=flags.ping_interval,
-        drain_s=flags.drain_timeout,
-        watchdog_s=flags.watchdog_timeout,
-        log_requests=flags.log_requests,
-        access_log=flags.access_log,
-        limits=Limits(body_bytes=parse_bytes("--max-body", flags.max_body)),
-    )
+def settings_of(flags: ServeFlags) -> ServeFlags:
+    """The flags with the limits and the model name that follow from them."""
+    names = flags.served_model_name or (_short_name(flags.model),)
+    return replace(flags, served_model_name=names, limits=Limits(body_bytes=parse_bytes("--max-body", flags.max_body)))
 
 
 def _sizes(flags: ServeFlags) -> dict[str, Any]:
@@ -128,8 +101,8 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     """Whatever can be known to fail before the server says that it listens. What is on the hub is looked at later."""
     from outrider.draft import check_speculation, check_weights
     from outrider.draft.resolve import resolve_drafters
-    from outrider.engine.arguments import model_name
     from outrider.engine.device import Device
+    from outrider.engine.intake import model_name
     from outrider.model import LoadOptions, check_model, is_hub_id, locate
 
     check_speculation(speculation)
@@ -198,6 +171,54 @@ def parse_bytes(flag: str, text: str) -> int:
 
 def _short_name(model: str | None) -> str:
     return "pyrite" if model is None else Path(model).resolve().name if Path(model).exists() else model
+
+
+def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> str:
+    """The resolved settings, whether speculation is on and why, and example requests."""
+    config, pages = llm.speculation, llm.engine.pages
+    drafters = ", ".join(dict.fromkeys(name for name in config.methods() if name != config.method))
+    if config.method == "none":
+        speculation = "off: no method was asked for (--method auto chooses one)"
+    elif config.method == "auto" and not drafters:
+        speculation = "off: nothing to draft with was found"
+    elif config.draft_tokens == 0:
+        speculation = "off: --draft-tokens is 0"
+    elif config.method == "auto":
+        speculation = f"on: a controller chooses among {drafters} round by round, and drafts nothing where that does not pay"
+    else:
+        members = f" of {drafters}" if drafters else ""
+        speculation = f"on: {config.method}{members}, up to {config.draft_tokens} tokens a round, rule {config.rule}"
+    slots = llm.engine.scheduler.max_num_seqs
+    url, key = f"http://{written(address)}", "$OUTRIDER_API_KEY" if settings.needs_key else ""
+    header = f" -H 'Authorization: Bearer '\"{key}\"" if key else ""
+    secret = "os.environ['OUTRIDER_API_KEY']" if key else "'none'"
+    chats = llm.tokenizer is not None and llm.tokenizer.chat_template
+    pool = llm.engine.runner.pool
+    mib = (pool.keys.nbytes + pool.values.nbytes) / 2**20
+    lines = [
+        f"model         {settings.model_name} ({llm.directory})",
+        f"speculation   {speculation}",
+        f"context       {llm.max_model_len} tokens; {slots} sequences at once, {settings.max_queue} may wait",
+        f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB",
+        f"chat          {'yes' if chats else 'no: the model has no chat template; --chat-template gives it one'}",
+        f"key           {'needed' if settings.needs_key else 'none; anybody who can reach the address is served'}",
+        "",
+        f"  curl {url}/v1/completions{header} -H 'Content-Type: application/json' \\",
+        f'    -d \'{{"model": "{settings.model_name}", "prompt": "def main(", "max_tokens": 64}}\'',
+        "",
+        "  from openai import OpenAI",
+        f"  client = OpenAI(base_url='{url}/v1', api_key={secret})",
+        f"  client.completions.create(model='{settings.model_name}', prompt='def main(', max_tokens=64)",
+        "",
+        f"ready on {url}",
+    ]
+    return "\n".join(lines)
+
+
+def written(address: tuple[str, int]) -> str:
+    """An address as it stands in a URL."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _take_signals() -> None:

@@ -1,7 +1,6 @@
-"""The HTTP connection: limits on headers, no chunked answers to HTTP/1.0, and errors in the API's format.
+"""The HTTP connection: limits on headers, and errors in the API's format.
 
-uvicorn alone waits for headers without a limit, sends chunked answers to all clients, and refuses invalid HTTP in
-plain text.
+uvicorn alone waits for headers without a limit, and refuses invalid HTTP in plain text.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ import secrets
 from http import HTTPStatus
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.serve.errors import ApiError, body_of
 from outrider.serve.settings import Limits
 
-__all__ = ["ABORT", "protocol"]
+__all__ = ["ABORT", "CYCLE", "protocol"]
 
 ABORT = "outrider.abort"  # key in a request's scope: a function that closes the connection without writing what is pending
-_CYCLE = "outrider.cycle"  # key in the scope of an HTTP/1.0 request: uvicorn's request state
+CYCLE = "outrider.cycle"  # key in the scope of an HTTP/1.0 request: uvicorn's request state
 
 
 def protocol(limits: Limits) -> type[HttpToolsProtocol]:
@@ -35,10 +33,6 @@ class BoundedProtocol(HttpToolsProtocol):
     limits = Limits()
     _timer: asyncio.TimerHandle | None = None
     _head = 0  # bytes of headers received, while they are incomplete
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.app = _Unchunked(self.app)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -65,7 +59,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head = 0
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            self.scope[_CYCLE] = self.cycle  # type: ignore[literal-required]
+            self.scope[CYCLE] = self.cycle  # type: ignore[literal-required]
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
@@ -101,29 +95,3 @@ def _refusal(status: int, message: str) -> bytes:
         "connection: close",
     ]
     return "\r\n".join([*lines, "", body]).encode()
-
-
-class _Unchunked:
-    """ASGI middleware: an answer to HTTP/1.0 without a length is sent unchunked and ends with the connection."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle = scope.get(_CYCLE)
-        if cycle is None:
-            await self._app(scope, receive, send)
-            return
-        endless = False
-
-        async def unchunked(message: Message) -> None:
-            nonlocal endless
-            if message["type"] == "http.response.start":
-                endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
-                if endless:
-                    cycle.chunked_encoding = False
-            elif endless:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts the sent bytes against this
-            await send(message)
-
-        await self._app(scope, receive, unchunked)

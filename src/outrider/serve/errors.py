@@ -57,25 +57,18 @@ def as_api_error(error: OutriderError) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Install handlers that give every error the same format. `Guard` answers unexpected exceptions."""
+    """Install a handler that gives every error the same format. `AccessGuard` answers unexpected exceptions."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, ApiError):
-            return error.response()
+        if isinstance(error, OutriderError):
+            return as_api_error(error).response()
+        if isinstance(error, RequestValidationError):
+            return ApiError(400, str(error.errors()[0]["msg"])).response()
         assert isinstance(error, BaseHTTPException)
-        return _unrouted(request, error).response()
+        return (error if isinstance(error, ApiError) else _unrouted(request, error)).response()
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
-        assert isinstance(error, RequestValidationError)
-        return ApiError(400, str(error.errors()[0]["msg"])).response()
-
-    async def engine(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
-        assert isinstance(error, OutriderError)
-        return as_api_error(error).response()
-
-    app.add_exception_handler(BaseHTTPException, refused)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(OutriderError, engine)
+    for kind in (BaseHTTPException, RequestValidationError, OutriderError):
+        app.add_exception_handler(kind, refused)
 
 
 def _unrouted(request: Request, error: BaseHTTPException) -> ApiError:

@@ -1,5 +1,6 @@
-"""The flags of `outrider serve`: names, meanings and defaults. `cli` applies them."""
+"""The flags of `outrider serve`: the settings of the server and those of the model. `cli` applies them."""
 
+# ruff: noqa: RUF009  (`flag` makes a field)
 from __future__ import annotations
 
 import enum
@@ -7,13 +8,14 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from outrider.errors import InvalidParameter
+from outrider.serve.settings import ServerSettings, flag
 
 __all__ = ["LogFormat", "ServeFlags", "as_command", "reread"]
 
@@ -25,11 +27,6 @@ class LogFormat(enum.StrEnum):
 
     text = "text"
     json = "json"
-
-
-def _option(name: str, text: str, *spellings: str, **more: Any) -> Any:
-    """A flag with its environment variable."""
-    return typer.Option(f"--{name}", *spellings, envvar=f"OUTRIDER_{name.replace('-', '_').upper()}", help=text, **more)
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -72,131 +69,69 @@ def _yaml(path: Path) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeFlags:
+class ServeFlags(ServerSettings):
     """The flags of one start of `outrider serve`."""
 
-    model: Annotated[
-        str | None, typer.Argument(envvar="OUTRIDER_MODEL", help="Model directory or hub id. Default: the bundled model.")
-    ] = None
-    config: Annotated[
-        Path | None,
-        _option(
-            "config",
-            "YAML file of flags and their values. Flags and the environment take precedence.",
-            callback=_read_config,
-            is_eager=True,
-        ),
-    ] = None
-    host: Annotated[str, _option("host", "Address to listen on. An address other than loopback needs --api-key.")] = "127.0.0.1"
-    port: Annotated[int, _option("port", "Port to listen on; 0 takes any free one.", min=0, max=65535)] = 8000
-    api_key: Annotated[
-        list[str] | None,
-        _option(
-            "api-key",
-            "Key that every request must carry, except health checks; may be repeated.",
-            show_default=False,
-            callback=_read_keys,
-        ),
-    ] = None
-    api_key_file: Annotated[
-        Path | None,
-        _option("api-key-file", "File with one key per line: KEY or NAME:KEY. Reloaded on SIGHUP.", exists=True, dir_okay=False),
-    ] = None
-    insecure: Annotated[bool, _option("insecure", "Serve everybody who can reach --host, without a key.")] = False
-    allowed_host: Annotated[
-        list[str] | None, _option("allowed-host", "Additional host name that clients may use for the server; may be repeated.")
-    ] = None
-    allow_origin: Annotated[
-        list[str] | None,
-        _option("allow-origin", "Site whose pages may send requests (CORS), as in https://example.org; * for all; repeatable."),
-    ] = None
-    served_model_name: Annotated[
-        list[str] | None,
-        _option("served-model-name", "Model name in the API; may be repeated for aliases. Default: the directory's name."),
-    ] = None
-    method: Annotated[
-        str | None,
-        _option("method", 'How to draft: auto, none, ngram, suffix, eagle, ..., with settings as in "eagle:24". Default: auto.'),
-    ] = None
-    draft_model: Annotated[
-        str | None, _option("draft-model", "Directory or hub id of the drafter's weights.", "--speculative-model")
-    ] = None
-    draft_tokens: Annotated[
-        int | None,
-        _option("draft-tokens", "Maximum number of draft tokens per round.", "--num-speculative-tokens", min=0, max=256),
-    ] = None
-    speculative_config: Annotated[
-        str | None,
-        _option(
-            "speculative-config",
-            'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.',
-        ),
-    ] = None
-    max_model_len: Annotated[
-        int | None, _option("max-model-len", "Maximum length of prompt and output together. Default: the model's.")
-    ] = None
-    max_num_seqs: Annotated[int, _option("max-num-seqs", "Maximum number of sequences that run at once.", min=1)] = 32
-    max_queue: Annotated[int, _option("max-queue", "Maximum number of waiting sequences; further requests get 429.", min=0)] = 256
-    allow_priority: Annotated[bool, _option("allow-priority", "Let requests set a priority.")] = False
-    memory: Annotated[
-        str | None,
-        _option(
-            "memory",
-            "Memory for KV, such as 4GiB, or the share of a GPU that weights, KV and graphs may take, such as 0.9. "
-            "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
-        ),
-    ] = None
-    device: Annotated[str, _option("device", "auto (a GPU if there is one), cpu or cuda.")] = "auto"
-    dtype: Annotated[str, _option("dtype", "auto, bfloat16, float32 or int8.")] = "auto"
-    load_format: Annotated[str, _option("load-format", "safetensors, or dummy for random weights from config.json.")] = (
-        "safetensors"
+    model: str | None = flag(None, "Model directory or hub id. Default: the bundled model.")
+    config: Path | None = flag(
+        None, "YAML file of flags and their values. Flags and the environment take precedence.", is_eager=True
     )
-    revision: Annotated[str | None, _option("revision", "Commit, tag or branch of a model on the hub.")] = None
-    chat_template: Annotated[
-        Path | None,
-        _option("chat-template", "File with a Jinja chat template, instead of the model's own.", exists=True, dir_okay=False),
-    ] = None
-    threads: Annotated[int | None, _option("threads", "CPU threads. Default: torch's choice.", min=1)] = None
-    stream_interval: Annotated[int, _option("stream-interval", "Minimum number of tokens in a chunk of a stream.", min=1)] = 1
-    ping_interval: Annotated[
-        float, _option("ping-interval", "Seconds without output after which a stream gets a keep-alive comment.", min=0.05)
-    ] = 15.0
-    drain_timeout: Annotated[
-        float, _option("drain-timeout", "Seconds that running requests may take to finish when the server stops.", min=0)
-    ] = 30.0
-    max_body: Annotated[str, _option("max-body", "Largest request body.")] = "4MiB"
-    otlp_traces_endpoint: Annotated[
-        str | None, _option("otlp-traces-endpoint", "Address to send OpenTelemetry spans to (OTLP over HTTP).")
-    ] = None
-    watchdog_timeout: Annotated[
-        float,
-        _option(
-            "watchdog-timeout",
-            "Seconds without a finished round, while the engine has work, after which the server exits; 0 disables this.",
-            "--watchdog-s",
-            min=0,
-        ),
-    ] = 300.0
-    log_format: Annotated[LogFormat, _option("log-format", "Format of the log.")] = LogFormat.text
-    log_requests: Annotated[bool, _option("log-requests", "Log request bodies, including prompts.")] = False
-    access_log: Annotated[bool, _option("access-log", "Log a line for each request: client, path, status and time.")] = False
+    method: str | None = flag(
+        None, 'How to draft: auto, none, ngram, suffix, eagle, ..., with settings as in "eagle:24". Default: auto.'
+    )
+    draft_model: str | None = flag(None, "Directory or hub id of the drafter's weights.", "--speculative-model")
+    draft_tokens: int | None = flag(None, "Maximum number of draft tokens per round.", "--num-speculative-tokens", min=0, max=256)
+    speculative_config: str | None = flag(
+        None, 'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.'
+    )
+    max_model_len: int | None = flag(None, "Maximum length of prompt and output together. Default: the model's.")
+    max_num_seqs: int = flag(32, "Maximum number of sequences that run at once.", min=1)
+    memory: str | None = flag(
+        None,
+        "Memory for KV, such as 4GiB, or the share of a GPU that weights, KV and graphs may take, such as 0.9. "
+        "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
+    )
+    device: str = flag("auto", "auto (a GPU if there is one), cpu or cuda.")
+    dtype: str = flag("auto", "auto, bfloat16, float32 or int8.")
+    load_format: str = flag("safetensors", "safetensors, or dummy for random weights from config.json.")
+    revision: str | None = flag(None, "Commit, tag or branch of a model on the hub.")
+    chat_template: Path | None = flag(
+        None, "File with a Jinja chat template, instead of the model's own.", exists=True, dir_okay=False
+    )
+    threads: int | None = flag(None, "CPU threads. Default: torch's choice.", min=1)
+    max_body: str = flag("4MiB", "Largest request body.")
+    otlp_traces_endpoint: str | None = flag(None, "Address to send OpenTelemetry spans to (OTLP over HTTP).")
+    log_format: LogFormat = flag(LogFormat.text, "Format of the log.")
 
 
 def as_command(work: Callable[[typer.Context, ServeFlags], None]) -> Callable[..., None]:
     """A Typer command with a parameter for each flag, which calls `work` with all of them."""
 
-    def command(context: typer.Context, **values: Any) -> None:
-        work(context, ServeFlags(**values))
+    flags = [field for field in fields(ServeFlags) if field.metadata]
+    hints, keyword = get_type_hints(ServeFlags), inspect.Parameter.KEYWORD_ONLY
+    repeatable = {field.name for field in flags if field.default == ()}
 
-    hints = get_type_hints(ServeFlags, include_extras=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
+    def command(context: typer.Context, **values: Any) -> None:
+        work(context, ServeFlags(**values | {name: tuple(values[name] or ()) for name in repeatable}))
+
     parameters = [inspect.Parameter("context", keyword, annotation=typer.Context)]
-    for flag in fields(ServeFlags):
-        parameters.append(inspect.Parameter(flag.name, keyword, default=flag.default, annotation=hints[flag.name]))
+    for field in flags:
+        kind, default = (list[str] | None, None) if field.name in repeatable else (hints[field.name], field.default)
+        parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=Annotated[kind, _option(field)]))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = work.__doc__
     return command
+
+
+def _option(field: Field[Any]) -> Any:
+    """The flag of a setting, with its environment variable. The model is an argument."""
+    text, variable = field.metadata["help"], f"OUTRIDER_{field.name.upper()}"
+    if field.name == "model":
+        return typer.Argument(envvar=variable, help=text)
+    names = (f"--{field.name.replace('_', '-')}", *field.metadata["spellings"])
+    callbacks: dict[str, Callable[..., Any]] = {"config": _read_config, "api_key": _read_keys}
+    return typer.Option(*names, envvar=variable, help=text, callback=callbacks.get(field.name), **field.metadata["options"])
 
 
 def reread(context: typer.Context) -> dict[str, Any]:

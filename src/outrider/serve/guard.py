@@ -1,62 +1,43 @@
-"""Access control: API keys, host names, origins and limits on headers. Deny by default."""
+"""Access control: API keys, host names, origins and limits on headers. Deny by default.
+
+Keys come from flags, the environment and a file that can be reloaded. Only their digests are kept.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
+import hashlib
+import hmac
 import json
 import logging
-import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from outrider.serve.context import adopt, client, request_id
-from outrider.serve.errors import ApiError, body_of
-from outrider.serve.keys import Keys
-from outrider.serve.settings import Settings, is_loopback
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["OPEN_PATHS", "Guard", "Named"]
+from outrider.errors import InvalidParameter
+from outrider.serve.errors import ApiError, body_of
+from outrider.serve.settings import ServerSettings, is_loopback
+
+__all__ = ["OPEN_PATHS", "AccessGuard", "Keys"]
 
 _log = logging.getLogger("outrider.serve")
+_NAMED = re.compile(r"([\w.@\-]{1,64}):(.+)")  # a line of a key file with a name: NAME:KEY
 OPEN_PATHS = ("/health", "/livez", "/readyz")
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Named:
-    """ASGI middleware that adds the request id and security headers to every answer, including refusals and preflights."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id.set(secrets.token_hex(12))
-        adopt(dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1"))
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.get().encode()), *_SAFE]
-            await send(message)
-
-        await self._app(scope, receive, named)
-
-
-class Guard:
+class AccessGuard:
     """ASGI middleware that checks every request before it is routed."""
 
-    def __init__(self, app: App, settings: Settings, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Keys) -> None:
         self._app = app
         self._settings = settings
         self._keys = keys
-        names = {settings.host, *settings.allowed_hosts}
+        names = {settings.host, *settings.allowed_host}
         # on loopback, an unknown host name means DNS rebinding: a foreign page whose name resolves to this machine
         self._hosts = names | {"localhost", "127.0.0.1", "::1"} if is_loopback(settings.host) else None
 
@@ -94,7 +75,6 @@ class Guard:
             return ApiError(431, f"more than {limits.headers} headers or {limits.header_bytes} bytes of them")
         name = self._client_of(headers.get(b"authorization", b""))
         scope["outrider.client"] = name or ""
-        client.set(name or "")
         if scope["path"] in OPEN_PATHS:
             return None
         if name is None:
@@ -116,7 +96,7 @@ class Guard:
 
     def _allows_origin(self, origin: str, host: str) -> bool:
         """Whether pages of this origin may send requests: the server's pages, and those of --allow-origin."""
-        if {origin, "*"} & set(self._settings.allowed_origins):
+        if {origin, "*"} & set(self._settings.allow_origin):
             return True
         try:
             return urlsplit(origin).netloc.lower() == host.lower()
@@ -138,14 +118,6 @@ class Guard:
         return self._keys.client_of(value)
 
 
-_SAFE = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"cache-control", b"no-store"),
-    (b"x-frame-options", b"DENY"),
-    (b"content-security-policy", b"frame-ancestors 'none'"),
-)
-
-
 def _hostname(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
@@ -158,3 +130,67 @@ async def _answer(error: ApiError, send: Send) -> None:
     headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class Keys:
+    """The valid keys, each with the name of its client."""
+
+    def __init__(self, keys: Sequence[str] = (), file: Path | None = None) -> None:
+        self._flags = [_key("--api-key", key) for key in keys]
+        self._file = file
+        self._clients: dict[bytes, str] = {}  # by the digest of the key
+        self.reload()
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._clients)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the clients, without duplicates."""
+        return list(dict.fromkeys(self._clients.values()))
+
+    def reload(self) -> None:
+        """Read the file again. If it is invalid, raise and keep the present keys."""
+        clients: dict[bytes, str] = {}
+        for digest, client in [*self._flags, *(() if self._file is None else _read_key_file(self._file))]:
+            if clients.setdefault(digest, client) != client:
+                raise InvalidParameter("--api-key-file", f"{clients[digest]} and {client} have the same key")
+        self._clients = clients
+
+    def client_of(self, key: bytes) -> str | None:
+        """The client of a key, or None. Every key is compared, so that the time does not depend on the key."""
+        digest, client = hashlib.sha256(key.strip()).digest(), None
+        for known, name in self._clients.items():
+            if hmac.compare_digest(digest, known):
+                client = name
+        return client
+
+
+def _read_key_file(path: Path) -> list[tuple[bytes, str]]:
+    """The keys of a file. A line is KEY or NAME:KEY, and lines that begin with # are comments."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter("--api-key-file", f"{path} cannot be read: {error}") from None
+    keys = []
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.strip()
+        if line and not line.startswith("#"):
+            named = _NAMED.fullmatch(line)
+            where = f"{path}, line {number}"
+            keys.append(_key(where, line) if named is None else _key(where, named[2], named[1]))
+    if not keys:
+        raise InvalidParameter("--api-key-file", f"{path} holds no key; write one a line, as KEY or NAME:KEY")
+    return keys
+
+
+def _key(where: str, key: str, client: str | None = None) -> tuple[bytes, str]:
+    """The digest of a checked key, and its client. White space around the key, such as the newline of a file, is removed."""
+    key = key.strip()
+    if not key:
+        raise InvalidParameter(where, "must not be empty")
+    if not key.isprintable():
+        raise InvalidParameter(where, "the key holds a control character, which no header can carry")
+    digest = hashlib.sha256(key.encode()).digest()
+    return digest, client or f"key-{digest.hex()[:8]}"

@@ -49,7 +49,7 @@ class Watchdog:
         service = self._service
         while service.failure is None:
             await asyncio.sleep(_WATCH_S)
-            thread, limit = service.thread, service.settings.watchdog_s
+            thread, limit = service.thread, service.settings.watchdog_timeout
             if thread is None or service.llm is None:
                 continue
             if not thread.alive:
@@ -81,7 +81,7 @@ def check_forward(llm: LLM, thread: EngineThread) -> Future[str | None]:
         elif event.output is not None:
             answer.set_result(str(event.output.stop_reason) if event.output.finish_reason == "error" else None)
 
-    requests, method = llm.requests([0], SamplingParams(max_tokens=1, temperature=0.0), False)
+    requests, method = llm.intake.prepare([0], SamplingParams(max_tokens=1, temperature=0.0), False)
     thread.submit(requests, method, callback)
     return answer
 

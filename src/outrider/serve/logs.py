@@ -1,4 +1,4 @@
-"""The server's log: one record per line with its time, level and request id, as text or as JSON.
+"""The server's log and the id of the current request: one record per line with time, level and request id, as text or JSON.
 
 Messages may contain text from clients, so control characters are escaped: no message can forge a line or affect a
 terminal.
@@ -9,15 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-from outrider.serve.context import request_id
+__all__ = ["JsonFormatter", "TextFormatter", "adopt", "configure", "escaped", "request_id"]
 
-__all__ = ["JsonFormatter", "TextFormatter", "configure", "escaped"]
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+_NAME = re.compile(r"[\w.\-]{1,128}", re.ASCII)  # safe in a header and in a log without escaping
 
 # control characters, line and paragraph separators, bidirectional marks, unpaired surrogates
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def adopt(name: str | None) -> None:
+    """Use the client's request id, if it is a plain name."""
+    if name and _NAME.fullmatch(name):
+        request_id.set(name)
 
 
 def configure(form: str) -> None:

@@ -1,12 +1,19 @@
-"""Prometheus metrics with vLLM's names. The engine keeps its own counters, which are read when metrics are scraped."""
+"""Metrics: Prometheus with vLLM's names, latencies for the dashboard, and the `metrics` field of answers.
+
+The engine keeps counters too. They are read when metrics are scraped.
+"""
 
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, zip_longest
 from platform import python_version
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,14 +23,28 @@ from prometheus_client.registry import Collector
 from outrider._version import __version__
 from outrider.core import Request
 from outrider.engine.engine import Engine
-from outrider.engine.outputs import CompletionOutput
-from outrider.engine.tally import GAP_BOUNDS
+from outrider.engine.outputs import CompletionOutput, Timings
+from outrider.engine.tally import GAP_BOUNDS, Tally
+from outrider.quantiles import percentile_ms
 
-__all__ = ["Metrics", "Snapshot", "snapshot_of"]
+__all__ = ["Metrics", "Snapshot", "bucket_quantile", "metrics_of", "snapshot_of"]
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From submission to the first token.", _SECONDS),
+    "e2e_request_latency_seconds": ("From submission to the last token.", _SECONDS),
+    "request_queue_time_seconds": ("From submission to admission.", _SECONDS),
+    "request_preparation_time_seconds": ("Tokenising, templates and grammars, before submission.", _SECONDS),
+    "request_prefill_time_seconds": ("From admission to the first token.", _SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean over a request's tokens.", GAP_BOUNDS),
+    "request_prompt_tokens": ("Tokens of the prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens generated.", _TOKENS),
+}
 _MAX_REASONS = 32  # label values; further reasons are counted as `other`
+_RECENT = 512  # number of sequences in the percentiles of the dashboard
+_QUANTILES = {"p50": 0.5, "p95": 0.95}
 _P = "outrider:"
 
 
@@ -37,21 +58,12 @@ class Snapshot:
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-    rounds: int = 0
-    emitted: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-    gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS) + 1))
-    gap_s: float = 0.0
+    tally: Tally = field(default_factory=Tally)
 
 
 def snapshot_of(engine: Engine) -> Snapshot:
     """Read the engine's counters. Must run on the engine's thread."""
-    tally, scheduler, pages = engine.tally, engine.scheduler, engine.pages
+    scheduler, pages = engine.scheduler, engine.pages
     return Snapshot(
         running=len(scheduler.running),
         waiting=scheduler.waiting,
@@ -59,21 +71,12 @@ def snapshot_of(engine: Engine) -> Snapshot:
         preemptions=scheduler.preemptions,
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
-        rounds=tally.rounds,
-        emitted=tally.emitted,
-        drafts=tally.drafts,
-        drafted=tally.drafted,
-        accepted=tally.accepted,
-        by_source={name: (drafted, accepted) for name, (drafted, accepted) in tally.by_source.items()},
-        drafted_by_position=tally.drafted_by_position(),
-        accepted_by_position=tally.accepted_by_position(),
-        gaps=list(tally.gaps),
-        gap_s=tally.gap_s,
+        tally=deepcopy(engine.tally),
     )
 
 
-class Metrics:
-    """Counts of requests, kept here, and of rounds, kept by the engine."""
+class Metrics(Collector):
+    """Counts of requests, kept here, and of rounds, from the engine's last snapshot."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -81,17 +84,11 @@ class Metrics:
         self.off_reasons: Counts[str] = Counts()
         self.finish_reasons: Counts[str] = Counts()
         self._model = model
-        self._ttft = self._histogram("time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From submission to the last token.", _SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "From submission to admission.", _SECONDS)
-        self._preparation = self._histogram(
-            "request_preparation_time_seconds", "Tokenising, templates and grammars, before submission.", _SECONDS
-        )
-        self._prefill = self._histogram("request_prefill_time_seconds", "From admission to the first token.", _SECONDS)
-        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _SECONDS)
-        self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean over a request's tokens.", GAP_BOUNDS)
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of the prompt.", _TOKENS)
-        self._generated = self._histogram("request_generation_tokens", "Tokens generated.", _TOKENS)
+        self._recent: deque[Timings] = deque(maxlen=_RECENT)
+        self._histograms = {
+            name: Histogram(_P + name, text, ("model_name",), registry=self.registry, buckets=buckets).labels(model)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._success = self._counter("request_success", "Requests by how they ended.", "finished_reason")
         self._speculation = self._counter(
@@ -105,7 +102,7 @@ class Metrics:
             {"version": __version__, "python": python_version()}
         )
         ProcessCollector(registry=self.registry)
-        self.registry.register(_EngineCollector(self))
+        self.registry.register(self)
 
     def answered(self, route: str, status: int) -> None:
         """Count one HTTP answer."""
@@ -113,28 +110,32 @@ class Metrics:
 
     def preparation(self) -> AbstractContextManager[object]:
         """A context manager that measures the preparation time of a request."""
-        return self._preparation.labels(self._model).time()
+        return self._histograms["request_preparation_time_seconds"].time()
 
     def finished(self, request: Request, output: CompletionOutput) -> None:
-        """Record one finished sequence."""
-        model, timings, tokens = self._model, output.timings, len(output.token_ids)
-        reason = output.finish_reason or "abort"
+        """Record one finished sequence. One without a token has no latency."""
+        timings, tokens, reason = output.timings, len(output.token_ids), output.finish_reason or "abort"
         self.finish_reasons[reason] += 1
-        self._success.labels(model, reason).inc()
+        self._success.labels(self._model, reason).inc()
         if reason == "error":
-            self._corrupted.labels(model).inc()
-        self._queue.labels(model).observe(timings.queued_s)
+            self._corrupted.labels(self._model).inc()
+        values = {"request_queue_time_seconds": timings.queued_s}
         if tokens:
-            self._ttft.labels(model).observe(timings.first_token_s)
-            self._e2e.labels(model).observe(timings.total_s)
-            self._prefill.labels(model).observe(max(timings.first_token_s - timings.queued_s, 0.0))
-            self._decode.labels(model).observe(timings.total_s - timings.first_token_s)
-            self._generated.labels(model).observe(tokens)
+            self._recent.append(timings)
+            values |= {
+                "time_to_first_token_seconds": timings.first_token_s,
+                "e2e_request_latency_seconds": timings.total_s,
+                "request_prefill_time_seconds": max(timings.first_token_s - timings.queued_s, 0.0),
+                "request_decode_time_seconds": timings.total_s - timings.first_token_s,
+                "request_generation_tokens": tokens,
+            }
         if timings.decode_tokens_per_s:
-            self._tpot.labels(model).observe(1 / timings.decode_tokens_per_s)
+            values["request_time_per_output_token_seconds"] = 1 / timings.decode_tokens_per_s
         if request.index == 0:
-            self._prompt.labels(model).observe(len(request.prompt_ids))
-            self._prompt_tokens.labels(model).inc(len(request.prompt_ids))
+            values["request_prompt_tokens"] = len(request.prompt_ids)
+            self._prompt_tokens.labels(self._model).inc(len(request.prompt_ids))
+        for name, value in values.items():
+            self._histograms[name].observe(value)
         self._count_speculation(request, output)
 
     def _count_speculation(self, request: Request, output: CompletionOutput) -> None:
@@ -149,11 +150,79 @@ class Metrics:
             self.off_reasons[off] += 1
         self._speculation.labels(self._model, "on" if off is None else "off", off or "").inc()
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(_P + name, text, ("model_name",), registry=self.registry, buckets=buckets)
+    def latency(self, gaps: Sequence[int]) -> dict[str, Any]:
+        """Percentiles in milliseconds. `gaps` is the histogram of inter-token latencies since the start, by `GAP_BOUNDS`."""
+        recent = list(self._recent)
+        out: dict[str, Any] = {"requests": len(recent)}
+        for name, seconds in (
+            ("queue_ms", [timings.queued_s for timings in recent]),
+            ("first_token_ms", [timings.first_token_s for timings in recent]),
+            ("total_ms", [timings.total_s for timings in recent]),
+        ):
+            out[name] = {label: percentile_ms(seconds, share) for label, share in _QUANTILES.items()}
+        between = {label: bucket_quantile(GAP_BOUNDS, gaps, share) for label, share in _QUANTILES.items()}
+        out["inter_token_ms"] = {label: None if gap is None else round(1000 * gap, 3) for label, gap in between.items()}
+        return out
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_P + name, text, ("model_name", *labels), registry=self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The last snapshot as metrics."""
+        now, tally = self.snapshot, self.snapshot.tally
+        for name, text, value in (
+            ("num_requests_running", "Sequences in the running batch.", now.running),
+            ("num_requests_waiting", "Sequences in the queue.", now.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", now.kv_usage),
+        ):
+            yield self._family(GaugeMetricFamily, name, text, {"": value})
+        for name, text, value in (
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits),
+            ("num_preemptions", "Preemptions of running sequences.", now.preemptions),
+            ("generation_tokens", "Tokens generated.", tally.emitted),
+            ("num_rounds", "Rounds, counted once for each sequence in the round.", tally.rounds),
+            ("spec_decode_num_drafts", "Rounds with a draft, counted once for each sequence with a draft.", tally.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", tally.drafted),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", tally.accepted),
+        ):
+            yield self._family(CounterMetricFamily, name, text, {"": value})
+        positions = {str(position): accepted for position, accepted in enumerate(tally.accepted_by_position())}
+        text = "Accepted tokens by depth in the draft."
+        yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, positions, "position")
+        sources = tally.by_source.items()
+        for kind, name, text, values in (
+            (
+                CounterMetricFamily,
+                "draft_tokens",
+                "Drafted tokens by drafter.",
+                {name: drafted for name, (drafted, _) in sources},
+            ),
+            (
+                CounterMetricFamily,
+                "accepted_tokens",
+                "Accepted tokens by drafter.",
+                {name: taken for name, (_, taken) in sources},
+            ),
+            (
+                GaugeMetricFamily,
+                "acceptance",
+                "Share of drafted tokens accepted, by drafter.",
+                {name: taken / drafted if drafted else 0.0 for name, (drafted, taken) in sources},
+            ),
+        ):
+            yield self._family(kind, f"spec_decode_{name}_by_method", text, values, "method")
+        gaps = HistogramMetricFamily(_P + "inter_token_latency_seconds", "Time between tokens.", labels=["model_name"])
+        bounds = map(str, (*GAP_BOUNDS, "+Inf"))
+        gaps.add_metric([self._model], list(zip(bounds, accumulate(tally.gaps), strict=True)), tally.gap_s)
+        yield gaps
+
+    def _family(self, kind: Any, name: str, text: str, values: Mapping[str, float], label: str = "") -> Metric:
+        """A metric with a value for each value of its label, or with one value if it has no label but the model's name."""
+        family: Metric = kind(_P + name, text, labels=["model_name", *([label] if label else [])])
+        for value_label, value in values.items():
+            family.add_metric([self._model, *([value_label] if label else [])], value)  # type: ignore[attr-defined]
+        return family
 
 
 def _kind(reason: str) -> str:
@@ -161,67 +230,54 @@ def _kind(reason: str) -> str:
     return ": ".join(reason.split(": ")[:2])[:80]
 
 
-class _EngineCollector(Collector):
-    """Exports the last snapshot as metrics."""
+def bucket_quantile(bounds: Sequence[float], counts: Sequence[int], quantile: float) -> float | None:
+    """Prometheus' histogram_quantile: linear within a bucket. `counts` has one entry more than `bounds`, for larger values."""
+    rank, below = quantile * sum(counts), 0
+    if rank == 0:
+        return None
+    for i, (bound, count) in enumerate(zip(bounds, counts, strict=False)):
+        if below + count >= rank:
+            lower = bounds[i - 1] if i else 0.0
+            return lower + (bound - lower) * (rank - below) / count
+        below += count
+    return bounds[-1]
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
 
-    def collect(self) -> Iterator[Metric]:
-        now, model = self._metrics.snapshot, [self._metrics._model]
-        for name, text, value in (
-            ("num_requests_running", "Sequences in the running batch.", now.running),
-            ("num_requests_waiting", "Sequences in the queue.", now.waiting),
-            ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", now.kv_usage),
-        ):
-            gauge = GaugeMetricFamily(_P + name, text, labels=["model_name"])
-            gauge.add_metric(model, value)
-            yield gauge
-        for name, text, value in (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits),
-            ("num_preemptions", "Preemptions of running sequences.", now.preemptions),
-            ("generation_tokens", "Tokens generated.", now.emitted),
-            ("num_rounds", "Rounds, counted once for each sequence in the round.", now.rounds),
-            ("spec_decode_num_drafts", "Rounds with a draft, counted once for each sequence with a draft.", now.drafts),
-            ("spec_decode_num_draft_tokens", "Tokens drafted.", now.drafted),
-            ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", now.accepted),
-        ):
-            counter = CounterMetricFamily(_P + name, text, labels=["model_name"])
-            counter.add_metric(model, value)
-            yield counter
-        yield from self._by_label(now)
-        gaps = HistogramMetricFamily(_P + "inter_token_latency_seconds", "Time between tokens.", labels=["model_name"])
-        total, buckets = 0, []
-        for bound, count in zip((*GAP_BOUNDS, "+Inf"), now.gaps, strict=True):
-            total += count
-            buckets.append((str(bound), total))
-        gaps.add_metric(model, buckets, now.gap_s)
-        yield gaps
-
-    def _by_label(self, now: Snapshot) -> Iterator[Metric]:
-        model = self._metrics._model
-        positions = CounterMetricFamily(
-            _P + "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens by depth in the draft.",
-            labels=["model_name", "position"],
-        )
-        for position, accepted in enumerate(now.accepted_by_position):
-            positions.add_metric([model, str(position)], accepted)
-        yield positions
-        drafted = CounterMetricFamily(
-            _P + "spec_decode_draft_tokens_by_method", "Drafted tokens by drafter.", labels=["model_name", "method"]
-        )
-        accepted_by = CounterMetricFamily(
-            _P + "spec_decode_accepted_tokens_by_method", "Accepted tokens by drafter.", labels=["model_name", "method"]
-        )
-        share = GaugeMetricFamily(
-            _P + "spec_decode_acceptance_by_method",
-            "Share of drafted tokens accepted, by drafter.",
-            labels=["model_name", "method"],
-        )
-        for method, (drafted_tokens, accepted_tokens) in now.by_source.items():
-            drafted.add_metric([model, method], drafted_tokens)
-            accepted_by.add_metric([model, method], accepted_tokens)
-            share.add_metric([model, method], accepted_tokens / drafted_tokens if drafted_tokens else 0.0)
-        yield from (drafted, accepted_by, share)
+def metrics_of(outputs: Sequence[CompletionOutput], draft_tokens: int) -> dict[str, Any]:
+    """Speculation statistics, with vLLM's names and some further ones, and times; over all outputs."""
+    stats = [output.speculation for output in outputs]
+    drafted_at, accepted_at = (
+        [sum(counts) for counts in zip_longest(*(row[f"{kind}_by_position"] for row in stats), fillvalue=0)]
+        for kind in ("drafted", "accepted")
+    )
+    drafted, accepted = sum(row["drafted"] for row in stats), sum(row["accepted"] for row in stats)
+    steps = drafted_at[0] if drafted_at else 0
+    rounds, tokens = sum(row["rounds"] for row in stats), sum(len(output.token_ids) for output in outputs)
+    reached = [steps, *accepted_at, 0]
+    first = stats[0] if stats else {}
+    total = max((output.timings.total_s for output in outputs), default=0.0)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 0.0,
+            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
+            "acceptance_histogram": [a - b for a, b in pairwise(reached)] if steps else [],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": draft_tokens,
+            "method": first.get("method", "none"),
+            "rounds": rounds,
+            "tokens_per_round": round(tokens / rounds, 4) if rounds else 0.0,
+            "acceptance_by_position": [round(a / d, 4) for a, d in zip(accepted_at, drafted_at, strict=False)],
+            "off_reason": first.get("off_reason"),
+            "fallback_reason": first.get("fallback_reason"),
+        },
+        "timings": {
+            "first_token_ms": round(1000 * min((output.timings.first_token_s for output in outputs), default=0.0), 3),
+            "queue_ms": round(1000 * max((output.timings.queued_s for output in outputs), default=0.0), 3),
+            "total_ms": round(1000 * total, 3),
+            "tokens_per_s": round(tokens / total, 3) if total > 0 else 0.0,
+            "draft_n": drafted,
+            "draft_n_accepted": accepted,
+        },
+    }

@@ -17,7 +17,7 @@ from outrider.serve.tools import check_tools, family_of, tool_grammar, tool_or_a
 from outrider.text import Tokenizer
 
 __all__ = [
-    "Prepared",
+    "PreparedRequest",
     "as_messages",
     "count_sequences",
     "grammar_of",
@@ -35,7 +35,7 @@ _COPIED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A client's request, ready for the engine."""
 
     jobs: list[tuple[list[Request], str]]  # for each prompt: its samples, and the method that drafts for them
@@ -59,7 +59,7 @@ def count_sequences(body: GenerationRequest, limits: Limits) -> int:
     return sequences
 
 
-def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> Prepared:
+def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> PreparedRequest:
     """Tokenise and check every prompt of a completion request."""
     prompts = _prompts(body.prompt)
     tokenizer = llm.tokenizer
@@ -76,10 +76,10 @@ def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> Pre
     texts: list[str] = []
     if body.echo:
         texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) if tokenizer else "" for prompt in prompts]
-    return Prepared(jobs, texts, cut=cut, logprob_entries=entries)
+    return PreparedRequest(jobs, texts, cut=cut, logprob_entries=entries)
 
 
-def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> Prepared:  # noqa: ARG001 (as for completions)
+def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest:  # noqa: ARG001 (as for completions)
     """Render and check the conversation of a chat request."""
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
@@ -108,7 +108,7 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> Prepared:  # no
         jobs = [_requests(llm, ids, llm.default_params(**changes), body)]
     except InvalidParameter as error:
         raise _renamed(error, body) from None
-    return Prepared(jobs, family=family, tools=tools)
+    return PreparedRequest(jobs, family=family, tools=tools)
 
 
 def may_name_grammar(body: GenerationRequest) -> bool:
@@ -186,7 +186,7 @@ def _check_lengths(llm: LLM, prompts: list[str | list[int]]) -> None:
         if isinstance(prompt, str):
             _check_chars(llm, "prompt", len(prompt))
         else:
-            llm.check_length(len(prompt))
+            llm.intake.check_length(len(prompt))
 
 
 def _check_messages(llm: LLM, messages: list[Message]) -> None:
@@ -229,7 +229,7 @@ def _requests(llm: LLM, prompt: str | list[int], params: SamplingParams, body: G
     speculation: Any = body.speculation
     if speculation is not None and not isinstance(speculation, bool):
         speculation = speculation.model_dump(include={"enabled", "method", "max_tokens", "return_rejected"}, exclude_none=True)
-    return llm.requests(prompt, params, speculation, body.cache_salt, body.priority or 0)
+    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0)
 
 
 def _sampling(body: GenerationRequest) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from fastapi import FastAPI
 from outrider.errors import OutriderError
 from outrider.serve.address import has_terminal
 from outrider.serve.connection import protocol
-from outrider.serve.keys import Keys
+from outrider.serve.guard import Keys
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
+from outrider.serve.settings import ServerSettings
 
 __all__ = ["Server", "serve"]
 
 _log = logging.getLogger("outrider.serve")
 _SAME_S = 0.5  # signals this close count as one: timeout(1) signals its child and then the process group
-Reread = Callable[[], Settings]
+Reread = Callable[[], ServerSettings]
 
 
 class Server(uvicorn.Server):
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     The exit code is then 0. SIGHUP reloads keys and limits, or drains if the terminal of the server was closed.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings, reread: Reread | None = None) -> None:
+    def __init__(self, app: FastAPI, settings: ServerSettings, reread: Reread | None = None) -> None:
         self.service: Service = app.state.service
         self._keys: Keys = app.state.keys
         self._reread = reread
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="on",
             log_config=None,
-            access_log=False,  # `Access` logs the request id, client and tokens
+            access_log=False,  # `Exchange` logs the request id, client and tokens
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
@@ -67,10 +67,15 @@ class Server(uvicorn.Server):
             loop.add_signal_handler(signal.SIGHUP, self._hang_up, leaves)
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # a client that does not read would delay the end without limit
+            connection.transport.abort()
+
     def stop(self) -> None:
         """Drain and end. A second call aborts running requests, and a third one ends the server at once."""
         if self._draining is None:
-            _log.warning("stopping: what runs may finish within %g s", self.service.settings.drain_s)
+            _log.warning("stopping: what runs may finish within %g s", self.service.settings.drain_timeout)
             self._draining, self._stopped_s = asyncio.ensure_future(self._drain()), time.monotonic()
         elif time.monotonic() - self._stopped_s < _SAME_S:
             return
@@ -102,7 +107,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(app: FastAPI, settings: Settings, listener: socket.socket, reread: Reread | None = None) -> None:
+def serve(app: FastAPI, settings: ServerSettings, listener: socket.socket, reread: Reread | None = None) -> None:
     """Serve until a signal. Returns after a drain. Raises if the model cannot be loaded or the engine has died."""
     server = Server(app, settings, reread)
     service = server.service

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import gc
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from outrider.core import Request
@@ -20,14 +20,12 @@ from outrider.engine.worker import EngineThread, Job
 from outrider.errors import EngineDead, OutriderError
 from outrider.model.bundled import is_bundled
 from outrider.sampling import Structured
-from outrider.serve.admission import Admission, Completions, Places
-from outrider.serve.context import request_id
 from outrider.serve.errors import ApiError
+from outrider.serve.fairness import Admission, Completions, FairPool, Places, in_daemon_thread
 from outrider.serve.health import Watchdog, check_model
-from outrider.serve.latency import Latencies
+from outrider.serve.logs import request_id
 from outrider.serve.metrics import Metrics, Snapshot, snapshot_of
-from outrider.serve.pools import FairPool
-from outrider.serve.settings import Settings
+from outrider.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -111,16 +109,19 @@ class RequestHandle:
         """All outputs, after every sequence has ended."""
         async for _ in self.chunks():
             pass
+        return self.finished_outputs()
+
+    def finished_outputs(self) -> list[CompletionOutput]:
+        """The outputs of the sequences that have ended, in order."""
         return [self.outputs[i] for i in sorted(self.outputs)]
 
 
 class Service:
     """Loads the model in the background, admits requests and delivers their output."""
 
-    def __init__(self, settings: Settings, load: Callable[[], LLM], announce: Callable[[LLM], None] | None = None) -> None:
+    def __init__(self, settings: ServerSettings, load: Callable[[], LLM], announce: Callable[[LLM], None] | None = None) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.model_name)
-        self.latencies = Latencies()
         self.started = time.time()
         self.failure: BaseException | None = None  # why the model could not be loaded or the engine cannot continue
         self.llm: LLM | None = None
@@ -158,49 +159,30 @@ class Service:
         self._tasks = [self._loop.create_task(work()) for work in (self._start, self._sample, self._watchdog.run)]
 
     async def _start(self) -> None:
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[tuple[LLM, EngineThread]] = loop.create_future()
-
-        def work() -> None:
-            try:
-                result: tuple[LLM, EngineThread] | BaseException = self._load_checked()
-                gc.collect()
-                gc.freeze()  # garbage collections that traverse the loaded model would block all threads
-            except BaseException as error:
-                result = error
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(settle, result)
-
-        def settle(result: tuple[LLM, EngineThread] | BaseException) -> None:
-            if loaded.done():
-                return
-            if isinstance(result, BaseException):
-                loaded.set_exception(result)
-            else:
-                loaded.set_result(result)
-
-        threading.Thread(target=work, name="outrider-load", daemon=True).start()
         try:
-            self.llm, self.thread = await loaded
+            llm, thread = await in_daemon_thread(self._load_checked, "outrider-load")
         except Exception as error:
             self.failure = error
             return
+        self.llm, self.thread = llm, thread
         self.configure(self.settings)
         if self._announce is not None:
-            self._announce(self.llm)
+            self._announce(llm)
 
     def _load_checked(self) -> tuple[LLM, EngineThread]:
         """Load the model, start its engine and check that it generates a token."""
         llm = self._load()
         thread = llm.thread
         try:
-            check_model(llm, thread, self.settings.watchdog_s or None)
+            check_model(llm, thread, self.settings.watchdog_timeout or None)
         except BaseException:
             thread.close()
             raise
+        gc.collect()
+        gc.freeze()  # garbage collections that traverse the loaded model would block all threads
         return llm, thread
 
-    def configure(self, settings: Settings) -> None:
+    def configure(self, settings: ServerSettings) -> None:
         """Use these settings from now on."""
         self.settings = settings
         if self.llm is not None:
@@ -219,13 +201,14 @@ class Service:
             task.cancel()
         gc.unfreeze()
         if self.thread is not None:
-            await asyncio.to_thread(self.thread.close, 10.0 if self.failure is None else 0.5)  # a stuck engine never ends
+            timeout = 10.0 if self.failure is None else 0.5  # a stuck engine never ends
+            await in_daemon_thread(partial(self.thread.close, timeout), "outrider-close")
         self._text.close()
 
     async def drain(self) -> None:
-        """Let running requests finish within `drain_s`, then abort them."""
+        """Let running requests finish within `drain_timeout`, then abort them."""
         self.draining = True
-        self._drain_until = time.monotonic() + self.settings.drain_s
+        self._drain_until = time.monotonic() + self.settings.drain_timeout
         while self._handles and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
         for handle in list(self._handles):
@@ -235,7 +218,7 @@ class Service:
             await asyncio.sleep(0.02)
 
     def stop_draining(self) -> None:
-        """Abort running requests now, before `drain_s` is over."""
+        """Abort running requests now, before `drain_timeout` is over."""
         self._drain_until = time.monotonic()
 
     def ready(self) -> LLM:
@@ -312,7 +295,6 @@ class Service:
         handle.admission.ended()
         self._completions.add()
         self.metrics.finished(request, output)
-        self.latencies.record(output)
         if output.finish_reason == "error":
             _log.error("a sequence failed: %s", output.stop_reason, extra={"request_id": handle.request_id})
         self._watchdog.note(output.finish_reason)
@@ -365,8 +347,9 @@ class Service:
         now = self.last
         then_s, then = self.samples[0] if self.samples else (0.0, now)
         seconds = max(time.monotonic() - then_s, 1e-3)
-        tokens, rounds = now.emitted - then.emitted, now.rounds - then.rounds
-        drafted = now.drafted_by_position
+        tally = now.tally
+        tokens, rounds = tally.emitted - then.tally.emitted, tally.rounds - then.tally.rounds
+        by_position = zip(tally.accepted_by_position(), tally.drafted_by_position(), strict=True)
         return {
             "model": self.settings.model_name,
             "bundled": self.llm is not None and is_bundled(self.llm.directory),
@@ -379,14 +362,16 @@ class Service:
             "kv_usage": now.kv_usage,
             "prefix_hit_rate": now.prefix_hits / now.prefix_queries if now.prefix_queries else 0.0,
             "preemptions": now.preemptions,
-            "generated_tokens": now.emitted,
+            "generated_tokens": tally.emitted,
             "tokens_per_s": round(tokens / seconds, 3),
             "tokens_per_round": round(tokens / rounds, 4) if rounds else 0.0,
-            "acceptance_by_position": [round(a / d, 4) for a, d in zip(now.accepted_by_position, drafted, strict=True)],
-            "by_method": {name: {"drafted": d, "accepted": a} for name, (d, a) in now.by_source.items()},
+            "acceptance_by_position": [round(accepted / drafted, 4) for accepted, drafted in by_position],
+            "by_method": {
+                name: {"drafted": drafted, "accepted": accepted} for name, (drafted, accepted) in tally.by_source.items()
+            },
             "off_reasons": dict(self.metrics.off_reasons),
             "finished": dict(self.metrics.finish_reasons),
-            "latency": self.latencies.summary(now.gaps),
+            "latency": self.metrics.latency(tally.gaps),
         }
 
 

@@ -1,15 +1,20 @@
-"""Settings of the server: addresses, keys, limits, timeouts."""
+"""Settings of the server: addresses, keys, limits, timeouts.
 
+A setting is declared once. `flags` makes a flag, an environment variable and a key of the config file from it.
+"""
+
+# ruff: noqa: RUF009  (`flag` makes a field)
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from outrider.errors import InvalidParameter
 
-__all__ = ["Limits", "Settings", "is_loopback"]
+__all__ = ["Limits", "ServerSettings", "flag", "is_loopback"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +50,48 @@ class Limits:
     backlog: int = 64  # chunks that wait for a slow reader; further output waits in the engine as one chunk
 
 
+def flag(default: Any, text: str, *spellings: str, is_secret: bool = False, **options: Any) -> Any:
+    """A field that is also a flag of `outrider serve`. `options` are those of `typer.Option`."""
+    return field(default=default, repr=not is_secret, metadata={"help": text, "spellings": spellings, "options": options})
+
+
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServerSettings:
     """Settings of one server."""
 
-    model_name: str = "pyrite"
-    aliases: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = field(default=None, repr=False)
-    other_api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
-    insecure: bool = False
-    allowed_hosts: tuple[str, ...] = ()  # additional host names for the server
-    allowed_origins: tuple[str, ...] = ()  # other sites whose pages may send requests; * allows all
-    max_queue: int = 256
-    allow_priority: bool = False  # whether requests may set a priority
-    stream_interval: int = 1
-    ping_s: float = 15.0
-    drain_s: float = 30.0
-    watchdog_s: float = 300.0  # an engine with work that ends no round for this long is stuck; 0 disables the check
-    log_requests: bool = False
-    access_log: bool = False
+    host: str = flag("127.0.0.1", "Address to listen on. An address other than loopback needs --api-key.")
+    port: int = flag(8000, "Port to listen on; 0 takes any free one.", min=0, max=65535)
+    api_key: tuple[str, ...] = flag(
+        (), "Key that every request must carry, except health checks; may be repeated.", is_secret=True, show_default=False
+    )
+    api_key_file: Path | None = flag(
+        None, "File with one key per line: KEY or NAME:KEY. Reloaded on SIGHUP.", exists=True, dir_okay=False
+    )
+    insecure: bool = flag(False, "Serve everybody who can reach --host, without a key.")
+    allowed_host: tuple[str, ...] = flag((), "Additional host name that clients may use for the server; may be repeated.")
+    allow_origin: tuple[str, ...] = flag(
+        (), "Site whose pages may send requests (CORS), as in https://example.org; * for all; repeatable."
+    )
+    served_model_name: tuple[str, ...] = flag(
+        (), "Model name in the API; may be repeated for aliases. Default: the directory's name."
+    )
+    max_queue: int = flag(256, "Maximum number of waiting sequences; further requests get 429.", min=0)
+    allow_priority: bool = flag(False, "Let requests set a priority.")
+    stream_interval: int = flag(1, "Minimum number of tokens in a chunk of a stream.", min=1)
+    ping_interval: float = flag(15.0, "Seconds without output after which a stream gets a keep-alive comment.", min=0.05)
+    drain_timeout: float = flag(30.0, "Seconds that running requests may take to finish when the server stops.", min=0)
+    watchdog_timeout: float = flag(
+        300.0,
+        "Seconds without a finished round, while the engine has work, after which the server exits; 0 disables this.",
+        "--watchdog-s",
+        min=0,
+    )
+    log_requests: bool = flag(False, "Log request bodies, including prompts.")
+    access_log: bool = flag(False, "Log a line for each request: client, path, status and time.")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
+        if not all(key.strip() for key in self.api_key):
             raise InvalidParameter("--api-key", "must not be empty")
         if not self.needs_key and not self.insecure and not is_loopback(self.host):
             raise InvalidParameter(
@@ -78,14 +99,23 @@ class Settings:
                 f"{self.host} can be reached by others, and no key protects the server; "
                 "pass --api-key, or --insecure to serve anybody",
             )
-        for origin in self.allowed_origins:
+        for origin in self.allow_origin:
             if not re.fullmatch(r"\*|https?://[^/\s?#@]+", origin):
                 raise InvalidParameter("--allow-origin", f"must be * or an origin such as https://example.org, got {origin!r}")
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model in the API: its name, and aliases."""
+        return self.served_model_name or ("pyrite",)
+
+    @property
+    def model_name(self) -> str:
+        return self.names[0]
+
+    @property
     def needs_key(self) -> bool:
         """Whether requests must carry a key."""
-        return self.api_key is not None or self.api_key_file is not None
+        return bool(self.api_key) or self.api_key_file is not None
 
 
 def is_loopback(host: str) -> bool:

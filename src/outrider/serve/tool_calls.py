@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Sequence, Set
+from collections.abc import Generator, Sequence, Set
 from dataclasses import dataclass
 
 from outrider.serve.tools import FORMATS, Format, Tool
@@ -171,115 +171,109 @@ class ToolStream:
             self._fresh = self._fresh and not text.strip()
 
 
+class _Malformed(Exception):
+    """The text is not a call."""
+
+
 class _CallReader:
     """Parses one call letter by letter: {"name": ..., "arguments": {...}}, or name[ARGS]{...}."""
 
     def __init__(self, form: Format, opening: str, names: Set[str]) -> None:
+        self.text = opening  # the whole text until the call is announced, in case it is malformed
         self.valid = True
         self.done = False
         self.announced = False
         self.name: str | None = None  # set when the call may be announced
         self._format = form
         self._names = names
-        self._text = [opening]  # the whole text until the call is announced, in case it is malformed
-        self._depth = 0
-        self._string = self._escaped = False
-        self._key: str | None = None  # the property being read
-        self._word: list[str] = []  # the property's name, or the part of its value that was not streamed yet
-        self._values: dict[str, str] = {}
-
-    @property
-    def text(self) -> str:
-        return "".join(self._text)
+        self._called: str | None = None  # the name of the tool, when it is known
+        self._arguments: list[str] = []  # letters of the arguments that were not streamed yet
+        self._parser = self._read_named() if form.named else self._read_object()
+        next(self._parser)
 
     def take(self, text: str) -> int:
         """Parse more text. Returns how many letters belong to the call."""
         used = 0
         while used < len(text) and self.valid and not self.done:
-            self._letter(text[used])
-            if not self.announced:
-                self._text.append(text[used])
             used += 1
-        self._decide()
+            try:
+                self._parser.send(text[used - 1])
+            except StopIteration:
+                self.done = True
+            except _Malformed:
+                self.valid = False
+        if not self.announced:
+            self.text += text[:used]
+            self._decide()
         return used
 
     def new_arguments(self) -> str:
         """The arguments that were parsed since the last call of this function."""
-        first, self.announced = not self.announced, True
-        if self._key in _ARGUMENTS:
-            new_text = "".join(self._word)
-            self._word.clear()
-        else:
-            new_text = next((self._values.pop(key) for key in _ARGUMENTS if key in self._values), "{}" if first else "")
-        return new_text.lstrip() if first else new_text
+        text, first, self.announced = "".join(self._arguments), not self.announced, True
+        self._arguments.clear()
+        return (text.lstrip() or "{}") if first else text
 
     def _decide(self) -> None:
         """Decide whether the call may be announced: it names a tool, and its arguments have started or there are none."""
-        if self.announced or not self.valid:
-            return
-        name = self._values.get("name")
-        if name is None:
-            self.valid = not self.done
-            return
-        reading = "".join(self._word) if self._key in _ARGUMENTS else ""
-        arguments = next((self._values[key] for key in _ARGUMENTS if key in self._values), reading).lstrip()
-        self.valid = name in self._names and (not arguments or arguments.startswith("{"))
-        if self.valid and (arguments or self.done):
-            self.name = name
-
-    def _letter(self, letter: str) -> None:
-        if self._depth == 0:
-            self._open(letter)
-            return
-        if self._string:
-            self._word.append(letter)
-            self._string = self._escaped or letter != '"'
-            self._escaped = letter == "\\" and not self._escaped
-            return
-        if letter == '"':
-            self._string = True
-        elif letter in "{[":
-            self._depth += 1
-        elif letter in "}]":
-            self._depth -= 1
-        if self._depth == 0 or (self._depth == 1 and letter == ","):
-            self._end_value()
-            self.done = self._depth == 0
-        elif self._depth == 1 and letter == ":" and self._key is None:
-            self._begin_value()
-        else:
-            self._word.append(letter)
-            if self._format.named and self._depth == 1 and letter == "}":
-                self._end_value()
-                self.done = True
-
-    def _open(self, letter: str) -> None:
-        """Parse what precedes the object: white space, the bracket of a list, or a name."""
-        if self._format.named:
-            self._word.append(letter)
-            if letter == "]" and (name := "".join(self._word)).endswith("[ARGS]"):
-                self._values["name"], self._key, self._depth = name.removesuffix("[ARGS]").strip(), "arguments", 1
-                self._word.clear()
-            self.valid = len(self._word) < _LONGEST_NAME
-        elif letter == "{":
-            self._depth = 1
-        elif not (letter.isspace() or (letter == "[" and self._format.listed)):
+        if self._called is not None:
+            arguments = "".join(self._arguments).lstrip()
+            self.valid = self.valid and self._called in self._names and (not arguments or arguments.startswith("{"))
+            self.name = self._called if self.valid and (arguments or self.done) else None
+        elif self.done:
             self.valid = False
 
-    def _begin_value(self) -> None:
-        self._key = _text_of(self._word)
-        self._word.clear()
-        self.valid = self._key in _KEYS and self._key not in self._values
+    def _read_named(self) -> Generator[None, str, None]:
+        word = ""
+        while not word.endswith("[ARGS]"):
+            if len(word) >= _LONGEST_NAME:
+                raise _Malformed
+            word += yield
+        self._called = word.removesuffix("[ARGS]").strip()
+        yield from self._read_value(self._arguments, "")
 
-    def _end_value(self) -> None:
-        if self._key is None:  # an empty object, or an extra comma
-            self.valid = False
-            return
-        value = _text_of(self._word) if self._key == "name" else "".join(self._word).rstrip()
-        self.valid = value is not None
-        self._values[self._key] = value or ""
-        self._word.clear()
-        self._key = None
+    def _read_object(self) -> Generator[None, str, None]:
+        letter = yield
+        while letter.isspace() or (letter == "[" and self._format.listed):
+            letter = yield
+        if letter != "{":
+            raise _Malformed
+        end, keys = ",", set[str]()
+        while end == ",":
+            word: list[str] = []
+            end = yield from self._read_value(word, ",:")
+            key = _text_of(word)
+            if end != ":" or key not in _KEYS or key in keys:
+                raise _Malformed
+            is_arguments = key in _ARGUMENTS and keys.isdisjoint(_ARGUMENTS)
+            keys.add(key)
+            value = self._arguments if is_arguments else []
+            end = yield from self._read_value(value, ",")
+            if is_arguments:
+                value[:] = "".join(value).rstrip()
+            elif key == "name":
+                self._called = _text_of(value)
+                if self._called is None:
+                    raise _Malformed
+
+    def _read_value(self, letters: list[str], ends: str) -> Generator[None, str, str]:
+        """Read letters up to one that ends the value. Returns that one."""
+        depth, in_string, escaped = 0, False, False
+        while True:
+            letter = yield
+            if in_string:
+                in_string = escaped or letter != '"'
+                escaped = letter == "\\" and not escaped
+            elif letter == '"':
+                in_string = True
+            elif depth == 0 and letter in f"{ends}}}]":
+                return letter
+            elif letter in "{[":
+                depth += 1
+            elif letter in "}]":
+                depth -= 1
+            letters.append(letter)
+            if self._format.named and depth == 0 and letter == "}":
+                return letter
 
 
 _ARGUMENTS = ("arguments", "parameters")

@@ -9,7 +9,7 @@ from outrider._version import __version__
 from outrider.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from outrider.serve.requests import Prepared
+    from outrider.serve.requests import PreparedRequest
     from outrider.serve.service import RequestHandle
 
 __all__ = ["Tracer", "open_tracer"]
@@ -27,7 +27,9 @@ class Tracer:
         self._kind = SpanKind.SERVER
         self._provider = provider
 
-    def finished(self, headers: Mapping[str, str], model: str, name: str, prepared: Prepared, handle: RequestHandle) -> None:
+    def finished(
+        self, headers: Mapping[str, str], model: str, name: str, prepared: PreparedRequest, handle: RequestHandle
+    ) -> None:
         """Write a span from the start of the request to now, as a child of the client's span if its headers name one."""
         outputs = list(handle.outputs.values())
         params = prepared.jobs[0][0][0].params

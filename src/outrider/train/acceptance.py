@@ -1,34 +1,38 @@
-"""How many drafted tokens the target would accept, computed without an engine.
+"""How often the target would accept what a drafter drafts.
 
-On any text: agreement with the target's most probable token, where every draft reads the text. On text that the target wrote
-the tokens read are its choices, so the figures are those of serving: drafts are walked round by round, and at a temperature
-target and drafter draw with the same noise.
+`agreement` compares with the target's most probable token on any text, where every draft reads the text. `drafted_logits`
+looks at text that the target wrote: the tokens read are its choices, and target and drafter draw with the same noise.
+`served_acceptance` measures an exported drafter in the engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.acceptance import loops
+from outrider.engine.acceptance import measure_acceptance
+from outrider.engine.llm import LLM
+from outrider.sampling import SamplingParams
 from outrider.train.data import TokenStore
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.generate import Written, document_starts, write_text
 from outrider.train.losses import divergence
-from outrider.train.networks import DraftNetwork
+from outrider.train.networks import TrainableDrafter
 
-__all__ = ["DEPTH", "Agreement", "Served", "agreement", "drafted_logits", "heldout_rows", "served", "written_for"]
+__all__ = ["DEPTH", "Agreement", "agreement", "drafted_logits", "heldout_rows", "proposed", "served_acceptance", "written_for"]
 
 DEPTH = 5  # drafted tokens per round of the figures reported
 _BATCH = 8
-Matches = npt.NDArray[np.bool_]
+_PROMPT = 96  # tokens of held-out documents that the target continues
+_METHODS = {"draft": "draft_model"}  # name of the command -> name of the method, where they differ
+_NODES = {"medusa": 24}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +45,6 @@ class Agreement:
     tokens_per_round: float
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Acceptance of a chain on text that the target wrote."""
-
-    temperature: float
-    tokens_per_round: float  # over texts that do not loop, where there are any
-    tokens_per_round_all: float
-    by_position: list[float]  # share of rounds that accept this depth
-    looping: float  # share of texts in which an 8-gram occurs more than three times
-    rounds: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def heldout_rows(store: TokenStore, context: int, max_rows: int) -> Tensor:
     """(n, context) evenly spread rows of a store."""
     context = min(context, store.tokens)
@@ -65,7 +54,7 @@ def heldout_rows(store: TokenStore, context: int, max_rows: int) -> Tensor:
 
 
 @torch.no_grad()
-def agreement(network: DraftNetwork, target: FrozenTarget, rows: Tensor) -> Agreement:
+def agreement(network: TrainableDrafter, target: FrozenTarget, rows: Tensor) -> Agreement:
     """Greedy agreement on text."""
     depths = min(DEPTH, network.reach)
     device, losses, parts = target.decoder.norm.device, [], []
@@ -78,63 +67,24 @@ def agreement(network: DraftNetwork, target: FrozenTarget, rows: Tensor) -> Agre
             logits = network.logits(hidden, depth)
             same_vocabulary = goal if network.vocab_ids is None else goal[:, network.vocab_ids]
             losses.append(float(divergence(network.kind, same_vocabulary, logits)))
-            matches.append(_proposed(network, logits) == goal.argmax(-1))
+            matches.append(proposed(network, logits) == goal.argmax(-1))
         parts.append(torch.stack(matches, dim=-1).cpu().numpy())
-    return _agreement(np.concatenate(parts), sum(losses) / len(losses))
-
-
-@torch.no_grad()
-def served(network: DraftNetwork, target: FrozenTarget, written: Written, temperature: float) -> Served:
-    """Tokens per round of a chain of DEPTH on written text."""
-    depths = min(DEPTH, network.reach)
-    outcomes: list[tuple[int, int, bool]] = []  # tokens and rounds of each text, and whether it loops
-    per_position = np.zeros(depths)
-    for batch in written.batches(_BATCH):
-        drafted = drafted_logits(network, target, batch, temperature, depths)
-        matches = torch.stack([_proposed(network, logits).view(tokens.shape) == tokens for logits, tokens in drafted], dim=-1)
-        for row, tokens in zip(matches.cpu().numpy(), batch.tokens.tolist(), strict=True):
-            accepted = walk(row)
-            per_position += [sum(a > depth for a in accepted) for depth in range(depths)]
-            outcomes.append((sum(accepted) + len(accepted), len(accepted), loops(tokens[written.prompt :])))
-    straight = [o for o in outcomes if not o[2]] or outcomes
-    rounds = sum(o[1] for o in outcomes)
-    return Served(
-        temperature,
-        sum(o[0] for o in straight) / max(sum(o[1] for o in straight), 1),
-        sum(o[0] for o in outcomes) / max(rounds, 1),
-        [round(float(x), 4) for x in per_position / max(rounds, 1)],
-        sum(o[2] for o in outcomes) / len(outcomes),
-        rounds,
-    )
+    equal = np.concatenate(parts)
+    by_position = [round(float(x), 4) for x in equal.mean(0)]
+    survival = [round(float(x), 4) for x in np.logical_and.accumulate(equal, axis=-1).mean(0)]
+    return Agreement(sum(losses) / len(losses), by_position, survival, 1.0 + math.fsum(survival))
 
 
 def written_for(target: FrozenTarget, store: TokenStore, rows: int, count: int, temperature: float) -> Written:
     """Continuations of the beginnings of held-out documents."""
-    prompt = min(96, target.config.context // 2)
+    prompt = min(_PROMPT, target.config.context // 2)
     prompts = torch.from_numpy(document_starts(store, rows, prompt, seed=7))
     count = min(count, target.config.context - prompt)
     return write_text(target.decoder, prompts, count, torch.full((rows,), temperature), 7, keep_noise=temperature > 0)
 
 
-def walk(matches: Matches) -> list[int]:
-    """Accepted tokens of each round: (starts, depths) matches of one text, the first round at start 0."""
-    accepted, at = [], 0
-    while at < len(matches):
-        row = matches[at]
-        count = len(row) if row.all() else int(row.argmin())
-        accepted.append(count)
-        at += count + 1
-    return accepted
-
-
-def _agreement(matches: Matches, loss: float) -> Agreement:
-    survival = np.logical_and.accumulate(matches, axis=-1).mean(0)
-    rounded = [round(float(x), 4) for x in survival]
-    return Agreement(loss, [round(float(x), 4) for x in matches.mean(0)], rounded, 1.0 + math.fsum(rounded))
-
-
 def drafted_logits(
-    network: DraftNetwork, target: FrozenTarget, written: Written, temperature: float, depths: int
+    network: TrainableDrafter, target: FrozenTarget, written: Written, temperature: float, depths: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each depth, logits (B * starts, outputs) of the drafts and the tokens (B, starts) that the target wrote there.
 
@@ -154,11 +104,23 @@ def drafted_logits(
         yield logits, features.tokens[:, first + depth + 2 : end + depth + 2]
 
 
-def _chain(network: DraftNetwork, features: Features, depths: int) -> list[Tensor]:
-    with torch.autocast("cuda", torch.bfloat16, enabled=features.tokens.is_cuda):
-        return network.chain(features, depths)
-
-
-def _proposed(network: DraftNetwork, logits: Tensor) -> Tensor:
+def proposed(network: TrainableDrafter, logits: Tensor) -> Tensor:
+    """The target ids that a drafter would propose first."""
     best = logits.argmax(-1)
     return best if network.vocab_ids is None else network.vocab_ids[best]
+
+
+def served_acceptance(target: Path, name: str, drafter: Path, store: TokenStore, prompts: int = 8) -> list[dict[str, Any]]:
+    """Tokens per round and acceptance by position on beginnings of held-out documents, greedy and at 0.8."""
+    settings = {"method": _METHODS.get(name, name), "model": str(drafter), "draft_tokens": _NODES.get(name, DEPTH)}
+    llm = LLM(target, speculation=settings)
+    size = min(_PROMPT, llm.max_model_len // 2)
+    texts = [tuple(int(token) for token in row) for row in document_starts(store, prompts, size, seed=7)]
+    length = min(120, llm.max_model_len - size)
+    params = [SamplingParams(temperature=temperature, seed=7, max_tokens=length) for temperature in (0.0, 0.8)]
+    return [measure_acceptance(llm, texts, one).as_dict() for one in params]
+
+
+def _chain(network: TrainableDrafter, features: Features, depths: int) -> list[Tensor]:
+    with torch.autocast("cuda", torch.bfloat16, enabled=features.tokens.is_cuda):
+        return network.chain(features, depths)

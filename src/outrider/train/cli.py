@@ -1,4 +1,4 @@
-"""`outrider train`: one command for each kind of drafter, and `medusa-tree` for the static tree of Medusa heads."""
+"""`outrider train`: one command for each kind of drafter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from outrider.errors import InvalidParameter, OutriderError
-from outrider.train.medusa_tree import medusa_tree
+from outrider.options import add_moved
+from outrider.terminal import print_error
 from outrider.train.task import TrainingTask, training_command
 
 __all__ = ["app", "main"]
@@ -78,21 +79,8 @@ def medusa(
     run_task(task, "medusa", lambda target: new_medusa(target, MedusaShape(heads, blocks), task.loss or "kl"))
 
 
-app.command()(medusa_tree)
-
-_ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-
-
-@app.command("lm", hidden=True, context_settings=_ANYTHING)
-@app.command("corpus", hidden=True, context_settings=_ANYTHING)
-def moved(context: typer.Context) -> None:
-    """Say where a command went."""
-    print(
-        f"error: `outrider train {context.info_name}` moved to the recipe of the bundled model: in a checkout of Outrider run "
-        f"`PYTHONPATH=src:. python -m recipes.pyrite {context.info_name}` with the same options",
-        file=sys.stderr,
-    )
-    raise typer.Exit(2)
+for _name in ("lm", "corpus", "medusa-tree"):
+    add_moved(app, _name, f"recipes.pyrite {_name}")
 
 
 def main() -> None:
@@ -100,7 +88,7 @@ def main() -> None:
     try:
         app()
     except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(1)
 
 

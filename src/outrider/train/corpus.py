@@ -7,23 +7,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
 
 from outrider.errors import InvalidParameter, ModelError
+from outrider.text import Tokenizer as TextTokenizer
 from outrider.train.checkpoint import guarded_write
+from outrider.train.data import Ids, TokenStore, write_store
 from outrider.train.documents import Document
 
-if TYPE_CHECKING:
-    from outrider.train.data import Ids, TokenStore
-
-__all__ = ["SUMMARY", "TokenCorpus", "choose_packages", "hold_out", "name_hash", "tokenize", "write_corpus"]
+__all__ = [
+    "SUMMARY",
+    "TokenCorpus",
+    "choose_packages",
+    "copy_tokenizer",
+    "document_end",
+    "encode_documents",
+    "hold_out",
+    "load_tokenizer",
+    "name_hash",
+    "require_same_tokenizer",
+    "tokenize",
+    "write_corpus",
+]
 
 SUMMARY = "corpus.json"
 HELDOUT_SHARE = 0.03  # of the tokens
 MAX_HELDOUT = 200_000  # tokens: several times what an evaluation reads
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_BATCH = 256  # texts that tokenizers encodes side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +70,6 @@ class TokenCorpus:
 
     def store(self, split: str) -> TokenStore:
         """The tokens of one split."""
-        from outrider.train.data import TokenStore
-
         return TokenStore.open(self.directory, split)
 
     def heldout(self) -> TokenStore:
@@ -63,8 +80,6 @@ class TokenCorpus:
 
 def tokenize(documents: Sequence[Document], target: Path) -> list[Ids]:
     """Ids of every document by the target's tokenizer and chat template, each closed by the end-of-sequence id."""
-    from outrider.train.tokenizer import document_end, encode_documents
-
     eos = document_end(target)
     texts = iter(encode_documents([document.text for document in documents if not document.messages], target, eos))
     chats = iter(_conversations([document for document in documents if document.messages], target, eos))
@@ -78,9 +93,6 @@ def write_corpus(
 
     `heldout` names packages; without names a part is chosen by hash.
     """
-    from outrider.train.data import write_store
-    from outrider.train.tokenizer import copy_tokenizer, document_end, load_tokenizer
-
     ids = tokenize(documents, target)
     splits = hold_out([document.package for document in documents], ids, heldout)
     copy_tokenizer(target, directory)
@@ -96,7 +108,7 @@ def write_corpus(
     return TokenCorpus(directory, summary)
 
 
-Split = list[tuple[str, "Ids"]]  # (package, ids) of each document
+Split = list[tuple[str, Ids]]  # (package, ids) of each document
 
 
 def hold_out(packages: Sequence[str], ids: Sequence[Ids], names: Sequence[str] = ()) -> dict[str, Split]:
@@ -146,11 +158,7 @@ def name_hash(name: str) -> int:
 
 
 def _conversations(documents: Sequence[Document], target: Path, eos: int) -> Iterator[Ids]:
-    import numpy as np
-
-    from outrider.text import Tokenizer
-
-    tokenizer = Tokenizer.load(target) if documents else None
+    tokenizer = TextTokenizer.load(target) if documents else None
     for document in documents:
         if tokenizer is None:
             raise ModelError(f"{target} holds no tokenizer")
@@ -161,3 +169,66 @@ def _conversations(documents: Sequence[Document], target: Path, eos: int) -> Ite
 def _some(names: Mapping[str, int]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: pass a directory with a tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ModelError(f"{path} cannot be read: {error}") from None
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """The tokenizer's files, those of them that the source has."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in _TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+
+
+def document_end(directory: Path) -> int:
+    """The id that ends documents: the model's end-of-sequence id, or its tokenizer's."""
+    from outrider.model import ModelConfig  # here, because processes that only encode need no torch
+    from outrider.model.load import generation_defaults
+
+    config = ModelConfig.read(directory) if (directory / "config.json").exists() else None
+    ids = () if config is None else config.eos_ids or sorted(generation_defaults(directory, config)[1])
+    if ids:
+        return ids[0]
+    text = TextTokenizer.load(directory)
+    if text is None or text.eos_id is None:
+        raise ModelError(f"{directory} names no end-of-sequence token; add eos_token_id to its config.json")
+    return text.eos_id
+
+
+def encode_documents(texts: Sequence[str], directory: Path, eos: int) -> list[Ids]:
+    """Ids of each text and the end-of-document id. Special tokens inside a text stay plain text."""
+    tokenizer = _plain_tokenizer(directory)
+    batches = (texts[begin : begin + _BATCH] for begin in range(0, len(texts), _BATCH))
+    encoded = (encoding for batch in batches for encoding in tokenizer.encode_batch_fast(list(batch)))
+    return [np.array([*encoding.ids, eos], dtype=np.uint32) for encoding in encoded]
+
+
+@lru_cache(maxsize=1)
+def _plain_tokenizer(directory: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(directory)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def require_same_tokenizer(target: Path, corpus: TokenCorpus) -> None:
+    """Refuse a corpus whose ids are other tokens of the target."""
+    target_tokenizer, corpus_tokenizer = load_tokenizer(target), load_tokenizer(corpus.directory)
+    if target_tokenizer.get_vocab() != corpus_tokenizer.get_vocab():
+        sizes = f"{corpus_tokenizer.get_vocab_size()} and {target_tokenizer.get_vocab_size()} tokens"
+        raise InvalidParameter(
+            "tokenizer",
+            f"the corpus in {corpus.directory} was encoded with another tokenizer than that of {target} ({sizes}); "
+            "pass the text itself instead of --data",
+        )

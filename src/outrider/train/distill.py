@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from outrider.train.acceptance import agreement
 from outrider.train.data import TokenStore, TrainingRows
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.loop import LoopOptions, TrainingOutcome, compile_checked, train
-from outrider.train.networks import DraftNetwork, network_loss
+from outrider.train.networks import TrainableDrafter, network_loss
 from outrider.train.optim import OptimOptions, build_optimizers
 
 __all__ = ["DistillOptions", "Distillation"]
@@ -21,24 +20,20 @@ __all__ = ["DistillOptions", "Distillation"]
 LossOf = Callable[[Features], Tensor]
 
 
-class Networks(nn.ModuleDict):
-    """The modules being trained, by name."""
-
-
 @dataclass(slots=True)
 class Distillation:
     """Networks that draft for one target. Satisfies `loop.Task`: their losses are summed, and none shares a parameter."""
 
     target: FrozenTarget
-    networks: Mapping[str, DraftNetwork]
+    networks: Mapping[str, TrainableDrafter]
     heldout: Tensor | None = None  # (n, context) rows to evaluate on
-    module: Networks = field(init=False)
+    module: nn.ModuleDict = field(init=False)
     _features: Callable[[Tensor], Features] = field(init=False)
     _losses: dict[str, LossOf] = field(init=False)
 
     def __post_init__(self) -> None:
         self.target = self.target.reading({tap for network in self.networks.values() for tap in network.taps})
-        self.module = Networks({name: network.module for name, network in self.networks.items()})
+        self.module = nn.ModuleDict({name: network.module for name, network in self.networks.items()})
         self._features = self.target.features
         self._losses = {name: _loss_of(network) for name, network in self.networks.items()}
 
@@ -71,7 +66,7 @@ class Distillation:
         device = self.target.decoder.norm.device
         tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         target = self.target
-        self._features = compile_checked("target", target.features, lambda fast: _run(fast, tokens)) or target.features
+        self._features = compile_checked("target", target.features, lambda fast: fast(tokens)) or target.features
         features = self._features(tokens)
         for name, loss in list(self._losses.items()):
             module = self.networks[name].module
@@ -94,12 +89,8 @@ class DistillOptions:
     seed: int = 0
 
 
-def _loss_of(network: DraftNetwork, lean: bool = False) -> LossOf:
+def _loss_of(network: TrainableDrafter, lean: bool = False) -> LossOf:
     def loss(features: Features) -> Tensor:
         return network_loss(network, features, lean)
 
     return loss
-
-
-def _run(features: Callable[[Tensor], Any], tokens: Tensor) -> None:
-    features(tokens)

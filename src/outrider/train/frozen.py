@@ -14,10 +14,9 @@ from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelConfig, load_decoder
 from outrider.ops import Plain
 from outrider.train.attention import causal_attend
-from outrider.train.corpus import TokenCorpus
-from outrider.train.tokenizer import document_end, load_tokenizer
+from outrider.train.corpus import document_end
 
-__all__ = ["Features", "FrozenTarget", "require_same_tokenizer"]
+__all__ = ["Features", "FrozenTarget"]
 
 _ALIGNED = 16
 
@@ -78,15 +77,3 @@ class FrozenTarget:
         # float32 products (TF32 on CUDA): logits rounded to bf16 would be targets off by several per cent
         logits = self.decoder.logits(hidden.last.float(), self._ops)
         return Features(tokens, dict(zip(self.taps, hidden.taps, strict=True)), logits)
-
-
-def require_same_tokenizer(target: Path, corpus: TokenCorpus) -> None:
-    """Refuse a corpus whose ids are other tokens of the target."""
-    target_tokenizer, corpus_tokenizer = load_tokenizer(target), load_tokenizer(corpus.directory)
-    if target_tokenizer.get_vocab() != corpus_tokenizer.get_vocab():
-        sizes = f"{corpus_tokenizer.get_vocab_size()} and {target_tokenizer.get_vocab_size()} tokens"
-        raise InvalidParameter(
-            "tokenizer",
-            f"the corpus in {corpus.directory} was encoded with another tokenizer than that of {target} ({sizes}); "
-            "pass the text itself instead of --data",
-        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,16 +15,16 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from outrider.model import Decoder
 from outrider.ops import Plain
-from outrider.train.attention import causal_attend, kernel
+from outrider.train.attention import causal_attend
 from outrider.train.data import TokenStore
 
-__all__ = ["Writing", "Written", "document_starts", "looping", "merged", "random_windows", "steady", "write_text", "write_until"]
+__all__ = ["Writing", "Written", "document_starts", "merged", "random_windows", "write_text", "write_until"]
 
 _OPS = Plain()
-_GRAM, _TIMES = 8, 3  # a text loops where some 8-gram occurs more than three times, as in served figures
 Ids = npt.NDArray[np.int64]
 
 
@@ -130,22 +131,6 @@ def random_windows(store: TokenStore, count: int, length: int, seed: int) -> Ids
     return _windows(store, _generator(seed, 1).integers(0, max(store.tokens - length, 1), count).tolist(), length)
 
 
-def steady(written: Written, eos: int) -> Tensor:
-    """(B,) whether a text neither loops nor ends before its last token."""
-    tokens = written.tokens[:, written.prompt :]
-    return ~looping(tokens) & (tokens != eos).all(-1)
-
-
-def looping(tokens: Tensor) -> Tensor:
-    """(B,) whether some 8-gram of a row of (B, n) occurs more than three times."""
-    if tokens.shape[1] < _GRAM + _TIMES:
-        return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    grams = tokens.unfold(1, _GRAM, 1)
-    factors = torch.tensor([0x9E3779B97F4A7C15 * (2 * i + 1) % 2**61 | 1 for i in range(_GRAM)], device=tokens.device)
-    hashed = ((grams + 1) * factors).sum(-1).sort(dim=1).values  # integer overflow is harmless here
-    return (hashed[:, _TIMES:] == hashed[:, :-_TIMES]).any(-1)
-
-
 class _Slabs:
     """Keys and values of equally long sequences, by layer."""
 
@@ -181,7 +166,7 @@ class _Slabs:
             keys[:, :, place], values[:, :, place] = k.to(keys.dtype), v.to(values.dtype)
             # queries of one KV head as rows of one small product; every key is in the past
             grouped = q.to(keys.dtype).view(self._rows, keys.shape[1], -1, q.shape[-1])
-            with kernel("flash" if q.is_cuda else "default"):  # cuDNN would build a plan for every length
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext():  # cuDNN would plan for every length
                 mixed = F.scaled_dot_product_attention(grouped, keys[:, :, : place + 1], values[:, :, : place + 1])
             return mixed.reshape(q.shape).to(q.dtype)
 

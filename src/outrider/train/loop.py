@@ -70,18 +70,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning rate over the budget: linear warm-up, constant, linear decay to `floor`."""
+    """Learning rate over the budget: linear warm-up, constant, linear decay to zero."""
 
     warmup: float = 0.02
     decay: float = 0.7
-    floor: float = 0.0
 
     def factor(self, progress: float) -> float:
         """Share of the peak learning rate."""
         if progress < self.warmup:
             return max(progress / self.warmup, 0.01)
-        left = (1.0 - progress) / self.decay
-        return max(min(left, 1.0) * (1.0 - self.floor) + self.floor, 0.0)
+        return max(min((1.0 - progress) / self.decay, 1.0), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ def train(
 
 
 def compile_checked(
-    name: str, function: Callable[..., Result], check: Callable[[Callable[..., Result]], None]
+    name: str, function: Callable[..., Result], check: Callable[[Callable[..., Result]], object]
 ) -> Callable[..., Result] | None:
     """The function through torch.compile, checked by one call; None where that fails."""
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""The networks being trained, behind one protocol: a draft model, an EAGLE head, Medusa heads.
+"""The drafters being trained, behind one base class: a draft model, an EAGLE head, Medusa heads.
 
 Row r of a text is a draft that starts when the features of position r and the token at r + 1 are known. Its depth j (from 0)
 predicts the token at r + j + 2, whose distribution is the target's at r + j + 1. The tokens are those of the text (teacher
@@ -7,61 +7,78 @@ forcing). The features are the target's at depth 0 and the drafter's at later de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outrider.heads import EagleHead, MedusaHeads
-from outrider.model import Decoder
+from outrider.heads import EagleHead, MedusaHeads, SaveOptions, load_eagle, load_medusa, save_eagle, save_medusa
+from outrider.model import Decoder, load_decoder
 from outrider.ops import Plain
-from outrider.train.attention import causal_attend
-from outrider.train.frozen import Features
+from outrider.train.attention import Unroll, causal_attend
+from outrider.train.export import replaced, save_model
+from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.losses import Divergence, divergence
-from outrider.train.unroll import Unroll
 
-__all__ = ["DraftModelNetwork", "DraftNetwork", "EagleNetwork", "MedusaNetwork", "network_loss"]
+__all__ = ["TrainableDraftModel", "TrainableDrafter", "TrainableEagle", "TrainableMedusa", "network_loss"]
 
 _OPS = Plain()
 _DECAY = 0.8  # weight of a depth over the one before
 
 
-class DraftNetwork(Protocol):
-    """A drafter being trained."""
+@dataclass(slots=True)
+class TrainableDrafter(ABC):
+    """A drafter being trained: what it reads, how far it drafts, and its files."""
 
-    kind: Divergence
-
-    @property
-    def depths(self) -> int:
-        """Drafted tokens it is trained for at once."""
-
-    @property
-    def reach(self) -> int:
-        """The largest number of tokens it can draft."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module whose parameters are trained."""
+    module: Any  # whose parameters are trained
+    kind: Divergence = "mix"
+    depths: int = 1  # drafted tokens it is trained for at once
+    reach: int = 64  # the largest number of tokens it can draft
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers it reads."""
+        taps: tuple[int, ...] = self.module.config.taps
+        return taps
 
     @property
     def vocab_ids(self) -> Tensor | None:
         """Target ids of its outputs, where its vocabulary is reduced."""
+        return None
 
+    @abstractmethod
     def chain(self, features: Features, depths: int) -> list[Tensor]:
         """Hidden rows (B * span, width) of each depth."""
 
-    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:  # noqa: ARG002 (one matrix for all depths)
         """(N, outputs) of hidden rows at a depth."""
+        logits: Tensor = self.module.logits(hidden, _OPS)
+        return logits
+
+    @abstractmethod
+    def save(self, folder: Path, tokenizer: Path) -> None:
+        """Write the files that serving reads: int8 matrices, and nothing that the target has."""
+
+    @abstractmethod
+    def load(self, folder: Path, target: Decoder) -> Any:
+        """A module with the weights that `save` wrote."""
+
+    def export(self, tokenizer: Path, directory: Path) -> None:
+        """Replace a folder by the drafter as it is served; `tokenizer` is the target's directory."""
+        with replaced(directory) as folder:
+            self.save(folder, tokenizer)
+
+    def loaded(self, folder: Path, target: FrozenTarget) -> Self:
+        """A copy of this drafter with exported weights."""
+        return replace(self, module=self.load(folder, target.decoder).to(target.decoder.norm.device))
 
 
-def network_loss(network: DraftNetwork, features: Features, lean: bool = False) -> Tensor:
+def network_loss(network: TrainableDrafter, features: Features, lean: bool = False) -> Tensor:
     """Divergence from the target at every depth, later ones weighing less.
 
     `lean` keeps the logits of one depth at a time, as a compiler would, for runs without one.
@@ -80,20 +97,19 @@ def network_loss(network: DraftNetwork, features: Features, lean: bool = False) 
     return total / sum(_DECAY**depth for depth in range(depths))
 
 
-def _depth_loss(network: DraftNetwork, depth: int, target: Tensor, counted: Tensor | None, hidden: Tensor) -> Tensor:
+def _depth_loss(network: TrainableDrafter, depth: int, target: Tensor, counted: Tensor | None, hidden: Tensor) -> Tensor:
     return divergence(network.kind, target, network.logits(hidden, depth), counted)
 
 
 @dataclass(slots=True)
-class DraftModelNetwork:
-    """A smaller model of the same vocabulary."""
+class TrainableDraftModel(TrainableDrafter):
+    """A smaller model of the same vocabulary; it reads text, so it is trained at depth 0 of every position."""
 
     module: Decoder
-    kind: Divergence = "mix"
-    depths: int = 1  # a model that reads text is trained at depth 0 of every position
-    reach: int = 64
-    taps: tuple[int, ...] = ()
-    vocab_ids: Tensor | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
 
     def chain(self, features: Features, depths: int) -> list[Tensor]:
         rows, length = features.tokens.shape
@@ -101,23 +117,20 @@ class DraftModelNetwork:
         last = self.module(features.tokens.reshape(-1), positions, causal_attend(rows, length), _OPS).last
         return [features.cut(last, depth + 1, features.span(depths)) for depth in range(depths)]
 
-    def logits(self, hidden: Tensor, depth: int) -> Tensor:  # noqa: ARG002 (one matrix for all)
-        return self.module.logits(hidden, _OPS)
+    def save(self, folder: Path, tokenizer: Path) -> None:
+        save_model(self.module, folder, tokenizer)
+
+    def load(self, folder: Path, target: Decoder) -> Decoder:  # noqa: ARG002 (it borrows nothing)
+        return load_decoder(folder)
 
 
 @dataclass(slots=True)
-class EagleNetwork:
+class TrainableEagle(TrainableDrafter):
     """An EAGLE head, unrolled."""
 
     module: EagleHead
-    kind: Divergence = "mix"
     depths: int = 6
-    reach: int = 64
-    fast: bool = False  # the fused kernel of `unroll`
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.module.config.taps
+    fused: bool = False  # attention by the fused kernel of `Unroll`
 
     @property
     def vocab_ids(self) -> Tensor | None:
@@ -125,7 +138,7 @@ class EagleNetwork:
 
     def chain(self, features: Features, depths: int) -> list[Tensor]:
         span, rows = features.span(depths), features.tokens.shape[0]
-        unroll = Unroll(rows, span, self.fast)
+        unroll = Unroll(rows, span, self.fused)
         read = torch.cat([features.cut(features.taps[tap], 0, span) for tap in self.taps], dim=-1)
         feature = self.module.fuse(read, _OPS)
         places = torch.arange(span, device=read.device).repeat(rows)
@@ -136,29 +149,22 @@ class EagleNetwork:
             hidden.append(feature)
         return hidden
 
-    def logits(self, hidden: Tensor, depth: int) -> Tensor:  # noqa: ARG002 (one matrix for all)
-        return self.module.logits(hidden, _OPS)
+    def save(self, folder: Path, tokenizer: Path) -> None:  # noqa: ARG002 (it is the target's)
+        save_eagle(self.module, folder, SaveOptions("eagle", int8=True))
+
+    def load(self, folder: Path, target: Decoder) -> EagleHead:
+        return load_eagle(folder, target)
 
 
 @dataclass(slots=True)
-class MedusaNetwork:
+class TrainableMedusa(TrainableDrafter):
     """Medusa heads; head k drafts depth k - 1."""
 
     module: MedusaHeads
     kind: Divergence = "kl"
-    vocab_ids: Tensor | None = None
 
-    @property
-    def depths(self) -> int:
-        return self.module.config.heads
-
-    @property
-    def reach(self) -> int:
-        return self.module.config.heads
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.module.config.taps
+    def __post_init__(self) -> None:
+        self.depths = self.reach = self.module.config.heads
 
     def chain(self, features: Features, depths: int) -> list[Tensor]:
         (tap,) = self.taps
@@ -167,3 +173,9 @@ class MedusaNetwork:
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.module.logits(hidden, depth, _OPS)
+
+    def save(self, folder: Path, tokenizer: Path) -> None:  # noqa: ARG002 (it is the target's)
+        save_medusa(self.module, folder, SaveOptions("medusa", int8=True))
+
+    def load(self, folder: Path, target: Decoder) -> MedusaHeads:
+        return load_medusa(folder, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,26 +14,25 @@ import torch
 from outrider.errors import InvalidParameter
 from outrider.model import ModelConfig
 from outrider.model.bundled import bundled_model
-from outrider.train.acceptance import heldout_rows, written_for
-from outrider.train.corpus import SUMMARY, TokenCorpus, write_corpus
+from outrider.train.acceptance import agreement, heldout_rows, served_acceptance, written_for
+from outrider.train.corpus import SUMMARY, TokenCorpus, require_same_tokenizer, write_corpus
 from outrider.train.data import TokenStore, write_store
 from outrider.train.distill import Distillation, DistillOptions
 from outrider.train.documents import find_files, read_documents
-from outrider.train.evaluation import EvaluationText, describe, evaluate_drafter, measure_tree
-from outrider.train.export import export, load_network, require_replaceable
-from outrider.train.frozen import FrozenTarget, require_same_tokenizer
-from outrider.train.generate import Writing, Written, merged, write_until
+from outrider.train.export import require_replaceable
+from outrider.train.frozen import FrozenTarget
+from outrider.train.generate import Writing, merged, write_until
 from outrider.train.loop import Budget, LoopOptions
-from outrider.train.networks import DraftNetwork, EagleNetwork
+from outrider.train.networks import TrainableDrafter, TrainableEagle, TrainableMedusa
 from outrider.train.optim import OptimOptions
-from outrider.train.served import served_acceptance
 from outrider.train.shapes import set_vocabulary
 from outrider.train.sizing import StepSize, evaluation_rows, pick_device, resolve_step, training_bytes, uses_compiler
 from outrider.train.task import TrainingTask
+from outrider.train.tree import fit_tree
 
 __all__ = ["run_task"]
 
-Build = Callable[[FrozenTarget], DraftNetwork]
+Build = Callable[[FrozenTarget], TrainableDrafter]
 Log = Callable[[str], None]
 _LOG: Log = partial(print, flush=True)
 _GPU_ROWS = 32
@@ -66,7 +65,7 @@ def run_task(task: TrainingTask, name: str, build: Build, log: Log = _LOG) -> di
     network = build(target)
     _introduce(name, network, target, setup, log)
     store = _training_text(target, corpus, setup, log)
-    if isinstance(network, EagleNetwork):
+    if isinstance(network, TrainableEagle):
         set_vocabulary(network, target, _token_counts(store, target.config.vocab))
     rows = _heldout_rows(corpus, setup, log)
     run = Distillation(target, {name: network}, rows)
@@ -74,17 +73,15 @@ def run_task(task: TrainingTask, name: str, build: Build, log: Log = _LOG) -> di
         run.warm_up(setup.step.micro_rows, setup.step.context)
     log(f"{name}: training begins")
     run.train(store, DistillOptions(setup.step.context, OptimOptions(lr=task.lr, adam_lr=task.adam_lr), task.seed), setup.loop)
-    export(network, setup.target, setup.out)  # a user who does not wait for the figures has the drafter
+    network.export(setup.target, setup.out)  # a user who does not wait for the figures has the drafter
     figures: dict[str, Any] = {}
     if rows is not None:
-        text = EvaluationText(rows, _written(target, corpus, setup, log))
-        tree_rate = measure_tree(network, target, text)
-        if tree_rate is not None:
-            log(f"  static tree: {tree_rate:.2f} tokens per round on the text it was fitted to")
-            export(network, setup.target, setup.out)
-        figures = evaluate_drafter(load_network(network, target, setup.out), target, text)
-        describe(figures, log)
-        figures["served"] = _served(name, setup, corpus, log)
+        if isinstance(network, TrainableMedusa):
+            _fit_tree(network, target, corpus, setup, log)
+        reading = target.reading(network.taps)
+        figures["heldout"] = asdict(agreement(network.loaded(setup.out, target), reading, rows))
+        figures["served"] = served_acceptance(setup.target, name, setup.out, corpus.heldout())
+        _describe(figures, log)
     (setup.loop.directory / "result.json").write_text(json.dumps(figures, indent=1) + "\n")
     log(f"{name}: written to {setup.out}; metrics, plot and figures are in {setup.loop.directory}")
     return figures
@@ -123,7 +120,7 @@ def _open_corpus(setup: _Setup, log: Log) -> TokenCorpus:
     return write_corpus(documents, setup.target, directory, [name for name in task.heldout.split(",") if name], log)
 
 
-def _introduce(name: str, network: DraftNetwork, target: FrozenTarget, setup: _Setup, log: Log) -> None:
+def _introduce(name: str, network: TrainableDrafter, target: FrozenTarget, setup: _Setup, log: Log) -> None:
     size = sum(param.numel() for param in network.module.parameters())
     log(f"{name}: {size / 1e6:.2f}M parameters, target: {target.config.parameters / 1e6:.1f}M, on {setup.device}")
     step = setup.step
@@ -160,18 +157,21 @@ def _heldout_rows(corpus: TokenCorpus, setup: _Setup, log: Log) -> torch.Tensor 
     return heldout_rows(store, setup.step.context, evaluation_rows(setup.device, _EVALUATED))
 
 
-def _written(target: FrozenTarget, corpus: TokenCorpus, setup: _Setup, log: Log) -> dict[float, Written]:
-    """What the target writes after the beginnings of held-out text. On a CPU this takes longer than many training steps."""
-    log("corpus: the target continues held-out text, to measure acceptance with")
+def _fit_tree(network: TrainableMedusa, target: FrozenTarget, corpus: TokenCorpus, setup: _Setup, log: Log) -> None:
+    """Choose the static tree by what the target writes after held-out text, and export it."""
+    log("corpus: the target continues held-out text, to choose the static tree by")
     store, rows = corpus.heldout(), evaluation_rows(setup.device, _EVALUATED)
-    return {temperature: written_for(target, store, rows, _WRITTEN_TOKENS, temperature) for temperature in (0.0, 0.8)}
+    texts = {temperature: written_for(target, store, rows, _WRITTEN_TOKENS, temperature) for temperature in (0.0, 0.8)}
+    log(f"  static tree: {fit_tree(network, target, texts):.2f} tokens per round on the text it was fitted to")
+    network.export(setup.target, setup.out)
 
 
-def _served(name: str, setup: _Setup, corpus: TokenCorpus, log: Log) -> list[dict[str, Any]]:
-    """Acceptance of the exported drafter in the engine."""
-    figures = served_acceptance(setup.target, name, setup.out, corpus.heldout())
-    for row in figures:
+def _describe(figures: dict[str, Any], log: Log) -> None:
+    """The figures as lines: agreement on held-out text, and acceptance of the exported drafter in the engine."""
+    heldout = figures["heldout"]
+    positions, rate = heldout["by_position"], heldout["tokens_per_round"]
+    log(f"  held-out text: loss {heldout['loss']:.4f}, agreement {positions}, {rate:.2f} tokens per round")
+    for row in figures["served"]:
         rate = row["tokens_per_round"] or row["tokens_per_round_all"] or 1.0
         share = f"{row['looping']:.0%} of outputs loop"
         log(f"  served at temperature {row['temperature']:g}: {rate:.2f} tokens per round ({share})")
-    return figures

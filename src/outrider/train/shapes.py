@@ -12,21 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameter
-from outrider.heads import (
-    EAGLE1,
-    EAGLE3,
-    Borrowed,
-    EagleConfig,
-    EagleHead,
-    MedusaConfig,
-    MedusaHeads,
-    default_taps,
-)
+from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads, default_taps
 from outrider.model import Decoder, ModelConfig, Rope
+from outrider.train.attention import usable_chain
 from outrider.train.frozen import FrozenTarget
 from outrider.train.losses import Divergence
-from outrider.train.networks import DraftModelNetwork, EagleNetwork, MedusaNetwork
-from outrider.train.unroll import usable_chain
+from outrider.train.networks import TrainableDraftModel, TrainableEagle, TrainableMedusa
 
 __all__ = [
     "DecoderShape",
@@ -85,8 +76,6 @@ class EagleShape:
 
     form: str = EAGLE3
     taps: tuple[int, ...] = ()
-    heads: int = 0
-    kv_heads: int = 0
     ffn: int = 0
     own_output: bool = False
     draft_vocab: int = 0  # tokens of a reduced vocabulary, the most frequent ones
@@ -103,8 +92,6 @@ class EagleShape:
             target,
             architecture="LlamaForCausalLM",
             layers=1,
-            heads=self.heads or target.heads,
-            kv_heads=self.kv_heads or target.kv_heads,
             ffn=self.ffn or target.ffn,
             windows=(None,),
             qk_norm=False,
@@ -141,7 +128,7 @@ def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder
     return decoder.to(device)
 
 
-def new_draft(target: FrozenTarget, shape: DecoderShape, kind: Divergence, seed: int) -> DraftModelNetwork:
+def new_draft(target: FrozenTarget, shape: DecoderShape, kind: Divergence, seed: int) -> TrainableDraftModel:
     """A fresh draft model; its embedding starts as the main directions of the target's."""
     shape = replace(shape, vocab=target.config.vocab, context=target.config.context)
     config = shape.config(target.config.eos_ids[0])
@@ -152,10 +139,10 @@ def new_draft(target: FrozenTarget, shape: DecoderShape, kind: Divergence, seed:
         start = table @ directions[:, -config.hidden :]
         with torch.no_grad():  # at the scale of a fresh one: a tied model would start by repeating its input
             decoder.embedding.copy_(start * (_FRESH / start.pow(2).mean().sqrt()))
-    return DraftModelNetwork(decoder, kind)
+    return TrainableDraftModel(decoder, kind)
 
 
-def new_eagle(target: FrozenTarget, shape: EagleShape, kind: Divergence, seed: int, depths: int = 6) -> EagleNetwork:
+def new_eagle(target: FrozenTarget, shape: EagleShape, kind: Divergence, seed: int, depths: int = 6) -> TrainableEagle:
     """A fresh EAGLE head. A reduced vocabulary is set by `set_vocabulary` before training."""
     device = target.decoder.norm.device
     borrowed = Borrowed.of(target.decoder)
@@ -166,10 +153,10 @@ def new_eagle(target: FrozenTarget, shape: EagleShape, kind: Divergence, seed: i
             head.norm.copy_(borrowed.norm)
         if head.config.own_output:
             head.output.copy_(borrowed.output[: head.config.outputs])
-    return EagleNetwork(head.to(device), kind, depths, fast=usable_chain(device))
+    return TrainableEagle(head.to(device), kind, depths, fused=usable_chain(device))
 
 
-def set_vocabulary(network: EagleNetwork, target: FrozenTarget, counts: Tensor) -> None:
+def set_vocabulary(network: TrainableEagle, target: FrozenTarget, counts: Tensor) -> None:
     """Let a head with a reduced vocabulary propose the most frequent tokens of (V,) counts."""
     head = network.module
     if head.vocab_ids is None:
@@ -180,10 +167,10 @@ def set_vocabulary(network: EagleNetwork, target: FrozenTarget, counts: Tensor) 
         head.output.copy_(Borrowed.of(target.decoder).output[ids])
 
 
-def new_medusa(target: FrozenTarget, shape: MedusaShape, kind: Divergence) -> MedusaNetwork:
+def new_medusa(target: FrozenTarget, shape: MedusaShape, kind: Divergence) -> TrainableMedusa:
     """Fresh Medusa heads: the blocks are zero, so every head starts as the target's output."""
     config = MedusaConfig(target.config.hidden, target.config.vocab, target.config.layers, shape.heads, shape.blocks)
-    return MedusaNetwork(MedusaHeads(config, Borrowed.of(target.decoder)).to(target.decoder.norm.device), kind)
+    return TrainableMedusa(MedusaHeads(config, Borrowed.of(target.decoder)).to(target.decoder.norm.device), kind)
 
 
 def initialise(module: nn.Module, seed: int) -> None:

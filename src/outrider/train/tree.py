@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.acceptance import loops
 from outrider.train.acceptance import drafted_logits
 from outrider.train.frozen import FrozenTarget
 from outrider.train.generate import Written
-from outrider.train.networks import DraftNetwork
+from outrider.train.networks import TrainableDrafter, TrainableMedusa
 
-__all__ = ["Ranks", "expected", "static_tree", "token_ranks", "tree_rounds"]
+__all__ = ["Ranks", "accepted_depths", "expected", "fit_tree", "static_tree", "steady_ranks", "token_ranks"]
 
 Ranks = npt.NDArray[np.int64]
 Paths = tuple[tuple[int, ...], ...]
 _BATCH = 8
 _WIDTH = 16  # children a node may have
+_NODES = 64  # of a tree that is fitted
+
+
+def fit_tree(network: TrainableMedusa, target: FrozenTarget, texts: Mapping[float, Written]) -> float:
+    """Give Medusa heads the tree that suits texts the target wrote, by temperature; tokens per round expected of it there."""
+    target = target.reading(network.taps)
+    ranks = [steady_ranks(network, target, written, temperature) for temperature, written in texts.items()]
+    joined = np.concatenate([part.reshape(-1, part.shape[-1]) for part in ranks])
+    choices = static_tree(joined, _NODES)
+    network.module.config = replace(network.module.config, choices=choices)
+    return expected(joined, choices)
+
+
+def steady_ranks(network: TrainableMedusa, target: FrozenTarget, written: Written, temperature: float) -> Ranks:
+    """Ranks on the texts that neither loop nor end early, or on all where none is left."""
+    eos, texts = target.config.eos_ids[0], written.tokens[:, written.prompt :].tolist()
+    kept = [i for i, text in enumerate(texts) if eos not in text and not loops(text)] or list(range(len(texts)))
+    noise = None if written.noise is None else written.noise[kept]
+    return token_ranks(network, target, Written(written.tokens[kept], written.prompt, noise), temperature)
 
 
 @torch.no_grad()
-def token_ranks(network: DraftNetwork, target: FrozenTarget, written: Written, temperature: float = 0.0) -> Ranks:
+def token_ranks(network: TrainableDrafter, target: FrozenTarget, written: Written, temperature: float = 0.0) -> Ranks:
     """(B, starts, depths): the rank, at every depth of every draft, of the token the target wrote.
 
     Where the draw's noise was kept, ranks count it, as serving at that temperature does.
@@ -65,23 +87,10 @@ def static_tree(ranks: Ranks, nodes: int) -> Paths:
 
 def expected(ranks: Ranks, choices: Paths) -> float:
     """Tokens per round of a tree if every place is equally likely to begin a round."""
-    return 1.0 + float(_accepted(ranks.reshape(-1, ranks.shape[-1]), choices).mean())
+    return 1.0 + float(accepted_depths(ranks.reshape(-1, ranks.shape[-1]), choices).mean())
 
 
-def tree_rounds(ranks: Ranks, choices: Paths) -> tuple[int, int]:
-    """(tokens, rounds) of walking through texts (B, starts, depths) with a tree."""
-    tokens = rounds = 0
-    for text in ranks:
-        accepted = _accepted(text, choices)
-        at = 0
-        while at < len(accepted):
-            tokens += int(accepted[at]) + 1
-            rounds += 1
-            at += int(accepted[at]) + 1
-    return tokens, rounds
-
-
-def _accepted(ranks: Ranks, choices: Paths) -> npt.NDArray[np.int64]:
+def accepted_depths(ranks: Ranks, choices: Paths) -> npt.NDArray[np.int64]:
     """(starts,) how deep a tree follows each row of (starts, depths)."""
     accepted = np.zeros(len(ranks), dtype=np.int64)
     for path in choices:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
-from outrider.core import ROOT, Batch, Drafts, Plan, Scores, Tree, Verdict
-from outrider.core import Sequence as Generation
-from outrider.sampling import CORRUPTED, Key, Row, Stream, choose, draw, probs_of, rows_of, uniform
+from outrider.core import ROOT, Batch, Drafts, Plan, Scores, Sequence, Tree, Verdict
+from outrider.sampling import CORRUPTED, Key, Stream, choose, draw, probs_of, rows_of, uniform
 from outrider.verify import block, rejection, typical
 from outrider.verify.match import walk
 
@@ -23,8 +22,6 @@ def verify(drafts: Drafts, scores: Scores, batch: Batch, plan: Plan) -> list[Ver
         return _match(trees, scores, batch)
     return [
         _chain(tree, None if drafts.q is None else drafts.q[b], scores, batch.sequences[b], scores.roots[b], plan.rule)
-        if scores.roots[b] >= 0
-        else Verdict([], [])
         for b, tree in enumerate(trees)
     ]
 
@@ -49,26 +46,22 @@ def guided(drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
     return Drafts([Tree.chain(chain) if chain else tree for chain, tree in zip(chains, trees, strict=True)])
 
 
-def _prescribed(seq: Generation, tree: Tree, nodes: int) -> list[int]:
+def _prescribed(seq: Sequence, tree: Tree, nodes: int) -> list[int]:
     """What the grammar leaves no choice about, up to `nodes` tokens; nothing where the draft holds it already."""
     if seq.guide is None or nodes == 0:
         return []
     forced = seq.guide.forced(seq.tokens, seq.prompt_len)[:nodes]
-    if not forced:
-        return []
-    return [] if len(walk(tree.parents, tree.tokens, _along(tree, forced))) == len(forced) else forced
+    next_at = dict(enumerate(forced))  # the chain's next token at each depth, of the root and of every node
+    along = [next_at.get(depth, -1) for depth in (0, *(1 + depth for depth in tree.depths))]
+    return [] if len(walk(tree.parents, tree.tokens, along)) == len(forced) else forced
 
 
-def _along(tree: Tree, chain: Sequence[int]) -> list[int]:
-    """The chain's next token at the root and at every node, by depth."""
-    return [chain[depth] if depth < len(chain) else -1 for depth in (0, *(1 + depth for depth in tree.depths))]
-
-
-def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
+def _allowed_nodes(seq: Sequence, tree: Tree) -> Seq[int]:
     """Nodes whose whole path the grammar takes."""
     if seq.guide is None:
         return range(len(tree.tokens))
-    _prefetch(seq, tree)
+    # Inner nodes' masks are needed at once, the others after the forward.
+    seq.guide.prefetch(seq.tokens, seq.prompt_len, tree.paths())
     paths: dict[int, list[int]] = {ROOT: []}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         above = paths.get(parent)
@@ -78,25 +71,17 @@ def _allowed_nodes(seq: Generation, tree: Tree) -> Sequence[int]:
     return [node for node in paths if node != ROOT]
 
 
-def _prefetch(seq: Generation, tree: Tree) -> None:
-    """Have the masks of all nodes worked out: inner ones are needed at once, the others after the forward."""
-    assert seq.guide is not None
-    seq.guide.prefetch(seq.tokens, seq.prompt_len, tree.paths())
-
-
-def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
+def _match(trees: Seq[Tree], scores: Scores, batch: Batch) -> list[Verdict]:
     choices = scores.choices
     if choices is None and all(seq.request.params.takes_largest for seq in batch.sequences):
         choices = draw(scores.logits, None)
     elif choices is None:
-        choices = choose(scores.logits, _rows(trees, scores, batch))
+        sampling = [(seq, tree) for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True) if root >= 0]
+        choices = choose(scores.logits, [row for seq, tree in sampling for row in rows_of(seq, tree.tokens, tree.parents)])
     verdicts = []
     for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
         if root < 0 or _must_wait(seq):
             verdicts.append(Verdict([], []))
-        elif not tree.tokens:
-            chosen = choices[root : root + 1]
-            verdicts.append(Verdict([], chosen, chosen))
         else:
             chosen = choices[root : root + 1 + len(tree.tokens)]
             path = walk(tree.parents, tree.tokens, chosen)
@@ -106,26 +91,18 @@ def _match(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Verdict]
     return verdicts
 
 
-def _must_wait(seq: Generation) -> bool:
+def _must_wait(seq: Sequence) -> bool:
     """Whether it is not known yet what may follow the sequence's tokens."""
     return seq.guide is not None and seq.guide.allowed(seq.tokens, seq.prompt_len) is None
 
 
-def _rows(trees: Sequence[Tree], scores: Scores, batch: Batch) -> list[Row]:
-    rows: list[Row] = []
-    for seq, tree, root in zip(batch.sequences, trees, scores.roots, strict=True):
-        if root >= 0:
-            rows += rows_of(seq, tree.tokens, tree.parents)
-    return rows
-
-
-def _chain(tree: Tree, draft_probs: Tensor | None, scores: Scores, seq: Generation, root: int, rule: str) -> Verdict:
-    """The published rules, for one chain. Their coins and residuals come from streams of their own.
+def _chain(tree: Tree, draft_probs: Tensor | None, scores: Scores, seq: Sequence, root: int, rule: str) -> Verdict:
+    """The published rules, for one chain. Their coins and residuals come from separate streams.
 
     The chain ends where no choice can be made, such as a node whose mask is unknown: if it is accepted so far, its
     last token is emitted and nothing after it. Where it ends depends on its own tokens alone, so no rule is biased.
     """
-    if _must_wait(seq):
+    if root < 0 or _must_wait(seq):
         return Verdict([], [])
     rows = rows_of(seq, tree.tokens, tree.parents)
     p = torch.stack([probs_of(scores.logits[root + i].cpu(), row) for i, row in enumerate(rows)])

@@ -6,15 +6,17 @@ for every p and q, and the most any rule can for one sampled chain. The text has
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
-from outrider.verify.rejection import Acceptance, ratios, residual
+from outrider.verify.rejection import AcceptanceTest, ratios, residual
 
 __all__ = ["acceptance", "count"]
 
 
-def acceptance(p: Tensor, q: Tensor, tokens: Tensor) -> Acceptance:
+def acceptance(p: Tensor, q: Tensor, tokens: Tensor) -> AcceptanceTest:
     """The rule's coins and corrections; shapes and meanings as in `rejection.acceptance`.
 
     With r_0 = 1 and r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i)), coin i succeeds with chance
@@ -25,15 +27,12 @@ def acceptance(p: Tensor, q: Tensor, tokens: Tensor) -> Acceptance:
     r = _running(ratios(p, q, tokens))
     excess = (r[:-1, None] * p[:-1] - q).clamp(min=0)
     after = torch.cat([residual(excess, p[:-1]), p[-1:]])
-    if len(tokens) == 0:
-        return Acceptance(r[1:], after)
-    mass = excess.sum(1)[1:]
-    inner = r[1:-1]
+    mass, inner = excess.sum(1)[1:], r[1:-1]
     chance = torch.where(inner >= 1, 1.0, mass / (mass + 1 - inner))
-    return Acceptance(torch.cat([chance, r[-1:]]), after)
+    return AcceptanceTest(torch.cat([chance, r[1:][-1:]]), after)
 
 
-def count(rule: Acceptance, coins: Tensor) -> int:
+def count(rule: AcceptanceTest, coins: Tensor) -> int:
     """Draft tokens accepted: up to the last coin that succeeds, whatever came before it. coins (K,)."""
     kept = torch.nonzero(coins <= rule.accept)
     return int(kept[-1]) + 1 if len(kept) else 0
@@ -41,7 +40,5 @@ def count(rule: Acceptance, coins: Tensor) -> int:
 
 def _running(ratio: Tensor) -> Tensor:
     """r_0 .. r_K, (K + 1,)."""
-    r = [1.0]
-    for step in ratio.tolist():
-        r.append(min(r[-1] * step, 1.0))  # in this order NaN stays NaN
-    return torch.tensor(r, dtype=torch.float64)
+    steps = accumulate(ratio.tolist(), lambda r, step: min(r * step, 1.0), initial=1.0)  # in this order NaN stays NaN
+    return torch.tensor(list(steps), dtype=torch.float64)

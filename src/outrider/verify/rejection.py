@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Acceptance", "acceptance", "count", "ratios", "rejection_sample", "residual"]
+__all__ = ["AcceptanceTest", "acceptance", "count", "ratios", "rejection_sample", "residual"]
 
 
 def rejection_sample(p: Tensor, q: Tensor, tokens: Tensor, coins: Tensor, last: float) -> list[int]:
@@ -46,24 +46,23 @@ def rejection_sample(p: Tensor, q: Tensor, tokens: Tensor, coins: Tensor, last: 
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptanceTest:
     """What a rule does with one chain of K draft tokens, before any coin is tossed."""
 
     accept: Tensor  # (K,) float64, chance that the coin of each position succeeds
     next: Tensor  # (K + 1, V) float64, row i: probabilities of the token emitted after exactly i accepted ones
 
 
-def acceptance(p: Tensor, q: Tensor, tokens: Tensor) -> Acceptance:
+def acceptance(p: Tensor, q: Tensor, tokens: Tensor) -> AcceptanceTest:
     """The rule's coins and corrections, for p, q and tokens as in `rejection_sample`; every row of p and q sums to one."""
     p, q = p.double(), q.double()
     excess = (p[:-1] - q).clamp(min=0)
-    return Acceptance(ratios(p, q, tokens).clamp(max=1), torch.cat([residual(excess, p[:-1]), p[-1:]]))
+    return AcceptanceTest(ratios(p, q, tokens).clamp(max=1), torch.cat([residual(excess, p[:-1]), p[-1:]]))
 
 
-def count(rule: Acceptance, coins: Tensor) -> int:
+def count(rule: AcceptanceTest, coins: Tensor) -> int:
     """Draft tokens accepted: those before the first failed coin. coins (K,) uniform in (0, 1)."""
-    kept = (coins <= rule.accept).to(torch.int64)
-    return int(kept.cumprod(0).sum())
+    return int((coins <= rule.accept).long().cumprod(0).sum())
 
 
 def ratios(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:

@@ -21,5 +21,4 @@ def count(p: Tensor, tokens: Tensor, eps: float = 0.09, delta: float = 0.3) -> i
     p = p[: len(tokens)].double()
     entropy = torch.special.entr(p).sum(1)
     threshold = (delta * torch.exp(-entropy)).clamp(max=eps)
-    kept = (p.gather(1, tokens[:, None])[:, 0] > threshold).to(torch.int64)
-    return int(kept.cumprod(0).sum())
+    return int((p.gather(1, tokens[:, None])[:, 0] > threshold).long().cumprod(0).sum())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +29,7 @@ def plan(
         typer.Option(help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for.'),
     ] = None,
     prompts: Annotated[str | None, typer.Option(help="JSONL of prompts, or `editing`. Default: bundled code.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 8; all with --check.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 8.")] = None,
     tokens: Annotated[int, typer.Option(min=8, help="New tokens of each request.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     dtype: Dtype = "auto",
@@ -59,12 +58,7 @@ def plan(
     requests: Annotated[int, typer.Option(min=1, help="With --simulate: how many.")] = 64,
     record: Annotated[Path | None, typer.Option(help="Write what was guessed and accepted, a request per line.")] = None,
     save_costs: Annotated[Path | None, typer.Option(help="Write the measured costs.")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Predict one half of the prompts from the other, and measure it.")
-    ] = False,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="With --check: runs of every prompt, of which the one of median time counts.")
-    ] = 1,
+    check: Annotated[bool, typer.Option("--check", hidden=True)] = False,
     html: Annotated[Path | None, typer.Option(help="Write the what-if plots as a page.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the formulas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -72,12 +66,15 @@ def plan(
     """Expect: speed-up, best draft length and tree, break-even batch and memory, for each drafter, before relying on it.
 
     Measures costs and acceptance on prompts, or takes them from --acceptance and --costs. --target recommends draft
-    models, --simulate replays recorded drafts through the controller, --check compares predictions with measurements.
+    models, --simulate replays recorded drafts through the controller.
     """
     options = dict(locals())
     from outrider.bench.environment import environment
     from outrider.bench.plan.formulas import FORMULAS
 
+    if check:
+        place = "run `python -m benchmarks.plan_check` in a checkout of the repository"
+        raise InvalidParameter("--check", f"has moved out of the package: {place}")
     set_threads(threads)
     console = _errors if as_json else PlainConsole(width=max(PlainConsole().width, 130))
     if explain:
@@ -88,14 +85,10 @@ def plan(
         result = _simulate(options, console)
     elif acceptance is not None:
         result = _from_acceptance(options, console)
-    elif check:
-        result = _check(options, console)
     else:
         result = _measured(options, console)
-    if as_json or check:
+    if as_json:
         print(json.dumps(result | environment()))
-    if check and any(abs(row["error"]) > 0.1 for row in result["rows"]):
-        raise typer.Exit(1)
 
 
 def _subjects(options: dict[str, Any], methods: str, batch: int) -> list[Subject]:
@@ -121,15 +114,14 @@ def _params(options: dict[str, Any]) -> Any:
 
 def _available(model: str | None) -> str:
     """Every drafter the model has weights for."""
-    from outrider.bench.plan.check import CHECKED
+    from outrider.bench.acceptance import EVERY_METHOD
     from outrider.model import locate
     from outrider.model.bundled import bundled_model
 
     directory = locate(str(model or bundled_model()))
+    methods = EVERY_METHOD.removesuffix(",auto").split(",")
     needs = {"draft_model": "draft", "cascade": "draft", "eagle": "eagle", "mixture": "eagle", "medusa": "medusa"}
-    have = [
-        m for m in CHECKED.split(",") if (n := needs.get(m.split(":")[0])) is None or (directory / n / "config.json").exists()
-    ]
+    have = [m for m in methods if (n := needs.get(m.split(":")[0])) is None or (directory / n / "config.json").exists()]
     return ",".join(have)
 
 
@@ -158,7 +150,6 @@ def _measured(options: dict[str, Any], console: Console) -> dict[str, Any]:
 
 def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import planner, show
-    from outrider.bench.plan.formulas import best_tree
 
     chances = _chances("--acceptance", options["acceptance"])
     costs, plain, name = _costs(options)
@@ -166,19 +157,8 @@ def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any
     chain = planner.plan_chain(costs, plain, one, max_length=32, batch=options["batch"])
     table = planner.what_if(costs, plain, max_length=32, batch=options["batch"])
     if options["ranks"]:
-        trees: list[dict[str, Any]] = []
-        for size in planner.LENGTHS:
-            tokens, parents = best_tree(_chances("--ranks", options["ranks"]), size)
-            base = plain.round_s(0, 0, options["batch"])
-            trees.append(
-                {
-                    "nodes": size,
-                    "tokens": tokens,
-                    "parents": parents,
-                    "speedup": tokens * base / costs.round_s(size, size, options["batch"]),
-                }
-            )
-        chain["tree"] = max(trees, key=lambda tree: tree["speedup"])
+        ranks = _chances("--ranks", options["ranks"])
+        chain["tree"] = planner.plan_tree(costs, plain, ranks, max_nodes=32, batch=options["batch"])
     show.chain(chain, name, console)
     show.what_if(table, f"chains at the costs of {name}", console)
     if options["html"]:
@@ -187,10 +167,10 @@ def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any
 
 
 def _costs(options: dict[str, Any]) -> tuple[RoundCosts, RoundCosts, str]:
-    from outrider.bench.plan.planner import given_costs, read_costs
+    from outrider.bench.plan.planner import assumed_costs, read_costs
 
     if options["costs"] is None:
-        return *given_costs(options["draft_cost"], options["row_cost"], options["host_cost"]), "the costs given"
+        return *assumed_costs(options["draft_cost"], options["row_cost"], options["host_cost"]), "the costs passed"
     table = read_costs(options["costs"])
     names = [name for name in table if name != "none"]
     wanted = options["methods"] or (names[0] if len(names) == 1 else None)
@@ -240,23 +220,3 @@ def _simulate(options: dict[str, Any], console: Console) -> dict[str, Any]:
     outcomes = [simulate(traces, costs, traffic, policy) for policy in policies]
     show.outcomes(outcomes, console)
     return {"outcomes": [outcome.as_dict() for outcome in outcomes]}
-
-
-def _check(options: dict[str, Any], console: Console) -> dict[str, Any]:
-    from outrider.bench.plan.check import CHECKED, check, markdown
-
-    with _errors.status("loading") as status:
-        prompts = _prompts(options, None)
-        if len(prompts) < 2:
-            raise InvalidParameter("--prompts", "--check needs two at least: one to learn from, one to predict")
-        subjects = _subjects(options, options["methods"] or CHECKED, 16)
-        rows = check(subjects, prompts, _params(options), options["repeats"], status.update)
-    print(markdown(rows), file=sys.stderr if options["as_json"] else sys.stdout)
-    worst = max(rows, key=lambda row: abs(row.error))
-    console.print(f"worst: {worst.method}, {worst.error:+.1%}", highlight=False)
-    return {
-        "rows": [row.as_dict() for row in rows],
-        "prompts": len(prompts),
-        "tokens": options["tokens"],
-        "repeats": options["repeats"],
-    }

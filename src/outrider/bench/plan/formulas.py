@@ -7,8 +7,7 @@ R its time, T the time of a plain one. The speed-up is E * T / R.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 __all__ = [
@@ -17,10 +16,8 @@ __all__ = [
     "best_tree",
     "break_even",
     "closed_form_length",
-    "expected_time",
     "expected_tokens",
     "survival_of",
-    "tree_tokens",
 ]
 
 FORMULAS = """\
@@ -34,8 +31,7 @@ closed form (one chance a, draft cost c in plain passes, rows free): K = (u - 1)
         with L = -ln a and u = -W(-exp(-1 - L (1 / c - 1))), W the lower branch of Lambert's function
 batch B: speed-up = E(K) * R(0, B) / R(K, B), with forward(B (1 + K)); break-even is the last B where some K pays
 best tree (ranks p_1 >= p_2 >= ...: the chance that the j-th candidate is right): dynamic programming over nodes,
-        T(m) = 1 + F(m - 1, 1), F(n, j) = max over 1 <= y <= n of p_j T(y) + F(n - y, j + 1)
-a request: t(r) = R + sum over k of P(k accepted) * t(r - 1 - k), drafts cut to the r - 1 tokens that still fit"""
+        T(m) = 1 + F(m - 1, 1), F(n, j) = max over 1 <= y <= n of p_j T(y) + F(n - y, j + 1)"""
 
 
 def survival_of(chances: float | Sequence[float], length: int) -> list[float]:
@@ -51,14 +47,6 @@ def survival_of(chances: float | Sequence[float], length: int) -> list[float]:
 def expected_tokens(survival: Sequence[float], length: int | None = None) -> float:
     """E(K) of a chain."""
     return 1.0 + sum(survival[:length])
-
-
-def tree_tokens(parents: Sequence[int], chances: Sequence[float]) -> float:
-    """E of a tree: `chances[i]` is that of node i once its parent came true; siblings exclude each other."""
-    survival: list[float] = []
-    for parent, chance in zip(parents, chances, strict=True):
-        survival.append(chance * (survival[parent] if parent >= 0 else 1.0))
-    return 1.0 + sum(survival)
 
 
 def best_length(tokens: Sequence[float], times: Sequence[float]) -> int:
@@ -125,36 +113,3 @@ def best_tree(ranks: Sequence[float], nodes: int, depth: int | None = None) -> t
 
     plant(-1, nodes, deepest)
     return subtree(nodes + 1, deepest), parents
-
-
-def expected_time(
-    tokens: int, outcomes: Callable[[int], Mapping[tuple[int, int], float]], round_s: Callable[[int, int], float]
-) -> tuple[float, float]:
-    """Seconds and rounds a request needs to emit `tokens`, if every round is drawn alike.
-
-    `outcomes(room)` is how often each (nodes verified, nodes accepted) occurs in a round with that much room;
-    `round_s(room, nodes)` is its time.
-    """
-    seconds, rounds = [0.0], [0.0]
-    for left in range(1, tokens + 1):
-        chances = outcomes(left - 1)
-        total = sum(chances.values())
-        time = count = 0.0
-        for (nodes, accepted), weight in chances.items():
-            after = left - 1 - accepted
-            time += weight * (round_s(left - 1, nodes) + seconds[after])
-            count += weight * (1.0 + rounds[after])
-        seconds.append(time / total)
-        rounds.append(count / total)
-    return seconds[-1], rounds[-1]
-
-
-def chain_outcomes(chances: float | Sequence[float], length: int) -> Callable[[int], Mapping[tuple[int, int], float]]:
-    """The outcomes of a chain whose tokens are accepted independently."""
-
-    def outcomes(room: int) -> Counter[tuple[int, int]]:
-        nodes = min(length, room)
-        survival = [1.0, *survival_of(chances, nodes), 0.0]
-        return Counter({(nodes, k): survival[k] - survival[k + 1] for k in range(nodes + 1)})
-
-    return outcomes

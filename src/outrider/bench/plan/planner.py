@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.plan.costs import RoundCosts
-from outrider.bench.plan.formulas import best_length, best_tree, break_even, closed_form_length, expected_tokens, survival_of
+from outrider.bench.plan.formulas import best_tree, break_even, closed_form_length, expected_tokens, survival_of
 from outrider.bench.plan.profile import Profile
 from outrider.bench.plan.subject import Prompt, Subject, learn_from
 from outrider.errors import InvalidParameter
@@ -19,11 +19,12 @@ __all__ = [
     "CHANCES",
     "LENGTHS",
     "PlanRow",
+    "assumed_costs",
     "costs_of",
-    "given_costs",
     "measure",
     "plan_chain",
     "plan_rows",
+    "plan_tree",
     "read_costs",
     "what_if",
 ]
@@ -44,7 +45,7 @@ class PlanRow:
     best_speedup: float
     break_even_batch: int
     by_position: list[float]
-    tree: dict[str, Any] | None  # the best static tree from the ranks of what came true; None: it guesses chains
+    tree: dict[str, Any] | None  # the best static tree from the ranks of what was accepted; None: it drafts chains
     weights_bytes: int
     kv_bytes_per_token: int
     curve: list[tuple[int, float]] = field(default_factory=list)  # speed-up by length
@@ -74,7 +75,8 @@ def plan_rows(plain: Profile, profiles: Sequence[Profile], max_batch: int = 1024
     """A row for every drafter, the quickest first."""
     rows = []
     for profile in profiles:
-        best = profile.best_length()
+        best, ranks = profile.best_length(), profile.ranks()
+        branches = sum(rank > 0 for rank in ranks) > 1
         curve = [(k, profile.speedup(plain, k)) for k in LENGTHS if k <= profile.max_length]
         rows.append(
             PlanRow(
@@ -85,7 +87,7 @@ def plan_rows(plain: Profile, profiles: Sequence[Profile], max_batch: int = 1024
                 profile.speedup(plain, best) if best else 1.0,
                 profile.break_even(plain, max_batch),
                 profile.by_position(),
-                _tree(plain, profile),
+                plan_tree(profile.costs, plain.costs, ranks, profile.max_length) if branches else None,
                 profile.memory.weights,
                 profile.memory.kv_per_token,
                 curve,
@@ -94,17 +96,15 @@ def plan_rows(plain: Profile, profiles: Sequence[Profile], max_batch: int = 1024
     return sorted(rows, key=lambda row: -row.best_speedup)
 
 
-def _tree(plain: Profile, profile: Profile) -> dict[str, Any] | None:
+def plan_tree(costs: RoundCosts, plain: RoundCosts, ranks: Sequence[float], max_nodes: int, batch: int = 1) -> dict[str, Any]:
     """The static tree whose expected tokens per second are highest, each level costing as its nodes do."""
-    ranks = profile.ranks()
-    if sum(rank > 0 for rank in ranks) < 2:
-        return None
-    sizes = [size for size in LENGTHS if size <= profile.max_length]
-    trees = {size: best_tree(ranks, size) for size in sizes}
-    speed = {size: tokens * plain.costs.round_s(0, 0) / profile.costs.round_s(size, size) for size, (tokens, _) in trees.items()}
-    best = max(speed, key=lambda size: speed[size])
-    tokens, parents = trees[best]
-    return {"nodes": best, "parents": parents, "tokens": tokens, "speedup": speed[best], "ranks": [round(r, 4) for r in ranks]}
+    base = plain.round_s(0, 0, batch)
+    trees: list[dict[str, Any]] = []
+    for nodes in (size for size in LENGTHS if size <= max_nodes):
+        tokens, parents = best_tree(ranks, nodes)
+        speedup = tokens * base / costs.round_s(nodes, nodes, batch)
+        trees.append({"nodes": nodes, "parents": parents, "tokens": tokens, "speedup": speedup})
+    return max(trees, key=lambda tree: tree["speedup"]) | {"ranks": [round(rank, 4) for rank in ranks]}
 
 
 def plan_chain(
@@ -119,11 +119,9 @@ def plan_chain(
         base = plain.round_s(0, 0, size)
         return [tokens[k] * base / (costs.round_s(k, k, size) if k else base) for k in lengths]
 
-    base = plain.round_s(0, 0, batch)
-    times = [costs.round_s(k, k, batch) if k else base for k in lengths]
-    best = best_length(tokens, times)
     speedup = speedups(batch)
-    cost = (costs.time("propose", 1, max_length) / max_length) / base if max_length else 0.0
+    best = max(lengths, key=lambda k: (speedup[k], -k))
+    cost = (costs.time("propose", 1, max_length) / max_length) / plain.round_s(0, 0, batch) if max_length else 0.0
     return {
         "acceptance": chances if isinstance(chances, float) else list(chances),
         "batch": batch,
@@ -145,7 +143,7 @@ def what_if(costs: RoundCosts, plain: RoundCosts, max_length: int, batch: int = 
     return out
 
 
-def given_costs(draft: float, row: float, host: float, knee: int = 1) -> tuple[RoundCosts, RoundCosts]:
+def assumed_costs(draft: float, row: float, host: float, knee: int = 1) -> tuple[RoundCosts, RoundCosts]:
     """Costs in units of a plain forward: a draft token, a row beyond the first `knee`, the host; with a drafter and without."""
     plain, drafter = RoundCosts(), RoundCosts()
     for table in (plain, drafter):

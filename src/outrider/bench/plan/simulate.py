@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.bench.plan.costs import RoundCosts, controller_costs
 from outrider.bench.plan.trace import DraftRecord, Trace
-from outrider.control import Adaptive, FixedLength, Load, Policy, RoundStats
+from outrider.control import Controller, FixedLength, Load, Policy, RoundStats
 from outrider.core import Arm, Drafts
 from outrider.errors import InvalidParameter
 
@@ -90,7 +90,7 @@ def simulate(traces: Sequence[Trace], costs: Mapping[str, RoundCosts], traffic: 
 
 def _policy(name: str, arms: Sequence[Arm], costs: Mapping[str, RoundCosts]) -> tuple[Policy, int]:
     if name == "auto":
-        return Adaptive(arms, controller_costs(arms, PLAIN, costs)), 0
+        return Controller(arms, controller_costs(arms, PLAIN, costs)), 0
     if name == PLAIN:
         return FixedLength(0), 0
     for i, arm in enumerate(arms):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
-from outrider.bench.plan.costs import steady_mean
 from outrider.bench.plan.profile import Memory, Profile
 from outrider.bench.plan.trace import RecordedRound, Recorder, Trace
 from outrider.cache import KVPool
@@ -44,6 +43,7 @@ class Subject:
 
     def __init__(self, model: str | None, method: str | Mapping[str, Any], dtype: str = "auto", batch: int = 1) -> None:
         config = SpeculationConfig.parse(method)
+        config = replace(config, adaptive=config.method == "auto")  # every length is set here
         kv = batch * _LONG * _kv_bytes(model) if batch > 1 else None  # several engines stand side by side
         self.llm = LLM(model, speculation=config, dtype=dtype, max_num_seqs=batch, prefix_cache=False, kv_bytes=kv)
         name = method if isinstance(method, str) else config.method
@@ -75,17 +75,14 @@ class Subject:
 
     def learn(self, run: RequestRun) -> None:
         """What the drafts of one request came to, and what its rounds cost."""
-        rounds, prompt, first_s = run.rounds, len(run.prompt), run.output.timings.first_token_s
-        profile = self.profile
-        for name in ("drafts", "_outcomes", "_spans"):
+        profile, rounds = self.profile, run.rounds
+        for name in ("drafts", "_outcomes"):
             profile.__dict__.pop(name, None)
         decoding = [r for r in rounds if not r.prefill]
         drafts = [r.drafts[0] for r in decoding if r.drafts[0].room]
-        profile.traces.append(Trace(profile.method, prompt, profile.max_length, drafts))
-        profile.firsts.append((prompt, first_s))
+        profile.traces.append(Trace(profile.method, len(run.prompt), profile.max_length, drafts))
         full = [r for r in decoding if r.length == profile.max_length]
         if len(full) > 2:  # the first proposal may have a prompt to read
-            profile.entries.append((prompt, full[0].propose_s - steady_mean([r.propose_s for r in full[1:]])))
             profile.costs.add("forward", 1, full[0].rows, full[0].forward_s)
             profile.costs.add("host", 1, full[0].rows, full[0].host_s)
         profile.costs.learn(r for r in rounds if not full[2:] or r is not full[0])

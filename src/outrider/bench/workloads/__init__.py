@@ -1,16 +1,16 @@
-"""Prompts by name or from a file."""
+"""Prompts by name or from a file, and how they become requests."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.workloads.turns import Conversation, Prompt, TurnReader
 from outrider.engine.acceptance import read_items
 from outrider.errors import InvalidParameter
+from outrider.text import Tokenizer
 
 __all__ = ["BUNDLED", "Conversation", "PromptSet", "TurnReader", "find_prompts", "is_random", "load_prompts"]
 
@@ -19,6 +19,7 @@ BUNDLED = {
     "editing": "code, then a comment that asks for it again with a small change, and the beginning of the copy",
     "json": "JSON documents and Python dictionaries, cut in the middle",
 }
+Ids = tuple[int, ...]
 Item = tuple[str | None, tuple[str, ...]]  # category and turns
 _RANDOM, _RANDOM_COUNT, _RANDOM_TOKENS = "random", 32, 64
 # Spec-Bench publishes six figures. The first is over the eight categories of MT-Bench, which its file keeps apart.
@@ -32,6 +33,16 @@ _SPEC_BENCH = {
     "math_reasoning": "mathematical reasoning",
     "rag": "retrieval-augmented generation",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a user says, turn by turn; the answers between are the model's."""
+
+    turns: tuple[str, ...]
+
+
+Prompt = str | Ids | Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +94,38 @@ def _interleaved(items: Sequence[Item]) -> list[Item]:
     for category, turns in items:
         ranked.append((ranks[category], (category, turns)))
         ranks[category] += 1
-    return [item for _, item in sorted(ranked, key=lambda own: own[0])]
+    return [item for _, item in sorted(ranked, key=lambda ranked_item: ranked_item[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReader:
+    """Turns prompts into token ids. `answer` continues a turn, so that the next one has something to follow."""
+
+    tokenizer: Tokenizer | None
+    chat: bool
+    answer: Callable[[Ids], str]
+    room: int  # tokens a request may have before its output
+
+    def requests(self, prompt: Prompt) -> tuple[list[Ids], int]:
+        """The requests that fit, and how many do not. A conversation ends at the first turn that does not fit."""
+        if not isinstance(prompt, str | Conversation):
+            return ([prompt], 0) if len(prompt) <= self.room else ([], 1)
+        turns = prompt.turns if isinstance(prompt, Conversation) else (prompt,)
+        said: list[str] = []  # turns and answers, alternating
+        requests: list[Ids] = []
+        for number, turn in enumerate(turns, 1):
+            ids = self._encode([*said, turn])
+            if len(ids) > self.room:
+                return requests, len(turns) - number + 1
+            requests.append(ids)
+            if number < len(turns):
+                said += [turn, self.answer(ids)]
+        return requests, 0
+
+    def _encode(self, said: Sequence[str]) -> Ids:
+        if self.tokenizer is None:
+            raise InvalidParameter("workload", "it holds text, and the model has no tokenizer; use random")
+        if not self.chat:
+            return tuple(self.tokenizer.encode("\n\n".join(said)))
+        roles = ("user", "assistant")
+        return tuple(self.tokenizer.chat([{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]))

@@ -83,6 +83,12 @@ class Kernels:
         self.dtype = dtype
         self._future_tokens = future_tokens  # tokens that rows may name before the host knows them
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
+        kv, group = shape.kv_heads * shape.head, shape.heads // shape.kv_heads
+        self.chunk_tokens = 64 // group  # of one program of `attend_chunks`
+        self._section = kv & -kv  # the widest tile that q, k and v are whole numbers of
+        self._norm_warps = 4 if shape.hidden <= 1024 else 16 if shape.hidden <= 2048 else 32
+        self._stages = 3 if shape.head <= 128 and dtype == torch.bfloat16 else 1  # as far as shared memory holds keys and values
+        self._scale = float(shape.head**-0.5 * 1.4426950408889634)  # weights are powers of two
         self._zeros: dict[int, Tensor] = {}
         self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
 
@@ -120,10 +126,6 @@ class Kernels:
             SPLIT_K=_SPLIT_K, HAS_BIAS=bias is not None, num_warps=self._norm_warps,
         )  # fmt: skip
         return normed
-
-    @property
-    def _norm_warps(self) -> int:
-        return 4 if self.shape.hidden <= 1024 else 16 if self.shape.hidden <= 2048 else 32
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile | None = None) -> None:
         """out = x times w transposed ("store"), added to out ("add"), or silu of its pairs ("silu")."""
@@ -201,26 +203,6 @@ class Kernels:
             PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=4 if s.head <= 128 else 8,
             num_stages=self._stages,
         )  # fmt: skip
-
-    @property
-    def _section(self) -> int:
-        """The widest tile that q, k and v are whole numbers of."""
-        kv = self.shape.kv_heads * self.shape.head
-        return kv & -kv
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens of one program of `attend_chunks`."""
-        return 64 // (self.shape.heads // self.shape.kv_heads)
-
-    @property
-    def _stages(self) -> int:
-        """Blocks of keys and values in flight, as far as shared memory holds them."""
-        return 3 if self.shape.head <= 128 and self.dtype == torch.bfloat16 else 1
-
-    @property
-    def _scale(self) -> float:
-        return float(self.shape.head**-0.5 * 1.4426950408889634)  # weights are powers of two
 
     def choose(self, logits: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """The choice (N,) int32 of every row, -1 where there is none, and its chance as a drafter sees it."""

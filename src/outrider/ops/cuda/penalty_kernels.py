@@ -16,17 +16,8 @@ import triton.language as tl
 from outrider.ops.cuda.choice import best_of, score_of
 
 __all__ = [
-    "ADJUSTS",
-    "BANS",
-    "COUNTED",
-    "FILTERS",
-    "PENALTY",
-    "ROW_PARAMS",
-    "SEEN",
-    "STOPS",
-    "penalised_tiles",
-    "penalised_winner",
-]
+    "ADJUSTS", "BANS", "COUNTED", "FILTERS", "PENALTY", "ROW_PARAMS", "SEEN", "STOPS", "penalised_tiles", "penalised_winner",
+]  # fmt: skip
 
 # Words of a row's parameters: begin and end of its sequence's penalties, begin and end of its path's penalties, flags, top_k,
 # min_p, repetition penalty, presence penalty, unused, top_p (float64).

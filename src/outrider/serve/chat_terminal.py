@@ -1,4 +1,4 @@
-"""The screen of a terminal chat: streamed text, live statistics in the last row, a summary line after each answer."""
+"""The terminal of a chat: typed or piped messages, streamed text, live statistics in the last row, and summary lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from types import TracebackType
 
 from outrider.serve.chat_partner import Summary
 
-__all__ = ["Screen", "StatusRow", "Tally", "printable", "totals"]
+__all__ = ["LiveStats", "Screen", "StatusRow", "TypedMessages", "finished", "piped_message", "printable", "totals"]
 
+_BLOCK = '"""'
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REFRESH_S = 0.1
 
@@ -24,7 +25,7 @@ def printable(text: str) -> str:
 
 
 @dataclass(slots=True)
-class Tally:
+class LiveStats:
     """Statistics of a growing answer. A round is a run of accepted draft tokens and the target's token after them."""
 
     tokens: int = 0
@@ -110,7 +111,7 @@ def totals(summaries: Sequence[Summary]) -> str:
     last = summaries[-1]
     lines = [f"{len(summaries)} answer{'s' * (len(summaries) > 1)}, {tokens} tokens, {tokens / max(rounds, 1):.2f} per round"]
     if drafted:
-        lines.append(f"guessed {drafted} tokens, {accepted} came true ({accepted / drafted:.0%})")
+        lines.append(f"drafted {drafted} tokens, {accepted} accepted ({accepted / drafted:.0%})")
     lines.append(f"last: {finished(last)}")
     if last.by_position:
         lines.append("acceptance by position: " + " ".join(f"{share:.0%}" for share in last.by_position))
@@ -132,3 +133,51 @@ def finished(summary: Summary) -> str:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def is_open(text: str) -> bool:
+    """Whether a message continues in the next line: its block of triple quotes is open, or it ends in a backslash."""
+    if text.startswith(_BLOCK):
+        return len(text) < 2 * len(_BLOCK) or not text.endswith(_BLOCK)
+    return text.endswith("\\")
+
+
+def message_of(text: str) -> str:
+    """The message without the quotes or backslashes that continue it over several lines."""
+    if text.startswith(_BLOCK):
+        return text.removeprefix(_BLOCK).removesuffix(_BLOCK).removeprefix("\n").removesuffix("\n")
+    return text.replace("\\\n", "\n")
+
+
+def piped_message() -> str | None:
+    """The next message of standard input; None at its end."""
+    text = sys.stdin.readline()
+    if not text:
+        return None
+    text = text.removesuffix("\n")
+    while is_open(text) and (line := sys.stdin.readline()):
+        text += "\n" + line.removesuffix("\n")
+    return message_of(text)
+
+
+class TypedMessages:
+    """Messages typed at a terminal. Enter sends a complete message. The arrow keys edit and recall."""
+
+    def __init__(self) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import get_app
+        from prompt_toolkit.filters import Condition
+
+        self._session: PromptSession[str] = PromptSession(
+            multiline=Condition(lambda: is_open(get_app().current_buffer.text)), prompt_continuation="… "
+        )
+
+    def read(self) -> str | None:
+        """The next message; None when the user leaves with Ctrl-D, empty when Ctrl-C discards what was typed."""
+        try:
+            return message_of(self._session.prompt("> "))
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print("(Ctrl-D or /quit leaves)")
+            return ""

@@ -1,4 +1,4 @@
-"""The command `train medusa-tree`: it chooses the static tree of Medusa heads.
+"""The command `medusa-tree` of `python -m recipes.pyrite`: it chooses the static tree of Medusa heads.
 
 The target continues prompts, and every head ranks the tokens that the target wrote. The tree holds the paths of ranks that
 were right most often; chosen greedily, it is the best tree of every size.
@@ -19,7 +19,7 @@ from outrider.errors import InvalidParameter
 if TYPE_CHECKING:
     from outrider.train.frozen import FrozenTarget
     from outrider.train.generate import Written
-    from outrider.train.networks import MedusaNetwork
+    from outrider.train.networks import TrainableMedusa
     from outrider.train.tree import Ranks
 
 __all__ = ["TreeOptions", "measure_ranks", "medusa_tree"]
@@ -53,10 +53,10 @@ def medusa_tree(
     from outrider.engine.acceptance import read_prompts
     from outrider.heads import load_medusa
     from outrider.model.bundled import bundled_model
+    from outrider.train.corpus import load_tokenizer
     from outrider.train.frozen import FrozenTarget
-    from outrider.train.networks import MedusaNetwork
+    from outrider.train.networks import TrainableMedusa
     from outrider.train.sizing import pick_device
-    from outrider.train.tokenizer import load_tokenizer
     from outrider.train.tree import static_tree
 
     if nodes < 1:
@@ -67,7 +67,7 @@ def medusa_tree(
     tokenizer = load_tokenizer(model)
     texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in read_prompts(prompts, limit)]
     frozen = FrozenTarget.load(model, pick_device(device))
-    network = MedusaNetwork(load_medusa(directory, frozen.decoder).to(frozen.decoder.norm.device))
+    network = TrainableMedusa(load_medusa(directory, frozen.decoder).to(frozen.decoder.norm.device))
     ranks = measure_ranks(network, frozen, texts, options)
     choices = static_tree(ranks, nodes)
     _report(ranks, choices)
@@ -76,11 +76,11 @@ def medusa_tree(
         print(f"wrote {len(choices)} nodes to {directory / 'config.json'}")
 
 
-def measure_ranks(network: MedusaNetwork, target: FrozenTarget, prompts: Sequence[list[int]], options: TreeOptions) -> Ranks:
+def measure_ranks(network: TrainableMedusa, target: FrozenTarget, prompts: Sequence[list[int]], options: TreeOptions) -> Ranks:
     """(places, heads): each head's rank of the token the target wrote, on texts that neither loop nor end early."""
     import numpy as np
 
-    from outrider.train.evaluation import steady_ranks
+    from outrider.train.tree import steady_ranks
 
     target = target.reading(network.taps)
     parts = []
