@@ -14,8 +14,17 @@ ROW = Ratio("code", 0.0, 1, ratio=0.9, low=0.85, high=0.97, plain_tok_s=100.0, t
 
 
 def test_it_covers_text_that_can_and_cannot_be_guessed() -> None:
-    assert {(c.workload, c.temperature) for c in cases([1, 8], quick=False)} == {("code", 0.0), ("random", 1.0), ("code", 1.5)}
-    assert [(c.workload, c.batch) for c in cases([1, 8], quick=True)] == [("code", 1), ("code", 8), ("random", 1), ("random", 8)]
+    texts = {(c.workload, c.temperature) for c in cases([1, 8], quick=False)}
+    assert texts == {("code", 0.0), ("random", 1.0), ("code", 0.7), ("code", 1.2), ("code", 1.5)}
+    quick = [(c.workload, c.batch) for c in cases([1, 8], quick=True) if c.method == "auto" and not c.tokens]
+    assert quick == [("code", 1), ("code", 8), ("random", 1), ("random", 8)]
+
+
+def test_it_covers_drafters_by_name_and_short_answers() -> None:
+    whole = cases([1], quick=False)
+    for method in ("draft_model", "eagle", "useless"):
+        assert {c.batch for c in whole if c.method == method and not c.tokens} == {1, 4, 8, 16}
+    assert {(c.prompt, c.tokens) for c in whole if c.tokens} == {(p, t) for p in (64, 2000) for t in (4, 16, 32)}
 
 
 def test_slower_beyond_doubt_is_an_interval_below_the_floor() -> None:
