@@ -276,7 +276,7 @@ def _follow(text: SuffixAutomaton, match: Match, options: SuffixOptions, nodes: 
             match = match if following else text.shorter(match)
         seen = sum(after.times for after in following) + _escape(match.length)
         for times, _, token in [max(following)] if branch == 1 else heapq.nlargest(branch, following):
-            chance = survival * times / seen
+            chance = survival * (times / seen)
             if chance >= options.min_prob:
                 yield chance, token, (match, token, depth + 1)
 
