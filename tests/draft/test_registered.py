@@ -193,7 +193,7 @@ ODD = [
 def test_a_registered_drafter_can_follow(drafted: Path, forgetful: None, speculation: dict[str, object]) -> None:
     drafter = Following()
     outrider.register_drafter("following", lambda context: drafter)  # type: ignore[arg-type, return-value]
-    fast, stats = tokens(drafted, speculation)
+    fast, stats = tokens(drafted, speculation | {"adaptive": False})
     assert fast == tokens(drafted, "none")[0]
     assert stats["fallback_reason"] is None
     assert stats["drafted"]
@@ -208,7 +208,7 @@ def test_nonsense_after_a_path_changes_nothing(
     """A draft model would read it, and write its rows, before the engine could check it."""
     drafter = Following(odd)
     outrider.register_drafter("following", lambda context: drafter)  # type: ignore[arg-type, return-value]
-    fast, stats = tokens(drafted, speculation)
+    fast, stats = tokens(drafted, speculation | {"adaptive": False})
     assert fast == tokens(drafted, "none")[0]
     assert drafter.asked
     assert stats["fallback_reason"] is None if odd == [[], [], []] else "Fault" in str(stats) or "Error" in str(stats)
@@ -242,7 +242,7 @@ def test_a_factory_is_called() -> None:
     ],
 )
 def test_lookup_drafters_take_their_settings(model: Path, speculation: dict[str, object], kind: str) -> None:
-    llm = LLM(str(model), load_format="dummy", speculation=speculation)
+    llm = LLM(str(model), load_format="dummy", speculation=speculation | {"adaptive": False})
     assert type(llm.engine.drafter.drafter).__name__ == kind
     with pytest.raises(InvalidParameter, match="unknown setting 'typo'"):
         check_speculation(SpeculationConfig.parse(speculation | {"typo": 1}))
