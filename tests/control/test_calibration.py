@@ -74,7 +74,7 @@ def test_a_drafter_that_was_never_timed_here_is_calibrated_too(cache: Path) -> N
 
 def test_what_service_taught_is_saved_when_the_object_goes_away(cache: Path) -> None:
     llm = LLM(speculation="auto:members=suffix", calibration_s=0)
-    llm.generate("for i in range(10):\n    print(i)\n" * 4, SamplingParams(temperature=0, max_tokens=40))
+    llm.generate("for i in range(10):\n    print(i)\n" * 4, SamplingParams(temperature=0, max_tokens=200))
     assert not list(cache.rglob("*.json"))
     del llm
     gc.collect()

@@ -204,7 +204,7 @@ def test_errors_leak_no_internals(
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("/secret/path")
 
-    monkeypatch.setattr(llm, "requests", broken)
+    monkeypatch.setattr(type(llm.intake), "prepare", broken)
     answer = server.post("/v1/completions", prompt="x", max_tokens=1)
     assert answer.status_code == 500
     assert "secret" not in answer.text
