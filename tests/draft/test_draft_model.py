@@ -251,4 +251,4 @@ def test_one_call_drafts_what_growing_does(decoder, temperature: float, monkeypa
         found.append(rounds)
     for (trees, survival), (grown, grown_survival) in zip(*found, strict=True):
         assert trees == grown
-        torch.testing.assert_close(survival, grown_survival)
+        torch.testing.assert_close(survival, grown_survival, rtol=1.3e-6, atol=1e-5)  # torch's bounds for float32, which they are
