@@ -31,7 +31,7 @@ from outrider.bench.bandwidth import reading as reading_of
 from outrider.bench.environment import environment
 from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
-from outrider.model import Feed, LoadOptions, ModelConfig, Rope, Runner, load_decoder, write_config
+from outrider.model import Feed, LlamaShape, LoadOptions, ModelSpec, Rope, Runner, load_decoder, write_config
 from outrider.model.bundled import bundled_model
 from outrider.ops import Blocked, Core, Native, find_core, one_torch_thread
 from outrider.options import Threads, set_threads
@@ -42,10 +42,10 @@ _PAGE = 64
 _ENOUGH = 5  # undisturbed samples
 _STEPS = 100_000  # of the instruction whose speed is measured: half a millisecond
 _LLAMA = {"architecture": "LlamaForCausalLM", "context": 2048, "rope": Rope(), "tied": True, "dtype": "bfloat16", "head_dim": 64}
-RANDOM_MODELS: dict[str, ModelConfig] = {
-    "40m": ModelConfig(vocab=8192, hidden=512, layers=12, heads=8, kv_heads=4, ffn=1408, **_LLAMA),  # type: ignore[arg-type]
-    "150m": ModelConfig(vocab=8192, hidden=768, layers=24, heads=12, kv_heads=4, ffn=2048, **_LLAMA),  # type: ignore[arg-type]
-    "1.1b": ModelConfig(vocab=32000, hidden=2048, layers=22, heads=32, kv_heads=4, ffn=5632, **_LLAMA),  # type: ignore[arg-type]
+RANDOM_MODELS: dict[str, ModelSpec] = {
+    "40m": LlamaShape(vocab=8192, hidden=512, layers=12, heads=8, kv_heads=4, ffn=1408, **_LLAMA).spec(),  # type: ignore[arg-type]
+    "150m": LlamaShape(vocab=8192, hidden=768, layers=24, heads=12, kv_heads=4, ffn=2048, **_LLAMA).spec(),  # type: ignore[arg-type]
+    "1.1b": LlamaShape(vocab=32000, hidden=2048, layers=22, heads=32, kv_heads=4, ffn=5632, **_LLAMA).spec(),  # type: ignore[arg-type]
 }
 
 
@@ -112,10 +112,10 @@ def _measure(core: Core | None, model: str, dtype: str, setting: ForwardSetting)
 
 def _floors(core: Core, runner: Runner, ms: dict[int, float], reading: _CallTimes, adding: _CallTimes) -> dict[str, Any]:
     """What the same processor needs in the same minutes to read the weights and to multiply them."""
-    c = runner.decoder.config
+    c = runner.decoder.spec
     a_layer = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + 3 * c.hidden * c.ffn
     done = core.multiply_add(c.dtype, _STEPS)
-    arithmetic = adding.ms * (c.layers * a_layer + c.vocab * c.hidden) / done if done else 0.0
+    arithmetic = adding.ms * (c.depth * a_layer + c.vocab * c.hidden) / done if done else 0.0
     floor = {count: max(reading.ms, count * arithmetic) for count in ms}
     return {
         "bandwidth_gb_s": round(runner.weight_bytes / reading.ms / 1e6, 2),
@@ -132,7 +132,7 @@ def _time_calls(
     core: Core | None, runner: Runner, setting: ForwardSetting
 ) -> tuple[dict[int, _CallTimes], _CallTimes, _CallTimes]:
     """Forwards with their logits by row count, reads of as many bytes, and multiply-adds; all interleaved."""
-    vocab, pages = runner.decoder.config.vocab, list(range(runner.pool.pages - 1))
+    vocab, pages = runner.decoder.spec.vocab, list(range(runner.pool.pages - 1))
     tokens = [i * 7919 % vocab for i in range(setting.context + max(setting.rows))]
     runner.forward([Feed(pages, 0, tokens[: setting.context])])
     watches, reading, adding = {count: _CallTimes() for count in setting.rows}, _CallTimes(), _CallTimes()
@@ -147,7 +147,7 @@ def _time_calls(
             read = reading_of(core, memory)
             read()  # brings the buffer where the weights were
             reading.time(read)
-            adding.time(partial(core.multiply_add, runner.decoder.config.dtype, _STEPS))
+            adding.time(partial(core.multiply_add, runner.decoder.spec.dtype, _STEPS))
     return watches, reading, adding
 
 
@@ -178,9 +178,9 @@ def _runner(core: Core | None, model: str, dtype: str, setting: ForwardSetting) 
         else:
             known = ", ".join(("pyrite", "draft", *RANDOM_MODELS))
             raise InvalidParameter("--models", f"unknown {model!r}; a directory, or one of: {known}")
-    c = decoder.config
+    c = decoder.spec
     ops = None if core is None else Native(core)
-    return Runner(decoder, KVPool(c.layers, pages, c.kv_heads, _PAGE, c.head_dim), ops)
+    return Runner(decoder, KVPool(c.depth, pages, c.kv_heads, _PAGE, c.head_dim), ops)
 
 
 def main(

@@ -42,8 +42,8 @@ def bench_loss(data: Path, model: str | None, dtypes: Sequence[str], limit: int 
 
 def _loss(directory: Path, dtype: str, texts: Sequence[Sequence[int]]) -> tuple[float, int]:
     decoder = load_decoder(directory, LoadOptions(dtype))
-    c, pages = decoder.config, -(-max(map(len, texts)) // _PAGE)
-    runner = Runner(decoder, KVPool(c.layers, pages + 1, c.kv_heads, _PAGE, c.head_dim))
+    c, pages = decoder.spec, -(-max(map(len, texts)) // _PAGE)
+    runner = Runner(decoder, KVPool(c.depth, pages + 1, c.kv_heads, _PAGE, c.head_dim))
     total, tokens = 0.0, 0
     for ids in texts:
         logits = runner.logits(runner.forward([Feed(range(pages), 0, ids)]).last, range(len(ids)))

@@ -86,7 +86,7 @@ def measure_round(
 ) -> RoundCost:
     """Time plain rounds, and how much of each is the model and the choice."""
     engine = LLM(model, speculation="none", load_format=load_format, max_num_seqs=batch).engine
-    vocab = engine.runner.decoder.config.vocab
+    vocab = engine.runner.decoder.spec.vocab
     prompt = [i * 7919 % vocab for i in range(64)]
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=rounds + _WARM_UP, ignore_eos=True)
     for i in range(batch + queued):

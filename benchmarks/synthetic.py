@@ -36,16 +36,16 @@ from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
-from outrider.model import Decoder, Feed, ModelConfig, Rope
+from outrider.model import Decoder, Feed, LlamaShape, ModelSpec, Rope
 from outrider.options import numbers
 from outrider.sampling import SamplingParams
 
 __all__ = ["SHAPES", "Synthetic", "permutations", "synthetic_decoder"]
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
-SHAPES: dict[str, ModelConfig] = {
-    "8b": ModelConfig(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, dtype="bfloat16", **_LLAMA),
-    "1b": ModelConfig(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, dtype="bfloat16", **_LLAMA),
+SHAPES: dict[str, ModelSpec] = {
+    "8b": LlamaShape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, dtype="bfloat16", **_LLAMA).spec(),
+    "1b": LlamaShape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, dtype="bfloat16", **_LLAMA).spec(),
 }
 _PAGE = 64
 _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
@@ -65,7 +65,7 @@ def permutations(vocab: int, agreement: float, seed: int = 0) -> tuple[Tensor, T
 
 
 @torch.no_grad()
-def synthetic_decoder(config: ModelConfig, perm: Tensor, device: str = "cuda") -> Decoder:
+def synthetic_decoder(config: ModelSpec, perm: Tensor, device: str = "cuda") -> Decoder:
     """A decoder whose greedy choice after t is perm[t], built on the device."""
     with torch.device(device):
         decoder = Decoder(config, torch.bfloat16, torch.bfloat16)
@@ -101,7 +101,9 @@ class Synthetic:
     def __init__(self, agreement: float = 0.8, exact: bool = True, layers: int | None = None, pages: int = 1600) -> None:
         from outrider.model.cuda_runner import CudaOptions, CudaRunner  # needs Triton
 
-        shapes = {name: shape if layers is None else replace(shape, layers=layers) for name, shape in SHAPES.items()}
+        shapes = {
+            name: shape if layers is None else replace(shape, layers=shape.layers[:layers]) for name, shape in SHAPES.items()
+        }
         self.perm, drafted = permutations(shapes["8b"].vocab, agreement)
         self.options = CudaOptions(exact=exact)
         self.target = CudaRunner(synthetic_decoder(shapes["8b"], self.perm), pages, _PAGE, "cuda", self.options)
@@ -300,13 +302,13 @@ def _wall(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begun, result
 
 
-def _transformers_model(c: ModelConfig, perm: Tensor) -> Any:
+def _transformers_model(c: ModelSpec, perm: Tensor) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=c.vocab, hidden_size=c.hidden, num_hidden_layers=c.layers, num_attention_heads=c.heads,
+        vocab_size=c.vocab, hidden_size=c.hidden, num_hidden_layers=c.depth, num_attention_heads=c.heads,
         num_key_value_heads=c.kv_heads, head_dim=c.head_dim, intermediate_size=c.ffn, max_position_embeddings=c.context,
-        rms_norm_eps=c.norm_eps, tie_word_embeddings=False, dtype=torch.bfloat16, bos_token_id=None, eos_token_id=None,
+        rms_norm_eps=c.norm.eps, tie_word_embeddings=False, dtype=torch.bfloat16, bos_token_id=None, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
     with torch.device("cuda"), torch.no_grad():

@@ -129,7 +129,7 @@ def test_bench_acceptance_goes_on_without_a_drafter(outrider, tmp_path: Path) ->
     folder = write_tokenizer(tmp_path / "model")
     decoder = load_decoder(write_family(tmp_path / "config", "llama2", vocab_size=300), LoadOptions(load_format="dummy"))
     save_decoder(decoder, folder)
-    write_config(decoder.config, folder)
+    write_config(decoder.spec, folder)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "def main"}) + "\n")
     arguments = ["bench", "acceptance", str(prompts), "--model", str(folder), "--temperatures", "0", "--max-tokens", "4"]

@@ -18,7 +18,7 @@ from benchmarks.baselines.figures import Measured, PromptRun, Reference, ratios,
 from benchmarks.baselines.to_gguf import write_gguf
 from benchmarks.baselines.weights import export_model, find_model
 from outrider.errors import InvalidParameter, OutriderError
-from outrider.model import ModelConfig
+from outrider.model import read_spec
 from outrider.text import Tokenizer
 
 __all__ = ["ENGINES", "BaselineSetting", "compare_baselines"]
@@ -176,7 +176,7 @@ def _absence(answer: Mapping[str, Any]) -> str:
 
 def _loads(source: Path, setting: BaselineSetting, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
     """What each process has to load; files are written when the engine that reads them is next."""
-    context = ModelConfig.read(source).context
+    context = read_spec(source).context
     for engine in setting.engines:
         if setting.device != "cpu" and engine not in ("outrider", "transformers"):
             missing[engine] = f"is compared on the CPU alone, not on {setting.device}"
@@ -212,10 +212,10 @@ def _gguf_files(source: Path, kind: str) -> dict[str, str | None]:
 
 def _prompt_ids(model: str, setting: BaselineSetting, source: Path) -> list[list[int]]:
     """The prompts in tokens; what has no tokenizer reads made-up ones. The last is for the prefill alone."""
-    tokenizer, vocab = Tokenizer.load(source), ModelConfig.read(source).vocab
+    tokenizer, vocab = Tokenizer.load(source), read_spec(source).vocab
     made_up = [[(i * 7919 + j * 104729) % vocab for i in range(64)] for j in range(max(len(setting.prompts), 1))]
     prompts = made_up if tokenizer is None else [tokenizer.encode(text) for text in setting.prompts]
-    longest = ModelConfig.read(source).context - setting.tokens
+    longest = read_spec(source).context - setting.tokens
     if any(len(ids) > longest for ids in prompts):
         raise InvalidParameter(
             "--prompts", f"one is longer than {longest} tokens, all that {model} can read before {setting.tokens}"

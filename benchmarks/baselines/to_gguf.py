@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelError, OutriderError
-from outrider.model import ModelConfig
+from outrider.model import ModelSpec, read_spec
 from outrider.model.load import read_tensors
 from outrider.text import Tokenizer
 
@@ -45,7 +45,7 @@ _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # token types
 def write_gguf(directory: Path, path: Path, kind: str) -> None:
     """Write the model in `directory` with its matrices in one of KINDS."""
     gguf = _package()
-    config = ModelConfig.read(directory)
+    config = read_spec(directory)
     if any(config.windows):
         raise ModelError(f"{directory}: GGUF of a model with sliding windows is not written here")
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.architecture])
@@ -71,23 +71,24 @@ def _package() -> Any:
     return gguf
 
 
-def _write_fields(writer: Any, c: ModelConfig, name: str) -> None:
+def _write_fields(writer: Any, c: ModelSpec, name: str) -> None:
     writer.add_name(name)
     writer.add_context_length(c.context)
     writer.add_embedding_length(c.hidden)
-    writer.add_block_count(c.layers)
+    writer.add_block_count(c.depth)
     writer.add_feed_forward_length(c.ffn)
     writer.add_head_count(c.heads)
     writer.add_head_count_kv(c.kv_heads)
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)
     writer.add_rope_dimension_count(c.head_dim)
-    writer.add_rope_freq_base(c.rope.theta)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
+    assert c.attention.rope is not None
+    writer.add_rope_freq_base(c.attention.rope.theta)
+    writer.add_layer_norm_rms_eps(c.norm.eps)
     writer.add_vocab_size(c.vocab)
 
 
-def _write_tokens(writer: Any, directory: Path, config: ModelConfig) -> None:
+def _write_tokens(writer: Any, directory: Path, config: ModelSpec) -> None:
     tokenizer = Tokenizer.load(directory)
     tokens, kinds = [f"<{i}>" for i in range(config.vocab)], [_UNUSED] * config.vocab
     if tokenizer is not None:
@@ -112,19 +113,21 @@ def _merges(directory: Path) -> list[str]:
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges] or ["a b"]
 
 
-def _tensors(directory: Path, config: ModelConfig) -> list[tuple[str, Tensor]]:
+def _tensors(directory: Path, config: ModelSpec) -> list[tuple[str, Tensor]]:
     """GGUF names and tensors; Llama's queries and keys in the order of its interleaved rotation."""
     tensors = [_tensor(name, tensor, config) for name, tensor, _ in read_tensors(directory)]
-    plain = torch.tensor([config.rope.theta ** (-2.0 * i / config.head_dim) for i in range(config.head_dim // 2)])
-    factors = plain / torch.tensor(config.rope.frequencies(config.head_dim))
-    if config.rope.kind != "default":
+    rope = config.attention.rope
+    assert rope is not None
+    plain = torch.tensor([rope.theta ** (-2.0 * i / config.head_dim) for i in range(config.head_dim // 2)])
+    factors = plain / torch.tensor(rope.variants(config.head_dim)[0].frequencies)
+    if rope.kind != "default":
         if _ARCHITECTURES[config.architecture] != "llama":
             raise ModelError(f"{directory}: GGUF of {config.architecture} with scaled rotary frequencies is not written here")
         tensors.append(("rope_freqs.weight", factors))
     return tensors
 
 
-def _tensor(name: str, tensor: Tensor, config: ModelConfig) -> tuple[str, Tensor]:
+def _tensor(name: str, tensor: Tensor, config: ModelSpec) -> tuple[str, Tensor]:
     whole = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",

@@ -128,7 +128,7 @@ def _finish(run: Pretraining, tokens: TokenCorpus, loop: LoopOptions, out: Path)
     """Train, export, and measure the export on held-out text."""
     from outrider.train.sizing import evaluation_rows
 
-    _log(f"model: {run.decoder.config.parameters / 1e6:.1f}M parameters on {run.device}")
+    _log(f"model: {run.decoder.spec.parameters / 1e6:.1f}M parameters on {run.device}")
     _log(f"steps of {loop.rows} rows of {run.options.shape.context} tokens, {loop.micro_rows} rows at a time")
     run.warm_up()
     run.train(tokens, loop)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from outrider.model import ModelConfig
+from outrider.model import ModelSpec
 from outrider.train.attention import causal_attend
 
 __all__ = ["fastest_kernel", "kernel"]
@@ -30,7 +30,7 @@ def kernel(name: str) -> Iterator[None]:
         yield
 
 
-def fastest_kernel(config: ModelConfig, rows: int, context: int, device: torch.device) -> str:
+def fastest_kernel(config: ModelSpec, rows: int, context: int, device: torch.device) -> str:
     """The fused kernel whose forward and backward is quickest here; "default" off CUDA."""
     if device.type != "cuda":
         return "default"
@@ -60,7 +60,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() < 0.05 * other.norm())
 
 
-def _try_kernel(name: str, config: ModelConfig, rows: int, context: int) -> _KernelRun:
+def _try_kernel(name: str, config: ModelSpec, rows: int, context: int) -> _KernelRun:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(heads: int) -> Tensor:

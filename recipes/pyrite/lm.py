@@ -56,7 +56,7 @@ class LmTask:
 @torch.no_grad()
 def heldout_loss(decoder: Decoder, store: TokenStore, max_rows: int | None = None, batch: int = 16) -> HeldoutLoss:
     """Loss over consecutive rows of a store; `max_rows` takes evenly spread ones."""
-    context = min(decoder.config.context, store.tokens - 1)
+    context = min(decoder.spec.context, store.tokens - 1)
     starts = np.arange(0, store.tokens - context, context)
     if max_rows is not None and len(starts) > max_rows:
         starts = starts[np.linspace(0, len(starts) - 1, max_rows).astype(int)]
@@ -75,10 +75,10 @@ def greedy(decoder: Decoder, prompt: Sequence[int], count: int) -> list[int]:
     """The most probable continuation, computed anew from all tokens for every token."""
     ids = list(prompt)
     device = decoder.norm.device
-    for _ in range(min(count, decoder.config.context - len(ids))):
+    for _ in range(min(count, decoder.spec.context - len(ids))):
         logits = _logits(decoder, torch.tensor([ids], device=device), last_only=True)
         ids.append(int(logits[-1].argmax()))
-        if ids[-1] in decoder.config.eos_ids:
+        if ids[-1] in decoder.spec.eos_ids:
             break
     return ids[len(prompt) :]
 

@@ -46,7 +46,7 @@ def write_after_stubs(decoder: Decoder, store: TokenStore, stubs: Stubs, writing
         temperature = torch.from_numpy(generator.choice(writing.temperatures, len(prompts))).float()
         seed = writing.seed * 1000 + turn
         written = _write(decoder, (prompts, lengths), writing.length, temperature, seed)
-        documents.append(written.tokens[steady(written, decoder.config.eos_ids[0])].cpu().numpy())
+        documents.append(written.tokens[steady(written, decoder.spec.eos_ids[0])].cpu().numpy())
         if time.monotonic() - begin > writing.seconds:
             break
     texts = np.concatenate(documents)

@@ -58,7 +58,7 @@ class Pretraining:
     def warm_up(self) -> None:
         """Choose the attention kernel and compile; weights stay as they are."""
         shape, rows = self.options.shape, self.options.micro_rows or self.options.rows
-        best = fastest_kernel(self.decoder.config, rows, shape.context, self.device)
+        best = fastest_kernel(self.decoder.spec, rows, shape.context, self.device)
         self._kernel = best
         if not self.options.compile:
             return

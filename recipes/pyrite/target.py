@@ -140,7 +140,7 @@ def _build(args: argparse.Namespace) -> Pretraining:
         shape = DecoderShape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=512, context=128)
     rates = OptimOptions(kind=args.optimizer, lr=args.lr, adam_lr=args.adam_lr)
     run = Pretraining(PretrainOptions(shape, rates, args.rows, compile=not args.no_compile))
-    note(f"{run.decoder.config.parameters / 1e6:.1f}M parameters on {run.device}")
+    note(f"{run.decoder.spec.parameters / 1e6:.1f}M parameters on {run.device}")
     return run
 
 

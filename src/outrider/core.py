@@ -141,6 +141,7 @@ class Sequence:
     stop_reason: int | str | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     guide: Guide | None = None  # what a grammar lets follow
+    rotary_start: int = 0  # the first row of the target's rotary table for its length; it never changes
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -153,6 +154,11 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that it can have, prompt included."""
+        return len(self.request.prompt_ids) + self.request.max_tokens
 
 
 @dataclass(frozen=True, slots=True)

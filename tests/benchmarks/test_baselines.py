@@ -78,9 +78,9 @@ def test_stretched_frequencies_are_written_as_factors(tmp_path: Path) -> None:
     save_decoder(decoder, folder)
     write_gguf(folder, tmp_path / "llama3.gguf", "BF16")
     factors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "llama3.gguf").tensors}["rope_freqs.weight"]
-    rope, width = decoder.config.rope, decoder.config.head_dim
+    rope, width = decoder.spec.attention.rope, decoder.spec.head_dim
     plain = [rope.theta ** (-2.0 * i / width) for i in range(width // 2)]
-    assert [p / f for p, f in zip(plain, factors, strict=True)] == pytest.approx(rope.frequencies(width))
+    assert [p / f for p, f in zip(plain, factors, strict=True)] == pytest.approx(rope.variants(width)[0].frequencies)
 
 
 def test_transformers_reads_the_same_model_and_the_absent_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_rows_of_another_s_making_are_not_taken(both_paths: str, small: Decoder)
             tree = [([1] * n, range(-1, n - 1)) for n in plan.lengths]
             counts = [1 + n if n and fed == 1 else 0 for n, fed in zip(plan.lengths, batch.feeds, strict=True)]
             self.forged += sum(counts)
-            return replace(Drafts.trees(tree), resume=Resume(2, torch.randn(sum(counts), small.config.hidden), counts))
+            return replace(Drafts.trees(tree), resume=Resume(2, torch.randn(sum(counts), small.spec.hidden), counts))
 
     request = make_request([5, 6, 7], SamplingParams(temperature=0.8, seed=3, max_tokens=20))
     plain = run(make_engine(small), [request])[0]

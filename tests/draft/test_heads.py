@@ -106,8 +106,8 @@ def test_trees_hold_the_chain_and_are_ranked(decoder: Decoder) -> None:
 
 
 def medusa(decoder: Decoder, own_output: bool, dynamic: bool) -> MedusaDrafter:
-    c = decoder.config
-    heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, heads=3, own_output=own_output), Borrowed.of(decoder))
+    c = decoder.spec
+    heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.depth, heads=3, own_output=own_output), Borrowed.of(decoder))
     heads.requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)

@@ -52,8 +52,8 @@ def eagle(engine: Engine, form: str, shape: TreeShape) -> EagleDrafter:
 
 def medusa(engine: Engine, dynamic: bool) -> MedusaDrafter:
     decoder = engine.runner.decoder
-    c = decoder.config
-    heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, heads=3), Borrowed.of(decoder)).requires_grad_(False)
+    c = decoder.spec
+    heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.depth, heads=3), Borrowed.of(decoder)).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
     return MedusaDrafter(heads.eval(), Blocked(), dynamic, PAGE)

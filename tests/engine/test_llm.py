@@ -254,7 +254,7 @@ def test_bad_words_never_appear(llm: LLM) -> None:
 def test_a_draft_stored_in_int8_is_served_so(method: str, dtype: str) -> None:
     bundled = LLM(speculation=method)
     assert bundled.config.dtype == "bfloat16"
-    assert [runner.decoder.config.dtype for runner in bundled._built.draft_runners] == [dtype]
+    assert [runner.decoder.spec.dtype for runner in bundled._built.draft_runners] == [dtype]
 
 
 def test_no_end_of_a_prompt_appears_in_the_text(llm: LLM) -> None:

@@ -31,8 +31,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def crowded(decoder: Decoder, drafter: Drafter, length: int, seqs: int = 6) -> Engine:
-    shape = decoder.config
-    pool = KVPool(shape.layers, PAGES + 1, shape.kv_heads, SIZE, shape.head_dim)
+    shape = decoder.spec
+    pool = KVPool(shape.depth, PAGES + 1, shape.kv_heads, SIZE, shape.head_dim)
     config = EngineConfig(page_size=SIZE, max_num_seqs=seqs, max_batch_rows=24)
     return Engine(Runner(decoder, pool), None, drafter, FixedLength(length), config)
 

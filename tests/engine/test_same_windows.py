@@ -74,7 +74,7 @@ def test_windows_trees_and_pages(  # type: ignore[no-untyped-def]
 def spoiled_decoder(root: Path, window: int, dtype: str, value: float) -> Decoder:
     """A decoder with one token whose embedding is not finite, and which no text chooses."""
     decoder = windowed_decoder(root, window, dtype)
-    spoiled = Decoder(replace(decoder.config), getattr(torch, dtype)).requires_grad_(False).eval()
+    spoiled = Decoder(replace(decoder.spec), getattr(torch, dtype)).requires_grad_(False).eval()
     spoiled.load_state_dict(decoder.state_dict())
     spoiled.embedding[SPOILED, 3:9] = value
     return spoiled

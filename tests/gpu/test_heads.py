@@ -17,7 +17,7 @@ from outrider.draft.none import NoDrafter
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.engine import Engine
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, EagleRunner, MedusaConfig, MedusaHeads, MedusaRunner
-from outrider.model import Decoder, Feed, ModelConfig
+from outrider.model import Decoder, Feed, LlamaShape
 from outrider.ops import Blocked
 from outrider.sampling import Row, SamplingParams, rank
 from tests.support import VOCAB, make_request, random_decoder, run, write_family
@@ -51,8 +51,10 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def make_head(decoder: Decoder, form: str, draft_vocab: int | None = None) -> EagleHead:
-    c = decoder.config
-    shape = ModelConfig(c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.rope)
+    c = decoder.spec
+    shape = LlamaShape(
+        c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.attention.rope
+    ).spec()
     reduced = {} if draft_vocab is None else {"draft_vocab": draft_vocab, "own_output": True}
     config = EagleConfig(shape, c.hidden, **FORMS[form], **reduced)  # type: ignore[arg-type]
     head = shuffled(EagleHead(config, Borrowed.of(decoder)))
@@ -67,7 +69,7 @@ def test_an_eagle_head_on_the_device(decoder: Decoder, form: str) -> None:
     from outrider.heads.cuda_runners import CudaEagleRunner
     from outrider.model.cuda_runner import CudaRunner
 
-    c, head = decoder.config, make_head(decoder, form)
+    c, head = decoder.spec, make_head(decoder, form)
     config = head.config
     host = EagleRunner(deepcopy(head), KVPool(1, PAGES, c.kv_heads, SIZE, c.head_dim), Blocked())
     device = CudaEagleRunner(head, CudaRunner(decoder, PAGES, SIZE, DEVICE))
@@ -107,7 +109,7 @@ def test_a_chain_equals_drafting_token_by_token(
     for runner in (chains, steps):  # what lies before a sequence's first slot must not matter
         for pool in (runner._pool.keys, runner._pool.values):
             pool.normal_(std=30.0)
-    width = len(head.config.taps) * decoder.config.hidden
+    width = len(head.config.taps) * decoder.spec.hidden
     texts = [([4, 1], 1, [5, 6, 7, 8, 9, 10, 11]), ([2, 0], 14, [12]), ([3, 5], 3, [13, 14])]
     feeds = [Feed(pages, start, tokens, first_key=1 if start < 3 else start) for pages, start, tokens in texts]
     taps = [torch.randn(len(feed.tokens), width, generator=torch.Generator().manual_seed(i)) for i, feed in enumerate(feeds)]
@@ -146,7 +148,7 @@ def test_an_eagle_drafter_changes_no_token(decoder: Decoder) -> None:
         return run(Engine(target, None, drafter, FixedLength(length), config), to_submit)
 
     plain = texts(NoDrafter(), 0)
-    head, c = make_head(decoder, "eagle3.1"), decoder.config
+    head, c = make_head(decoder, "eagle3.1"), decoder.spec
     pool = KVPool(1, 20, c.kv_heads, SIZE, c.head_dim)
     fast = texts(EagleDrafter(head, pool, Blocked(), runner=CudaEagleRunner(head, target)), 3)
     assert [writer.seq.tokens for writer in fast] == [writer.seq.tokens for writer in plain]
@@ -157,7 +159,7 @@ def test_medusa_heads_on_the_device(decoder: Decoder) -> None:
     from outrider.heads.cuda_runners import CudaMedusaRunner
     from outrider.model.cuda_runner import CudaRunner
 
-    c = decoder.config
+    c = decoder.spec
     heads = shuffled(MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, heads=3, blocks=2), Borrowed.of(decoder)))
     assert isinstance(heads, MedusaHeads)
     host = MedusaRunner(deepcopy(heads), Blocked())

@@ -150,7 +150,7 @@ def test_an_engine_chooses_alike_with_and_without_drafts(tmp_path: Path) -> None
     from outrider.model.cuda_runner import CudaRunner
 
     decoder = random_decoder(write_family(tmp_path, "llama2", hidden_size=64, num_key_value_heads=2))
-    rng, vocab = random.Random(4), decoder.config.vocab
+    rng, vocab = random.Random(4), decoder.spec.vocab
     params = [random_params(rng, vocab) for _ in range(6)]
     params.append(SamplingParams(temperature=0.9, top_p=0.8, allowed_token_ids=tuple(range(0, vocab, 2)), max_tokens=10))
     params.append(SamplingParams(temperature=0.9, repetition_penalty=1.2, logprobs=2, max_tokens=10))

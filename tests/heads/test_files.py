@@ -241,7 +241,7 @@ def medusa_by_hand(target: Decoder, directory: Path, prefix: str) -> dict[str, T
     for h in range(2):
         tensors[f"{prefix}{h}.0.linear.weight"] = torch.randn(H, H, generator=generator)
         tensors[f"{prefix}{h}.0.linear.bias"] = torch.randn(H, generator=generator)
-        tensors[f"{prefix}{h}.1.weight"] = torch.randn(target.config.vocab, H, generator=generator)
+        tensors[f"{prefix}{h}.1.weight"] = torch.randn(target.spec.vocab, H, generator=generator)
     save_file(tensors, directory / "medusa_lm_head.safetensors")
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "toy"}
     (directory / "config.json").write_text(json.dumps(config))

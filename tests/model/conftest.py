@@ -17,5 +17,5 @@ def saved(tmp_path: Path) -> Path:
     out = tmp_path / "model"
     out.mkdir()
     save_decoder(decoder, out)
-    write_config(decoder.config, out)
+    write_config(decoder.spec, out)
     return out

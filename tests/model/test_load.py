@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import InvalidParameter, ModelError
-from outrider.model import LoadOptions, ModelConfig, load_decoder, locate, save_decoder, write_config
+from outrider.model import LoadOptions, compile_spec, load_decoder, locate, save_decoder, write_config
 from outrider.model.load import generation_defaults
 from tests.support import family_config, random_decoder, write_family
 
@@ -32,7 +32,7 @@ def test_shards_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("outrider.model.load._SHARD_BYTES", 20_000)
     decoder = load_decoder(write_family(tmp_path / "config", "qwen2", dtype="bfloat16"), LoadOptions(load_format="dummy"))
     save_decoder(decoder, tmp_path / "out")
-    write_config(decoder.config, tmp_path / "out")
+    write_config(decoder.spec, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     reloaded = load_decoder(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), reloaded.parameters(), strict=True))
@@ -41,13 +41,13 @@ def test_shards_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_int8_is_close_and_stable(saved: Path, tmp_path: Path) -> None:
     decoder = load_decoder(saved)
     save_decoder(decoder, tmp_path / "int8", int8=True)
-    write_config(decoder.config, tmp_path / "int8")
+    write_config(decoder.spec, tmp_path / "int8")
     once = load_decoder(tmp_path / "int8")
     for a, b in zip(decoder.parameters(), once.parameters(), strict=True):
         if a.dim() == 2:
             assert (a - b).abs().max() <= a.abs().max() / 127
     save_decoder(once, tmp_path / "again", int8=True)
-    write_config(decoder.config, tmp_path / "again")
+    write_config(decoder.spec, tmp_path / "again")
     twice = load_decoder(tmp_path / "again")
     for a, b in zip(once.parameters(), twice.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
@@ -106,15 +106,15 @@ def test_pickles_are_refused(saved: Path) -> None:
 @pytest.mark.parametrize("key", ["auto_map", "_attn_implementation_internal", "trust_remote_code"])
 def test_configs_that_would_run_code_are_refused(key: str) -> None:
     with pytest.raises(ModelError, match=key):
-        ModelConfig.from_hf({"architectures": ["LlamaForCausalLM"], key: {"AutoModel": "evil.Model"}})
+        compile_spec({"architectures": ["LlamaForCausalLM"], key: {"AutoModel": "evil.Model"}})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*known: LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'.*llama3"),
+        ({"architectures": ["LlamaForCausalLM2"]}, "LlamaForCausalLM2.*nearest known one is LlamaForCausalLM .*Transformers"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish'.*known: silu"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "rope type 'spiral'.*llama3"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
@@ -123,7 +123,7 @@ def test_unsupported_configs_say_what_is_known(change: dict, message: str) -> No
     data |= {"num_hidden_layers": 1, "intermediate_size": 8} | change
     data = {key: value for key, value in data.items() if value is not None}
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_hf(data)
+        compile_spec(data)
 
 
 def test_wrong_directories(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.engine.llm import LLM
 from outrider.errors import ModelError, OutriderError
-from outrider.model import LoadOptions, ModelConfig, load_decoder
+from outrider.model import LoadOptions, compile_spec, load_decoder
 from outrider.sampling import SamplingParams
 from tests.support import BASE, FAMILIES, write_family
 from tests.support.examples import examples
@@ -84,7 +84,7 @@ def test_mutated_configs_load_or_say_why(tmp_path: Path, family: str, changes: d
 )
 def test_each_field_says_what_is_allowed(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=rf"^somewhere/config\.json: .*{message}"):
-        ModelConfig.from_hf(BASE | FAMILIES["llama2"] | changes, "somewhere/config.json")
+        compile_spec(BASE | FAMILIES["llama2"] | changes, "somewhere/config.json")
 
 
 def test_a_model_larger_than_the_machine_is_refused_before_it_takes_memory(
@@ -115,7 +115,7 @@ def test_another_precision_than_the_stored_one_is_said(
     save_file({name: tensor.to(getattr(torch, stored)) for name, tensor in load_file(file).items()}, file)
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"dtype": stored}))
-    assert load_decoder(saved).config.dtype == served
+    assert load_decoder(saved).spec.dtype == served
     assert f"stored as {stored}, served as {served}" in caplog.text
     assert ("dtype=float32 keeps more of it" in caplog.text) == (served != "float32")
     caplog.clear()
@@ -127,7 +127,7 @@ def test_a_config_that_names_less_precision_than_is_stored_is_told(saved: Path, 
     file = saved / "model.safetensors"
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert load_decoder(saved).config.dtype == "bfloat16"
+    assert load_decoder(saved).spec.dtype == "bfloat16"
     assert "stored as float32, served as bfloat16" in caplog.text
     caplog.clear()
     norms_apart = {name: part if part.dim() == 1 else part.bfloat16() for name, part in load_file(file).items()}

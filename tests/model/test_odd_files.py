@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidParameter, ModelError, OutriderError
-from outrider.model import ModelConfig, load_decoder, save_decoder, write_config
+from outrider.model import load_decoder, read_spec, save_decoder, write_config
 from outrider.model.load import generation_defaults
 from outrider.sampling import SamplingParams
 from tests.support import random_decoder, write_family, write_tokenizer
@@ -31,7 +31,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     decoder = random_decoder(write_family(root / "config", "llama2", vocab_size=300, eos_token_id=0))
     out = write_tokenizer(root / "model")
     save_decoder(decoder, out)
-    write_config(decoder.config, out)
+    write_config(decoder.spec, out)
     (out / "generation_config.json").write_text("{}")
     return out
 
@@ -198,7 +198,7 @@ def test_ends_beyond_the_output_matrix_are_ignored_and_named(saved: Path, caplog
     beyond = llm.tokenizer.eos_id
     assert beyond is not None
     assert beyond >= 300
-    assert generation_defaults(saved, ModelConfig.read(saved))[1] == {0, 7}
+    assert generation_defaults(saved, read_spec(saved))[1] == {0, 7}
     for file, ids in (("config.json", "300"), ("generation_config.json", f"-1, {10**20}"), ("tokenizer", str(beyond))):
         assert any(file in line and ids in line for line in caplog.messages), file
     output = llm.generate([[1, 2, 3]], SamplingParams(min_tokens=4, max_tokens=6, temperature=0.0))[0].outputs[0]

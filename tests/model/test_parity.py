@@ -86,7 +86,7 @@ def test_prefill_decode_and_tree_agree(pair) -> None:  # type: ignore[no-untyped
 def test_taps_are_the_rows_entering_a_layer(pair) -> None:  # type: ignore[no-untyped-def]
     reference, runner = pair
     text = [i * 11 % VOCAB for i in range(20)]
-    layers = runner.decoder.config.layers
+    layers = runner.decoder.spec.depth
     hidden = runner.forward([Feed(PAGES, 0, text)], taps=(0, 1, layers - 1))
     with torch.no_grad():
         states = reference(torch.tensor([text]), output_hidden_states=True).hidden_states

@@ -148,9 +148,9 @@ class Rounding(Plain):
 
 def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
     """The definition: dense attention over the whole text."""
-    windows = decoder.config.windows or (None,) * decoder.config.layers
+    windows = decoder.spec.windows
 
-    kept = torch.float32 if decoder.config.dtype == "float32" else torch.bfloat16  # q, k, v and the weights
+    kept = torch.float32 if decoder.spec.dtype == "float32" else torch.bfloat16  # q, k, v and the weights
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group, n = q.shape[1] // k.shape[1], q.shape[0]
@@ -164,7 +164,7 @@ def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
         mixed = torch.einsum("hnm,mhd->nhd", weights.to(kept).double(), v.repeat_interleave(group, 1))
         return (mixed / weights.sum(-1).T[..., None]).float()
 
-    ops = Rounding(decoder.config.dtype)
+    ops = Rounding(decoder.spec.dtype)
     rows = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend, ops)
     return decoder.logits(rows.last, ops)
 
@@ -187,7 +187,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 def test_the_stack_is_the_decoder(core: Core, variant: str, page_size: int) -> None:
     """In float32 nothing but the order of additions differs."""
     decoder = make_decoder("float32", **VARIANTS[variant])
-    text = [i * 37 % decoder.config.vocab for i in range(LONG)]
+    text = [i * 37 % decoder.spec.vocab for i in range(LONG)]
     runner = make_runner(core, decoder, page_size)
     got = runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG))
     want = dense_logits(decoder, text)
@@ -281,7 +281,7 @@ def test_the_quicker_number_of_threads_is_taken(core: Core, monkeypatch: pytest.
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_decode_chunks_and_trees_agree(core: Core, kind: str, variant: str, page_size: int) -> None:
     decoder = make_decoder(kind, **VARIANTS[variant])
-    vocab = decoder.config.vocab
+    vocab = decoder.spec.vocab
     text = [i * 37 % vocab for i in range(LONG)]
     runner = make_runner(core, decoder, page_size)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from outrider.bench.doctor import attention_is_invariant, linear_is_invariant
+from outrider.model.spec import ACTIVATIONS
 from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention, products
+from outrider.ops.attention import _soft_capped
 from outrider.ops.row_counts import agreeing_counts, in_counts
 
 ROWS = (1, 2, 3, 5, 16, 17, 48, 112)
@@ -36,7 +40,11 @@ def test_elementwise_operations(width: int, threads: int) -> None:
     try:
         weight = torch.rand(width)
         assert_same_bits_everywhere(lambda x: OPS.rms_norm(x, weight, 1e-5), (width,))
-        assert_same_bits_everywhere(OPS.gated, (2 * width,))
+        assert_same_bits_everywhere(lambda x: OPS.layer_norm(x, weight, weight + 1, 1e-5), (width,))
+        assert_same_bits_everywhere(lambda x: _soft_capped(x, 20.0), (width,))
+        for activation in ACTIVATIONS:
+            for gated in (True, False):
+                assert_same_bits_everywhere(partial(OPS.activate, activation=activation, gated=gated), (2 * width,))
         if width % 2 == 0 and width < 200:
             angle = torch.rand(width // 2)
             turn = lambda x: OPS.rotary(x, angle.cos().expand(len(x), -1), angle.sin().expand(len(x), -1))  # noqa: E731
@@ -116,7 +124,10 @@ def test_the_check_can_fail() -> None:
 def test_blocked_is_plain_up_to_rounding() -> None:
     x, weight, bias = torch.randn(48, 100), torch.randn(77, 100), torch.randn(77)
     torch.testing.assert_close(OPS.linear(x, weight, bias), Plain().linear(x, weight, bias), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(OPS.gated(x), Plain().gated(x), rtol=1e-5, atol=1e-6)
+    for activation in ACTIVATIONS:
+        for gated in (True, False):
+            made, plain = (ops.activate(x, activation, gated) for ops in (OPS, Plain()))
+            torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-6)
 
 
 def reference_attention(q, keys, values, positions, window):  # type: ignore[no-untyped-def]

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.errors import InvalidParameter
-from outrider.model import ModelConfig, load_decoder
+from outrider.model import load_decoder, read_spec
 from outrider.train.corpus import TokenCorpus, load_tokenizer
 from outrider.train.data import TokenStore
 from outrider.train.export import export_model
@@ -38,7 +38,7 @@ def test_lm_end_to_end(packages: Path, tmp_path: Path) -> None:
     assert figures["loss"] < 4.0 < 5.7
     assert abs(figures["loss"] - figures["trained"]) < 0.05
     assert set(figures["by_group"]) == {"package2"}
-    config = ModelConfig.read(out)
+    config = read_spec(out)
     assert (config.vocab, config.dtype, config.eos_ids, config.tied) == (300, "bfloat16", (0,), True)
     decoder, tokenizer = load_decoder(out), load_tokenizer(out)
     text = tokenizer.decode(greedy(decoder, tokenizer.encode("def load_").ids, 12))

@@ -24,7 +24,7 @@ def test_pyrite_target_in_miniature(tmp_path: Path) -> None:
         tar.extractall(tmp_path, filter="data")
     for shard in (out / "pyrite").iterdir():
         shutil.copy(shard, tmp_path / "pyrite")
-    assert load_decoder(tmp_path / "pyrite").config.vocab == load_tokenizer(tmp_path / "pyrite").get_vocab_size()
+    assert load_decoder(tmp_path / "pyrite").spec.vocab == load_tokenizer(tmp_path / "pyrite").get_vocab_size()
     assert json.loads((tmp_path / "corpus.json").read_text())["tokens"]["train"] > 100_000
     assert json.loads((tmp_path / "result.json").read_text())["heldout_packages"]["loss"] < 6.0
     assert (tmp_path / "samples.txt").read_text().startswith("def fibonacci")
@@ -47,7 +47,7 @@ def test_pyrite_heads_in_miniature(tmp_path: Path) -> None:
     target = load_decoder(work / "target")
     assert load_eagle(tmp_path / "eagle", target).config.taps == (1, 2, 4)
     assert load_medusa(tmp_path / "medusa", target).config.heads == 2
-    assert load_decoder(tmp_path / "draft").config.vocab == target.config.vocab
+    assert load_decoder(tmp_path / "draft").spec.vocab == target.spec.vocab
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert set(figures) == {"eagle", "draft", "medusa"}
     assert figures["eagle"]["temperature 0.8"]["rounds"] > 0

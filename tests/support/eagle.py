@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead
-from outrider.model import Decoder, ModelConfig
+from outrider.model import Decoder, LlamaShape
 from outrider.ops import Plain
 from tests.support.models import VOCAB
 
@@ -18,9 +18,11 @@ FORMS = {
 
 
 def random_head(decoder: Decoder, form: str) -> EagleHead:
-    c = decoder.config
-    shape = ModelConfig(c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.rope)
-    taps = (c.layers,) if FORMS[form]["form"] == EAGLE1 else (0, 1, 2)
+    c = decoder.spec
+    shape = LlamaShape(
+        c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.attention.rope
+    ).spec()
+    taps = (c.depth,) if FORMS[form]["form"] == EAGLE1 else (0, 1, 2)
     config = EagleConfig(shape, c.hidden, taps, **FORMS[form])
     head = EagleHead(config, Borrowed.of(decoder), decoder.layers[0].qkv.dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(7)

@@ -29,7 +29,7 @@ def toy_target(seed: int = 0, tied: bool = True) -> Decoder:
 
 
 def toy_eagle(target: Decoder, shape: EagleShape = EagleShape(), seed: int = 1) -> EagleHead:  # noqa: B008 (frozen)
-    return toy_head(target, shape.config(target.config), seed)
+    return toy_head(target, shape.config(target.spec), seed)
 
 
 def toy_head(target: Decoder, config: EagleConfig, seed: int = 1) -> EagleHead:
@@ -39,7 +39,7 @@ def toy_head(target: Decoder, config: EagleConfig, seed: int = 1) -> EagleHead:
 
 
 def toy_medusa(target: Decoder, own_output: bool = False, blocks: int = 2) -> MedusaHeads:
-    c = target.config
-    heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.layers, 3, blocks, own_output), Borrowed.of(target))
+    c = target.spec
+    heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.depth, 3, blocks, own_output), Borrowed.of(target))
     randomise(heads, 2)
     return heads

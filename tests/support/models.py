@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outrider.cache import KVPool
-from outrider.model import Decoder, LoadOptions, ModelConfig, load_decoder
+from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec, load_decoder
 
 VOCAB = 199
 BASE = {
@@ -43,8 +43,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_config(name: str, dtype: str = "float32", **changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf(BASE | FAMILIES[name] | {"dtype": dtype} | changes)
+def family_config(name: str, dtype: str = "float32", **changes: Any) -> ModelSpec:
+    return compile_spec(BASE | FAMILIES[name] | {"dtype": dtype} | changes)
 
 
 def write_family(directory: Path, name: str, dtype: str = "float32", **changes: Any) -> Path:
@@ -67,8 +67,8 @@ def random_decoder(directory: Path, seed: int = 0) -> Decoder:
 
 
 def make_pool(decoder: Decoder, page_size: int = 16, pages: int = 160) -> KVPool:
-    c = decoder.config
-    return KVPool(c.layers, pages, c.kv_heads, page_size, c.head_dim)
+    c = decoder.spec
+    return KVPool(c.depth, pages, c.kv_heads, page_size, c.head_dim)
 
 
 def write_tokenizer(directory: Path, vocab: int = 300, extra: tuple[str, ...] = ()) -> Path:

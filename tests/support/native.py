@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 
 from outrider.cache import KVPool
-from outrider.model import Decoder, ModelConfig, Rope, Runner
+from outrider.model import Decoder, LlamaShape, Rope, Runner
 from outrider.model.load import DTYPES
 from outrider.ops import Core, Native
 
 
 def make_decoder(dtype: str, **changes: object) -> Decoder:
     """A decoder with random weights of every kind the configuration asks for."""
-    shape = ModelConfig("LlamaForCausalLM", 97, 48, 2, 4, 2, head_dim=12, ffn=72, context=256, rope=Rope(), dtype=dtype)
-    decoder = Decoder(replace(shape, **changes), DTYPES.get(dtype, torch.float32)).requires_grad_(False).eval()  # type: ignore[arg-type]
+    shape = LlamaShape("LlamaForCausalLM", 97, 48, 2, 4, 2, head_dim=12, ffn=72, context=256, rope=Rope(), dtype=dtype)
+    decoder = Decoder(replace(shape, **changes).spec(), DTYPES.get(dtype, torch.float32)).requires_grad_(False).eval()  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)
     for parameter in decoder.parameters():
         scale = 0.3 if parameter.dim() == 1 else parameter.shape[1] ** -0.5
@@ -24,5 +24,5 @@ def make_decoder(dtype: str, **changes: object) -> Decoder:
 
 
 def make_runner(core: Core, decoder: Decoder, page_size: int = 16) -> Runner:
-    c = decoder.config
-    return Runner(decoder, KVPool(c.layers, 14, c.kv_heads, page_size, c.head_dim), Native(core))
+    c = decoder.spec
+    return Runner(decoder, KVPool(c.depth, 14, c.kv_heads, page_size, c.head_dim), Native(core))

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from outrider.errors import InvalidParameter, ModelError, OutriderError
 from outrider.heads import EagleHead, load_eagle, load_medusa
-from outrider.model import ModelConfig, load_decoder
+from outrider.model import load_decoder, read_spec
 from outrider.train import run as run_module
 from outrider.train.acceptance import agreement, heldout_rows
 from outrider.train.cli import app
@@ -101,9 +101,9 @@ def test_train_draft(target: Path, prepared: TokenCorpus, tmp_path: Path) -> Non
     figures = learn("draft", target, prepared, tmp_path / "draft", *size.split(), "--steps=120", "--write-tokens=1000")
     assert figures["heldout"]["loss"] < 0.7 * short["heldout"]["loss"]
     assert figures["heldout"]["by_position"][0] > 0.4
-    config = ModelConfig.read(tmp_path / "draft")
-    assert (config.layers, config.hidden, config.vocab) == (1, 16, prepared.vocab)
-    assert load_decoder(tmp_path / "draft").config.context == 32
+    config = read_spec(tmp_path / "draft")
+    assert (config.depth, config.hidden, config.vocab) == (1, 16, prepared.vocab)
+    assert load_decoder(tmp_path / "draft").spec.context == 32
     assert (tmp_path / "draft" / "tokenizer.json").exists()
     assert (tmp_path / "draft.work" / "written.bin").exists()
 

@@ -20,7 +20,7 @@ from outrider.engine.intake import model_name
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter, ModelError
-from outrider.model import ModelConfig, locate
+from outrider.model import locate, read_spec
 from outrider.sampling import SamplingParams
 from outrider.text import Tokenizer
 
@@ -109,7 +109,7 @@ def bench_methods(
 
 def _fitting(workload: Workload, folder: Path) -> tuple[Workload, int]:
     """The workload without prompts that leave no room for their output, and how many those are."""
-    context, tokenizer = ModelConfig.read(folder).context, Tokenizer.load(folder)
+    context, tokenizer = read_spec(folder).context, Tokenizer.load(folder)
     if tokenizer is None:
         raise ModelError(f"{folder} has no tokenizer, and the prompts are texts")
     kept = [prompt for prompt in workload.prompts if len(tokenizer.encode(prompt)) + workload.max_tokens <= context]

@@ -20,9 +20,10 @@ class OutOfPages(OutriderError):
     """More pages were requested than are free."""
 
 
-def root_key(tenant: str | None) -> Key:
-    """The key before the first page. Tenants never share pages of the prefix cache."""
-    return b"" if tenant is None else blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16, person=b"tenant").digest()
+def root_key(tenant: str | None, rotary_start: int = 0) -> Key:
+    """The key before the first page. Tenants never share pages of the prefix cache, nor do requests with other rotary tables."""
+    named = b"" if tenant is None else blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16, person=b"tenant").digest()
+    return named if rotary_start == 0 else named + rotary_start.to_bytes(8, "little")
 
 
 def next_key(previous: Key, tokens: Sequence[int]) -> Key:

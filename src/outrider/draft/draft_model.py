@@ -93,7 +93,8 @@ class DraftModel:
             return self._vocabulary.scores(self._reader.read([by_sequence[draft.seq] for draft in active]))
 
         growing = [
-            Growing(text.seq, room, self._reader.pages(text.seq), len(text.ids)) for text, room in zip(texts, rooms, strict=True)
+            Growing(text.seq, room, self._reader.pages(text.seq), len(text.ids), self._reader.rotary_start(text.seq))
+            for text, room in zip(texts, rooms, strict=True)
         ]
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         return drafts_for(batch, grow(growing, shape, start, self._extend, self._draft_temperature))

@@ -63,7 +63,7 @@ class EarlyExit:
 
     def __init__(self, target: Runner, options: EarlyExitOptions = EarlyExitOptions(), costs: LayerCosts | None = None) -> None:
         self._runner = target
-        self._layers = target.decoder.config.layers
+        self._layers = target.decoder.spec.depth
         if options.exit_layer is not None:
             checks.integer("exit_layer", options.exit_layer, 1, self._layers - 1)
         self._tail = checks.integer("tail", options.tail, 0, self._layers - (options.exit_layer or 1))
@@ -104,7 +104,7 @@ class EarlyExit:
         if exit_layer is None:
             return Drafts.empty(len(batch.sequences))
         growing = [
-            Growing(seq, self._length(exit_layer, n), seq.pages, len(seq.tokens))
+            Growing(seq, self._length(exit_layer, n), seq.pages, len(seq.tokens), seq.rotary_start)
             for seq, n in zip(batch.sequences, plan.lengths, strict=True)
         ]
         hidden: dict[Sequence, list[Tensor]] = {seq: [] for seq in batch.sequences}
@@ -120,7 +120,7 @@ class EarlyExit:
             return self._runner.logits(last, range(len(active)))
 
         def start(active: Seq[Growing]) -> Tensor:
-            return step(active, [Feed(draft.pages, draft.size - 1, draft.seq.tokens[-1:]) for draft in active])
+            return step(active, [_root(draft) for draft in active])
 
         def extend(active: Seq[Growing]) -> Tensor:
             return step(active, [draft.feed() for draft in active])
@@ -157,7 +157,7 @@ class EarlyExit:
     def _guess(self, x: Tensor) -> Tensor:
         """Logits of rows that leave a layer, as if it were the last."""
         decoder, ops = self._runner.decoder, self._runner.ops
-        return self._runner.logits(ops.rms_norm(x, decoder.norm, decoder.config.norm_eps), range(len(x)))
+        return self._runner.logits(decoder.last(x, ops), range(len(x)))
 
     def _choose(self) -> None:
         """Take the exit of the highest expected speed, or none."""
@@ -203,7 +203,12 @@ def measure_costs(runner: Runner, repeats: int = 3) -> LayerCosts:
             runner.logits(last, [0])
             layers.append(done - begun)
             head.append(time.perf_counter() - done)
-    return LayerCosts(median(layers[1:]) / runner.decoder.config.layers, median(head[1:]))
+    return LayerCosts(median(layers[1:]) / runner.decoder.spec.depth, median(head[1:]))
+
+
+def _root(draft: Growing) -> Feed:
+    """The row of the newest token."""
+    return Feed(draft.pages, draft.size - 1, draft.seq.tokens[-1:], rotary_start=draft.rotary_start)
 
 
 def _exits(before: int) -> tuple[int, ...]:

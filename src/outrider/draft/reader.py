@@ -114,7 +114,7 @@ class Reader:
 
     def __init__(self, runner: Runner, separate_pages: bool = False) -> None:
         self.runner = runner
-        self.context = runner.decoder.config.context
+        self.context = runner.decoder.spec.context
         self._states: dict[Sequence, _Slots] = {}
         self._book = PageBook(runner.pool.page_size)
         self._table = PageTable(runner.pool.pages - 1, runner.pool.page_size) if separate_pages else None
@@ -134,6 +134,10 @@ class Reader:
 
     def pages(self, seq: Sequence) -> list[int]:
         return seq.pages if self._table is None else self._states[seq].pages
+
+    def rotary_start(self, seq: Sequence) -> int:
+        """The first row of the draft model's rotary table for the request's length."""
+        return self.runner.decoder.rotary_start(seq.max_length)
 
     def room(self, seq: Sequence, slots: int) -> bool:
         """Whether that many slots are, or could be made, available."""
@@ -192,7 +196,7 @@ class Reader:
             state, pages = self._states[seq], self.pages(seq)
             start = state.valid(ids, settled, len(ids) - count)
             self._book.overwrite(pages, start)
-            feeds.append(Feed(pages, start, ids[start:]))
+            feeds.append(Feed(pages, start, ids[start:], rotary_start=self.rotary_start(seq)))
             state.fed += ids[start:]
         return feeds
 

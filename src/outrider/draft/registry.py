@@ -118,8 +118,8 @@ def build_drafter(context: DraftContext) -> Drafter:
         raise
     except Exception as error:  # whatever a user's constructor raises, its name belongs in the message
         raise InvalidParameter("method", f"{method!r} cannot be built ({type(error).__name__}: {error})") from error
-    model = context.target.decoder.config
-    return Deadline(_checked(method, drafter, model.layers), seconds, model.vocab)
+    model = context.target.decoder.spec
+    return Deadline(_checked(method, drafter, model.depth), seconds, model.vocab)
 
 
 def _built(context: DraftContext) -> object:

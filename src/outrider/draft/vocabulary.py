@@ -115,8 +115,8 @@ def load_related(context: DraftContext, way: str = "auto") -> Related:
     """The draft model that the settings name."""
     directory = context.weights("draft")
     runner, tokenizer = context.load_model(directory), Tokenizer.load(directory)
-    target = Side(str(context.directory), context.tokenizer, context.target.decoder.config.vocab)
-    return Related(runner, tokenizer, relate(target, Side(str(directory), tokenizer, runner.decoder.config.vocab), way))
+    target = Side(str(context.directory), context.tokenizer, context.target.decoder.spec.vocab)
+    return Related(runner, tokenizer, relate(target, Side(str(directory), tokenizer, runner.decoder.spec.vocab), way))
 
 
 class Side(NamedTuple):

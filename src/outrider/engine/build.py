@@ -21,7 +21,7 @@ from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, LoadOptions, ModelConfig, Runner, load_decoder, locate
+from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, load_decoder, locate, read_spec
 from outrider.model.load import INT8, generation_defaults, is_int8, usable_ids
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
@@ -62,8 +62,8 @@ class Target:
     eos: frozenset[int]
 
     @property
-    def config(self) -> ModelConfig:
-        return self.runner.decoder.config
+    def config(self) -> ModelSpec:
+        return self.runner.decoder.spec
 
     @property
     def max_model_len(self) -> int:
@@ -87,7 +87,7 @@ def load_target(settings: Settings) -> Target:
     directory = locate(settings.model, settings.revision)
     options = LoadOptions(settings.dtype, settings.load_format, widen=not guard().bf16_products)
     decoder = load_decoder(directory, options)
-    config = decoder.config
+    config = decoder.spec
     sizes = replace(sizes, max_model_len=min(sizes.max_model_len or config.context, config.context))
     tokenizer = Tokenizer.load(directory)
     defaults, eos = generation_defaults(directory, config)
@@ -158,22 +158,26 @@ def _runner(decoder: Decoder, device: Device, pages: int, page_size: int, target
     """A model and its KV where it runs; a draft model knows its target."""
     if device.is_gpu:
         return device.runner(decoder, pages, page_size, target)
-    c = decoder.config
+    c = decoder.spec
     # one page more than the page table knows: rows that fill up a block write there
-    return Runner(decoder, KVPool(c.layers, pages + 1, c.kv_heads, page_size, c.head_dim))
+    return Runner(decoder, KVPool(c.depth, pages + 1, c.kv_heads, page_size, c.head_dim))
 
 
-def _page_count(device: Device, sizes: EngineConfig, config: ModelConfig, speculation: SpeculationConfig, directory: Path) -> int:
+def _page_count(device: Device, sizes: EngineConfig, config: ModelSpec, speculation: SpeculationConfig, directory: Path) -> int:
     """Pages for every sequence at full length, or as many as the memory allows."""
     assert sizes.max_model_len is not None
     if device.is_gpu:
         drafters = list(speculation.flat())
         drafts = [drafter.model or str(directory / "draft") for drafter in drafters if drafter.method == "draft_model"]
         heads = [drafter for drafter in drafters if drafter.method in ("eagle", "medusa")]  # a layer each, or less
-        models = [config, *(ModelConfig.read(locate(name)) for name in drafts), *(replace(config, layers=1) for _ in heads)]
+        models = [
+            config,
+            *(read_spec(locate(name)) for name in drafts),
+            *(replace(config, layers=config.layers[:1]) for _ in heads),
+        ]
         return device.page_count(sizes, models, sizes.max_model_len)
     value_bytes = kv_value_bytes(config, sizes.page_size)
-    page_bytes = sizes.page_size * KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim, value_bytes)
+    page_bytes = sizes.page_size * KVPool.bytes_per_token(config.depth, config.kv_heads, config.head_dim, value_bytes)
     budget = sizes.kv_bytes or int(_KV_SHARE_OF_MEMORY * memory_bytes())
     count = min(sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size), budget // page_bytes)
     if count < 1:

@@ -27,7 +27,7 @@ def calibrate(engine: Engine, batches: Sequence[int], seconds: float = math.inf)
 
 def _run(engine: Engine, batch: int, deadline: float) -> bool:
     """Calibrate with one batch size. Returns False if the context is too short for it."""
-    policy, vocab = engine.policy, engine.runner.decoder.config.vocab
+    policy, vocab = engine.policy, engine.runner.decoder.spec.vocab
     assert isinstance(policy, Controller)
     calibration = Calibration(policy.arms, policy.costs, forwards=batch == 1, deadline=deadline)
     length = min(_PROMPT, engine.context - calibration.rounds)

@@ -32,7 +32,7 @@ def costs_path(directory: Path, runner: Runner, speculation: SpeculationConfig) 
         path,
         __version__,
         directory.resolve(),
-        runner.decoder.config,
+        runner.decoder.spec,
     )
     if speculation.method != "auto" or speculation.model is not None:
         marks += (speculation.method, speculation.model, sorted(map(repr, speculation.options.items())))

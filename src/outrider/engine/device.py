@@ -13,7 +13,7 @@ from outrider import checks
 from outrider.config import EngineConfig
 from outrider.control import Costs
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, ModelConfig, Runner
+from outrider.model import Decoder, ModelSpec, Runner
 
 __all__ = ["Device", "Share", "missing_gpu", "share_memory"]
 
@@ -97,7 +97,7 @@ class Device:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def page_count(self, engine: EngineConfig, models: Sequence[ModelConfig], max_model_len: int) -> int:
+    def page_count(self, engine: EngineConfig, models: Sequence[ModelSpec], max_model_len: int) -> int:
         """Pages for every sequence at full length, or as many as fit beside the weights."""
         free, total = torch.cuda.mem_get_info()
         share = share_memory(models, int(self.memory * total) - (total - free), engine.page_size, max_model_len)
@@ -113,10 +113,10 @@ class Device:
         return min(pages, engine.max_num_seqs * least)
 
 
-def share_memory(models: Sequence[ModelConfig], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
+def share_memory(models: Sequence[ModelSpec], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
     weights = sum(2 * model.parameters for model in models)
-    page = sum(2 * 2 * model.layers * model.kv_heads * model.head_dim * page_size for model in models)
+    page = sum(2 * 2 * model.depth * model.kv_heads * model.head_dim * page_size for model in models)
     blocks = -(-max_model_len // 64)
     reserve = _BASE
     for model in models:

@@ -59,13 +59,13 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
-        self.drafter = GuardedDrafter(drafter, runner.decoder.config.vocab)
+        self.drafter = GuardedDrafter(drafter, runner.decoder.spec.vocab)
         self.policy = policy
-        self.context = config.max_model_len or runner.decoder.config.context
+        self.context = config.max_model_len or runner.decoder.spec.context
         self.pages = PageTable(runner.pool.pages - 1, config.page_size) if pages is None else pages
         self.scheduler = Scheduler(self.pages, config)
         self.tally = Tally()
-        vocab = runner.decoder.config.vocab
+        vocab = runner.decoder.spec.vocab
         self.grammars = Grammars(None, vocab, None) if tokenizer is None else Grammars(tokenizer.to_json, vocab, tokenizer.eos_id)
         self._processors: dict[Sequence, OutputProcessor] = {}
         self._epoch = self.pages.epoch
@@ -94,6 +94,7 @@ class Engine:
         """The OutputProcessor of a request that is not queued yet. Nothing in the engine changes."""
         seq = Sequence(request)
         seq.stats.method = method
+        seq.rotary_start = self.runner.decoder.rotary_start(seq.max_length)
         seq.guide = self._guide(request)
         return OutputProcessor(seq, self.tokenizer)
 

@@ -264,7 +264,7 @@ class Scheduler:
     def _extend_keys(self, seq: Sequence, pages: int) -> None:
         size = self.pages.page_size
         while len(seq.keys) < pages:
-            previous = seq.keys[-1] if seq.keys else root_key(seq.request.tenant)
+            previous = seq.keys[-1] if seq.keys else root_key(seq.request.tenant, seq.rotary_start)
             seq.keys.append(next_key(previous, seq.tokens[len(seq.keys) * size : (len(seq.keys) + 1) * size]))
 
     def _release(self, seq: Sequence) -> None:

@@ -6,23 +6,26 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.model import Decoder
+from outrider.model import Decoder, ModelSpec
 
 __all__ = ["Borrowed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Frozen tensors of the target; no copies are made."""
+    """Frozen tensors of the target, and the spec that says how it uses them; no copies are made."""
 
     embedding: Tensor  # (V, hidden)
     output: Tensor  # (V, hidden)
     norm: Tensor  # (hidden,)
-    norm_eps: float
+    norm_bias: Tensor | None
+    spec: ModelSpec
 
     @classmethod
     def of(cls, target: Decoder) -> Borrowed:
         """The tensors of a loaded target, without copies."""
         embedding = target.embedding.detach()
         output = embedding if target.output is None else target.output.detach()
-        return cls(embedding, output, target.norm.detach(), target.config.norm_eps)
+        assert target.norm is not None
+        bias = None if target.norm_bias is None else target.norm_bias.detach()
+        return cls(embedding, output, target.norm.detach(), bias, target.spec)

@@ -8,14 +8,14 @@ decoder, so a KV pool of one layer serves it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from outrider.heads.borrowed import Borrowed
-from outrider.model import Attend, ModelConfig
-from outrider.model.decoder import Layer, RopeTable
+from outrider.model import Attend, ModelSpec
+from outrider.model.decoder import Layer, RopeTable, Turn, finished_logits, norm_weights, normed
 from outrider.ops import Ops
 
 __all__ = ["EAGLE1", "EAGLE3", "EagleConfig", "EagleHead", "EagleLayer", "default_taps"]
@@ -31,7 +31,7 @@ class EagleConfig:
     code does. Its tap is the stream leaving the last layer, and `EagleHead.fuse` applies that norm.
     """
 
-    shape: ModelConfig  # of the layer; layers is 1, vocab and hidden are the head's
+    shape: ModelSpec  # of its one layer; vocab and hidden are the head's
     target_hidden: int  # width of one tap
     taps: tuple[int, ...]  # target layers whose input rows are read
     form: str = EAGLE3
@@ -61,17 +61,16 @@ class EagleLayer(Layer):
     norm_hidden: nn.Parameter | None
 
     def __init__(self, config: EagleConfig, dtype: torch.dtype) -> None:
-        super().__init__(config.shape, 0, dtype)
+        (layer,) = config.shape.layers
+        super().__init__(layer if config.wide else replace(layer, norm_in=None), config.shape.hidden, 0, dtype)
         if config.wide:
             self.qkv = nn.Parameter(torch.empty(self.qkv.shape[0], 2 * config.shape.hidden, dtype=dtype))
-        else:
-            self.register_parameter("norm_in", None)
-        self.norm_hidden = nn.Parameter(torch.ones(config.shape.hidden)) if config.wide else None
+        self.norm_hidden = norm_weights(layer.norm_in if config.wide else None, config.shape.hidden)[0]
 
-    def run(self, x: Tensor, residual: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
+    def run(self, x: Tensor, residual: Tensor, turn: Turn, attend: Attend, ops: Ops) -> Tensor:
         """Attention over the rows x, then the feed-forward part, each added to the residual."""
-        residual = residual + self.attention(x, rope, attend, ops)
-        return residual + self.mlp(ops.rms_norm(residual, self.norm_mlp, self.config.norm_eps), ops)
+        residual = residual + self.attention(x, turn, attend, ops)
+        return residual + self.mlp(normed(residual, self.spec.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops), ops)
 
 
 class EagleHead(nn.Module):
@@ -84,11 +83,11 @@ class EagleHead(nn.Module):
     embedding: Tensor
     output: Tensor
     target_norm: Tensor
+    target_norm_bias: Tensor | None
     vocab_ids: Tensor | None  # (draft_vocab,) target id of each output row; None: the same ids
 
     def __init__(self, config: EagleConfig, borrowed: Borrowed, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        assert config.shape.layers == 1, "an EAGLE head has one layer"
         self.config = config
         hidden, width = config.shape.hidden, config.target_hidden * len(config.taps)
         self.layer = EagleLayer(config, dtype)
@@ -101,20 +100,22 @@ class EagleHead(nn.Module):
         self._place("embedding", config.own_embedding, borrowed.embedding, (config.shape.vocab, hidden))
         self._place("output", config.own_output, borrowed.output, (config.outputs, hidden))
         self.register_buffer("target_norm", borrowed.norm, persistent=False)
-        self._target_eps = borrowed.norm_eps
+        self.register_buffer("target_norm_bias", borrowed.norm_bias, persistent=False)
+        self.target = borrowed.spec
         ids = None if config.draft_vocab is None else torch.arange(config.draft_vocab, device=borrowed.norm.device)
         self.register_buffer("vocab_ids", ids)
-        self.rope = RopeTable(config.shape.rope, config.shape.head_dim, config.shape.context)
+        (rope,) = config.shape.ropes
+        self.rope = RopeTable(rope, config.shape.head_dim, config.shape.context)
 
     def fuse(self, taps: Tensor, ops: Ops) -> Tensor:
         """Features (N, hidden) of the target's concatenated taps (N, taps * target_hidden)."""
         if not self.config.wide:
-            return ops.rms_norm(taps, self.target_norm, self._target_eps)
+            return normed(taps, self.target.norm, self.target_norm, self.target_norm_bias, ops)
         return ops.linear(self.normed_taps(taps, ops), self.fc, self.fc_bias).float()
 
     def normed_taps(self, taps: Tensor, ops: Ops) -> Tensor:
         """Taps as `fc` reads them."""
-        eps = self.config.shape.norm_eps
+        eps = self.config.shape.norm.eps
         if self.input_norm is not None:
             taps = ops.rms_norm(taps, self.input_norm, eps)
         if self.fc_norms is not None:
@@ -128,25 +129,27 @@ class EagleHead(nn.Module):
         Row i takes the feature of position i, the token at i + 1 and the position i.
         """
         c, layer = self.config, self.layer
-        embedded, rope = nn.functional.embedding(tokens, self.embedding).float(), self.rope(positions)
+        embedded, turn = nn.functional.embedding(tokens, self.embedding).float(), self.rope(positions)
+        if self.target.embedding_scale != 1.0 and not c.own_embedding:
+            embedded = embedded * self.target.embedding_scale
         if not c.wide:
             joined = ops.linear(torch.cat((embedded, features), dim=-1), self.fc, self.fc_bias).float()
-            return layer.run(joined, joined, rope, attend, ops)
+            return layer.run(joined, joined, turn, attend, ops)
         assert layer.norm_hidden is not None
-        normed = ops.rms_norm(features, layer.norm_hidden, c.shape.norm_eps)
-        pair = torch.cat((ops.rms_norm(embedded, layer.norm_in, c.shape.norm_eps), normed), dim=-1)
-        hidden = layer.run(pair, normed if c.norm_before_residual else features, rope, attend, ops)
+        feature = normed(features, layer.spec.norm_in, layer.norm_hidden, None, ops)
+        pair = torch.cat((normed(embedded, layer.spec.norm_in, layer.norm_in, layer.norm_in_bias, ops), feature), dim=-1)
+        hidden = layer.run(pair, feature if c.norm_before_residual else features, turn, attend, ops)
         return self._normed(hidden, ops) if c.norm_output else hidden
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
         """(N, outputs) float32; column j is token j, or vocab_ids[j] where the vocabulary is reduced."""
         if self.config.wide and not self.config.norm_output:
             hidden = self._normed(hidden, ops)
-        return ops.linear(hidden, self.output).float()
+        logits = ops.linear(hidden, self.output).float()
+        return logits if self.config.own_output else finished_logits(logits, self.target)
 
     def _normed(self, hidden: Tensor, ops: Ops) -> Tensor:
-        assert self.norm is not None
-        return ops.rms_norm(hidden, self.norm, self.config.shape.norm_eps)
+        return normed(hidden, self.config.shape.norm, self.norm, None, ops)
 
     def _place(self, name: str, is_own: bool, borrowed: Tensor, shape: tuple[int, int]) -> None:
         """Register a parameter of this head, or the target's tensor as a buffer that is neither saved nor trained."""

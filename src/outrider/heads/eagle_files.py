@@ -16,10 +16,12 @@ from outrider.checks import shown
 from outrider.errors import InvalidParameter, ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
-from outrider.heads.stored import Place, SaveOptions, StoredHead, collect, require_layout, write
-from outrider.model import Decoder, LoadOptions, ModelConfig
+from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, write
+from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec
+from outrider.model.families import Place, places_of
+from outrider.model.families.llama import hf_config
 from outrider.model.fields import Fields
-from outrider.model.load import DTYPES, names, served_dtype
+from outrider.model.load import DTYPES, served_dtype
 
 __all__ = ["load_eagle", "save_eagle"]
 
@@ -29,7 +31,7 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> EagleHead:  # noqa: B008 (frozen)
     """An EAGLE head for a target, ready for inference."""
     stored = StoredHead.read(directory)
-    config = _eagle_config(stored, target.config)
+    config = _eagle_config(stored, target.spec)
     name = served_dtype(options.dtype, config.shape.dtype)
     config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in stored.tensors) else "layers.0"
@@ -67,7 +69,7 @@ def _eagle_names(config: EagleConfig, prefix: str) -> dict[str, Place]:
     inner = "model.layers.0."
     places = {
         f"{prefix}.{name.removeprefix(inner)}": Place(place.parameter.replace("layers.0.", "layer."), place.rows)
-        for name, place in names(config.shape).items()
+        for name, place in places_of(config.shape).items()
         if name.startswith(inner) and (config.wide or not name.endswith("input_layernorm.weight"))
     }
     others = {
@@ -82,7 +84,7 @@ def _eagle_names(config: EagleConfig, prefix: str) -> dict[str, Place]:
     return places | {name: Place(parameter) for name, (parameter, is_stored) in others.items() if is_stored}
 
 
-def _eagle_config(head: StoredHead, target: ModelConfig) -> EagleConfig:
+def _eagle_config(head: StoredHead, target: ModelSpec) -> EagleConfig:
     """The head's configuration, from the names of the stored tensors and the fields of config.json."""
     data, stored, fields, where = head.data, head.tensors, head.fields, str(head.directory / "config.json")
     nested = data.get("speculators_model_type")
@@ -92,7 +94,9 @@ def _eagle_config(head: StoredHead, target: ModelConfig) -> EagleConfig:
     if layer.get("num_hidden_layers", 1) != 1:
         raise fields.error(f"{layer['num_hidden_layers']} layers; EAGLE heads of one layer are supported")
     llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "layer_types": None}
-    shape = ModelConfig.from_hf(layer | llama, where)
+    shape = compile_spec(layer | llama, where)
+    if any(rope.has_variants for rope in shape.ropes):
+        raise fields.error(f"rotary scaling {shape.ropes[0].kind!r} is not supported in an EAGLE head")
     if shape.vocab != target.vocab:
         raise fields.error(f"vocab_size must be the target's, got {shape.vocab} and {target.vocab}")
     inner = fields.nested("eagle_config")
@@ -103,7 +107,7 @@ def _eagle_config(head: StoredHead, target: ModelConfig) -> EagleConfig:
     config = EagleConfig(
         shape=shape,
         target_hidden=fields.integer("target_hidden_size", target.hidden, target.hidden, target.hidden),
-        taps=_taps(fields, inner, target.layers) if wide else (target.layers,),
+        taps=_taps(fields, inner, target.depth) if wide else (target.depth,),
         form=EAGLE3 if wide else EAGLE1,
         draft_vocab=outputs if "d2t" in stored or outputs != shape.vocab else None,
         own_embedding="embed_tokens.weight" in stored,
@@ -126,7 +130,7 @@ def _taps(fields: Fields, inner: Fields, layers: int) -> tuple[int, ...]:
     return taps
 
 
-def _check_borrowed(config: EagleConfig, target: ModelConfig, fields: Fields) -> None:
+def _check_borrowed(config: EagleConfig, target: ModelSpec, fields: Fields) -> None:
     """Check that the width is the target's where the head uses tensors of the target."""
     narrow = not config.wide or not (config.own_embedding and config.own_output)
     if narrow and config.shape.hidden != target.hidden:
@@ -137,24 +141,8 @@ def _check_borrowed(config: EagleConfig, target: ModelConfig, fields: Fields) ->
 
 def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
     """config.json of a head."""
-    s = config.shape
-    layer: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": s.vocab,
-        "hidden_size": s.hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim,
-        "intermediate_size": s.ffn,
-        "max_position_embeddings": s.context,
-        "rms_norm_eps": s.norm_eps,
-        "attention_bias": s.attention_bias,
-        "hidden_act": "silu",
-        "dtype": "bfloat16",
-    }
-    layer |= _rope_data(s)
+    unused = ("tie_word_embeddings", "eos_token_id")
+    layer = {name: value for name, value in hf_config(config.shape).items() if name not in unused} | {"dtype": "bfloat16"}
     flags = {
         "draft_vocab_size": config.outputs,
         "target_hidden_size": config.target_hidden,
@@ -182,17 +170,6 @@ def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
         "transformer_layer_config": layer,
         _TAPS: list(config.taps),
     }
-
-
-def _rope_data(shape: ModelConfig) -> dict[str, Any]:
-    rope = shape.rope
-    if rope.kind == "default":
-        return {"rope_theta": rope.theta}
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        scaling["original_max_position_embeddings"] = rope.original_context
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
 def _stored_vocabulary(config: EagleConfig, stored: StoredHead) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.heads.borrowed import Borrowed
+from outrider.model.decoder import finished_logits, normed
 from outrider.ops import Ops
 
 __all__ = ["MedusaConfig", "MedusaHeads"]
@@ -48,6 +49,7 @@ class MedusaHeads(nn.Module):
 
     output: Tensor
     target_norm: Tensor
+    target_norm_bias: Tensor | None
 
     def __init__(self, config: MedusaConfig, borrowed: Borrowed, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -56,7 +58,8 @@ class MedusaHeads(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(hidden, hidden, dtype=dtype)) for _ in range(count))
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(hidden, dtype=dtype)) for _ in range(count))
         self.register_buffer("target_norm", borrowed.norm, persistent=False)
-        self._target_eps = borrowed.norm_eps
+        self.register_buffer("target_norm_bias", borrowed.norm_bias, persistent=False)
+        self.target = borrowed.spec
         if config.own_output:
             self.output = nn.Parameter(torch.empty(config.heads, config.vocab, hidden))
         else:
@@ -64,18 +67,20 @@ class MedusaHeads(nn.Module):
 
     def fuse(self, taps: Tensor, ops: Ops) -> Tensor:
         """Last hidden rows (N, hidden) of the tap: the target's final norm."""
-        return ops.rms_norm(taps, self.target_norm, self._target_eps)
+        return normed(taps, self.target.norm, self.target_norm, self.target_norm_bias, ops)
 
     def hidden(self, last: Tensor, head: int, ops: Ops) -> Tensor:
         """(N, hidden) of one head (from 0), before the output matrix."""
         x = last
         for i in range(head * self.config.blocks, (head + 1) * self.config.blocks):
-            x = x + _silu(ops.linear(x, self.weights[i], self.biases[i]).float(), ops)
+            x = x + ops.activate(ops.linear(x, self.weights[i], self.biases[i]), "silu", gated=False)
         return x
 
     def logits(self, hidden: Tensor, head: int, ops: Ops) -> Tensor:
         """(N, V) float32 of one head."""
-        return ops.linear(hidden, self.output[head] if self.config.own_output else self.output).float()
+        if self.config.own_output:
+            return ops.linear(hidden, self.output[head]).float()
+        return finished_logits(ops.linear(hidden, self.output).float(), self.target)
 
     def forward(self, last: Tensor, ops: Ops) -> Tensor:
         """(heads, N, V) float32 from last hidden rows after the final norm."""
@@ -93,8 +98,3 @@ def _guessed(heads: int, nodes: int) -> list[tuple[int, ...]]:
             for rank in range(nodes):
                 heapq.heappush(waiting, (value * (0.5 * 0.75 ** len(path) / (rank + 1) ** 1.5), (*path, rank)))
     return paths[1:]  # the first is the root
-
-
-def _silu(x: Tensor, ops: Ops) -> Tensor:
-    """SiLU by the decoder's gate with a second half of ones, which is row-invariant."""
-    return ops.gated(torch.cat((x, torch.ones_like(x)), dim=-1))

@@ -14,8 +14,9 @@ import torch
 from outrider.checks import shown
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
-from outrider.heads.stored import Place, SaveOptions, Stored, StoredHead, collect, require_layout, write
-from outrider.model import Decoder, LoadOptions, ModelConfig
+from outrider.heads.stored import SaveOptions, Stored, StoredHead, collect, require_layout, write
+from outrider.model import Decoder, LoadOptions, ModelSpec
+from outrider.model.families import Place
 from outrider.model.fields import Fields
 from outrider.model.load import DTYPES, served_dtype
 
@@ -29,7 +30,7 @@ def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOpt
     stored = StoredHead.read(directory)
     stored = replace(stored, tensors={name.removeprefix("medusa_heads."): value for name, value in stored.tensors.items()})
     vllm = any(name.startswith("blocks.") for name in stored.tensors)
-    config = _medusa_config(stored.fields, stored.tensors, target.config)
+    config = _medusa_config(stored.fields, stored.tensors, target.spec)
     name = served_dtype(options.dtype, stored.fields.word("dtype", stored.fields.word("torch_dtype", "bfloat16")))
     dtype = DTYPES.get(name, torch.bfloat16)  # the heads are small beside the output matrix: no int8
     biased = not vllm or any(name.endswith(".bias") for name in stored.tensors)
@@ -37,14 +38,14 @@ def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOpt
     return stored.fill(lambda dtype: MedusaHeads(config, borrowed, dtype), places, dtype, options.widen)
 
 
-def _medusa_config(fields: Fields, stored: Mapping[str, Stored], target: ModelConfig) -> MedusaConfig:
+def _medusa_config(fields: Fields, stored: Mapping[str, Stored], target: ModelSpec) -> MedusaConfig:
     count = "medusa_num_heads" if "medusa_num_heads" in fields or "num_heads" not in fields else "num_heads"
     heads = fields.integer(count, 1, _MAX_HEADS)
     layers = "medusa_num_layers" if "medusa_num_layers" in fields else "num_hidden_layers"
     blocks = fields.integer(layers, 1, _MAX_BLOCKS, 1)
     owns_output = any(name.startswith("lm_heads.") or name == f"0.{blocks}.weight" for name in stored)
     choices = _choices(fields, heads, target.vocab)
-    return MedusaConfig(target.hidden, target.vocab, target.layers, heads, blocks, owns_output, choices)
+    return MedusaConfig(target.hidden, target.vocab, target.depth, heads, blocks, owns_output, choices)
 
 
 def _choices(fields: Fields, heads: int, vocab: int) -> tuple[tuple[int, ...], ...]:

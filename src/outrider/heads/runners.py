@@ -126,7 +126,7 @@ class EagleRunner:
         if self._stack is None:
             return self.head.logits(hidden, self._ops)
         c = self.head.config
-        return self._output(hidden, self.head.norm if c.wide and not c.norm_output else None, c.shape.norm_eps)
+        return self._output(hidden, self.head.norm if c.wide and not c.norm_output else None, c.shape.norm.eps)
 
 
 class MedusaRunner:

@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import ModelError, UnknownMethod
+from outrider.model.families import Place
 from outrider.model.fields import Fields, read_json
 from outrider.model.files import SCALE, quantised, read_tensors, refuse_quantised
 
-__all__ = ["Place", "SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "write"]
+__all__ = ["SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "write"]
 
 H = TypeVar("H", bound=nn.Module)
 _UNUSED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -34,13 +35,6 @@ class SaveOptions:
     int8: bool = False
     standalone: bool = False
     target: str = ""  # name of the target, for the layouts that record it
-
-
-class Place(NamedTuple):
-    """Where a stored tensor goes: a parameter, and which of its rows."""
-
-    parameter: str
-    rows: slice = slice(None)
 
 
 class Stored(NamedTuple):

@@ -1,23 +1,27 @@
-"""One decoder for the Llama family. Attention is an argument, so training and serving share it.
+"""The decoder that a `ModelSpec` describes, in torch: the readable definition, and what training differentiates.
 
-Rows are tokens: everything is (N, width). The residual stream and the logits are float32; linears
-take and give the weights' dtype.
+Rows are tokens: everything is (N, width). The residual stream and the logits are float32; linears take and give the
+weights' dtype. Attention is an argument, so training and serving share the decoder.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from outrider.model.config import ModelConfig, Rope
+from outrider.model.rotary import Rope, RotaryVariant
+from outrider.model.spec import LayerSpec, ModelSpec, Norm
 from outrider.ops import Ops
 
-__all__ = ["Attend", "Decoder", "Hidden", "Layer", "RopeTable"]
+__all__ = ["Attend", "Decoder", "Hidden", "Layer", "RopeTable", "Turn", "finished_logits", "norm_weights", "normed"]
 
-# (layer, q (N, H, d), k (N, KV, d), v (N, KV, d)) -> (N, H, d), all float32
+# (layer, q (N, H, d), k (N, KV, d), v (N, KV, d)) -> (N, H, d), all float32. It scales scores by
+# d ** -0.5, and applies the window and the soft cap of the layer's spec.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -31,82 +35,168 @@ class Hidden:
     logits: Tensor | None = None  # logits of the wanted rows, where the same call computes them
 
 
-class RopeTable(nn.Module):
-    """Cosines and sines by position, float32."""
+class Turn(NamedTuple):
+    """Rotary cosines and sines (N, head_dim / 2) of rows, and the factor (N,) of their queries where there is one."""
 
     cos: Tensor
     sin: Tensor
+    growth: Tensor | None = None
+
+
+class RopeTable(nn.Module):
+    """Cosines and sines by position, float32. Variants lie one after the other; `starts` are their first rows."""
+
+    cos: Tensor
+    sin: Tensor
+    growth: Tensor | None
 
     def __init__(self, rope: Rope, head_dim: int, positions: int) -> None:
         super().__init__()
-        angles = torch.outer(
-            torch.arange(positions, dtype=torch.float64), torch.tensor(rope.frequencies(head_dim), dtype=torch.float64)
-        )
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        variants = rope.variants(head_dim)
+        rows = [min(variant.limit, positions) for variant in variants[:-1]] + [positions]
+        self.starts = [sum(rows[:i]) for i in range(len(rows))]
+        self.limits = [variant.limit for variant in variants]
+        parts = [_turns(variant, count, head_dim // 2) for variant, count in zip(variants, rows, strict=True)]
+        self.register_buffer("cos", torch.cat([cos for cos, _ in parts]), persistent=False)
+        self.register_buffer("sin", torch.cat([sin for _, sin in parts]), persistent=False)
+        growth = None if rope.query_growth is None else torch.cat([_growth(*rope.query_growth, count) for count in rows])
+        self.register_buffer("growth", growth, persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions], self.sin[positions]
+    def start(self, length: int) -> int:
+        """The first row of the variant for a request of at most `length` tokens."""
+        fitting = (start for start, limit in zip(self.starts, self.limits, strict=True) if length <= limit)
+        return next(fitting, self.starts[-1])
+
+    def forward(self, positions: Tensor) -> Turn:
+        return Turn(self.cos[positions], self.sin[positions], None if self.growth is None else self.growth[positions])
+
+
+def _turns(variant: RotaryVariant, positions: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (positions, pairs). Pairs that do not turn have cosine 1 and sine 0."""
+    where, frequencies = torch.arange(positions, dtype=torch.float64), torch.tensor(variant.frequencies, dtype=torch.float64)
+    angles, still = torch.outer(where, frequencies), (0, pairs - len(variant.frequencies))
+    cos, sin = (angles.cos() * variant.scale).float(), (angles.sin() * variant.scale).float()
+    return nn.functional.pad(cos, still, value=1.0), nn.functional.pad(sin, still)
+
+
+def _growth(beta: float, original: int, positions: int) -> Tensor:
+    where = torch.arange(positions, dtype=torch.float64)
+    return (1 + beta * torch.log1p(torch.floor(where / original))).float()
 
 
 class Layer(nn.Module):
-    """Attention and gated MLP, each behind a norm, with q/k/v and gate/up fused into one product."""
+    """A `LayerSpec` with weights: q/k/v and gate/up are fused into one product each."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: LayerSpec, hidden: int, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
+        self.spec = spec
         self.index = index
-        c, q_width, kv_width = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.qkv = _matrix(q_width + 2 * kv_width, c.hidden, dtype)
-        self.out = _matrix(c.hidden, q_width, dtype)
-        self.gate_up = _matrix(2 * c.ffn, c.hidden, dtype)
-        self.down = _matrix(c.hidden, c.ffn, dtype)
-        self.norm_in = nn.Parameter(torch.ones(c.hidden))
-        self.norm_mlp = nn.Parameter(torch.ones(c.hidden))
-        self.qkv_bias = _bias(q_width + 2 * kv_width, dtype) if c.attention_bias else None
-        self.out_bias = _bias(c.hidden, dtype) if c.output_bias else None
-        self.gate_up_bias = _bias(2 * c.ffn, dtype) if c.mlp_bias else None
-        self.down_bias = _bias(c.hidden, dtype) if c.mlp_bias else None
-        self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
-        self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
+        a, m = spec.attention, spec.mlp
+        self.qkv = _matrix(a.qkv_width, hidden, dtype)
+        self.out = _matrix(hidden, a.q_width, dtype)
+        self.gate_up = _matrix(m.up_width, hidden, dtype)
+        self.down = _matrix(hidden, m.width, dtype)
+        self.qkv_bias = _bias(a.qkv_width, dtype) if a.bias else None
+        self.out_bias = _bias(hidden, dtype) if a.out_bias else None
+        self.gate_up_bias = _bias(m.up_width, dtype) if m.bias else None
+        self.down_bias = _bias(hidden, dtype) if m.bias else None
+        self.norm_in, self.norm_in_bias = norm_weights(spec.norm_in, hidden)
+        self.norm_mlp, self.norm_mlp_bias = norm_weights(spec.norm_mlp, hidden)
+        self.norm_attn_out, self.norm_attn_out_bias = norm_weights(spec.norm_attn_out, hidden)
+        self.norm_mlp_out, self.norm_mlp_out_bias = norm_weights(spec.norm_mlp_out, hidden)
+        qk = a.qk_norm
+        q_width, k_width = (a.head_dim, a.head_dim) if qk is not None and qk.one_head else (a.q_width, a.kv_width)
+        qk_norm = None if qk is None else qk.norm
+        self.q_norm, self.q_norm_bias = norm_weights(qk_norm, q_width)
+        self.k_norm, self.k_norm_bias = norm_weights(qk_norm, k_width)
+        self._query_scale = a.scale * math.sqrt(a.head_dim)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
-        x = x + self.attention(ops.rms_norm(x, self.norm_in, self.config.norm_eps), rope, attend, ops)
-        return x + self.mlp(ops.rms_norm(x, self.norm_mlp, self.config.norm_eps), ops)
+    def forward(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops) -> Tensor:
+        s = self.spec
+        read = normed(x, s.norm_in, self.norm_in, self.norm_in_bias, ops)
+        mixed = self.attention(read, turn, attend, ops)
+        if not s.parallel:
+            x = self._add(x, normed(mixed, s.norm_attn_out, self.norm_attn_out, self.norm_attn_out_bias, ops))
+            read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
+            return self._add(x, normed(self.mlp(read, ops), s.norm_mlp_out, self.norm_mlp_out, self.norm_mlp_out_bias, ops))
+        if s.norm_mlp is not None:
+            read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
+        return self._add(self._add(x, mixed), self.mlp(read, ops))
 
-    def attention(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, ops: Ops) -> Tensor:
-        c = self.config
-        fused = ops.linear(x, self.qkv, self.qkv_bias).float()
-        rows = fused.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-        qk, v = rows.tensor_split((c.heads + c.kv_heads,), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.tensor_split((c.heads,), 1)
-            qk = torch.cat((ops.rms_norm(q, self.q_norm, c.norm_eps), ops.rms_norm(k, self.k_norm, c.norm_eps)), 1)
-        q, k = ops.rotary(qk, *rope).tensor_split((c.heads,), 1)
-        mixed = attend(self.index, q, k, v)
-        return ops.linear(mixed.reshape(x.shape[0], -1), self.out, self.out_bias)
+    def attention(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops) -> Tensor:
+        a = self.spec.attention
+        rows = ops.linear(x, self.qkv, self.qkv_bias).float().view(-1, a.heads + 2 * a.kv_heads, a.head_dim)
+        qk, v = rows.tensor_split((a.heads + a.kv_heads,), 1)
+        if a.qk_norm is not None:
+            qk = self._qk_normed(qk, ops)
+        q, k = (qk if turn is None else ops.rotary(qk, turn.cos, turn.sin)).tensor_split((a.heads,), 1)
+        if self._query_scale != 1.0:
+            q = q * self._query_scale
+        if turn is not None and turn.growth is not None:
+            q = q * turn.growth[:, None, None]
+        return ops.linear(attend(self.index, q, k, v).reshape(x.shape[0], -1), self.out, self.out_bias)
 
     def mlp(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(ops.gated(ops.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+        m = self.spec.mlp
+        inner = ops.activate(ops.linear(x, self.gate_up, self.gate_up_bias), m.activation, m.gated)
+        return ops.linear(inner, self.down, self.down_bias)
+
+    def _add(self, x: Tensor, part: Tensor) -> Tensor:
+        scale = self.spec.residual_scale
+        return x + part if scale == 1.0 else x + part.float() * scale
+
+    def _qk_normed(self, qk: Tensor, ops: Ops) -> Tensor:
+        """Queries and keys (N, heads + KV heads, d) after their norms."""
+        a = self.spec.attention
+        assert a.qk_norm is not None
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        made = []
+        weights = ((self.q_norm, self.q_norm_bias), (self.k_norm, self.k_norm_bias))
+        for part, (weight, bias) in zip(qk.tensor_split((a.heads,), 1), weights, strict=True):
+            x, shape = (part.flatten(1), (-1,)) if a.qk_norm.over == "width" else (part, (-1, a.head_dim))
+            by_head = (weight.view(shape).squeeze(0), None if bias is None else bias.view(shape).squeeze(0))
+            made.append(normed(x, a.qk_norm.norm, *by_head, ops).view(part.shape))
+        return torch.cat(made, 1)
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output matrix. `logits` is a separate call, because few rows need it."""
 
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype = torch.float32, output_dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32, output_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = _matrix(config.vocab, config.hidden, output_dtype)
-        self.layers = nn.ModuleList(Layer(config, i, dtype) for i in range(config.layers))
-        self.norm = nn.Parameter(torch.ones(config.hidden))
-        self.output = None if config.tied else _matrix(config.vocab, config.hidden, output_dtype)
-        self.rope = RopeTable(config.rope, config.head_dim, config.context)
+        self.spec = spec
+        self.embedding = _matrix(spec.vocab, spec.hidden, output_dtype)
+        self.positions = None if spec.positions is None else _matrix(spec.positions.rows, spec.hidden, output_dtype)
+        self.layers = nn.ModuleList(Layer(layer, spec.hidden, i, dtype) for i, layer in enumerate(spec.layers))
+        self.norm = nn.Parameter(torch.ones(spec.hidden))
+        self.norm_bias = nn.Parameter(torch.zeros(spec.hidden)) if spec.norm.bias else None
+        self.output = None if spec.tied else _matrix(spec.vocab, spec.hidden, output_dtype)
+        self.output_bias = _bias(spec.vocab, output_dtype) if spec.output_bias else None
+        self.make_tables()
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def make_tables(self) -> None:
+        """Compute the rotary tables, one for each of `ModelSpec.ropes`."""
+        s = self.spec
+        self.ropes = nn.ModuleList(RopeTable(rope, s.attention.head_dim, s.context) for rope in s.ropes)
+
+    @property
+    def rope(self) -> RopeTable:
+        """The first of the tables."""
+        return self.ropes[0]  # type: ignore[return-value]
+
+    def rotary_start(self, max_length: int) -> int:
+        """The first row of the rotary tables for a request of at most that many tokens; it stays the same to the end."""
+        return self.rope.start(max_length) if len(self.ropes) else 0
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """(N,) ids to (N, hidden) float32."""
-        return nn.functional.embedding(tokens, self.embedding).float()
+        x = nn.functional.embedding(tokens, self.embedding).float()
+        if self.spec.embedding_scale != 1.0:
+            x = x * self.spec.embedding_scale
+        if self.positions is None or self.spec.positions is None:
+            return x
+        return x + nn.functional.embedding(positions + self.spec.positions.offset, self.positions).float()
 
     def forward(
         self,
@@ -117,25 +207,58 @@ class Decoder(nn.Module):
         taps: tuple[int, ...] = (),
         layers: range | None = None,
         x: Tensor | None = None,
+        rotary_rows: Tensor | None = None,
     ) -> Hidden:
         """Hidden rows of flat tokens; `taps` are layers whose input rows are wanted too.
 
-        `layers` runs only some of the stack, on the rows `x` that enter it.
+        `layers` runs only some of the stack, on the rows `x` that enter it. `rotary_rows` are rows of the rotary tables, where
+        they are not the positions.
         """
-        x = self.embed(tokens) if x is None else x
-        rope = self.rope(positions)
+        x = self.embed(tokens, positions) if x is None else x
+        rows = positions if rotary_rows is None else rotary_rows
+        turns = {rope: table(rows) for rope, table in zip(self.spec.ropes, self.ropes, strict=True)}
         layers = range(len(self.layers)) if layers is None else layers
         kept: dict[int, Tensor] = {}
         for i in layers:
             if i in taps:
                 kept[i] = x
-            x = self.layers[i](x, rope, attend, ops)
+            rope = self.spec.layers[i].attention.rope
+            x = self.layers[i](x, None if rope is None else turns[rope], attend, ops)
         kept[layers.stop] = x
-        return Hidden(ops.rms_norm(x, self.norm, self.config.norm_eps), [kept[i] for i in taps])
+        return Hidden(self.last(x, ops), [kept[i] for i in taps])
+
+    def last(self, x: Tensor, ops: Ops) -> Tensor:
+        """Rows that left the last layer, after the final norm."""
+        return normed(x, self.spec.norm, self.norm, self.norm_bias, ops)
 
     def logits(self, last: Tensor, ops: Ops) -> Tensor:
         """(N, hidden) after the final norm to (N, V) float32."""
-        return ops.linear(last, self.embedding if self.output is None else self.output).float()
+        logits = ops.linear(last, self.embedding if self.output is None else self.output, self.output_bias).float()
+        return finished_logits(logits, self.spec)
+
+
+def finished_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
+    """Logits after the model's scale and soft cap. Heads that use the target's output matrix need them too."""
+    if spec.logit_scale != 1.0:
+        logits = logits * spec.logit_scale
+    if spec.logit_cap is not None:
+        logits = spec.logit_cap * torch.tanh(logits / spec.logit_cap)
+    return logits
+
+
+def normed(x: Tensor, norm: Norm | None, weight: Tensor | None, bias: Tensor | None, ops: Ops) -> Tensor:
+    """Rows after a norm; as they are where there is none."""
+    if norm is None:
+        return x
+    assert weight is not None
+    return ops.rms_norm(x, weight, norm.eps) if norm.kind == "rms" else ops.layer_norm(x, weight, bias, norm.eps)
+
+
+def norm_weights(norm: Norm | None, width: int) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """Weight and bias of a norm, float32; None where it has none."""
+    if norm is None:
+        return None, None
+    return nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)) if norm.bias else None
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:

@@ -50,6 +50,21 @@ class Fields:
         """A number in (low, high]."""
         return self._read(name, default, lambda value: float(checks.real(name, value, low, high, low_open=True)))
 
+    def optional_real(self, name: str, default: float | None) -> float | None:
+        """A positive number; None where the field is null."""
+        return (
+            None if self.is_null(name) or (name not in self and default is None) else self.real(name, 0.0, 1e30, default or 1.0)
+        )
+
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there and says null."""
+        return name in self._data and self._data[name] is None
+
+    def word_or_integer(self, name: str, default: int) -> str | int:
+        """A word, or a whole number from 0 on."""
+        value = self._data.get(name)
+        return value if isinstance(value, str) else self.integer(name, 0, 2**16, default)
+
     def boolean(self, name: str, default: bool) -> bool:
         return self._read(name, default, lambda value: checks.boolean(name, value))
 
@@ -73,6 +88,11 @@ class Fields:
         if value is not None and not isinstance(value, list | tuple):
             raise self.error(f"{name} must be a list, got {checks.shown(value)}")
         return list(value or ())
+
+    def reals(self, name: str, low: float, high: float) -> list[float]:
+        """The numbers in (low, high] of a list."""
+        listed = {f"{name}[{i}]": value for i, value in enumerate(self.items(name))}
+        return [Fields(listed, self._where).real(item, low, high, 0.0) for item in listed]
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them. They are whole numbers; which of them the model has is another question."""

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
-from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
+from outrider.model.families import names_of, places_of, read_spec
+from outrider.model.families.llama import hf_config
 from outrider.model.fields import Fields, read_json
 from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_headers, read_tensors, refuse_foreign
+from outrider.model.spec import ModelSpec
 from outrider.platform import memory_bytes
 from outrider.sampling.params import SamplingParams
 
@@ -32,7 +34,6 @@ __all__ = [
     "is_int8",
     "load_decoder",
     "locate",
-    "names",
     "read_tensors",
     "save_decoder",
     "served_dtype",
@@ -61,14 +62,6 @@ class LoadOptions:
     def __post_init__(self) -> None:
         checks.choice("dtype", self.dtype, ("auto", *DTYPES, INT8))
         checks.choice("load_format", self.load_format, ("dummy", "safetensors"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a stored tensor goes: a parameter, and which of its rows."""
-
-    parameter: str
-    rows: slice
 
 
 def locate(model: str, revision: str | None = None) -> Path:
@@ -113,11 +106,11 @@ def _fetch(model: str, revision: str | None) -> Path:
 def load_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     """A decoder with its weights, ready for inference. Names, shapes and sizes are checked before it takes memory."""
     decoder, stored = _skeleton(directory, options)
-    config, dtype = decoder.config, DTYPES.get(decoder.config.dtype, torch.float32)
+    config, dtype = decoder.spec, DTYPES.get(decoder.spec.dtype, torch.float32)
     if options.dtype == "auto":
         _say_narrowed(directory, stored, config.dtype)
     decoder.to_empty(device="cpu")
-    decoder.rope = type(decoder.rope)(config.rope, config.head_dim, config.context)
+    decoder.make_tables()
     decoder.requires_grad_(False)
     if options.load_format == "dummy":
         _fill_random(decoder, options.seed, dtype)
@@ -134,7 +127,7 @@ def check_model(directory: Path, options: LoadOptions = LoadOptions()) -> None:
 def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, set[str]]:
     """A decoder that takes no memory yet, and the dtypes that its weights are stored in."""
     refuse_foreign(directory)
-    config = ModelConfig.read(directory)
+    config = read_spec(directory)
     name = served_dtype(options.dtype, config.dtype)
     held = torch.float32 if options.widen else DTYPES.get(name, torch.float32)
     stored, config = config.dtype, replace(config, dtype=name)
@@ -156,8 +149,8 @@ def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:
     """Write weights under Hugging Face names, in shards; `int8` stores matrices per output channel."""
     tensors: dict[str, Tensor] = {}
     parameters = dict(decoder.named_parameters())
-    for name, place in names(decoder.config).items():
-        tensor = parameters[place.parameter].detach()[place.rows].cpu().contiguous()
+    for name, place in places_of(decoder.spec).items():
+        tensor = place.stored(parameters[place.parameter].detach()[place.rows].cpu())
         if int8 and tensor.dim() == 2:
             tensors[name], tensors[name + SCALE] = quantised(tensor)
         else:
@@ -165,64 +158,12 @@ def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:
     _write_shards(tensors, directory)
 
 
-def names(config: ModelConfig) -> dict[str, _Place]:
-    """Hugging Face tensor name -> its place in the decoder."""
-    c, all_rows = config, slice(None)
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    fused = {
-        "qkv": {
-            "self_attn.q_proj": slice(0, q),
-            "self_attn.k_proj": slice(q, q + kv),
-            "self_attn.v_proj": slice(q + kv, q + 2 * kv),
-        },
-        "out": {"self_attn.o_proj": all_rows},
-        "gate_up": {"mlp.gate_proj": slice(0, c.ffn), "mlp.up_proj": slice(c.ffn, 2 * c.ffn)},
-        "down": {"mlp.down_proj": all_rows},
-    }
-    biased = {"qkv": c.attention_bias, "out": c.output_bias, "gate_up": c.mlp_bias, "down": c.mlp_bias}
-    norms = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
-    if c.qk_norm:
-        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-    places = {"model.embed_tokens.weight": _Place("embedding", all_rows), "model.norm.weight": _Place("norm", all_rows)}
-    if not c.tied:
-        places["lm_head.weight"] = _Place("output", all_rows)
-    for i in range(c.layers):
-        for ours, parts in fused.items():
-            for theirs, rows in parts.items():
-                places[f"model.layers.{i}.{theirs}.weight"] = _Place(f"layers.{i}.{ours}", rows)
-                if biased[ours]:
-                    places[f"model.layers.{i}.{theirs}.bias"] = _Place(f"layers.{i}.{ours}_bias", rows)
-        for ours, theirs in norms.items():
-            places[f"model.layers.{i}.{theirs}.weight"] = _Place(f"layers.{i}.{ours}", all_rows)
-    return places
+def write_config(spec: ModelSpec, directory: Path, extra: dict[str, Any] | None = None) -> None:
+    """config.json as Transformers reads it, of a spec that `LlamaShape` can describe."""
+    (directory / "config.json").write_text(json.dumps(hf_config(spec) | (extra or {}), indent=2) + "\n")
 
 
-def write_config(config: ModelConfig, directory: Path, extra: dict[str, Any] | None = None) -> None:
-    """config.json as Transformers reads it."""
-    c = config
-    data: dict[str, Any] = {
-        "architectures": [c.architecture],
-        "model_type": c.architecture.removesuffix("ForCausalLM").lower(),
-        "vocab_size": c.vocab,
-        "hidden_size": c.hidden,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.ffn,
-        "max_position_embeddings": c.context,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope.theta,
-        "tie_word_embeddings": c.tied,
-        "attention_bias": c.attention_bias,
-        "hidden_act": "silu",
-        "dtype": c.dtype,
-        "eos_token_id": list(c.eos_ids),
-    }
-    (directory / "config.json").write_text(json.dumps(data | (extra or {}), indent=2) + "\n")
-
-
-def generation_defaults(directory: Path, config: ModelConfig) -> tuple[dict[str, Any], frozenset[int]]:
+def generation_defaults(directory: Path, config: ModelSpec) -> tuple[dict[str, Any], frozenset[int]]:
     """Sampling defaults and end-of-sequence ids from generation_config.json, where there is one."""
     eos = usable_ids(config.eos_ids, config, directory / "config.json")
     path = directory / "generation_config.json"
@@ -241,7 +182,7 @@ def generation_defaults(directory: Path, config: ModelConfig) -> tuple[dict[str,
     return defaults, eos
 
 
-def usable_ids(ids: Iterable[int], config: ModelConfig, where: Path) -> frozenset[int]:
+def usable_ids(ids: Iterable[int], config: ModelSpec, where: Path) -> frozenset[int]:
     """Those end-of-sequence ids that the model can choose. Others have no logit, and are ignored with a warning."""
     ids = frozenset(ids)
     beyond = sorted(token for token in ids if not 0 <= token < config.vocab)
@@ -260,7 +201,7 @@ def served_dtype(requested: str, stored: str) -> str:
     return checks.choice("dtype", requested, ("auto", *DTYPES, INT8))
 
 
-def _check_memory(config: ModelConfig, dtype: torch.dtype) -> None:
+def _check_memory(config: ModelSpec, dtype: torch.dtype) -> None:
     """Refuse a model that this machine cannot hold, before anything is allocated."""
     weights = config.parameters * dtype.itemsize
     table = _ROPE_BYTES * config.context * config.head_dim
@@ -275,16 +216,17 @@ def _check_memory(config: ModelConfig, dtype: torch.dtype) -> None:
 
 def _check_headers(skeleton: Decoder, directory: Path) -> set[str]:
     """Compare every stored tensor's name and shape with the config, before anything is allocated; the matrices' dtypes."""
-    places = names(skeleton.config)
+    places = places_of(skeleton.spec)
     missing = set(places)
     parameters = dict(skeleton.named_parameters())
     dtypes = set()
     for name, header in read_headers(directory).items():
-        if _unused(name, skeleton.config):
+        name = _known_name(name, skeleton.spec)
+        if not name:
             continue
         if name not in places:
-            raise ModelError(f"{header.file} holds {name!r}, which {skeleton.config.architecture} does not have")
-        expected = tuple(parameters[places[name].parameter][places[name].rows].shape)
+            raise ModelError(f"{header.file} holds {name!r}, which {skeleton.spec.architecture} does not have")
+        expected = places[name].shape(parameters[places[name].parameter])
         if header.shape != expected:
             raise ModelError(f"{header.file}: {name!r} has shape {header.shape}, config.json asks for {expected}")
         missing.discard(name)
@@ -297,16 +239,24 @@ def _check_headers(skeleton: Decoder, directory: Path) -> set[str]:
 
 def _fill(decoder: Decoder, directory: Path, dtype: torch.dtype) -> None:
     """Read the weights, whose names and shapes were checked."""
-    places = names(decoder.config)
+    places = places_of(decoder.spec)
     parameters = dict(decoder.named_parameters())
+    for name in set(parameters).difference(place.parameter for place in places.values()):
+        parameters[name].fill_(1.0)  # weights of norms that have none
     for name, tensor, _ in read_tensors(directory):
-        if not _unused(name, decoder.config):
-            target = parameters[places[name].parameter][places[name].rows]
-            target.copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+        place = places.get(_known_name(name, decoder.spec))
+        if place is not None:
+            target = parameters[place.parameter][place.rows]
+            target.copy_(place.arrange(tensor.to(dtype) if target.dim() == 2 else tensor))
 
 
-def _unused(name: str, config: ModelConfig) -> bool:
-    return name.endswith(_IGNORED) or (name == "lm_head.weight" and config.tied)
+def _known_name(name: str, spec: ModelSpec) -> str:
+    """The name that a family gives to a stored tensor; "" where it holds no weights of the model."""
+    names = names_of(spec)
+    if not name.startswith((names.optional_prefix, names.output)):
+        name = names.optional_prefix + name
+    tied = spec.tied and name == f"{names.output}.weight"
+    return "" if tied or name.endswith((*_IGNORED, *names.ignored)) else name
 
 
 def _fill_random(decoder: Decoder, seed: int, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import eq
 from typing import NamedTuple
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from outrider.cache import KVPool, Slots
 from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
-from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
+from outrider.model.spec import ModelSpec
 from outrider.model.stack import decoder_stack, lay_out_rows
 from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention, serving_ops
 from outrider.ops.forwards import network
@@ -44,6 +45,7 @@ class Feed(NamedTuple):
     parents: Sequence[int] = ()
     known: int = 0  # leading nodes that were fed before; they are in `parents` but not in `nodes`
     first_key: int = 0  # the first slot with a key; those before are empty
+    rotary_start: int = 0  # the first row of the rotary table that its request uses; see Decoder.rotary_start
 
 
 class PendingChains(NamedTuple):
@@ -60,6 +62,7 @@ class Rows(NamedTuple):
     positions: Tensor  # (N,)
     slots: Slots  # of each row's KV
     plan: AttentionPlan
+    rotary_rows: Tensor | None = None  # (N,) rows of the rotary tables, where they are not the positions
 
 
 class Round(NamedTuple):
@@ -90,13 +93,22 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None])
             pages.append(feed.pages[slot // size])
             offsets.append(slot % size)
     plan = plan_attention(segments, size, windows)
+    rotary = _rotary_rows(feeds, segments, positions)
     if len(tokens) == 1:
-        return Rows(torch.tensor(tokens), torch.tensor(positions), (pages[0], offsets[0]), plan)
+        return Rows(torch.tensor(tokens), torch.tensor(positions), (pages[0], offsets[0]), plan, rotary)
     ids, where, page, offset = integers([tokens, positions, pages, offsets]).unbind()
-    return Rows(ids, where, (page, offset), plan)
+    return Rows(ids, where, (page, offset), plan, rotary)
 
 
-def kv_value_bytes(config: ModelConfig, page_size: int) -> int:
+def _rotary_rows(feeds: Sequence[Feed], segments: Sequence[Segment], positions: Sequence[int]) -> Tensor | None:
+    """Rows of the rotary tables; None where all requests use the first variant, whose rows are the positions."""
+    if not any(feed.rotary_start for feed in feeds):
+        return None
+    starts = chain.from_iterable([feed.rotary_start] * segment.rows for feed, segment in zip(feeds, segments, strict=True))
+    return torch.tensor([start + position for start, position in zip(starts, positions, strict=True)])
+
+
+def kv_value_bytes(config: ModelSpec, page_size: int) -> int:
     """Bytes of one value in the KV of a model that runs on the CPU."""
     return KVPool.value_bytes(serving_ops().core is not None and config.dtype != "float32", page_size)
 
@@ -120,12 +132,11 @@ class Runner:
         self.decoder = decoder
         self.pool = pool
         self.ops = ops or serving_ops()
-        config, core = decoder.config, self.ops.core
+        config, core = decoder.spec, self.ops.core
         if config.dtype == INT8 and core is None:
             raise InvalidParameter("dtype", f"int8 needs the native core, which is not in use: {find_core()[1]}")
         self.stack = None if core is None else decoder_stack(decoder, pool, core)
-        self._windows = config.windows or (None,) * config.layers
-        self._distinct_windows = frozenset(self._windows)
+        self._distinct_windows = frozenset(config.windows)
 
     @property
     def weight_bytes(self) -> int:
@@ -168,9 +179,10 @@ class Runner:
     ) -> Hidden:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, rows.slots, k, v)
-            return paged_attention(q, self.pool.keys[layer], self.pool.values[layer], rows.plan, self._windows[layer])
+            a = self.decoder.spec.layers[layer].attention
+            return paged_attention(q, self.pool.keys[layer], self.pool.values[layer], rows.plan, a.window, a.soft_cap)
 
-        hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x)
+        hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows)
         hidden.logits = self._logits_by_torch(hidden.last, wanted)
         return hidden
 
@@ -184,7 +196,7 @@ class Runner:
     @torch.inference_mode()
     def _logits_by_torch(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         if not rows:
-            return torch.empty(0, self.decoder.config.vocab)
+            return torch.empty(0, self.decoder.spec.vocab)
         return self.decoder.logits(last if len(rows) == len(last) else last[list(rows)], self.ops)
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
@@ -209,7 +221,8 @@ class Runner:
         for b, (seq, fed) in enumerate(zip(batch.sequences, batch.feeds, strict=True)):
             tree = drafts.per_sequence[b]
             n = len(tree.tokens)
-            feeds.append(Feed(seq.pages, seq.cached, seq.tokens[seq.cached : seq.cached + fed], tree.tokens, tree.parents))
+            start, end = seq.cached, seq.cached + fed
+            feeds.append(Feed(seq.pages, start, seq.tokens[start:end], tree.tokens, tree.parents, 0, 0, seq.rotary_start))
             first_rows.append(row)
             samples = batch.samples(b)
             roots.append(len(wanted) if samples else -1)
@@ -254,7 +267,7 @@ class Runner:
             shapes=array("d", [part for i in order for part in shape_of(rows[i].params)]),
             draft_temperatures=array("f", [draft_temperatures[i] for i in order]),
             keys=keys,
-            words=token_words_at(self.decoder.config.vocab),
+            words=token_words_at(self.decoder.spec.vocab),
             floor=floor,
         )
         tokens, chances, logits = self.stack.draft(lay_out_rows([feeds[i] for i in order]), chains)
@@ -278,8 +291,8 @@ class Runner:
 
     def _can_resume(self, resume: Resume | None, feeds: Sequence[Feed], taps: tuple[int, ...]) -> bool:
         """Whether the layers a drafter has run can be skipped: they are not tapped, and its rows are those of the feeds."""
-        config = self.decoder.config
-        if resume is None or not 0 < resume.layer < config.layers or any(tap < resume.layer for tap in taps):
+        config = self.decoder.spec
+        if resume is None or not 0 < resume.layer < config.depth or any(tap < resume.layer for tap in taps):
             return False
         rows = zip(feeds, resume.counts, strict=True)
         fits = all(count <= 1 + len(feed.nodes) and len(feed.tokens) == 1 for feed, count in rows if count)
@@ -301,10 +314,10 @@ class Runner:
             missing += range(row + count, end)
             row = end
         count = rows[1] if isinstance(rows, array) else rows.tokens.shape[0]
-        x = torch.zeros(count, self.decoder.config.hidden)
+        x = torch.zeros(count, self.decoder.spec.hidden)
         if missing_feeds:
             early = self.run(self.prepare(missing_feeds), (resume.layer,), range(resume.layer)).taps[0]
             x[missing] = early
         known = sorted(set(range(row)) - set(missing))
         x[known] = resume.hidden
-        return self.run(rows, taps, range(resume.layer, self.decoder.config.layers), x, wanted)
+        return self.run(rows, taps, range(resume.layer, self.decoder.spec.depth), x, wanted)

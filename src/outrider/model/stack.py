@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder, Layer
+from outrider.model.spec import Attention, ModelSpec
 from outrider.ops import Core, LayerWeights, PackedLinear, Stack, StackWeights
 
 if TYPE_CHECKING:
@@ -37,15 +37,14 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32."""
-    c = decoder.config
-    windows = c.windows or (None,) * c.layers
-    layers = [layer_weights(layer, core, c.dtype, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
+    c = decoder.spec
+    layers = [layer_weights(layer, core, c.dtype) for layer in decoder.layers]  # type: ignore[arg-type]
     output = PackedLinear(core, c.dtype, decoder.embedding if decoder.output is None else decoder.output)
     return stack_over(pool, core, decoder, c, layers, c.dtype, output=output)
 
 
 def stack_over(
-    pool: KVPool, core: Core, network: Any, shape: ModelConfig, layers: Sequence[LayerWeights], kind: str, **form: Any
+    pool: KVPool, core: Core, network: Any, shape: ModelSpec, layers: Sequence[LayerWeights], kind: str, **form: Any
 ) -> Stack:
     """Packed layers with a network's embedding, rotary table and last norm, over a pool of KV."""
     pool.keep_words(bf16=kind != "float32")
@@ -56,7 +55,7 @@ def stack_over(
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         ffn=shape.ffn,
-        eps=shape.norm_eps,
+        eps=shape.norm.eps,
         embedding=network.embedding,
         cos=network.rope.cos,
         sin=network.rope.sin,
@@ -66,23 +65,23 @@ def stack_over(
     return Stack(core, weights, pool.keys, pool.values, pool.page_size)
 
 
-def layer_weights(layer: Layer, core: Core, kind: str, window: int | None = None) -> LayerWeights:
+def layer_weights(layer: Layer, core: Core, kind: str) -> LayerWeights:
     """One layer's products and norms."""
-    c, bias = layer.config, layer.qkv_bias
+    c, bias = layer.spec.attention, layer.qkv_bias
     return LayerWeights(
         qkv=PackedLinear(core, kind, _by_head(layer.qkv, c), None if bias is None else _by_head(bias, c)),
         out=PackedLinear(core, kind, layer.out, layer.out_bias),
         gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, paired=True),
         down=PackedLinear(core, kind, layer.down, layer.down_bias),
         norm_in=layer.norm_in,
-        norm_mlp=layer.norm_mlp,
+        norm_mlp=layer.norm_mlp,  # type: ignore[arg-type]
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
-        window=window,
+        window=c.window,
     )
 
 
-def _by_head(qkv: Tensor, c: ModelConfig) -> Tensor:
+def _by_head(qkv: Tensor, c: Attention) -> Tensor:
     """Rows of q, k and v in the core's order: of each head of keys its queries, key and value."""
     parts = qkv.detach().tensor_split((c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim))
     return torch.cat([part.reshape(c.kv_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)

@@ -76,6 +76,14 @@ class Segment(NamedTuple):
         return [depth + 1 for depth in depths(self.parents)]
 
 
+class _Form(NamedTuple):
+    """A layer's window, the row counts of its products, and its soft cap."""
+
+    window: int | None
+    counts: Counts
+    soft_cap: float | None
+
+
 @dataclass(slots=True)
 class _Tail:
     """Pages gathered per root-to-leaf path, because draft nodes lie out of order in their slots."""
@@ -115,10 +123,12 @@ def plan_attention(segments: Sequence[Segment], page_size: int, windows: Windows
     return plan
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None = None) -> Tensor:
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None = None, soft_cap: float | None = None
+) -> Tensor:
     """Attention of all rows. q (N, H, d) float32, keys and values (pages, KV heads, page_size, width).
 
-    The width is d or more; what is more holds zeros.
+    The width is d or more; what is more holds zeros. A soft cap replaces scores by cap * tanh(score / cap).
     """
     head_dim, width = q.shape[-1], keys.shape[-1]
     kv_heads, page = keys.shape[1], keys.shape[2]
@@ -127,29 +137,37 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan
     if width > head_dim:
         q = F.pad(q, (0, width - head_dim))
     if len(plan.units) == 1 and plan.units[0].rows == slice(0, len(q)):
-        return _attend(q, keys, values, plan.units[0], (window, counts))[..., :head_dim]
+        return _attend(q, keys, values, plan.units[0], _Form(window, counts, soft_cap))[..., :head_dim]
     out = torch.zeros_like(q)
     for unit in plan.units:
-        out[unit.rows] = _attend(q[unit.rows], keys, values, unit, (window, counts))
+        out[unit.rows] = _attend(q[unit.rows], keys, values, unit, _Form(window, counts, soft_cap))
     return out[..., :head_dim]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, form: tuple[int | None, Counts]) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, form: _Form) -> Tensor:
     """One unit: (rows, H, width) queries to (rows, H, width) outputs.
 
     Scores of a page are a product of fixed width; exponentials are summed inside a page and then
     page by page in logical order, so trailing pages of masked keys add exact zeros.
     """
-    window, counts = form
+    window, counts, soft_cap = form
     hidden = unit.masks[window]
     rows, heads, width = q.shape
     by_head = q.view(rows, keys.shape[1], -1, width).transpose(0, 1)  # (KV heads, rows, group, width)
     scores = _times_pages(by_head.expand(len(hidden), *by_head.shape), keys, unit, counts, transposed=True)
+    if soft_cap is not None:
+        scores = _soft_capped(scores, soft_cap)
     scores = scores.masked_fill(hidden, -torch.inf)  # (pages, KV heads, rows, group, page)
     weights = scores.sub_(scores.amax(dim=(0, 4), keepdim=True)).exp_()
     total = _in_order(weights.sum(-1))  # (KV heads, rows, group)
     mixed = _in_order(_times_pages(weights, values, unit, counts, transposed=False))
     return (mixed / total[..., None]).transpose(0, 1).reshape(rows, heads, width)
+
+
+def _soft_capped(scores: Tensor, cap: float) -> Tensor:
+    """cap * tanh(score / cap) by exp, whose bits do not depend on where in memory a score lies."""
+    grown = torch.exp(scores.clamp(-20 * cap, 20 * cap) * (-2.0 / cap))
+    return (1.0 - grown) / (1.0 + grown) * cap
 
 
 def _in_order(pages: Tensor) -> Tensor:

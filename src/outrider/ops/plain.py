@@ -7,8 +7,11 @@ scalar tail differs from its vector body; those of exp, division and multiplicat
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,6 +25,14 @@ from outrider.ops.products import Product
 __all__ = ["Blocked", "Native", "Ops", "Plain", "missing_core", "serving_ops", "threads_used"]
 
 _PATHS = ("auto", "native", "torch")
+_CUBIC, _TWICE_ROOT = 0.044715, -2.0 * math.sqrt(2.0 / math.pi)  # of the tanh approximation of gelu
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class Ops(Protocol):
@@ -33,7 +44,9 @@ class Ops(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def gated(self, gate_up: Tensor) -> Tensor: ...
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
+
+    def activate(self, x: Tensor, activation: str, gated: bool) -> Tensor: ...
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
@@ -52,10 +65,20 @@ class Plain:
         x = x.float()
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.float()
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """silu(first half) * second half, in float32."""
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Layer norm over the last dimension, in float32."""
+        scaled = F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight.float()
+        return scaled if bias is None else scaled + bias.float()
+
+    def activate(self, x: Tensor, activation: str, gated: bool) -> Tensor:
+        """The activation of x, or of its first half times the second half, in float32."""
+        if not gated:
+            return self._activation(x.float(), activation)
+        gate, up = x.float().chunk(2, dim=-1)
+        return self._activation(gate, activation) * up
+
+    def _activation(self, x: Tensor, activation: str) -> Tensor:
+        return _ACTIVATIONS[activation](x)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate pairs (i, i + half) of the last dimension of (N, heads, head_dim), in float32; cos and sin are (N, half)."""
@@ -82,10 +105,15 @@ class Blocked(Plain):
         """The operations of `Plain.rms_norm` in one call of torch, which runs them one by one on a CPU."""
         return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """silu by exp and division: their bits do not depend on where in memory an element lies."""
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return gate / torch.exp(-gate).add_(1.0) * up
+    def _activation(self, x: Tensor, activation: str) -> Tensor:
+        """The fused kernels' bits depend on where in memory an element lies; those of exp, erf and division do not."""
+        if activation == "silu":
+            return x / torch.exp(-x).add_(1.0)
+        if activation == "gelu_tanh":  # x * (1 + tanh(u)) / 2 is x * sigmoid(2 u)
+            return x / torch.exp(x * (x * x * _CUBIC + 1.0) * _TWICE_ROOT).add_(1.0)
+        if activation == "gelu":
+            return torch.erf(x * math.sqrt(0.5)).add_(1.0) * x * 0.5
+        return super()._activation(x, activation)
 
 
 class Native(Blocked):

@@ -192,10 +192,10 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 def document_end(directory: Path) -> int:
     """The id that ends documents: the model's end-of-sequence id, or its tokenizer's."""
-    from outrider.model import ModelConfig  # here, because processes that only encode need no torch
+    from outrider.model import read_spec  # here, because processes that only encode need no torch
     from outrider.model.load import generation_defaults
 
-    config = ModelConfig.read(directory) if (directory / "config.json").exists() else None
+    config = read_spec(directory) if (directory / "config.json").exists() else None
     ids = () if config is None else config.eos_ids or sorted(generation_defaults(directory, config)[1])
     if ids:
         return ids[0]

@@ -20,7 +20,7 @@ __all__ = ["export_model", "replaced", "require_replaceable", "save_model"]
 
 def save_model(decoder: Decoder, folder: Path, tokenizer: Path) -> None:
     """Write a decoder as a model directory with int8 weights."""
-    config = replace(decoder.config, dtype="bfloat16")
+    config = replace(decoder.spec, dtype="bfloat16")
     eos = config.eos_ids[0]
     generation = {"eos_token_id": list(config.eos_ids), "pad_token_id": eos, "do_sample": False}
     save_decoder(decoder, folder, int8=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, LoadOptions, ModelConfig, load_decoder
+from outrider.model import Decoder, LoadOptions, ModelSpec, load_decoder
 from outrider.ops import Plain
 from outrider.train.attention import causal_attend
 from outrider.train.corpus import document_end
@@ -52,19 +52,19 @@ class FrozenTarget:
         """From a model directory, in the dtype it is served in; on a CPU in float32, whose products are the fastest there."""
         options = LoadOptions(dtype="float32") if device.type == "cpu" else LoadOptions()
         decoder = load_decoder(directory, options).to(device)
-        if not decoder.config.eos_ids:
-            decoder.config = replace(decoder.config, eos_ids=(document_end(directory),))
+        if not decoder.spec.eos_ids:
+            decoder.spec = replace(decoder.spec, eos_ids=(document_end(directory),))
         return cls(decoder)
 
     @property
-    def config(self) -> ModelConfig:
-        return self.decoder.config
+    def config(self) -> ModelSpec:
+        return self.decoder.spec
 
     def reading(self, taps: Iterable[int]) -> FrozenTarget:
         """This target with other taps."""
-        wrong = [tap for tap in taps if not 0 <= tap <= self.config.layers]
+        wrong = [tap for tap in taps if not 0 <= tap <= self.config.depth]
         if wrong:
-            raise InvalidParameter("taps", f"{wrong[0]} is not between 0 and the target's {self.config.layers} layers")
+            raise InvalidParameter("taps", f"{wrong[0]} is not between 0 and the target's {self.config.depth} layers")
         return FrozenTarget(self.decoder, taps)
 
     @torch.no_grad()

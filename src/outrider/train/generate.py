@@ -94,7 +94,7 @@ def write_until(decoder: Decoder, store: TokenStore, writing: Writing) -> TokenS
     """Batches of text until there is enough, as documents of a store in memory."""
     begin, turn, size = time.monotonic(), 0, 0
     documents: list[Ids] = []
-    eos = decoder.config.eos_ids[0]
+    eos = decoder.spec.eos_ids[0]
     while not documents or time.monotonic() - begin < writing.seconds or size < writing.tokens:
         prompt = writing.prompts[turn % len(writing.prompts)]
         half = writing.rows // 2
@@ -135,9 +135,9 @@ class _Slabs:
     """Keys and values of equally long sequences, by layer."""
 
     def __init__(self, decoder: Decoder, rows: int, length: int) -> None:
-        config, device = decoder.config, decoder.norm.device
+        config, device = decoder.spec, decoder.norm.device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        shape = (config.layers, rows, config.kv_heads, length, config.head_dim)
+        shape = (config.depth, rows, config.kv_heads, length, config.head_dim)
         self._decoder = decoder
         self._rows = rows
         self._keys = torch.empty(shape, dtype=dtype, device=device)

@@ -116,9 +116,8 @@ def _matrix_parts(module: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     parts: dict[nn.Parameter, tuple[int, ...]] = {}
     for layer in module.modules():
         if isinstance(layer, Layer):
-            c = layer.config
-            q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-            parts |= {layer.qkv: (q, kv, kv), layer.gate_up: (c.ffn, c.ffn)}
+            a, m = layer.spec.attention, layer.spec.mlp
+            parts |= {layer.qkv: (a.q_width, a.kv_width, a.kv_width), layer.gate_up: (m.width,) * (2 if m.gated else 1)}
             parts |= {matrix: (matrix.shape[0],) for matrix in (layer.out, layer.down)}
     for name, param in module.named_parameters():
         if param.dim() == 2 and param not in parts and name.rsplit(".", 1)[-1] not in _BY_TOKEN:

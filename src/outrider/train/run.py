@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.errors import InvalidParameter
-from outrider.model import ModelConfig
+from outrider.model import read_spec
 from outrider.model.bundled import bundled_model
 from outrider.train.acceptance import agreement, heldout_rows, served_acceptance, written_for
 from outrider.train.corpus import SUMMARY, TokenCorpus, require_same_tokenizer, write_corpus
@@ -92,11 +92,11 @@ def _resolve(task: TrainingTask, name: str) -> _Setup:
     target, device = task.target or bundled_model(), pick_device(task.device)
     out, work = task.folders(name)
     require_replaceable(out, target)
-    config = ModelConfig.read(target)
+    config = read_spec(target)
     if not 0 <= task.context <= config.context:
         raise InvalidParameter("context", f"{task.context} is not between 1 and the target's {config.context}")
     # Heads are at most as large as one layer of the target for each depth; draft models are smaller than it.
-    token_bytes = training_bytes(replace(config, layers=1), config.vocab, _DEPTHS)
+    token_bytes = training_bytes(replace(config, layers=config.layers[:1]), config.vocab, _DEPTHS)
     full = StepSize(config.context, _GPU_ROWS)
     step = resolve_step(device, StepSize(task.context, task.rows, task.micro_rows), full, token_bytes)
     loop = LoopOptions(budget, work, step.rows, step.micro_rows, checkpoint_steps=task.checkpoint_steps)

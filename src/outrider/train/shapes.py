@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outrider.errors import InvalidParameter
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads, default_taps
-from outrider.model import Decoder, ModelConfig, Rope
+from outrider.model import Decoder, LlamaShape, ModelSpec, Rope
 from outrider.train.attention import usable_chain
 from outrider.train.frozen import FrozenTarget
 from outrider.train.losses import Divergence
@@ -47,12 +47,12 @@ class DecoderShape:
     context: int = 2048
     tied: bool = True
 
-    def config(self, eos: int) -> ModelConfig:
+    def config(self, eos: int) -> ModelSpec:
         """The decoder's configuration; weights are stored for bfloat16."""
         if self.hidden % self.heads or self.heads % self.kv_heads:
             rule = f"{self.heads} must divide hidden {self.hidden} and be a multiple of kv_heads {self.kv_heads}"
             raise InvalidParameter("heads", rule)
-        return ModelConfig(
+        return LlamaShape(
             architecture="LlamaForCausalLM",
             vocab=self.vocab,
             hidden=self.hidden,
@@ -67,7 +67,7 @@ class DecoderShape:
             windows=(None,) * self.layers,
             dtype="bfloat16",
             eos_ids=(eos,),
-        )
+        ).spec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +83,31 @@ class EagleShape:
     norm_output: bool = True
     norm_before_residual: bool = False
 
-    def config(self, target: ModelConfig) -> EagleConfig:
+    def config(self, target: ModelSpec) -> EagleConfig:
         """The head's configuration for a target."""
         if self.form not in (EAGLE1, EAGLE3):
             raise InvalidParameter("form", f"unknown {self.form!r}; known: {EAGLE1}, {EAGLE3}")
         wide = self.form == EAGLE3
-        shape = replace(
-            target,
+        rope = target.attention.rope or Rope()
+        shape = LlamaShape(
             architecture="LlamaForCausalLM",
+            vocab=target.vocab,
+            hidden=target.hidden,
             layers=1,
+            heads=target.heads,
+            kv_heads=target.kv_heads,
+            head_dim=target.head_dim,
             ffn=self.ffn or target.ffn,
-            windows=(None,),
-            qk_norm=False,
-            attention_bias=False,
-            output_bias=False,
-            mlp_bias=False,
-        )
+            context=target.context,
+            rope=rope if rope.kind in ("default", "linear", "llama3") else Rope(rope.theta),
+            norm_eps=target.norm.eps,
+            dtype=target.dtype,
+            eos_ids=target.eos_ids,
+        ).spec()
         return EagleConfig(
             shape=shape,
             target_hidden=target.hidden,
-            taps=(self.taps or default_taps(target.layers)) if wide else (target.layers,),
+            taps=(self.taps or default_taps(target.depth)) if wide else (target.depth,),
             form=self.form,
             draft_vocab=self.draft_vocab or None,
             own_output=self.own_output or bool(self.draft_vocab),
@@ -121,7 +126,7 @@ class MedusaShape:
     blocks: int = 1
 
 
-def new_decoder(config: ModelConfig, seed: int, device: torch.device) -> Decoder:
+def new_decoder(config: ModelSpec, seed: int, device: torch.device) -> Decoder:
     """A decoder with fresh float32 weights."""
     decoder = Decoder(config)
     initialise(decoder, seed)
@@ -169,7 +174,7 @@ def set_vocabulary(network: TrainableEagle, target: FrozenTarget, counts: Tensor
 
 def new_medusa(target: FrozenTarget, shape: MedusaShape, kind: Divergence) -> TrainableMedusa:
     """Fresh Medusa heads: the blocks are zero, so every head starts as the target's output."""
-    config = MedusaConfig(target.config.hidden, target.config.vocab, target.config.layers, shape.heads, shape.blocks)
+    config = MedusaConfig(target.config.hidden, target.config.vocab, target.config.depth, shape.heads, shape.blocks)
     return TrainableMedusa(MedusaHeads(config, Borrowed.of(target.decoder)).to(target.decoder.norm.device), kind)
 
 

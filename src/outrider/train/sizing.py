@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.errors import InvalidParameter
-from outrider.model import ModelConfig
+from outrider.model import ModelSpec
 from outrider.platform import memory_bytes
 
 __all__ = ["StepSize", "evaluation_rows", "pick_device", "resolve_step", "training_bytes", "uses_compiler"]
@@ -50,10 +50,10 @@ def resolve_step(device: torch.device, wanted: StepSize, full: StepSize, token_b
     return StepSize(context, rows, wanted.micro_rows or min(rows, at_once, fitting))
 
 
-def training_bytes(trained: ModelConfig, vocab: int, depths: int = 1) -> float:
+def training_bytes(trained: ModelSpec, vocab: int, depths: int = 1) -> float:
     """Bytes that one token takes while a model or head of this shape is trained: activations, and three copies of the logits."""
     layer = 10 * trained.hidden + 4 * trained.ffn
-    return float(_FLOAT * depths * (trained.layers * layer + 3 * vocab))
+    return float(_FLOAT * depths * (trained.depth * layer + 3 * vocab))
 
 
 def evaluation_rows(device: torch.device, rows: int) -> int:

@@ -12,7 +12,7 @@ from outrider.bench.plan.formulas import best_length, expected_tokens, survival_
 from outrider.bench.plan.subject import Prompt, Subject, learn_from
 from outrider.draft.vocabulary import SameTokens, Side, relate, shared_tokens
 from outrider.errors import InvalidParameter, ModelError
-from outrider.model import ModelConfig
+from outrider.model import ModelSpec, compile_spec, read_spec
 from outrider.model.fields import read_json
 from outrider.sampling import SamplingParams
 from outrider.text import Tokenizer
@@ -103,15 +103,15 @@ def rank_candidates(
     return sorted(rows, key=lambda row: -row["speedup"])
 
 
-def _config(path: Path) -> ModelConfig:
+def _config(path: Path) -> ModelSpec:
     if path.is_dir():
-        return ModelConfig.read(path)
+        return read_spec(path)
     if path.name.endswith(".json") and path.exists():
-        return ModelConfig.from_hf(read_json(path), str(path))
+        return compile_spec(read_json(path), str(path))
     raise InvalidParameter("--target", f"{path} is neither a model directory nor a config.json")
 
 
-def _fit(config: ModelConfig, target: Path, path: Path) -> Fit:
+def _fit(config: ModelSpec, target: Path, path: Path) -> Fit:
     draft = _config(path)
     tokens, says = _tokens(Side(str(target), _tokenizer(target), config.vocab), Side(str(path), _tokenizer(path), draft.vocab))
     smaller = config.parameters / draft.parameters

@@ -17,7 +17,7 @@ from outrider.config import SpeculationConfig
 from outrider.control import FixedLength
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
-from outrider.model import ModelConfig, locate
+from outrider.model import locate, read_spec
 from outrider.model.bundled import bundled_model
 from outrider.sampling import SamplingParams
 
@@ -101,8 +101,8 @@ def learn_from(
 
 
 def _kv_bytes(model: str | None) -> int:
-    config = ModelConfig.read(locate(str(model or bundled_model())))
-    return KVPool.bytes_per_token(config.layers, config.kv_heads, config.head_dim)
+    config = read_spec(locate(str(model or bundled_model())))
+    return KVPool.bytes_per_token(config.depth, config.kv_heads, config.head_dim)
 
 
 def memory_of(llm: LLM) -> Memory:

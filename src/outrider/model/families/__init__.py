@@ -1,0 +1,103 @@
+"""Families of models, one file each: a Hugging Face config becomes a `ModelSpec`, stored names become places in the decoder.
+
+Nothing else in the package knows a family by name. To add one, write a file that defines `FAMILY` and list it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from outrider.checks import shown
+from outrider.errors import ModelError
+from outrider.model.families import (
+    arcee,
+    cohere,
+    ernie,
+    exaone4,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gptj,
+    granite,
+    llama,
+    ministral,
+    nemotron,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from outrider.model.families.family import Family
+from outrider.model.families.llama import LlamaShape
+from outrider.model.families.names import Names, Place, places
+from outrider.model.families.reading import STORED_DTYPES, Sizes
+from outrider.model.fields import Fields, read_json
+from outrider.model.files import refuse_quantised
+from outrider.model.spec import ModelSpec
+
+__all__ = [
+    "FAMILIES", "STORED_DTYPES", "Family", "LlamaShape", "Names", "Place", "compile_spec", "family_of", "names_of",
+    "places_of", "read_spec",
+]  # fmt: skip
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY, gemma.GEMMA, gemma.GEMMA2, gemma.GEMMA3, phi.FAMILY, phi3.FAMILY, glm.GLM, glm.GLM4, granite.GRANITE,
+    granite.MINICPM, olmo.OLMO, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, exaone4.FAMILY, ministral.MINISTRAL,
+    ministral.MINISTRAL3, seed_oss.FAMILY, ernie.FAMILY, arcee.FAMILY, gpt2.BIGCODE, starcoder2.FAMILY,
+    cohere.COHERE, cohere.COHERE2, stablelm.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, nemotron.FAMILY, gpt2.GPT2, opt.FAMILY,
+    falcon.FAMILY,
+)  # fmt: skip
+_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
+_REFUSED_KEYS = ("auto_map", "_attn_implementation_internal", "trust_remote_code")
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """The spec of the model in a directory, from its config.json."""
+    path = directory / "config.json"
+    return compile_spec(read_json(path, "a model directory holds config.json and *.safetensors"), str(path))
+
+
+def compile_spec(data: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+    """The spec of a Hugging Face configuration. Everything is checked here, before anything is allocated."""
+    for key in _REFUSED_KEYS:
+        if data.get(key):
+            raise ModelError(f"{where} has {key!r}, which would run code from the model; Outrider never does")
+    refuse_quantised(data, where)
+    fields = Fields(data, where)
+    architecture = next(iter(fields.items("architectures")), "?")
+    family = family_of(architecture) if isinstance(architecture, str) else None
+    if family is None:
+        raise fields.error(_unknown(architecture))
+    return family.compile(Sizes(fields, architecture, dict(family.fields), family.default_ffn))
+
+
+def family_of(architecture: str) -> Family | None:
+    """The family that has an architecture."""
+    return _BY_ARCHITECTURE.get(architecture)
+
+
+def places_of(spec: ModelSpec) -> dict[str, Place]:
+    """Stored tensor name -> its place in the decoder of a spec."""
+    return places(spec, names_of(spec))
+
+
+def names_of(spec: ModelSpec) -> Names:
+    """How checkpoints of a spec name their tensors."""
+    return _BY_ARCHITECTURE[spec.architecture].names_of(spec)
+
+
+def _unknown(architecture: Any) -> str:
+    near = get_close_matches(str(architecture), _BY_ARCHITECTURE, 1, 0.0)[0]
+    return (
+        f"architecture {shown(architecture)} is not supported; the nearest known one is {near} (`outrider models` lists all); "
+        "Transformers can run it: AutoModelForCausalLM.from_pretrained(...)"
+    )

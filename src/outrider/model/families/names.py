@@ -1,0 +1,182 @@
+"""How families name their tensors, and where each stored tensor goes in the decoder.
+
+Whatever a checkpoint does differently is undone here: fused and split products, rows of q and k in another rotary order,
+transposed matrices, norms stored as weight - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.model.spec import LayerSpec, ModelSpec
+
+__all__ = ["AFTER_PARTS", "LLAMA_PARTS", "Names", "Place", "places", "without"]
+
+LLAMA_PARTS = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    "norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+}  # fmt: skip
+AFTER_PARTS = {part: name for part, name in LLAMA_PARTS.items() if not part.startswith("norm_")} | {
+    "norm_attn_out": "post_attention_layernorm",
+    "norm_mlp_out": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Stored names, without ".weight" and ".bias". A part that is missing or "" is not stored."""
+
+    parts: Mapping[str, str] = field(default_factory=lambda: LLAMA_PARTS)  # of a layer: q k v or qkv, gate up or gate_up, ...
+    layer: str = "model.layers.{}."
+    embedding: str = "model.embed_tokens"
+    positions: str = ""
+    norm: str = "model.norm"
+    output: str = "lm_head"
+    qkv_by_head: bool = False  # rows of a fused qkv: of each head of keys its queries, key and value
+    transposed: bool = False  # matrices of the layers are stored (in, out)
+    norm_offset: float = 0.0  # added to stored norm weights
+    ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights
+    optional_prefix: str = ""  # which some checkpoints leave out
+
+
+class Place(NamedTuple):
+    """Where a stored tensor goes: rows of a parameter, and how to arrange them."""
+
+    parameter: str
+    rows: slice = slice(None)
+    order: Callable[[], Tensor] | None = None  # the stored row of each row; None: in order
+    transposed: bool = False
+    add: float = 0.0
+    columns: int = 0  # a vector that is stored in rows of that many values
+
+    def shape(self, target: Tensor) -> tuple[int, ...]:
+        """The shape that the tensor must be stored in, for the parameter's rows."""
+        shape = tuple(target[self.rows].shape)
+        if self.columns:
+            return (shape[0] // self.columns, self.columns)
+        return shape[::-1] if self.transposed else shape
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        """The stored tensor as the parameter holds it."""
+        tensor = stored.T if self.transposed else stored.flatten() if self.columns else stored
+        tensor = tensor if self.order is None else tensor[self.order()]
+        return tensor + self.add if self.add else tensor
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """Rows of the parameter as they are stored; the inverse of `arrange`."""
+        tensor = rows - self.add if self.add else rows
+        tensor = tensor if self.order is None else tensor[self.order().argsort()]
+        return (tensor.T if self.transposed else tensor.view(-1, self.columns) if self.columns else tensor).contiguous()
+
+
+def places(spec: ModelSpec, names: Names) -> dict[str, Place]:
+    """Stored tensor name -> its place in the decoder."""
+    found = {f"{names.embedding}.weight": Place("embedding")}
+    if spec.positions is not None:
+        found[f"{names.positions}.weight"] = Place("positions")
+    if not spec.tied:
+        found[f"{names.output}.weight"] = Place("output")
+    if spec.output_bias:
+        found[f"{names.output}.bias"] = Place("output_bias")
+    found |= _norm(names.norm, "norm", spec.norm.bias, names)
+    for i, layer in enumerate(spec.layers):
+        prefix = names.layer.format(i)
+        found |= {prefix + name: place for name, place in _layer(layer, names, f"layers.{i}.")}
+    return found
+
+
+def _layer(spec: LayerSpec, names: Names, to: str) -> Iterator[tuple[str, Place]]:
+    a, m = spec.attention, spec.mlp
+    rope_order = a.rope.order(a.head_dim) if a.rope is not None else None
+    rows = _rows(spec)
+    biased = {"qkv": a.bias, "out": a.out_bias, "gate_up": m.bias, "down": m.bias}
+    for part, name in names.parts.items():
+        if part in rows and name:
+            parameter, where = rows[part]
+            order = _row_order(spec, names, part, rope_order)
+            yield f"{name}.weight", Place(f"{to}{parameter}", where, order, names.transposed)
+            if biased[parameter]:
+                yield f"{name}.bias", Place(f"{to}{parameter}_bias", where, order)
+    for part in ("norm_in", "norm_mlp", "norm_attn_out", "norm_mlp_out"):
+        norm = getattr(spec, part)
+        if norm is not None:
+            yield from _norm(names.parts.get(part, ""), to + part, norm.bias, names)
+    if a.qk_norm is not None:
+        for part, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+            order = None if rope_order is None else _by_head(1 if a.qk_norm.one_head else heads, rope_order)
+            for name, place in _norm(names.parts.get(part, ""), to + part, a.qk_norm.norm.bias, names):
+                if "{}" not in name:
+                    by_head = a.qk_norm.over == "head" and not a.qk_norm.shared
+                    yield name, place._replace(order=order, columns=a.head_dim if by_head else 0)
+                    continue
+                for head in range(heads):  # each head has a tensor of its own
+                    rows = slice(head * a.head_dim, (head + 1) * a.head_dim)
+                    one = None if rope_order is None else _by_head(1, rope_order)
+                    yield name.format(head), place._replace(rows=rows, order=one)
+
+
+def without(parts: Mapping[str, str], *left_out: str) -> dict[str, str]:
+    """Names of parts, some left out."""
+    return {part: name for part, name in parts.items() if part not in left_out}
+
+
+def _norm(name: str, parameter: str, biased: bool, names: Names) -> Iterator[tuple[str, Place]]:
+    if name:
+        yield f"{name}.weight", Place(parameter, add=names.norm_offset)
+        if biased:
+            yield f"{name}.bias", Place(f"{parameter}_bias")
+
+
+def _rows(spec: LayerSpec) -> dict[str, tuple[str, slice]]:
+    """The parameter and rows of each stored product."""
+    a, m = spec.attention, spec.mlp
+    q, kv, all_rows = a.q_width, a.kv_width, slice(None)
+    rows = {
+        "qkv": ("qkv", all_rows),
+        "q": ("qkv", slice(0, q)),
+        "k": ("qkv", slice(q, q + kv)),
+        "v": ("qkv", slice(q + kv, q + 2 * kv)),
+        "kv": ("qkv", slice(q, q + 2 * kv)),
+        "out": ("out", all_rows),
+        "gate_up": ("gate_up", all_rows),
+        "up": ("gate_up", all_rows),
+        "down": ("down", all_rows),
+    }
+    if m.gated:
+        rows |= {"gate": ("gate_up", slice(0, m.width)), "up": ("gate_up", slice(m.width, 2 * m.width))}
+    return rows
+
+
+def _row_order(spec: LayerSpec, names: Names, part: str, rope_order: list[int] | None) -> Callable[[], Tensor] | None:
+    """The stored row of each row of a product of queries and keys."""
+    a = spec.attention
+    fused_by_head = part == "qkv" and names.qkv_by_head
+    if part not in ("q", "k", "qkv") or (rope_order is None and not fused_by_head):
+        return None
+    if part != "qkv":
+        return _by_head(a.heads if part == "q" else a.kv_heads, rope_order or list(range(a.head_dim)))
+
+    def order() -> Tensor:
+        rows = torch.arange(a.qkv_width)
+        if fused_by_head:
+            group = a.heads // a.kv_heads
+            by_group = rows.view(a.kv_heads, group + 2, a.head_dim)
+            rows = torch.cat([part.flatten() for part in by_group.tensor_split((group, group + 1), 1)])
+        if rope_order is not None:
+            heads = rows.view(-1, a.head_dim)
+            turned = heads[: a.heads + a.kv_heads, rope_order]
+            rows = torch.cat((turned, heads[a.heads + a.kv_heads :])).flatten()
+        return rows
+
+    return order
+
+
+def _by_head(heads: int, order: list[int]) -> Callable[[], Tensor]:
+    return lambda: (torch.arange(heads)[:, None] * len(order) + torch.tensor(order)).flatten()

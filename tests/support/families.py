@@ -1,0 +1,117 @@
+"""Tiny random models of every family, as Transformers builds them: the oracle of parity tests on every backend.
+
+A family, or a variant of one, is one entry: the class of its configuration and what differs from SIZES.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CASES", "LENGTHS", "VOCAB", "build_reference"]
+
+VOCAB = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "intermediate_size": 76, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+GPT2 = {"n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 512}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(5)],
+    "long_factor": [1.0 + i for i in range(5)],
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-3": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 16}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama-dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama-dynamic-long": (
+        "Llama",
+        {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": 21, "head_dim": 14}),
+    "qwen2": ("Qwen2", {"num_attention_heads": 5, "num_key_value_heads": 1}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 20}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 18, "attention_bias": True, "rope_parameters": YARN}),
+    "gemma": ("Gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 17, "query_pre_attn_scalar": 12, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "sliding_window": 17, "num_hidden_layers": 7, "tie_word_embeddings": True}),
+    "phi": ("Phi", {"num_key_value_heads": 6, "partial_rotary_factor": 0.4}),
+    "phi-normed": ("Phi", {"num_key_value_heads": 3, "qk_layernorm": True, "partial_rotary_factor": 0.4}),
+    "phi3": ("Phi3", {"sliding_window": 25}),
+    "phi3-longrope": (
+        "Phi3", {"rope_parameters": LONGROPE | {"rope_theta": 1e4}, "original_max_position_embeddings": 64, "head_dim": 10},
+    ),
+    "phi4-mini": ("Phi3", {"partial_rotary_factor": 0.6, "tie_word_embeddings": True}),
+    "glm": ("Glm", {"head_dim": 12, "attention_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 12, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0},
+    ),
+    "olmo": ("Olmo", {}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 15, "num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]}),
+    "exaone4": ("Exaone4", {"sliding_window": 13, "num_hidden_layers": 4}),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral": ("Ministral", {"sliding_window": 22, "head_dim": 10}),
+    "ministral3": (
+        "Ministral3",
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.3}, "head_dim": 16},
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True}),
+    "ernie": ("Ernie4_5", {"head_dim": 14, "use_bias": True}),
+    "arcee": ("Arcee", {"mlp_bias": True}),
+    "starcoder": ("GPTBigCode", GPT2 | {"tie_word_embeddings": True}),
+    "starcoder-heads": ("GPTBigCode", GPT2 | {"multi_query": False, "tie_word_embeddings": True}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 18, "tie_word_embeddings": True}),
+    "cohere": ("Cohere", {"tie_word_embeddings": True}),
+    "cohere-normed": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.2, "tie_word_embeddings": True}),
+    "cohere2": ("Cohere2", {"sliding_window": 16, "num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "stablelm": ("StableLm", {"partial_rotary_factor": 0.4, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "StableLm", {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.6},
+    ),
+    "pythia": ("GPTNeoX", {"rotary_pct": 0.4}),
+    "neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
+    "gptj": ("GPTJ", GPT2 | {"rotary_dim": 4}),
+    "nemotron": ("Nemotron", {"head_dim": 12, "attention_bias": True}),
+    "gpt2": ("GPT2", GPT2 | {"tie_word_embeddings": True}),
+    "gpt2-scaled": ("GPT2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 52, "tie_word_embeddings": True}),
+    "opt": ("OPT", {"ffn_dim": 76, "word_embed_proj_dim": 60, "tie_word_embeddings": True}),
+    "falcon-7b": ("Falcon", {"multi_query": True, "tie_word_embeddings": True}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+}  # fmt: skip
+# Transformers follows the text's length with dynamic tables; here they are those of the original length, doubled.
+LENGTHS = {"llama-dynamic-long": 256}
+
+
+def build_reference(name: str, directory: Path) -> Any:
+    """The Transformers model of a case with random weights, norms and biases included, saved in a directory."""
+    import transformers
+
+    kind, changes = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    torch.manual_seed(len(name))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5))
+            if parameter.dim() == 1:
+                parameter += 0.5
+    model.save_pretrained(directory)
+    return model
