@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.model import Feed, Runner, load_decoder
+from outrider.model.backends import CPU
 from outrider.ops import Blocked, Native, find_core
 from tests.support import make_pool
 from tests.support.families import CASES, LENGTHS, VOCAB, build_reference
@@ -35,6 +36,8 @@ def runner_of(directory: Path, backend: str) -> Runner:
     decoder, core = load_decoder(directory), find_core()[0]
     if backend == "cpu" and core is None:
         pytest.skip("the native core is not built")
+    if backend == "cpu" and (missing := CPU.missing(decoder.spec)):
+        pytest.skip(f"the native core lacks {missing}")
     return Runner(decoder, make_pool(decoder, pages=40), Blocked() if backend == "plain" else Native(core))  # type: ignore[arg-type]
 
 

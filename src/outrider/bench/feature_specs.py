@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -24,7 +25,7 @@ _SHAPE = LlamaShape(
 _RMS, _LAYER, _BIASED = Norm("rms", 1e-6), Norm("layer", 1e-5), Norm("layer", 1e-5, bias=True)
 
 
-def _with(attention: dict[str, object], layer: dict[str, object], **model: object) -> ModelSpec:
+def _with(attention: Mapping[str, object], layer: Mapping[str, object], **model: object) -> ModelSpec:
     """The base model with fields of attention, layers and model changed."""
     spec = _SHAPE.spec().with_layers(**attention)
     return replace(spec, layers=tuple(replace(part, **layer) for part in spec.layers), **model)  # type: ignore[arg-type]

@@ -15,11 +15,12 @@ from torch import Tensor
 from outrider.cache import KVPool, Slots
 from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
+from outrider.model.backends import cpu_ops
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
 from outrider.model.spec import ModelSpec
 from outrider.model.stack import decoder_stack, lay_out_rows
-from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention, serving_ops
+from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention
 from outrider.ops.forwards import network
 from outrider.ops.native import ChainParams, StackSpan, find_core
 from outrider.sampling import Row
@@ -110,7 +111,7 @@ def _rotary_rows(feeds: Sequence[Feed], segments: Sequence[Segment], positions: 
 
 def kv_value_bytes(config: ModelSpec, page_size: int) -> int:
     """Bytes of one value in the KV of a model that runs on the CPU."""
-    return KVPool.value_bytes(serving_ops().core is not None and config.dtype != "float32", page_size)
+    return KVPool.value_bytes(cpu_ops(config).core is not None and config.dtype != "float32", page_size)
 
 
 @lru_cache(maxsize=32)
@@ -131,7 +132,7 @@ class Runner:
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
         self.decoder = decoder
         self.pool = pool
-        self.ops = ops or serving_ops()
+        self.ops = ops or cpu_ops(decoder.spec)
         config, core = decoder.spec, self.ops.core
         if config.dtype == INT8 and core is None:
             raise InvalidParameter("dtype", f"int8 needs the native core, which is not in use: {find_core()[1]}")

@@ -117,9 +117,9 @@ def _layer(spec: LayerSpec, names: Names, to: str) -> Iterator[tuple[str, Place]
                     yield name, place._replace(order=order, columns=a.head_dim if by_head else 0)
                     continue
                 for head in range(heads):  # each head has a tensor of its own
-                    rows = slice(head * a.head_dim, (head + 1) * a.head_dim)
+                    where = slice(head * a.head_dim, (head + 1) * a.head_dim)
                     one = None if rope_order is None else _by_head(1, rope_order)
-                    yield name.format(head), place._replace(rows=rows, order=one)
+                    yield name.format(head), place._replace(rows=where, order=one)
 
 
 def without(parts: Mapping[str, str], *left_out: str) -> dict[str, str]:

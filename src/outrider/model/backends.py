@@ -1,0 +1,62 @@
+"""What runs a spec: `plain` (torch anywhere), `cpu` (the native core) and `cuda` (Triton kernels). Capability is data.
+
+A backend names the features of `ModelSpec.features` that it lacks. `plain` lacks none.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import NamedTuple
+
+from outrider.errors import InvalidParameter
+from outrider.model.spec import ModelSpec
+from outrider.ops import Blocked, Ops, serving_ops
+
+__all__ = ["BACKENDS", "CPU", "CUDA", "PLAIN", "Backend", "cpu_ops"]
+
+_log = logging.getLogger("outrider")
+
+
+class Backend(NamedTuple):
+    """A backend, and the features that it does not have yet."""
+
+    name: str
+    runs_on: str
+    lacks: frozenset[str] = frozenset()
+
+    def missing(self, spec: ModelSpec) -> list[str]:
+        """Features of a spec that this backend lacks."""
+        return sorted(self.lacks & spec.features())
+
+
+PLAIN = Backend("plain", "torch")
+CPU = Backend(
+    "cpu",
+    "the native core",
+    frozenset((
+        "attention soft cap", "embedding scale", "gelu activation", "gelu_tanh activation", "layer norm", "learned positions",
+        "logit scale", "logit soft cap", "no norm before a part", "no rotary", "norm after a part", "output bias",
+        "parallel attention and MLP", "q/k norm over the width", "queries scaled by position", "relu activation",
+        "relu2 activation", "residual scale", "several rotary tables", "ungated MLP",
+    )),
+)  # fmt: skip
+CUDA = Backend("cuda", "an NVIDIA GPU", CPU.lacks | {"q/k norm"})
+BACKENDS = (PLAIN, CPU, CUDA)
+
+
+def cpu_ops(spec: ModelSpec) -> Ops:
+    """The operations that serve a spec on the processor: the native core where it has every feature, else torch."""
+    ops, missing = serving_ops(), CPU.missing(spec)
+    if ops.core is None or not missing:
+        return ops
+    lacking = f"the native core has no {', no '.join(missing)} yet"
+    if spec.dtype == "int8":
+        raise InvalidParameter("dtype", f"int8 runs in the native core alone, and {lacking}; pass dtype=bfloat16")
+    _warn_once(f"{spec.architecture}: {lacking}; torch decodes, slower and with the same promises")
+    return Blocked()
+
+
+@lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    _log.warning(message)
