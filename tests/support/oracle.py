@@ -25,6 +25,7 @@ class Oracle:
     branches: int = 0
     seed: int = 0
     needs: Needs = field(default_factory=Needs)
+    vocab: int = VOCAB
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -54,12 +55,12 @@ class Oracle:
         parents = list(range(-1, len(tokens) - 1))
         for _ in range(min(self.branches, room - len(tokens))):
             parent = self._random.randrange(-1, len(tokens))
-            tokens.append(self._random.randrange(VOCAB))
+            tokens.append(self._random.randrange(self.vocab))
             parents.append(parent)
         return self._shuffled(tokens, parents) if self.branches else (tokens, parents)
 
     def _wrong(self, token: int) -> int:
-        return (token + self._random.randrange(1, VOCAB)) % VOCAB
+        return (token + self._random.randrange(1, self.vocab)) % self.vocab
 
     def _shuffled(self, tokens: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
         """Another topological order of the same tree."""

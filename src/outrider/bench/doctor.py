@@ -16,7 +16,10 @@ from torch import Tensor
 
 from outrider._version import __version__
 from outrider.bench.bandwidth import device_seconds, gpu_bandwidth
+from outrider.bench.feature_specs import FEATURE_SPECS, keeps_bits, random_decoder
+from outrider.cache import KVPool
 from outrider.engine.device import missing_gpu
+from outrider.model import Runner
 from outrider.ops import (
     Blocked,
     Ops,
@@ -40,6 +43,7 @@ _GPU_ROW_COUNTS = (1, 2, 3, 8, 16, 17, 33, 64, 130)
 _GPU_ROWS_ALONE = 8  # of the largest batch
 _LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # of an 8B model
 _LAYERS = 4
+_PAGES = 8  # of the small models' KV
 Product = Callable[[Tensor], Tensor]
 Shape = tuple[int, int]
 
@@ -104,7 +108,18 @@ def _invariance() -> list[Check]:
             equal = (linear_is_invariant(ops, dtype, shape) for shape in _SHAPES)
             checks.append(_linear_check("rows", f"linear {name}, {label}", equal, promised))
     same = attention_is_invariant()
-    return [*checks, Check("rows", "attention", "tree nodes equal decoding one by one" if same else "differs", same)]
+    checks.append(Check("rows", "attention", "tree nodes equal decoding one by one" if same else "differs", same))
+    return [*checks, *(_features_check(dtype) for dtype in ("float32", "bfloat16"))]
+
+
+def _features_check(dtype: str) -> Check:
+    """Small models that together have every feature of a model spec, by the backend that serves them."""
+    equal, page_size = [], 16
+    for spec in FEATURE_SPECS.values():
+        pool = KVPool(spec.depth, _PAGES + 1, spec.kv_heads, page_size, spec.head_dim)
+        equal.append(keeps_bits(Runner(random_decoder(spec, dtype), pool), _PAGES, page_size))
+    text = f"{sum(equal)} of {len(equal)} models give the same bits in prompts, decoding and draft trees"
+    return Check("rows", f"features of models {dtype}", text, all(equal))
 
 
 def _linear_check(section: str, name: str, results: Iterable[bool], promised: bool = True) -> Check:
