@@ -87,7 +87,8 @@ def pytest(name: str, chosen: str) -> subprocess.Popen[str]:
     options = "--noconftest -p no:cacheprovider -o filterwarnings=default -o addopts=-q"
     command = [sys.executable, "-m", "pytest", *options.split()]
     command += [*(["-k", chosen] if chosen else []), f"tests/gpu/{name}"]
-    environment = os.environ | {"OUTRIDER_CACHE": tempfile.mkdtemp()}  # costs measured while others run are useless
+    # costs measured while others run are useless, and so are more threads than processors
+    environment = os.environ | {"OUTRIDER_CACHE": tempfile.mkdtemp(), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

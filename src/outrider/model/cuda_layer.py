@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +92,7 @@ class CudaLayer:
 
     def _head_form(self, layer: Layer, turns: Turns | None) -> HeadForm:
         a, qk = layer.spec.attention, layer.spec.attention.qk_norm
-        scale = a.scale * math.sqrt(a.head_dim)  # attention scales by head_dim ** -0.5
+        scale = a.scale / a.head_dim**-0.5  # attention scales by the latter
         if qk is None:
             return HeadForm(turns, scale=scale)
         norms = []

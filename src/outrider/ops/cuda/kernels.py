@@ -92,7 +92,7 @@ def _normed(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one compilation for all row counts of a tile
 def linear(
     x, w, bias, out, keys, values, slots, positions, cos, sin, rows, columns,
     INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
@@ -315,21 +315,21 @@ def place(
         x = _turned(x, cos, sin, turn, HEAD, TURN, TILE, PADDED) * scale
         if GROWTH:
             x = x * tl.load(growth + turn)
-        at = out + row * (HEADS * HEAD) + head[:, None] * HEAD + d[None, :]
-        tl.store(at, x.to(out.dtype.element_ty), mask=inside)
+        q_at = out + row * (HEADS * HEAD) + head[:, None] * HEAD + d[None, :]
+        tl.store(q_at, x.to(out.dtype.element_ty), mask=inside)
     else:
         head = (program - Q) % KV * TILE + tl.arange(0, TILE)
         inside = (head < KV_HEADS)[:, None] & (d < HEAD)[None, :]
-        at = held + head[:, None] * (PAGE * HEAD) + d[None, :]
+        kv_at = held + head[:, None] * (PAGE * HEAD) + d[None, :]
         if program < Q + KV:
             x = _heads(parts, bias, row, rows, HEADS + head, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
             x = _normed_heads(x, k_norm, k_bias, head, d, inside, eps, KV_HEADS, HEAD, NORM, NORM_BIAS, SHARED, WIDE)
             x = _turned(x, cos, sin, turn, HEAD, TURN, TILE, PADDED)
-            tl.store(keys + at, x.to(keys.dtype.element_ty), mask=inside)
+            tl.store(keys + kv_at, x.to(keys.dtype.element_ty), mask=inside)
         else:
             v = HEADS + KV_HEADS + head
             x = _heads(parts, bias, row, rows, v, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
-            tl.store(values + at, x.to(values.dtype.element_ty), mask=inside)
+            tl.store(values + kv_at, x.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -118,9 +118,8 @@ class Kernels:
         kv, self._group, self._padded = shape.kv_heads * shape.head, shape.heads // shape.kv_heads, max(_power(shape.head), 16)
         self.chunk_tokens = max(64 // self._group, 1)  # of one program of `attend_chunks`
         self._section = kv & -kv  # the widest tile that q, k and v are whole numbers of
-        self._stages = (
-            3 if self._padded <= 128 and dtype == torch.bfloat16 else 1
-        )  # as far as shared memory holds keys and values
+        fits = self._padded <= 128 and dtype == torch.bfloat16  # several blocks of keys and values in shared memory
+        self._stages = 3 if fits else 1
         self._scale = float(shape.head**-0.5 * 1.4426950408889634)  # weights are powers of two
         self._zeros: dict[int, Tensor] = {}
         self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
@@ -146,18 +145,13 @@ class Kernels:
 
     def norm(self, stream: Tensor, norm: RowNorm | None) -> Tensor:
         """Float32 rows after a norm, in the weights' dtype."""
-        return self._finish(None, None, stream, norm, None, 1.0)
+        return self.finish(None, None, stream, norm)
 
     def finish(
-        self, parts: Tensor, bias: Tensor | None, stream: Tensor, norm: RowNorm | None, post: RowNorm | None = None,
+        self, parts: Tensor | None, bias: Tensor | None, stream: Tensor, norm: RowNorm | None, post: RowNorm | None = None,
         scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         """stream += scale * post norm of (parts in order + bias); returns the norm of the stream."""
-        return self._finish(parts, bias, stream, norm, post, scale)
-
-    def _finish(
-        self, parts: Tensor | None, bias: Tensor | None, stream: Tensor, norm: RowNorm | None, post: RowNorm | None, scale: float
-    ) -> Tensor:
         rows, width = stream.shape
         read = torch.empty(rows, width, device=stream.device, dtype=self.dtype)
         weight, norm_bias, eps, form = _norm_arguments(norm, stream)
@@ -219,11 +213,11 @@ class Kernels:
         placed: tuple[Tensor, ...] | None = None, **epilogue: object,
     ) -> None:  # fmt: skip
         rows, (columns, inner), s = len(x), w.shape, self.shape
+        heads = (s.heads, s.kv_heads, s.head, s.page) if placed else (0, 0, 0, 0)  # fewer compilations
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), _SPLIT_K if form == "split_k" else 1)
         kernels.linear[grid](
             x, w, w if bias is None else bias, out, *(placed or (out,) * 6), rows, columns,
-            INNER=inner, BM=tile.rows, BN=tile.columns, BK=tile.inner, FORM=form, HAS_BIAS=bias is not None,
-            HEADS=s.heads, KV_HEADS=s.kv_heads, HEAD=s.head, PAGE=s.page, PRECISION=self._precision,
+            inner, tile.rows, tile.columns, tile.inner, form, bias is not None, *heads, PRECISION=self._precision,
             SPLIT_K=_SPLIT_K if inner % 64 == 0 else 1, IN_REGISTER=tile.rows <= 16,
             num_warps=tile.warps, num_stages=tile.stages, **epilogue,
         )  # fmt: skip
