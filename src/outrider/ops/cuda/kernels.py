@@ -37,6 +37,7 @@ def embed(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
+    w, b = _row(weight, column, inside, NORM != "none"), _row(norm_bias, column, inside, NORM_BIAS)
     token = tl.load(tokens + row).to(tl.int64)
     drawn = tl.load(future_tokens + (-1 - token), mask=token < 0, other=0)
     token = tl.where(token < 0, tl.minimum(tl.maximum(drawn, 0), vocab - 1), token)
@@ -45,11 +46,11 @@ def embed(
         place = tl.minimum(tl.load(positions + row) + offset, table_rows - 1).to(tl.int64)  # padding lies past the context
         x = x + tl.load(learned + place * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(stream + row * WIDTH + column, x, mask=inside)
-    y = _normed(x, weight, norm_bias, column, inside, eps, WIDTH, NORM, NORM_BIAS)
+    y = _normed(x, w, b, inside, eps, WIDTH, NORM, NORM_BIAS)
     tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def finish(
     parts, bias, post_weight, post_bias, stream, weight, norm_bias, read, rows, post_eps, scale, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, POST: tl.constexpr,
@@ -63,32 +64,40 @@ def finish(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
+    w, b = _row(weight, column, inside, NORM != "none"), _row(norm_bias, column, inside, NORM_BIAS)  # before they are needed
     x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
     if PARTS > 0:
+        post_w, post_b = _row(post_weight, column, inside, POST != "none"), _row(post_bias, column, inside, POST_BIAS)
         product = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         for k in tl.static_range(1, PARTS):
             product = product + tl.load(parts + (k * rows + row) * WIDTH + column, mask=inside, other=0.0)
         if HAS_BIAS:
             product = product + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        product = _normed(product, post_weight, post_bias, column, inside, post_eps, WIDTH, POST, POST_BIAS)
+        product = _normed(product, post_w, post_b, inside, post_eps, WIDTH, POST, POST_BIAS)
         x = x + product * scale
         tl.store(stream + row * WIDTH + column, x, mask=inside)
-    y = _normed(x, weight, norm_bias, column, inside, eps, WIDTH, NORM, NORM_BIAS)
+    y = _normed(x, w, b, inside, eps, WIDTH, NORM, NORM_BIAS)
     tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _normed(
-    x, weight, bias, column, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
+def _row(at, column, inside, USED: tl.constexpr):
+    """A row of weights in float32, where it is used."""
+    if USED:
+        return tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _normed(x, w, b, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
     """A row after its norm: "rms", "layer", or "none"."""
     if NORM == "layer":
         x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
     if NORM != "none":
-        w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)) * w
         if HAS_BIAS:
-            x = x + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+            x = x + b
     return x
 
 
@@ -301,18 +310,19 @@ def place(
     Q: tl.constexpr = (HEADS + TILE - 1) // TILE
     KV: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
     d = tl.arange(0, PADDED)
-    position = tl.load(positions + row)
-    turn = position
+    turn = tl.load(positions + row)
     if VARIANTS:
         turn = turn + tl.load(starts + tl.load(sequences + row))
+    c, s = _angles(cos, sin, turn, HEAD, TURN, PADDED)
     slot = tl.load(slots + row).to(tl.int64)
     held = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + slot % PAGE * HEAD
     if program < Q:
         head = program * TILE + tl.arange(0, TILE)
         inside = (head < HEADS)[:, None] & (d < HEAD)[None, :]
+        w, b = _head_weights(q_norm, q_bias, head, d, inside, HEAD, NORM, NORM_BIAS, SHARED)
         x = _heads(parts, bias, row, rows, head, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
-        x = _normed_heads(x, q_norm, q_bias, head, d, inside, eps, HEADS, HEAD, NORM, NORM_BIAS, SHARED, WIDE)
-        x = _turned(x, cos, sin, turn, HEAD, TURN, TILE, PADDED) * scale
+        x = _normed_heads(x, w, b, inside, eps, HEADS * HEAD if WIDE else HEAD, NORM, NORM_BIAS, WIDE)
+        x = _turned(x, c, s, TURN, TILE, PADDED) * scale
         if GROWTH:
             x = x * tl.load(growth + turn)
         q_at = out + row * (HEADS * HEAD) + head[:, None] * HEAD + d[None, :]
@@ -322,9 +332,10 @@ def place(
         inside = (head < KV_HEADS)[:, None] & (d < HEAD)[None, :]
         kv_at = held + head[:, None] * (PAGE * HEAD) + d[None, :]
         if program < Q + KV:
+            w, b = _head_weights(k_norm, k_bias, head, d, inside, HEAD, NORM, NORM_BIAS, SHARED)
             x = _heads(parts, bias, row, rows, HEADS + head, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
-            x = _normed_heads(x, k_norm, k_bias, head, d, inside, eps, KV_HEADS, HEAD, NORM, NORM_BIAS, SHARED, WIDE)
-            x = _turned(x, cos, sin, turn, HEAD, TURN, TILE, PADDED)
+            x = _normed_heads(x, w, b, inside, eps, KV_HEADS * HEAD if WIDE else HEAD, NORM, NORM_BIAS, WIDE)
+            x = _turned(x, c, s, TURN, TILE, PADDED)
             tl.store(keys + kv_at, x.to(keys.dtype.element_ty), mask=inside)
         else:
             v = HEADS + KV_HEADS + head
@@ -348,20 +359,25 @@ def _heads(
 
 
 @triton.jit
-def _normed_heads(
-    x, weight, bias, head, d, inside, eps, HEADS: tl.constexpr, HEAD: tl.constexpr,
-    NORM: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED: tl.constexpr, WIDE: tl.constexpr,
+def _head_weights(
+    weight, bias, head, d, inside, HEAD: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
-    """Heads after a norm of each, or of all of them together."""
-    COUNT: tl.constexpr = HEADS * HEAD if WIDE else HEAD
+    """Weight and bias of a norm of heads, one for all or one for each, where they are used."""
+    at = tl.broadcast_to(d[None, :], inside.shape) if SHARED else head[:, None] * HEAD + d[None, :]
+    return _row(weight, at, inside, NORM != "none"), _row(bias, at, inside, HAS_BIAS)
+
+
+@triton.jit
+def _normed_heads(
+    x, w, b, inside, eps, COUNT: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Heads after a norm of each, or of all of them together; COUNT values are normed together."""
     if NORM == "layer":
         x = tl.where(inside, x - _over_heads(x, WIDE) / COUNT, 0.0)
     if NORM != "none":
-        at = tl.broadcast_to(d[None, :], x.shape) if SHARED else head[:, None] * HEAD + d[None, :]
-        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         x = x * (1.0 / tl.sqrt(_over_heads(x * x, WIDE) / COUNT + eps)) * w
         if HAS_BIAS:
-            x = x + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+            x = x + b
     return x
 
 
@@ -375,13 +391,20 @@ def _over_heads(x, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, cos, sin, turn, HEAD: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """Heads after rotary, by row `turn` of the tables."""
+def _angles(cos, sin, turn, HEAD: tl.constexpr, TURN: tl.constexpr, PADDED: tl.constexpr):
+    """Cosines and sines (1, pairs) of row `turn` of the tables, where heads are rotated."""
     if TURN:
         pair = tl.arange(0, PADDED // 2)
-        at = turn.to(tl.int64) * (HEAD // 2) + pair
-        c = tl.load(cos + at, mask=pair < HEAD // 2, other=0.0)[None, :]
-        s = tl.load(sin + at, mask=pair < HEAD // 2, other=0.0)[None, :]
+        at, inside = turn.to(tl.int64) * (HEAD // 2) + pair, pair < HEAD // 2
+        return tl.load(cos + at, mask=inside, other=0.0)[None, :], tl.load(sin + at, mask=inside, other=0.0)[None, :]
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def _turned(x, c, s, TURN: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """Heads after rotary."""
+    if TURN:
         a, b = tl.split(tl.reshape(x, (TILE, PADDED // 2, 2)))
         x = tl.reshape(tl.join(tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)), (TILE, PADDED))
     return x
