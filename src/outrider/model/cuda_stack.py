@@ -61,7 +61,9 @@ class CudaStack:
         self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, future_tokens: Tensor | None = None
     ) -> None:
         s = self.spec = decoder.spec
-        self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES.get(s.dtype, torch.bfloat16), future_tokens, exact)
+        if s.dtype not in _DTYPES:
+            raise InvalidParameter("dtype", f"{s.dtype} weights run on the processor alone; pass dtype=bfloat16 or device=cpu")
+        self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES[s.dtype], future_tokens, exact)
         self.device, self.dtype = device, self.kernels.dtype
         tables = {rope: turns_of(RopeTable(rope, s.head_dim, s.context + EXTRA_POSITIONS), device) for rope in s.ropes}
         ropes = [layer.attention.rope for layer in s.layers]
@@ -113,10 +115,6 @@ def kernel_shape(spec: ModelSpec, page_size: int) -> Shape:
     """The sizes that kernels share. What the GPU cannot run is refused here."""
     if missing := CUDA.missing(spec):
         raise InvalidParameter("device", f"{CUDA.runs_on} has no {', no '.join(missing)} yet; pass device=cpu")
-    if spec.dtype not in _DTYPES:
-        raise InvalidParameter(
-            "dtype", f"{spec.dtype} weights are served on the processor alone; pass dtype=bfloat16 or device=cpu"
-        )
     if spec.head_dim % 2 or spec.head_dim > _MAX_HEAD:
         raise InvalidParameter(
             "device", f"{CUDA.runs_on} takes even head widths up to {_MAX_HEAD}, not {spec.head_dim}; pass device=cpu"
