@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
+from outrider.ops.cuda.place import place
 from outrider.ops.cuda.tiles import MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
 
 __all__ = ["BLOCK", "AttentionMetadata", "HeadForm", "Kernels", "RowNorm", "Shape", "Turns", "pair_qkv", "pair_rows"]
@@ -235,7 +236,7 @@ class Kernels:
             weights = (q_weight, q_bias, k_weight, k_bias)
         tile = _power(s.heads) if form.wide else 1
         grid = (rows, triton.cdiv(s.heads, tile) + 2 * triton.cdiv(s.kv_heads, tile))
-        kernels.place[grid](
+        place[grid](
             parts, parts if bias is None else bias, *weights, q, *pool, meta.slots, meta.positions, meta.sequences, starts,
             cos, sin, cos if growth is None else growth, rows, form.scale, eps,
             len(parts), bias is not None, *kind, form.shared, form.wide, turns is not None, growth is not None, variants,
