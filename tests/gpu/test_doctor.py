@@ -25,8 +25,8 @@ def test_kernels_that_are_not_invariant_are_reported(monkeypatch: pytest.MonkeyP
 
     linear, attend = Kernels.linear, Kernels.attend_rows
 
-    def dependent(self, x, w, bias, out, form, tile=None):  # type: ignore[no-untyped-def]
-        linear(self, x, w, bias, out, form, tile)
+    def dependent(self, x, w, bias, out):  # type: ignore[no-untyped-def]
+        linear(self, x, w, bias, out)
         out *= 1.0 + 2.0**-20 * (len(x) > 16)
 
     def dependent_rows(self, q, *args):  # type: ignore[no-untyped-def]

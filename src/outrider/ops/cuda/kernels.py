@@ -1,4 +1,4 @@
-"""Triton kernels of one decoder layer. The bits of a row depend on that row alone.
+"""Triton kernels of decoder layers. The bits of a row depend on that row alone.
 
 A product sums the inner dimension in a fixed number of parts, each in order, and adds the parts in order (deterministic
 split-K). Tiles change which elements are computed together, never the order of one element's additions. Attention cuts
@@ -7,6 +7,9 @@ cores sum over keys in an order that does not depend on how rows are laid out ov
 
 Weights of q, k, gate and up are stored with pairs side by side (`pair_rows`), so that rotary and silu(gate) * up need only
 a neighbouring column. q and k stay in that order, which does not change their dot products.
+
+Layers like Llama's need `linear` in its forms, `finish` and attention. Norms of heads, tables by request and whatever else
+befalls queries and keys is `place` (ops/cuda/place.py), after a product that was stored.
 """
 
 # mypy: ignore-errors
@@ -17,72 +20,95 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "BLOCK", "add_norm", "attend_chunks", "attend_rows", "embed_norm", "linear", "norm", "rope_store", "silu_pairs",
-]  # fmt: skip
+__all__ = ["BLOCK", "activate", "attend_chunks", "attend_rows", "embed", "finish", "linear", "row_of"]
 
 BLOCK = 64  # keys of one block of the attention's reduction, by logical position
 
 
 @triton.jit
-def embed_norm(
-    tokens, future_tokens, embedding, weight, stream, normed, vocab, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr
+def embed(
+    tokens, future_tokens, embedding, positions, learned, weight, norm_bias, stream, read, vocab, scale, eps, table_rows, offset,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, LEARNED: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The float32 stream of each row's token, and its first norm. A token of -1 - i is read from future_tokens[i]."""
+    """The float32 stream of each row's token, and its first norm. A token of -1 - i is read from future_tokens[i].
+
+    LEARNED: position p has row p + offset of the table `learned`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
+    w, b = row_of(weight, column, inside, NORM != "none"), row_of(norm_bias, column, inside, NORM_BIAS)
     token = tl.load(tokens + row).to(tl.int64)
     drawn = tl.load(future_tokens + (-1 - token), mask=token < 0, other=0)
     token = tl.where(token < 0, tl.minimum(tl.maximum(drawn, 0), vocab - 1), token)
-    x = tl.load(embedding + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(embedding + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    if LEARNED:
+        place = tl.minimum(tl.load(positions + row) + offset, table_rows - 1).to(tl.int64)  # padding lies past the context
+        x = x + tl.load(learned + place * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(stream + row * WIDTH + column, x, mask=inside)
-    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+    y = _normed(x, w, b, inside, eps, WIDTH, NORM, NORM_BIAS)
+    tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Root-mean-square norm of float32 rows, rounded to the weights' dtype."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, PADDED)
-    inside = column < WIDTH
-    x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
-    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
-
-
-@triton.jit
-def add_norm(
-    partials, bias, stream, weight, normed, rows, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+def finish(
+    parts, bias, post_weight, post_bias, stream, weight, norm_bias, read, rows, post_eps, scale, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, POST: tl.constexpr,
+    POST_BIAS: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Add the split-K partial sums of a product to the stream, in the order of `linear`, and norm the stream."""
+    """Join a product to the stream: stream += scale * post norm of (parts in order + bias). Then norm the stream.
+
+    With PARTS = 0 there is no product, and float32 rows are only normed. Rows that were normed, or were not where NORM is
+    "none", are rounded to the weights' dtype.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
+    # weights come first, because the store below holds later loads back
+    w, b = row_of(weight, column, inside, NORM != "none"), row_of(norm_bias, column, inside, NORM_BIAS)
     x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
-    product = tl.load(partials + row * WIDTH + column, mask=inside, other=0.0)
-    for k in tl.static_range(1, SPLIT_K):
-        product = product + tl.load(partials + (k * rows + row) * WIDTH + column, mask=inside, other=0.0)
-    if HAS_BIAS:
-        product = product + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    x = x + product
-    tl.store(stream + row * WIDTH + column, x, mask=inside)
-    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+    if PARTS > 0:
+        post_w, post_b = row_of(post_weight, column, inside, POST != "none"), row_of(post_bias, column, inside, POST_BIAS)
+        product = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        for k in tl.static_range(1, PARTS):
+            product = product + tl.load(parts + (k * rows + row) * WIDTH + column, mask=inside, other=0.0)
+        if HAS_BIAS:
+            product = product + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        product = _normed(product, post_w, post_b, inside, post_eps, WIDTH, POST, POST_BIAS)
+        x = x + product * scale
+        tl.store(stream + row * WIDTH + column, x, mask=inside)
+    y = _normed(x, w, b, inside, eps, WIDTH, NORM, NORM_BIAS)
+    tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _store_normed(x, weight, normed, row, column, inside, eps, WIDTH: tl.constexpr):
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    tl.store(normed + row * WIDTH + column, (x * scale * w).to(normed.dtype.element_ty), mask=inside)
+def row_of(at, column, inside, USED: tl.constexpr):
+    """A row of weights in float32, where it is used."""
+    if USED:
+        return tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return 0.0
 
 
 @triton.jit
+def _normed(x, w, b, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A row after its norm: "rms", "layer", or "none"."""
+    if NORM == "layer":
+        x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+    if NORM != "none":
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)) * w
+        if HAS_BIAS:
+            x = x + b
+    return x
+
+
+@triton.jit(do_not_specialize=["rows"])  # one compilation for all row counts of a tile
 def linear(
     x, w, bias, out, keys, values, slots, positions, cos, sin, rows, columns,
     INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, SPLIT_K: tl.constexpr, IN_REGISTER: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT_K: tl.constexpr, IN_REGISTER: tl.constexpr, ACTIVATION: tl.constexpr = "",
+    SCALE: tl.constexpr = 1.0, CAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """x (rows, INNER) times w (columns, INNER) transposed, and what follows it.
 
@@ -90,9 +116,10 @@ def linear(
     IN_REGISTER one program runs the chains side by side, because a single chain would wait for the latency of the tensor
     cores; with many rows it runs them one by one. The bits are equal.
 
-    FORM "store": out = product. "add": out += product, the residual stream. "silu": pairs of columns become
-    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows. "split_k": each part has
-    programs of its own, and its partial sums go to out (SPLIT_K, rows, columns) for `add_norm`.
+    FORM "store": out = SCALE * product, softly capped at CAP where that is not 0. "gated": pairs of columns become
+    ACTIVATION(gate) * up; "ungated": ACTIVATION of each column. "qkv": rotary on q and k; q goes to out, k and v to the slots
+    of their rows. "split_k": each part has programs of its own, and its partial sums go to out (SPLIT_K, rows, columns), for
+    `finish` or `place`.
     """
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -116,7 +143,7 @@ def linear(
             acc = _add(acc, tl.broadcast_to(bias_row[None, :], acc.shape))
         _finish(
             acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
-            BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
+            BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE, ACTIVATION, SCALE, CAP,
         )  # fmt: skip
 
 
@@ -189,24 +216,50 @@ def _add(a, b):
 def _finish(
     acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
     BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD: tl.constexpr, PAGE: tl.constexpr,
+    HEAD: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     long = row.to(tl.int64)
     inside = row_in[:, None] & (column < columns)[None, :]
-    if FORM == "store":
-        tl.store(out + long[:, None] * columns + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    elif FORM == "add":
-        at = out + long[:, None] * columns + column[None, :]
-        tl.store(at, _add(tl.load(at, mask=inside, other=0.0), acc), mask=inside)
-    elif FORM == "silu":
+    if FORM == "gated":
         gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = _activated(gate, ACTIVATION) * up
         half = first // 2 + tl.arange(0, BN // 2)
         at = out + long[:, None] * (columns // 2) + half[None, :]
         tl.store(at, y.to(out.dtype.element_ty), mask=row_in[:, None] & (half < columns // 2)[None, :])
-    else:
+    elif FORM == "qkv":
         _rotate_and_place(acc, out, keys, values, slots, positions, cos, sin, long, column, first, row_in,
                           BM, BN, HEADS, KV_HEADS, HEAD, PAGE)  # fmt: skip
+    else:
+        if FORM == "ungated":
+            acc = _activated(acc, ACTIVATION)
+        if SCALE != 1.0:
+            acc = acc * SCALE
+        if CAP != 0.0:
+            acc = _soft_capped(acc, CAP)
+        tl.store(out + long[:, None] * columns + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """The activations of `model.spec.ACTIVATIONS`."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # x * (1 + tanh(u)) / 2 is x * sigmoid(2 u)
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if ACTIVATION == "relu2":
+            x = x * x
+        return x
+
+
+@triton.jit
+def _soft_capped(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP)."""
+    return CAP * (2.0 / (1.0 + tl.exp(x * (-2.0 / CAP))) - 1.0)
 
 
 @triton.jit
@@ -240,37 +293,28 @@ def _rotate_and_place(
 
 
 @triton.jit
-def rope_store(
-    fused, out, keys, values, slots, positions, cos, sin, rows,
-    BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """Rotate and store the result of a q, k and v product that another library computed."""
-    first = tl.program_id(1) * BN
-    row = tl.program_id(0) * 16 + tl.arange(0, 16)
-    column = first + tl.arange(0, BN)
-    at = fused + row[:, None].to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD) + column[None, :]
-    acc = tl.load(at, mask=(row < rows)[:, None], other=0.0).to(tl.float32)
-    _rotate_and_place(acc, out, keys, values, slots, positions, cos, sin, row.to(tl.int64), column, first, row < rows,
-                      16, BN, HEADS, KV_HEADS, HEAD, PAGE)  # fmt: skip
-
-
-@triton.jit
-def silu_pairs(fused, out, columns, BN: tl.constexpr):
-    """silu(gate) * up of a product that another library computed."""
+def activate(fused, out, columns, BN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """The activation of a product that another library computed, in pairs of gate and up or of each column."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < columns
-    gate = tl.load(fused + row * 2 * columns + 2 * column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(fused + row * 2 * columns + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+    if GATED:
+        gate = tl.load(fused + row * 2 * columns + 2 * column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(fused + row * 2 * columns + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
+        y = _activated(gate, ACTIVATION) * up
+    else:
+        y = _activated(tl.load(fused + row * columns + column, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _block(q, key_at, value_at, seen, scale, PRECISION: tl.constexpr):
+def _block(q, key_at, value_at, seen, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """One block of keys for a tile of query rows: largest score, sum of weights, weighted values."""
-    k = tl.load(key_at, mask=seen[0][:, None], other=0.0)
-    v = tl.load(value_at, mask=seen[0][:, None], other=0.0)
+    k = tl.load(key_at, mask=seen[0], other=0.0)
+    v = tl.load(value_at, mask=seen[0], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAP > 0.0:
+        scores = _soft_capped(scores, CAP * 1.4426950408889634)  # scores are logarithms to base 2
     scores = tl.where(seen[1], scores, float("-inf"))
     top = tl.max(scores, 1)
     shift = tl.where(top == float("-inf"), 0.0, top)
@@ -297,25 +341,28 @@ def attend_rows(
     q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes, arrived, out,
     table_width, max_blocks, scale,
     LANES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """Attention of single rows, draft nodes among them. Programs share the blocks of a row, and the last to finish merges.
 
     Row r sees positions firsts[r]..positions[r] of its sequence. Those up to roots[r] lie where the page table
     says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r]. `arrived` counts the
-    programs that are done; it is zero before and after.
+    programs that are done; it is zero before and after. A program has up to 16 queries of a head of keys.
     """
-    row, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    TILES: tl.constexpr = (GROUP + 15) // 16
+    row, lane = tl.program_id(0), tl.program_id(2)
+    head, counter = tl.program_id(1) // TILES, tl.program_id(0) * KV_HEADS * TILES + tl.program_id(1)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
     root, first = tl.load(roots + row), tl.load(firsts + row)
     blocks = position // BLOCK + 1
     if lane < blocks:
-        g = tl.arange(0, 16)
-        d = tl.arange(0, HEAD)
+        g = tl.program_id(1) % TILES * 16 + tl.arange(0, 16)
+        d = tl.arange(0, PADDED)
         long = row.to(tl.int64)
         query_head = long * KV_HEADS * GROUP + head * GROUP + g
         q_at = query_head[:, None] * HEAD + d[None, :]
-        mine = (g < GROUP)[:, None]
+        mine = _in_head((g < GROUP)[:, None], d, HEAD, PADDED)
         query = tl.load(q + q_at, mask=mine, other=0.0)
         for block in range(lane, blocks, LANES):
             j = block * BLOCK + tl.arange(0, BLOCK)
@@ -330,17 +377,26 @@ def attend_rows(
             at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
             at = at[:, None] + d[None, :]
             seen_by_all = tl.broadcast_to(seen[None, :], (16, BLOCK))
-            top, total, mixed = _block(query, keys + at, values + at, (seen, seen_by_all), scale, PRECISION)
+            readable = _in_head(seen[:, None], d, HEAD, PADDED)
+            top, total, mixed = _block(query, keys + at, values + at, (readable, seen_by_all), scale, CAP, PRECISION)
             part = query_head * max_blocks + block
             tl.store(tops + part, top, mask=g < GROUP)
             tl.store(totals + part, total, mask=g < GROUP)
-            tl.store(mixes + part[:, None] * HEAD + d[None, :], mixed, mask=mine)
+            tl.store(mixes + part[:, None] * PADDED + d[None, :], mixed, mask=(g < GROUP)[:, None])
         tl.debug_barrier()
-        before = tl.atomic_add(arrived + row * KV_HEADS + head, 1, sem="acq_rel")
+        before = tl.atomic_add(arrived + counter, 1, sem="acq_rel")
         if before == tl.minimum(blocks, LANES) - 1:
-            y = _merged(tops, totals, mixes, query_head * max_blocks, g < GROUP, blocks, HEAD)
+            y = _merged(tops, totals, mixes, query_head * max_blocks, g < GROUP, blocks, PADDED)
             tl.store(out + q_at, y.to(out.dtype.element_ty), mask=mine)
-            tl.store(arrived + row * KV_HEADS + head, 0)
+            tl.store(arrived + counter, 0)
+
+
+@triton.jit
+def _in_head(inside, d, HEAD: tl.constexpr, PADDED: tl.constexpr):
+    """A mask of rows (n, 1) and of the values of a padded head."""
+    if HEAD != PADDED:
+        inside = inside & (d < HEAD)[None, :]
+    return inside
 
 
 @triton.jit
@@ -363,9 +419,9 @@ def _merged(tops, totals, mixes, part, inside, blocks, HEAD: tl.constexpr):
 def attend_chunks(
     q, keys, values, table, chunks, out, table_width, scale,
     TILE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of runs of consecutive tokens of one sequence, TILE / GROUP of them at a time.
+    """Attention of runs of consecutive tokens of one sequence, at most TILE / GROUP of them at a time.
 
     chunks[t] is (first row, rows, position of the first row, sequence, first position that holds something).
     """
@@ -376,16 +432,16 @@ def attend_chunks(
     sequence = tl.load(chunks + tile * 5 + 3).to(tl.int64)
     first = tl.load(chunks + tile * 5 + 4)
     i = tl.arange(0, TILE)
-    d = tl.arange(0, HEAD)
+    d = tl.arange(0, PADDED)
     token = i // GROUP
-    inside = token < rows
+    inside = _in_head((token < rows)[:, None], d, HEAD, PADDED)
     row = (first_row + token).to(tl.int64)
     at_row = (row * KV_HEADS * GROUP + head * GROUP + i % GROUP)[:, None] * HEAD + d[None, :]
-    query = tl.load(q + at_row, mask=inside[:, None], other=0.0)
+    query = tl.load(q + at_row, mask=inside, other=0.0)
     position = start + token
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
-    mixed = tl.zeros((TILE, HEAD), tl.float32)
+    mixed = tl.zeros((TILE, PADDED), tl.float32)
     last = start + rows - 1
     for block in range(0, last // BLOCK + 1):
         j = block * BLOCK + tl.arange(0, BLOCK)
@@ -398,7 +454,8 @@ def attend_chunks(
         seen = (j[None, :] <= position[:, None]) & (j >= first)[None, :]
         if WINDOW > 0:
             seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        top_b, total_b, mixed_b = _block(query, keys + at, values + at, (readable, seen), scale, PRECISION)
+        loaded = _in_head(readable[:, None], d, HEAD, PADDED)
+        top_b, total_b, mixed_b = _block(query, keys + at, values + at, (loaded, seen), scale, CAP, PRECISION)
         top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
     y = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at_row, y, mask=inside[:, None])
+    tl.store(out + at_row, y, mask=inside)
