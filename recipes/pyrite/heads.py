@@ -303,7 +303,7 @@ def _train(
     seconds: float,
     shipment: Shipment,
 ) -> None:
-    from outrider.train.distill import DistillOptions
+    from outrider.train.data import TrainingRows
     from outrider.train.loop import Budget, LoopOptions
     from outrider.train.networks import TrainableMedusa
     from outrider.train.optim import OptimOptions
@@ -312,10 +312,10 @@ def _train(
     shipment.open = dict(run.networks)
     run.heldout = text.rows[:: max(len(text.rows) // 16, 1)]
     context = args.row_tokens or run.target.config.context
-    options = DistillOptions(context, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), args.seed)
+    rows = TrainingRows(store, context, args.seed)
     place = args.work / "-".join(("run", *stage.names))  # no drafter has this name
     loop = LoopOptions(Budget(seconds=max(seconds, 1.0)), place, args.rows, args.micro_rows, checkpoint_every_s=0.0)
-    at = run.train(store, options, loop).position
+    at = run.train(rows, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), loop).position
     note(f"trained {'+'.join(stage.names)}: {at.step} steps, {at.tokens / 1e6:.0f}M tokens in {at.seconds:.0f} s")
     for name, network in run.networks.items():
         if isinstance(network, TrainableMedusa):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -14,7 +14,7 @@ from outrider.terminal import print_error
 
 __all__ = [
     "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "numbers",
-    "set_threads", "spread",
+    "set_threads", "spread", "with_parameters",
 ]  # fmt: skip
 
 Number = TypeVar("Number", int, float)
@@ -45,15 +45,22 @@ class ModelFirst(TyperCommand):
 def spread(work: Callable[..., None]) -> Callable[..., None]:
     """A Typer command from a function whose parameter `flags` is a dataclass: an option for each of its fields."""
     flags_type = get_type_hints(work)["flags"]
-    others = [parameter for name, parameter in inspect.signature(work, eval_str=True).parameters.items() if name != "flags"]
-    options = inspect.signature(flags_type, eval_str=True).parameters.values()
+    options = inspect.signature(flags_type, eval_str=True).parameters
+    others = {name: value for name, value in inspect.signature(work, eval_str=True).parameters.items() if name != "flags"}
 
     def command(**values: Any) -> None:
-        work(**{parameter.name: values.pop(parameter.name) for parameter in others}, flags=flags_type(**values))
+        work(**{name: values.pop(name) for name in others}, flags=flags_type(**values))
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*others, *options)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_parameters(command, work, [*options.values(), *others.values()])
+
+
+def with_parameters(
+    command: Callable[..., None], work: Callable[..., None], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """A command that Typer takes for a function with these parameters, and with the name and the help text of `work`."""
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
     command.__name__, command.__doc__ = work.__name__, work.__doc__
     return command
 

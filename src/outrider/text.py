@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -205,7 +205,7 @@ class _ControlTokenEscape:
 
     def __init__(self, control: Sequence[str], seen: Any) -> None:
         self._control = list(dict.fromkeys(sorted(control, key=len, reverse=True)))
-        used = set().union(*map(set, _strings(seen)))
+        used = set(json.dumps(seen, ensure_ascii=False, skipkeys=True, default=str))
         free = (
             placeholder
             for placeholder in map(chr, chain(range(0xF0000, 0x10FFFE), range(0xE000, 0xF900)))
@@ -230,18 +230,6 @@ class _ControlTokenEscape:
         """The text in parts, each with whether it is a replaced control token, which is restored."""
         parts = re.split(f"([{''.join(self._tokens)}])", text) if self._tokens else [text]
         return [(self._tokens.get(part, part), part in self._tokens) for part in parts if part]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 class TextStream:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -45,8 +44,10 @@ def show_costs(costs: Costs, console: Console) -> None:
                 shown.add_row(number, f"{1e3 * seconds:.2f}")
             console.print(shown)
     shown = Table("drafter", "sequences", "nodes", "ms", title="a proposal", title_justify="left")
-    for name, batch, nodes, seconds in _proposals(table):
-        shown.add_row(name, batch, nodes, f"{1e3 * seconds:.2f}")
+    for name, curves in table["propose"].items():
+        for batch, curve in curves.items():
+            for nodes, seconds in curve.items():
+                shown.add_row(name, batch, nodes, f"{1e3 * seconds:.2f}")
     console.print(shown)
 
 
@@ -67,10 +68,3 @@ def write_plot(costs: Costs, path: Path) -> None:
 
 def _points(curve: Mapping[str, float]) -> list[tuple[float, float]]:
     return [(float(size), 1e3 * seconds) for size, seconds in curve.items()]
-
-
-def _proposals(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
-    for name, batches in table["propose"].items():
-        for batch, curve in batches.items():
-            for nodes, seconds in curve.items():
-                yield name, batch, nodes, seconds

@@ -71,8 +71,9 @@ def expand_methods(methods: str, lengths: Sequence[int]) -> list[str]:
     for method in methods.split(","):
         settings = parse_method(method)
         check_speculation(SpeculationConfig.parse(settings))
-        sized = settings["method"] in _UNSIZED or "draft_tokens" in settings or not lengths
-        expanded += [method] if sized else [_with_length(method, settings["method"], length) for length in lengths]
+        name = settings["method"]
+        sized = name in _UNSIZED or "draft_tokens" in settings or not lengths
+        expanded += [method] if sized else [f"{name}:{length}{method.removeprefix(name)}" for length in lengths]
     return list(dict.fromkeys(expanded))
 
 
@@ -175,7 +176,8 @@ class _Bench:
             with _noting_failure(result):
                 self._warm_up(method, result, groups)
         for repeat, (place, group) in product(range(suite.repeats), enumerate(groups)):
-            for method in _rotated(suite.methods, repeat + place):
+            first = (repeat + place) % len(suite.methods)  # another method comes first each time
+            for method in (*suite.methods[first:], *suite.methods[:first]):
                 self._say(f"{case}: repeat {repeat + 1}/{suite.repeats}, requests {place + 1}/{len(groups)}, {method}")
                 with _noting_failure(results[method]):
                     self._timed(method, results[method], place, group)
@@ -240,16 +242,6 @@ def _noting_failure(result: MethodResult) -> Iterator[None]:
         yield
     except Exception as error:  # the other methods are still worth measuring
         result.failed = _reason(error)
-
-
-def _rotated(methods: Sequence[str], turn: int) -> list[str]:
-    """The same methods, another one first each time."""
-    first = turn % len(methods)
-    return [*methods[first:], *methods[:first]]
-
-
-def _with_length(method: str, name: str, length: int) -> str:
-    return f"{name}:{length}{method[len(name) :]}"
 
 
 def _reason(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider.core import Request
@@ -27,11 +27,7 @@ __all__ = [
     "tokenize",
 ]
 
-_COPIED = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
-    "allowed_token_ids", "min_tokens", "ignore_eos",
-)  # fmt: skip
+_COPIED = {field.name for field in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - {"max_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +110,7 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest
 def may_name_grammar(body: GenerationRequest) -> bool:
     """Whether the request may need a grammar, which is compiled before the request is prepared."""
     named = (body.response_format, body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice)
-    return any(field is not None for field in (*named, body.guided_grammar)) or bool(getattr(body, "tools", None))
+    return any(value is not None for value in (*named, body.guided_grammar)) or bool(getattr(body, "tools", None))
 
 
 def grammar_of(llm: LLM, body: GenerationRequest) -> Structured | None:
