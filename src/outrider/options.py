@@ -20,7 +20,7 @@ __all__ = [
 Number = TypeVar("Number", int, float)
 
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weights and rows; native core).")]
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
@@ -82,7 +82,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def add_moved(app: typer.Typer, name: str, command: str) -> None:
-    """Register the old name of a command that left the package: it says which command replaces it and ends with 2."""
+    """Register the old name of a command that left the package: it names the command that replaces it, and exits with 2."""
 
     def moved() -> None:
         print_error(f"{name} has moved out of the package: run `python -m {command}` in a checkout of the repository")

@@ -63,7 +63,7 @@ class Tokenizer:
         return self._ids(checks.text("prompt", text), add_special_tokens=True)
 
     def encode_bare(self, text: str) -> tuple[int, ...]:
-        """Ids of a piece of text, without special tokens."""
+        """Ids of a part of a text, without special tokens."""
         return tuple(self._ids(text, add_special_tokens=False))
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -152,7 +152,7 @@ class Tokenizer:
         return [first] if first is not None and around[:1] == [first] else []
 
     def spans(self, text: str) -> list[Span]:
-        """Tokens of a piece of text with the characters they cover, without special tokens."""
+        """Tokens of a part of a text with the characters they cover, without special tokens."""
         encoding = self.fast.encode(text, add_special_tokens=False)
         return [Span(token, *place) for token, place in zip(encoding.ids, encoding.offsets, strict=True)]
 

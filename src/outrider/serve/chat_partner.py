@@ -1,4 +1,4 @@
-"""The model behind a terminal chat: in this process, or on a server."""
+"""The model that a terminal chat talks to: in this process, or on a server."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A model behind an Outrider server."""
+    """A model that an Outrider server serves."""
 
     stops_between_rounds = False
 

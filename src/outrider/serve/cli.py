@@ -98,7 +98,7 @@ def _sizes(flags: ServeFlags) -> dict[str, Any]:
 
 
 def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
-    """Whatever can be known to fail before the server says that it listens. What is on the hub is looked at later."""
+    """Check the settings before the server listens. A model on the hub is checked when it is loaded."""
     from outrider.draft import check_speculation, check_weights
     from outrider.draft.resolve import resolve_drafters
     from outrider.engine.device import Device
@@ -150,7 +150,7 @@ def resolve_speculation(
     if speculative_config is not None:
         for name, value in (("--method", method), ("--draft-model", draft_model), ("--draft-tokens", draft_tokens)):
             if value is not None:
-                raise InvalidParameter(name, "was given beside --speculative-config; put it into the JSON")
+                raise InvalidParameter(name, "cannot be combined with --speculative-config; put it into the JSON")
         try:
             options = json.loads(speculative_config)
         except json.JSONDecodeError as error:
@@ -180,7 +180,7 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
     if config.method == "none":
         speculation = "off: no method was asked for (--method auto chooses one)"
     elif config.method == "auto" and not drafters:
-        speculation = "off: nothing to draft with was found"
+        speculation = "off: this model has no drafter"
     elif config.draft_tokens == 0:
         speculation = "off: --draft-tokens is 0"
     elif config.method == "auto":

@@ -97,7 +97,7 @@ class ServeFlags(ServerSettings):
     load_format: str = flag("safetensors", "safetensors, or dummy for random weights from config.json.")
     revision: str | None = flag(None, "Commit, tag or branch of a model on the hub.")
     chat_template: Path | None = flag(
-        None, "File with a Jinja chat template, instead of the model's own.", exists=True, dir_okay=False
+        None, "File with a Jinja chat template, that replaces the model's.", exists=True, dir_okay=False
     )
     threads: int | None = flag(None, "CPU threads. Default: torch's choice.", min=1)
     max_body: str = flag("4MiB", "Largest request body.")

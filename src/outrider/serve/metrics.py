@@ -178,7 +178,7 @@ class Metrics(Collector):
             yield self._family(GaugeMetricFamily, name, text, {"": value})
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits),
+            ("prefix_cache_hits", "Tokens of prompts that were in the prefix cache.", now.prefix_hits),
             ("num_preemptions", "Preemptions of running sequences.", now.preemptions),
             ("generation_tokens", "Tokens generated.", tally.emitted),
             ("num_rounds", "Rounds, counted once for each sequence in the round.", tally.rounds),

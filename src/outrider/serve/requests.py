@@ -61,7 +61,7 @@ def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> Pre
     tokenizer = llm.tokenizer
     cut = body.max_tokens == 0
     if cut and not body.echo:
-        raise InvalidParameter("max_tokens", "must be at least 1, unless echo is asked for")
+        raise InvalidParameter("max_tokens", "must be at least 1, unless echo is set")
     _check_lengths(llm, prompts)
     changes = _sampling(body) | {"max_tokens": 1 if cut else 16 if body.max_tokens is None else body.max_tokens}
     changes["logprobs"] = body.logprobs
@@ -216,7 +216,7 @@ def _prompt_entries(jobs: list[tuple[list[Request], str]], body: CompletionReque
         raise InvalidParameter(
             "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
             f"{tokens} prompt tokens, counted n times, with {params.prompt_logprobs + 1} log probabilities each make {entries}; "
-            f"at most {limits.logprob_entries} fit in one answer: ask for fewer, or send fewer prompts at once",
+            f"at most {limits.logprob_entries} fit in one answer: request fewer, or send fewer prompts at once",
         )
     return entries
 
@@ -240,7 +240,7 @@ def _structured(body: GenerationRequest) -> Structured | None:
     if not grammars:
         return None
     if len(grammars) > 1:
-        raise InvalidParameter("response_format", "only one of response_format, structured_outputs and guided_* may be given")
+        raise InvalidParameter("response_format", "only one of response_format, structured_outputs and guided_* may be set")
     ((kind, value),) = grammars
     return Structured(kind, value, _whitespace(body) if kind in ("json_schema", "json_object") else None)
 

@@ -109,7 +109,7 @@ def _open_corpus(setup: _Setup, log: Log) -> TokenCorpus:
     if task.data is not None:
         return TokenCorpus.open(task.data)
     if (directory / SUMMARY).exists():
-        log(f"corpus: the tokens of an earlier run; remove {setup.loop.directory} to begin anew")
+        log(f"corpus: the tokens of an earlier run are used; remove {setup.loop.directory} to read the text again")
         return TokenCorpus.open(directory)
     files = find_files(task.paths or [], task.suffixes.split(","))
     documents, dropped = read_documents(files, task.skip_unreadable)
