@@ -52,12 +52,12 @@ def main(
     model: Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")] = None,
     method: Annotated[str, typer.Option(help="How the server drafts.")] = "auto",
     streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 100,
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of load.")] = 5.0,
     cancel: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests whose client leaves.")] = 0.2,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request.")] = 96,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a request.")] = 96,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences the server runs at once.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
 ) -> None:
     """Load a server that it starts: no failures, every finished text equal to its solo run, memory flat, /health quick."""
     plan = LoadPlan(streams, 60 * minutes, cancel, tokens, seed)
@@ -77,7 +77,7 @@ def main(
 
 
 async def run_load(server: ServerProcess, plan: LoadPlan, room: int) -> tuple[LoadResult, dict[str, Any]]:
-    """Keep the server busy; what was seen, and the server's statistics at the end."""
+    """Load the server. Returns the observations and the server's statistics at the end."""
     seen, until = LoadResult(), time.monotonic() + plan.seconds
     async with observing(server, seen, _HEALTH_EVERY_S, _MEMORY_EVERY_S):
         await asyncio.gather(*(_client(server.port, plan, number, until, seen) for number in range(plan.streams)))
@@ -120,7 +120,7 @@ async def _client(port: int, plan: LoadPlan, number: int, until: float, seen: Lo
 
 
 async def _overfill(port: int, plan: LoadPlan, room: int, seen: LoadResult) -> None:
-    """Fill the queue to its last place, and see how soon one more is refused."""
+    """Fill the queue, and measure how soon one more request is refused."""
     body = requests_of(plan)[0] | {"max_tokens": 1000, "ignore_eos": True}
     client = client_of(port)
     await stats_when_idle(client, _IDLE_S)
@@ -143,7 +143,7 @@ async def _overfill(port: int, plan: LoadPlan, room: int, seen: LoadResult) -> N
 
 
 def check_texts(model: str | None, plan: LoadPlan, seen: LoadResult) -> tuple[int, int]:
-    """How many finished texts are not what plain decoding writes alone, and how many solo runs that took."""
+    """The number of finished texts that differ from plain decoding alone, and the number of solo runs."""
     from outrider.engine.llm import LLM
     from outrider.sampling import SamplingParams
 

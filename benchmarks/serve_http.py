@@ -29,7 +29,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Requests at once, for the throughput.")] = 16,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each request.")] = 128,
     pairs: Annotated[int, typer.Option(min=1, help="Paired runs; medians are reported.")] = 7,
-    output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
 ) -> None:
     """Time to first token and throughput through HTTP, beside the same requests in process. Fails beyond 10 ms or below 0.85."""
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(batch)]

@@ -36,17 +36,17 @@ class ServerProcess:
         command = [sys.executable, "-m", "outrider.cli", "serve", *arguments, "--port", "0"]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.port = 0
-        self._said: list[str] = []
+        self._log: list[str] = []
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._said.append(line)
+            self._log.append(line)
             match = re.search(r"listening on http://127\.0\.0\.1:(\d+)", line)
             if match is not None:
                 self.port = int(match[1])
             if line.startswith("ready on"):
                 break
         else:
-            raise OutriderError(f"the server did not start: {''.join(self._said[-3:]).strip()}")
+            raise OutriderError(f"the server did not start: {''.join(self._log[-3:]).strip()}")
         self._reader = threading.Thread(target=self._read_on, name="outrider-bench-log", daemon=True)
         self._reader.start()
 
@@ -54,7 +54,7 @@ class ServerProcess:
         """A pipe that nobody reads would in the end hold up whoever writes to it."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._said = [*self._said[-99:], line]
+            self._log = [*self._log[-99:], line]
 
     @property
     def alive(self) -> bool:

@@ -25,7 +25,7 @@ _HEALTH_EVERY_S, _MEMORY_EVERY_S = 0.02, 0.1
 _ALONE = 15  # requests timed without an attack
 _FEWEST = 5  # requests timed under attack, however long it lasts
 _REQUEST_S = 120.0  # no request is waited for longer
-_IDLE_S = 60.0  # for the server to come to rest afterwards
+_IDLE_S = 60.0  # for the server to become idle afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ def _row(scenario: Scenario, bars: Bars, alone: _Observations, seen: _Observatio
         "health_max": bool(seen.health_s) and health["max"] < bars.health_max_ms,
         "others_answered": not seen.failures and not alone.failures,
     }
-    if scenario.most_slowdown is not None:
-        held["slowdown"] = ratio is not None and ratio <= scenario.most_slowdown
+    if scenario.max_slowdown is not None:
+        held["slowdown"] = ratio is not None and ratio <= scenario.max_slowdown
     return {
         "about": scenario.about,
         "health_ms": health | {"samples": len(seen.health_s)},
@@ -123,7 +123,7 @@ async def _request(client: Client, number: int, seen: _Observations) -> None:
 
 
 async def _is_idle(port: int) -> bool:
-    """Whether the server comes to rest."""
+    """Whether the server becomes idle in time."""
     with suppress(httpx.HTTPError, ValueError):
         async with client_of(port) as client:
             return is_idle(await stats_when_idle(client, _IDLE_S))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
 
-__all__ = ["Span", "StopStrings", "TextStream", "Tokenizer"]
+__all__ = ["Span", "StopStrings", "TextStream", "Tokenizer", "byte_letters"]
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _UNKNOWN = "\ufffd"
@@ -184,8 +184,8 @@ class Tokenizer:
         for token, i in self.table().items():
             if i in added:
                 out[i] = True, added[i].encode()
-            elif "ByteLevel" in kinds and all(letter in _letters() for letter in token):
-                out[i] = False, bytes(_letters()[letter] for letter in token)
+            elif "ByteLevel" in kinds and all(letter in byte_letters() for letter in token):
+                out[i] = False, bytes(byte_letters()[letter] for letter in token)
             elif kinds & {"Metaspace", "Replace"}:
                 byte = _BYTE.fullmatch(token) if "ByteFallback" in kinds else None
                 out[i] = False, bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
@@ -193,7 +193,7 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=1)
-def _letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """The letter by which byte-level tokenizers write each byte: itself where it is printable, else one past 255."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
