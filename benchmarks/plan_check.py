@@ -131,7 +131,7 @@ def check(
 
 
 def halves(scores: Sequence[float]) -> tuple[list[int], list[int]]:
-    """The indices of two similar halves. Neighbours by score go to different halves, and the lower one goes to each half in turn."""
+    """The indices of two similar halves. Neighbours by score go to different halves; each half gets the lower one in turn."""
     order = sorted(range(len(scores)), key=lambda i: scores[i])
     pairs = [order[i : i + 2][:: -1 if i % 4 else 1] for i in range(0, len(order) - 1, 2)]
     return [first for first, _ in pairs], [second for _, second in pairs]

@@ -118,7 +118,7 @@ def _read_on(drafter: TimedDrafter, text: Sequence[int], context: int, rounds: i
 
 
 def _verdict(drafts: Drafts, truth: Sequence[int]) -> Verdict:
-    """The verdict of a target that writes this text: its choice is the text's next token on the text's path, arbitrary elsewhere."""
+    """The verdict of a target that writes this text: it chooses the text's next token, and arbitrary ones on other paths."""
     tree = drafts.per_sequence[0]
     reached = {-1: 0}
     choices = [truth[0]]

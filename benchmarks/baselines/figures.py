@@ -102,10 +102,8 @@ def _ratios_of(speed: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float
     eligible = [row for row in rows if row[speed] and row["prompts"] >= MIN_PROMPTS]
 
     def best(engines: Sequence[str], kind: str, *modes: str) -> float | None:
-        matching = [
-            row for row in eligible if row["peer"] in engines and row["kind"] == kind and (not modes or row["mode"] in modes)
-        ]
-        return max((row[speed] for row in matching), default=None)
+        matching = [row for row in eligible if row["peer"] in engines and row["kind"] == kind]
+        return max((row[speed] for row in matching if not modes or row["mode"] in modes), default=None)
 
     out: dict[str, float | None] = {}
     if any(row["mode"] == "compiled" for row in rows):  # on a GPU
