@@ -206,7 +206,7 @@ class OpenVINO:
 
 
 def _as_ir(path: str, int8: bool) -> str:
-    """A folder with the model of a GGUF file in OpenVINO's format. It reads int8 by channel, and draft models, from this alone."""
+    """A folder with the model of a GGUF file in OpenVINO's format, from which alone it reads int8 by channel and draft models."""
     import openvino_genai as genai
 
     folder = path.removesuffix(".gguf") + "-ir"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -13,8 +14,8 @@ from outrider.errors import InvalidParameter
 from outrider.terminal import print_error
 
 __all__ = [
-    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "numbers",
-    "set_threads", "spread", "with_parameters",
+    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "json_object",
+    "numbers", "set_threads", "spread", "with_parameters",
 ]  # fmt: skip
 
 Number = TypeVar("Number", int, float)
@@ -71,6 +72,17 @@ def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Numbe
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise InvalidParameter(option, f"must be numbers separated by commas, got {text!r}") from None
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InvalidParameter(option, f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidParameter(option, f"must be a JSON object, got {text}")
+    return value
 
 
 def set_threads(threads: int | None) -> None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from outrider.errors import InvalidParameter
-from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, numbers, set_threads
+from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, json_object, numbers, set_threads
 from outrider.terminal import PlainConsole
 
 __all__ = ["app"]
@@ -171,22 +171,16 @@ def bench_serve(
     items = [item for prompts in load_prompts(workload).categories.values() for item in prompts]
     texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    body |= ({"seed": seed} if seed is not None else {}) | ({"ignore_eos": True} if ignore_eos else {}) | _json_object(extra_body)
+    body |= (
+        ({"seed": seed} if seed is not None else {})
+        | ({"ignore_eos": True} if ignore_eos else {})
+        | json_object("--extra-body", extra_body or "{}")
+    )
     endpoint = Endpoint(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
     code = bench_server(endpoint, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
     if code:
         raise typer.Exit(code)
-
-
-def _json_object(text: str | None) -> dict[str, Any]:
-    try:
-        data = json.loads(text or "{}")
-    except ValueError as error:
-        raise InvalidParameter("--extra-body", f"is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidParameter("--extra-body", "must be a JSON object")
-    return data
 
 
 @app.command("acceptance")

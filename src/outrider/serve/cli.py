@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outrider.errors import InvalidParameter
-from outrider.options import ModelFirst
+from outrider.options import ModelFirst, json_object
 from outrider.serve.address import has_terminal, listen
 from outrider.serve.flags import LogFormat, ServeFlags, as_command, reread
 from outrider.serve.logs import configure
@@ -151,13 +150,7 @@ def resolve_speculation(
         for name, value in (("--method", method), ("--draft-model", draft_model), ("--draft-tokens", draft_tokens)):
             if value is not None:
                 raise InvalidParameter(name, "cannot be combined with --speculative-config; put it into the JSON")
-        try:
-            options = json.loads(speculative_config)
-        except json.JSONDecodeError as error:
-            raise InvalidParameter("--speculative-config", f"is not JSON: {error}") from None
-        if not isinstance(options, dict):
-            raise InvalidParameter("--speculative-config", f"must be a JSON object, got {speculative_config}")
-        return SpeculationConfig.parse(options)
+        return SpeculationConfig.parse(json_object("--speculative-config", speculative_config))
     return speculation_of_flags(method, draft_model, draft_tokens)
 
 
