@@ -28,13 +28,13 @@ def batching(model: str | None, batch: int, tokens: int, repeats: int, method: s
     prompts = [code[i % len(code)] for i in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     together: list[float] = []
-    apart: list[float] = []
+    one_by_one: list[float] = []
     for repeat in range(repeats + 1):
         took = _timed(llm, [prompts], params), _timed(llm, [[prompt] for prompt in prompts], params)
         if repeat:
             together.append(took[0])
-            apart.append(took[1])
-    both = statistics.median(together), statistics.median(apart)
+            one_by_one.append(took[1])
+    both = statistics.median(together), statistics.median(one_by_one)
     return {
         "method": method,
         "batch": batch,

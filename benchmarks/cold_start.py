@@ -62,18 +62,8 @@ def result(speedups: dict[str, list[float]]) -> dict[str, Any]:
 
 def compare_cold(temperature: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
-        command = [
-            sys.executable,
-            "-m",
-            "outrider.cli",
-            "compare",
-            PROMPT,
-            "--temperature",
-            temperature,
-            "--seed",
-            str(seed),
-            "--json",
-        ]
+        command = [sys.executable, "-m", "outrider.cli", "compare", PROMPT, "--json"]
+        command += ["--temperature", temperature, "--seed", str(seed)]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OUTRIDER_CACHE": cache}, check=True)
     comparison: dict[str, Any] = json.loads(done.stdout)
     assert comparison["identical"], "the tokens differ"

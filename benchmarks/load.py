@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks.command import close_report, errors, run
+from benchmarks.server import Observations, ServerProcess, client_of, is_idle, observing, stats_of, stats_when_idle
+from outrider.bench.workloads import find_prompts
+from outrider.engine.acceptance import read_prompts
 from outrider.quantiles import percentile_ms
-
-if TYPE_CHECKING:
-    from outrider.bench.client import Client
 
 __all__ = ["LoadPlan", "main", "run_load"]
 
-_HEALTH_S = 0.1
-_MEMORY_S = 2.0
+_HEALTH_EVERY_S, _MEMORY_EVERY_S = 0.1, 2.0
 _PROBES = 50
+_IDLE_S = 5.0  # sequences whose client left are cleared away within a round
 _GROWTH = 1.05  # of resident memory, from after the first third to the end
 
 
@@ -41,15 +39,12 @@ class LoadPlan:
 
 
 @dataclass(slots=True)
-class LoadResult:
-    """What was seen."""
+class LoadResult(Observations):
+    """What came of the requests, and what was seen of the server meanwhile."""
 
     finished: list[tuple[int, str, int]] = field(default_factory=list)  # which request, its text, its tokens
     cancelled: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
     first_s: list[float] = field(default_factory=list)
-    health_s: list[float] = field(default_factory=list)
-    memory_mib: list[float] = field(default_factory=list)
     refusals_s: list[float] = field(default_factory=list)
 
 
@@ -57,16 +52,14 @@ def main(
     model: Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")] = None,
     method: Annotated[str, typer.Option(help="How the server drafts.")] = "auto",
     streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 100,
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of load.")] = 5.0,
     cancel: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests whose client leaves.")] = 0.2,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request.")] = 96,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a request.")] = 96,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences the server runs at once.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
 ) -> None:
     """Load a server that it starts: no failures, every finished text equal to its solo run, memory flat, /health quick."""
-    from benchmarks.server import ServerProcess
-
     plan = LoadPlan(streams, 60 * minutes, cancel, tokens, seed)
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(max_num_seqs)]
     with errors.status("the server loads"):
@@ -83,31 +76,18 @@ def main(
     close_report(report, output)
 
 
-async def run_load(server: Any, plan: LoadPlan, room: int) -> tuple[LoadResult, dict[str, Any]]:
-    """Keep the server busy; what was seen, and the server's statistics at the end."""
-    from benchmarks.server import client_of
-
+async def run_load(server: ServerProcess, plan: LoadPlan, room: int) -> tuple[LoadResult, dict[str, Any]]:
+    """Load the server. Returns the observations and the server's statistics at the end."""
     seen, until = LoadResult(), time.monotonic() + plan.seconds
-    watchers = [asyncio.create_task(_watch_health(server.port, seen)), asyncio.create_task(_watch_memory(server, seen))]
-    await asyncio.gather(*(_client(server.port, plan, number, until, seen) for number in range(plan.streams)))
-    for watcher in watchers:
-        watcher.cancel()
-    await asyncio.gather(*watchers, return_exceptions=True)
+    async with observing(server, seen, _HEALTH_EVERY_S, _MEMORY_EVERY_S):
+        await asyncio.gather(*(_client(server.port, plan, number, until, seen) for number in range(plan.streams)))
     await _overfill(server.port, plan, room, seen)
     async with client_of(server.port) as client:
-        for _ in range(100):  # those who left are cleared away within a round
-            stats: dict[str, Any] = json.loads((await client.get("/stats"))[1])
-            if stats["running"] == stats["waiting"] == 0 and stats["kv_usage"] == 0:
-                break
-            await asyncio.sleep(0.05)
-    return seen, stats
+        return seen, await stats_when_idle(client, _IDLE_S)
 
 
 def requests_of(plan: LoadPlan) -> list[dict[str, Any]]:
     """The different requests: prompts of code, greedy and sampled, short and long."""
-    from outrider.bench.workloads import find_prompts
-    from outrider.engine.acceptance import read_prompts
-
     draw = random.Random(plan.seed)
     prompts = read_prompts(find_prompts("code"))
     return [
@@ -123,8 +103,6 @@ def requests_of(plan: LoadPlan) -> list[dict[str, Any]]:
 
 
 async def _client(port: int, plan: LoadPlan, number: int, until: float, seen: LoadResult) -> None:
-    from benchmarks.server import client_of
-
     draw = random.Random(plan.seed * 1_000_003 + number)
     requests = requests_of(plan)
     async with client_of(port) as client:
@@ -142,15 +120,12 @@ async def _client(port: int, plan: LoadPlan, number: int, until: float, seen: Lo
 
 
 async def _overfill(port: int, plan: LoadPlan, room: int, seen: LoadResult) -> None:
-    """Fill the queue to its last place, and see how soon one more is refused."""
-    from benchmarks.server import client_of
-
+    """Fill the queue, and measure how soon one more request is refused."""
     body = requests_of(plan)[0] | {"max_tokens": 1000, "ignore_eos": True}
     client = client_of(port)
-    while await _busy(client):  # those who left are cleared away within a round
-        await asyncio.sleep(0.05)
+    await stats_when_idle(client, _IDLE_S)
     held = [asyncio.create_task(client.stream(body)) for _ in range(room)]
-    while await _busy(client) < room:
+    while (stats := await stats_of(client))["running"] + stats["waiting"] < room:
         if any(task.done() for task in held):
             seen.failures["the queue could not be filled"] += 1
             break
@@ -167,32 +142,8 @@ async def _overfill(port: int, plan: LoadPlan, room: int, seen: LoadResult) -> N
     await client.close()
 
 
-async def _busy(client: Client) -> int:
-    stats = json.loads((await client.get("/stats"))[1])
-    return int(stats["running"] + stats["waiting"])
-
-
-async def _watch_health(port: int, seen: LoadResult) -> None:
-    from benchmarks.server import client_of
-
-    async with client_of(port) as client:
-        while True:
-            begun = time.perf_counter()
-            status, _ = await client.get("/health")
-            seen.health_s.append(time.perf_counter() - begun)
-            if status != 200:
-                seen.failures[f"/health said {status}"] += 1
-            await asyncio.sleep(_HEALTH_S)
-
-
-async def _watch_memory(server: Any, seen: LoadResult) -> None:
-    while True:
-        seen.memory_mib.append(server.resident_mib())
-        await asyncio.sleep(_MEMORY_S)
-
-
 def check_texts(model: str | None, plan: LoadPlan, seen: LoadResult) -> tuple[int, int]:
-    """How many finished texts are not what plain decoding writes alone, and how many solo runs that took."""
+    """The number of finished texts that differ from plain decoding alone, and the number of solo runs."""
     from outrider.engine.llm import LLM
     from outrider.sampling import SamplingParams
 
@@ -241,7 +192,7 @@ def passed(report: dict[str, Any]) -> bool:
         and report["health_ms"]["p99"] < 100
         and report["refusal_ms"]["p99"] < 100
         and report["memory_mib"]["growth"] <= _GROWTH
-        and idle["running"] == idle["waiting"] == idle["kv_usage"] == 0
+        and is_idle(idle)
         and report["exit_code"] == 0
     )
 

@@ -34,8 +34,8 @@ from outrider.sampling import SamplingParams
 __all__ = ["Prediction", "RequestProfile", "check", "expected_time", "halves", "main"]
 
 _METHODS = EVERY_METHOD.removesuffix(",auto")
-_NEAR = 128  # recorded drafts that speak for a place in the text
-_SLACK = 8  # nodes of room that one of them may have had less
+_NEAR = 128  # recorded drafts that are used for a place in the text
+_SLACK = 8  # nodes by which the room of such a draft may be smaller
 _TOLERANCE = 0.1  # of a predicted speed-up
 Outcomes = Mapping[tuple[int, int], float]  # how often each (nodes verified, nodes accepted) occurs
 
@@ -72,7 +72,7 @@ class RequestProfile:
     _spans: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def learn(self, run: RequestRun) -> None:
-        """What the ends of one request took."""
+        """Learn the time to the first token and the time of the first proposal."""
         prompt, length = len(run.prompt), self.profile.max_length
         self.firsts.append((prompt, run.output.timings.first_token_s))
         full = [r.propose_s for r in run.rounds if not r.prefill and r.length == length]
@@ -97,8 +97,8 @@ class RequestProfile:
 
     def outcomes_at(self, place: int, max_length: int) -> Outcomes:
         """The outcomes near a position in the text: lookups draft better the more they have read."""
-        able = [draft for draft in self.profile.drafts if max_length and draft.room >= max(max_length - _SLACK, 1)]
-        near = sorted(able, key=lambda draft: abs(draft.at - place))[:_NEAR]
+        eligible = [draft for draft in self.profile.drafts if max_length and draft.room >= max(max_length - _SLACK, 1)]
+        near = sorted(eligible, key=lambda draft: abs(draft.at - place))[:_NEAR]
         return Counter(_with_room(draft, max_length) for draft in near) or Counter({(0, 0): 1})
 
 
@@ -131,7 +131,7 @@ def check(
 
 
 def halves(scores: Sequence[float]) -> tuple[list[int], list[int]]:
-    """Numbers of two alike halves: neighbours by score are parted, and which half gets the lower one alternates."""
+    """The indices of two similar halves. Neighbours by score go to different halves; each half gets the lower one in turn."""
     order = sorted(range(len(scores)), key=lambda i: scores[i])
     pairs = [order[i : i + 2][:: -1 if i % 4 else 1] for i in range(0, len(order) - 1, 2)]
     return [first for first, _ in pairs], [second for _, second in pairs]
@@ -209,7 +209,7 @@ def _with_room(draft: DraftRecord, max_length: int) -> tuple[int, int]:
 
 
 def _line(points: Sequence[tuple[int, float]], x: float) -> float:
-    """The value at x of a line through the points that a few far ones do not move: medians of slopes and of what is left."""
+    """The value at x of a Theil-Sen line through the points, which outliers do not move."""
     if not points:
         return 0.0
     slopes = [(b - a) / (j - i) for n, (i, a) in enumerate(points) for j, b in points[:n] if i != j]
@@ -240,7 +240,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every prompt, of which the one of median time counts.")] = 1,
     dtype: Dtype = "auto",
     threads: Threads = None,
-    output: Annotated[Path | None, typer.Option(help="Keep the result here, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the result, as JSON.")] = None,
 ) -> None:
     """Predict one half of the prompts from the other, and measure it; ends with 1 where a prediction is over 10 % off."""
     set_threads(threads)

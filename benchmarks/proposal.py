@@ -73,7 +73,7 @@ def measure_proposals(contexts: Sequence[int], rounds: int = 200, nodes: int = 2
     """Medians over the rounds that drafted something, reading on in a text after a context of each length.
 
     The text is this package's source, and what is read on is the same after every context. No model runs: a
-    target that wrote the text accepts what agrees with it, and says something arbitrary elsewhere.
+    target that wrote the text accepts drafts that agree with it, and chooses arbitrary tokens elsewhere.
     """
     text = _source_tokens(max(contexts) + rounds * (nodes + 1))
     for name, make in LOOKUPS.items():
@@ -110,15 +110,15 @@ def _read_on(drafter: TimedDrafter, text: Sequence[int], context: int, rounds: i
     for _ in range(rounds):
         drafts = drafter.propose(batch, plan)
         drafted.append(bool(drafts.per_sequence[0].tokens))
-        verdict = _judge(drafts, text[len(seq.tokens) :][: nodes + 1])
+        verdict = _verdict(drafts, text[len(seq.tokens) :][: nodes + 1])
         seq.tokens += verdict.tokens
         drafter.commit(batch, drafts, [verdict], Scores(logits[: 1 + len(drafts.per_sequence[0].tokens)], [0]))
     drafter.end(seq)
     return drafted
 
 
-def _judge(drafts: Drafts, truth: Sequence[int]) -> Verdict:
-    """What a target that writes this text says: the next token on the way, something arbitrary off it."""
+def _verdict(drafts: Drafts, truth: Sequence[int]) -> Verdict:
+    """The verdict of a target that writes this text: it chooses the text's next token, and arbitrary ones on other paths."""
     tree = drafts.per_sequence[0]
     reached = {-1: 0}
     choices = [truth[0]]

@@ -6,15 +6,17 @@ import asyncio
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks.command import close_report, errors, run
-
-if TYPE_CHECKING:
-    from outrider.bench.client import Client
-    from outrider.engine.llm import LLM
+from benchmarks.server import ServerProcess, client_of
+from outrider.bench.client import Client
+from outrider.bench.workloads import find_prompts
+from outrider.engine.acceptance import read_prompts
+from outrider.engine.llm import LLM
+from outrider.sampling import SamplingParams
 
 __all__ = ["main"]
 
@@ -27,12 +29,9 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Requests at once, for the throughput.")] = 16,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each request.")] = 128,
     pairs: Annotated[int, typer.Option(min=1, help="Paired runs; medians are reported.")] = 7,
-    output: Annotated[Path | None, typer.Option(help="Keep the report here, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
 ) -> None:
     """Time to first token and throughput through HTTP, beside the same requests in process. Fails beyond 10 ms or below 0.85."""
-    from benchmarks.server import ServerProcess
-    from outrider.engine.llm import LLM
-
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(batch)]
     with errors.status("loading, twice"):
         server = ServerProcess(arguments)
@@ -48,10 +47,6 @@ def main(
 
 
 async def _measure(port: int, llm: LLM, batch: int, tokens: int, pairs: int) -> dict[str, Any]:
-    from benchmarks.server import client_of
-    from outrider.bench.workloads import find_prompts
-    from outrider.engine.acceptance import read_prompts
-
     prompts = read_prompts(find_prompts("code"))
     client = client_of(port)
     first: dict[str, list[float]] = {"http": [], "process": []}
@@ -111,9 +106,7 @@ def _first_in_process(llm: LLM, body: dict[str, Any]) -> float:
     return seconds
 
 
-def _params(body: dict[str, Any]) -> Any:
-    from outrider.sampling import SamplingParams
-
+def _params(body: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in body.items() if name != "prompt"})
 
 

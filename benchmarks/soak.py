@@ -36,13 +36,13 @@ class SoakRequest:
     speculation: dict[str, Any]
     tenant: str | None
     priority: int
-    wait: float  # rounds' worth of a pause before it comes, 0 mostly
+    wait: float  # pause in seconds before it is sent, mostly 0
     give_up: int | None  # tokens after which its client leaves
 
 
 @dataclass(slots=True)
 class SoakReport:
-    """What came of it. Good where `different`, `failed` and `leaks` are empty."""
+    """The outcome of a stress test. It is good if `different`, `failed` and `leaks` are empty."""
 
     requests: int = 0
     finished: int = 0
@@ -132,7 +132,7 @@ def soak(busy: LLM, alone: LLM, requests: Sequence[SoakRequest], progress: Calla
 
 
 class _Client:
-    """Reads one request's stream in the engine's thread, and leaves early where it is meant to."""
+    """Reads one request's stream in the engine's thread, and leaves early if its request says so."""
 
     def __init__(self, llm: LLM, thread: EngineThread, request: SoakRequest) -> None:
         self.done = threading.Event()
@@ -192,7 +192,7 @@ def _note_leaks(llm: LLM, free: int, threads: int, report: SoakReport) -> None:
 
 
 def _sequences() -> set[int]:
-    """Those alive anywhere in the process: nothing may hold on to one that is over."""
+    """The sequences that are alive anywhere in the process. Nothing may keep one that has ended."""
     gc.collect()
     return {id(thing) for thing in gc.get_objects() if type(thing) is Generation}
 
@@ -209,7 +209,7 @@ def main(
     model: Model = None,
     method: Annotated[str, typer.Option(help="How the busy engine drafts.")] = "auto",
     requests: Annotated[int, typer.Option(min=1, help="Random requests in all.")] = 1000,
-    longest: Annotated[int, typer.Option(min=2, help="Most tokens of a request.")] = 48,
+    longest: Annotated[int, typer.Option(min=2, help="Maximum number of tokens of a request.")] = 48,
     pages: Annotated[int, typer.Option(min=8, help="KV pages of 16 tokens: few enough that they run out.")] = 96,
     seed: Annotated[int, typer.Option(help="Of the requests, their arrivals and cancellations.")] = 0,
     threads: Threads = None,

@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
 Cell = Callable[[dict[str, Any]], str]
+Body = Callable[[dict[str, Any]], Iterator[str]]
 
 _HEAD = """# Results
 
@@ -25,32 +26,10 @@ rows than are shown here. What the numbers mean: [benchmarks](benchmarks.md). Co
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, *_sections()]).rstrip() + "\n"
+    return "\n".join([_HEAD, *(part for section in _SECTIONS for part in _section(*section))]).rstrip() + "\n"
 
 
-def _sections() -> Iterator[str]:
-    yield from _section("Speed", "bench.json", "outrider bench > results/bench.json", _bench)
-    int8 = "outrider bench run --dtype int8 --methods auto,draft_model:4 --workloads code --temperatures 0,0.8 --batches 1"
-    yield from _section("Speed in int8", "bench_int8.json", f"{int8} > results/bench_int8.json", _bench)
-    yield from _section("Served", "bench_serve.json", "outrider bench serve --output results/bench_serve.json", _serve)
-    yield from _section(
-        "Predicted and measured", "plan_check.json", "python -m benchmarks.plan_check > results/plan_check.json", _plan
-    )
-    yield from _section("Beside other engines", "peers.json", "python -m benchmarks.baselines > results/peers.json", _baselines)
-    sizes = "python -m benchmarks.baselines --models 40m,150m,1.1b > results/peers_sizes.json"
-    yield from _section("Beside other engines, by size", "peers_sizes.json", sizes, _baselines)
-    yield from _section("Acceptance", "drafters.json", "", _drafters)
-    yield from _section("Acceptance on all HumanEval stubs", "pyrite_acceptance.json", "", _pyrite)
-    yield from _section("Never slower", "never_slower.json", "", _never_slower)
-    cold = "python benchmarks/cold_start.py --out results/cold_start.json"
-    yield from _section("A first start", "cold_start.json", cold, _cold_start)
-    yield from _section("A forward by its rows", "cpu_forward.json", "", _forward)
-    yield from _section("A plain round", "round_cost.json", "", _round)
-    yield from _section("A lookup's proposal", "proposal_cost.json", "", _proposal)
-    yield from _section("Weights in int8", "int8_loss.json", "", _loss)
-
-
-def _section(title: str, name: str, command: str, body: Callable[[dict[str, Any]], Iterator[str]]) -> Iterator[str]:
+def _section(title: str, name: str, command: str, body: Body) -> Iterator[str]:
     path = ROOT / "results" / name
     yield f"## {title}\n"
     if not path.exists():
@@ -71,20 +50,30 @@ _CASE: dict[str, Cell] = {
 }
 
 
-def _bench(data: dict[str, Any]) -> Iterator[str]:
-    yield _environment(data)
-    yield _table(
-        data["rows"],
-        _CASE
-        | {
-            "method": lambda row: f"`{row['method']}`",
-            "tok/s": lambda row: _number(row["tok_s"], 0),
-            "speed-up": lambda row: _number(row["speedup"]),
-            "tokens per round": lambda row: _number(row["tokens_per_round"]),
-            "efficiency": lambda row: _number(row["efficiency"]),
-            "equal": lambda row: "failed" if row["equal"] is None else f"{row['equal']:.0%}",
-        },
-    )
+_METHOD: dict[str, Cell] = {"method": lambda row: f"`{row['method']}`"}
+_PER_ROUND: dict[str, Cell] = {"tokens per round": lambda row: _number(row["tokens_per_round"])}
+
+
+def _rows(columns: dict[str, Cell]) -> Body:
+    """A section that is one table of the file's rows."""
+
+    def body(data: dict[str, Any]) -> Iterator[str]:
+        yield _environment(data)
+        yield _table(data["rows"], columns)
+
+    return body
+
+
+_bench = _rows(
+    _CASE
+    | _METHOD
+    | {"tok/s": lambda row: _number(row["tok_s"], 0), "speed-up": lambda row: _number(row["speedup"])}
+    | _PER_ROUND
+    | {
+        "efficiency": lambda row: _number(row["efficiency"]),
+        "equal": lambda row: "failed" if row["equal"] is None else f"{row['equal']:.0%}",
+    }
+)
 
 
 def _serve(data: dict[str, Any]) -> Iterator[str]:
@@ -111,7 +100,7 @@ def _plan(data: dict[str, Any]) -> Iterator[str]:
         "speed-up": ("predicted", "measured"),
         "decoding only": ("decode_predicted", "decode_measured"),
     }
-    columns: dict[str, Cell] = {"method": lambda row: f"`{row['method']}`"}
+    columns = dict(_METHOD)
     for title, names in pairs.items():
         for kind, name in zip(("predicted", "measured"), names, strict=True):
             columns[f"{title}, {kind}"] = lambda row, name=name: _number(row[name])
@@ -149,50 +138,35 @@ def _baselines(data: dict[str, Any]) -> Iterator[str]:
     )
 
 
+_TEMPERATURE: dict[str, Cell] = {"temperature": lambda row: f"{row['temperature']:g}"}
+_LOOPING: dict[str, Cell] = {"looping": lambda row: f"{row['looping']:.0%}"}
+
+
 def _drafters(data: dict[str, Any]) -> Iterator[str]:
+    batch: dict[str, Cell] = {"batch": lambda row: str(row["batch"])}
+    costs: dict[str, Cell] = {
+        "one proposal, ms": lambda row: _number(row["propose_ms"]),
+        "equal": lambda row: f"{row['equal']:.0%} of {row['compared']}" if "equal" in row else "not compared",
+    }
     for run in data["runs"]:
         yield f"{run['what'][0].upper()}{run['what'][1:]}:\n"
-        yield _environment(run)
-        yield _table(
-            run["rows"],
-            {
-                "method": lambda row: f"`{row['method']}`",
-                "temperature": lambda row: f"{row['temperature']:g}",
-                "batch": lambda row: str(row["batch"]),
-                "tokens per round": lambda row: _number(row["tokens_per_round"]),
-                "looping": lambda row: f"{row['looping']:.0%}",
-                "one proposal, ms": lambda row: _number(row["propose_ms"]),
-                "equal": lambda row: f"{row['equal']:.0%} of {row['compared']}" if "equal" in row else "not compared",
-            },
-        )
+        yield from _rows(_METHOD | _TEMPERATURE | batch | _PER_ROUND | _LOOPING | costs)(run)
 
 
 def _pyrite(data: dict[str, Any]) -> Iterator[str]:
+    equal: dict[str, Cell] = {"equal": lambda row: f"{row['equal']:.0%} of {row['outputs']}"}
     for run in data["runs"]:
-        yield _environment(run)
-        yield _table(
-            run["rows"],
-            {
-                "method": lambda row: f"`{row['method']}`",
-                "temperature": lambda row: f"{row['temperature']:g}",
-                "tokens per round": lambda row: _number(row["tokens_per_round"]),
-                "looping": lambda row: f"{row['looping']:.0%}",
-                "equal": lambda row: f"{row['equal']:.0%} of {row['outputs']}",
-            },
-        )
+        yield from _rows(_METHOD | _TEMPERATURE | _PER_ROUND | _LOOPING | equal)(run)
 
 
-def _never_slower(data: dict[str, Any]) -> Iterator[str]:
-    yield _environment(data)
-    yield _table(
-        data["rows"],
-        _CASE
-        | {
-            "plain tok/s": lambda row: _number(row["plain_tok_s"], 0),
-            "auto over plain": lambda row: _number(row["ratio"]),
-            "95 %": lambda row: f"{row['low']:.2f} to {row['high']:.2f}",
-        },
-    )
+_never_slower = _rows(
+    _CASE
+    | {
+        "plain tok/s": lambda row: _number(row["plain_tok_s"], 0),
+        "auto over plain": lambda row: _number(row["ratio"]),
+        "95 %": lambda row: f"{row['low']:.2f} to {row['high']:.2f}",
+    }
+)
 
 
 def _cold_start(data: dict[str, Any]) -> Iterator[str]:
@@ -232,30 +206,23 @@ def _round(data: dict[str, Any]) -> Iterator[str]:
     yield _table(data["rounds"], columns | {title: lambda row, name=name: _number(row[name], 0) for name, title in names.items()})
 
 
-def _proposal(data: dict[str, Any]) -> Iterator[str]:
-    yield _environment(data)
-    yield _table(
-        data["rows"],
-        {
-            "method": lambda row: f"`{row['method']}`",
-            "context": lambda row: str(row["context"]),
-            "propose, µs": lambda row: _number(row["propose_us"], 0),
-            "commit, µs": lambda row: _number(row["commit_us"], 0),
-        },
-    )
+_proposal = _rows(
+    _METHOD
+    | {
+        "context": lambda row: str(row["context"]),
+        "propose, µs": lambda row: _number(row["propose_us"], 0),
+        "commit, µs": lambda row: _number(row["commit_us"], 0),
+    }
+)
 
-
-def _loss(data: dict[str, Any]) -> Iterator[str]:
-    yield _environment(data)
-    yield _table(
-        data["rows"],
-        {
-            "dtype": lambda row: row["dtype"],
-            "loss": lambda row: _number(row["loss"], 4),
-            "change": lambda row: f"{row['change']:+.2%}",
-            "tokens": lambda row: str(row["tokens"]),
-        },
-    )
+_loss = _rows(
+    {
+        "dtype": lambda row: row["dtype"],
+        "loss": lambda row: _number(row["loss"], 4),
+        "change": lambda row: f"{row['change']:+.2%}",
+        "tokens": lambda row: str(row["tokens"]),
+    }
+)
 
 
 def _environment(data: dict[str, Any]) -> str:
@@ -272,6 +239,26 @@ def _table(rows: Sequence[dict[str, Any]], columns: dict[str, Cell]) -> str:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+_INT8 = "outrider bench run --dtype int8 --methods auto,draft_model:4 --workloads code --temperatures 0,0.8 --batches 1"
+_SIZES = "python -m benchmarks.baselines --models 40m,150m,1.1b > results/peers_sizes.json"
+_SECTIONS: tuple[tuple[str, str, str, Body], ...] = (  # title, file, command, body
+    ("Speed", "bench.json", "outrider bench > results/bench.json", _bench),
+    ("Speed in int8", "bench_int8.json", f"{_INT8} > results/bench_int8.json", _bench),
+    ("Served", "bench_serve.json", "outrider bench serve --output results/bench_serve.json", _serve),
+    ("Predicted and measured", "plan_check.json", "python -m benchmarks.plan_check > results/plan_check.json", _plan),
+    ("Beside other engines", "peers.json", "python -m benchmarks.baselines > results/peers.json", _baselines),
+    ("Beside other engines, by size", "peers_sizes.json", _SIZES, _baselines),
+    ("Acceptance", "drafters.json", "", _drafters),
+    ("Acceptance on all HumanEval stubs", "pyrite_acceptance.json", "", _pyrite),
+    ("Never slower", "never_slower.json", "", _never_slower),
+    ("A first start", "cold_start.json", "python benchmarks/cold_start.py --out results/cold_start.json", _cold_start),
+    ("A forward by its rows", "cpu_forward.json", "", _forward),
+    ("A plain round", "round_cost.json", "", _round),
+    ("A lookup's proposal", "proposal_cost.json", "", _proposal),
+    ("Weights in int8", "int8_loss.json", "", _loss),
+)
 
 
 if __name__ == "__main__":

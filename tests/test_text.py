@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model.bundled import bundled_model
-from outrider.text import StopStrings, TextStream, Tokenizer, _letters
+from outrider.text import StopStrings, TextStream, Tokenizer, byte_letters
 from tests.support import write_tokenizer
 from tests.support.examples import examples
 
@@ -149,7 +149,7 @@ def test_the_end_of_a_prompt_is_not_repeated(kinds: dict[str, Tokenizer], kind: 
     def spelled(text: str) -> list[int]:
         """Byte by byte, whatever the tokenizer would merge."""
         table = tokenizer.table()
-        letters = {byte: letter for letter, byte in _letters().items()}
+        letters = {byte: letter for letter, byte in byte_letters().items()}
         return [table[f"<0x{byte:02X}>"] if tokenizer.byte_ids else table[letters[byte]] for byte in text.encode()]
 
     def after(prompt: list[int], ids: list[int]) -> str:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.abuse`: attack a server of one's own, and see whether the others notice.
+"""`python -m benchmarks.abuse`: attack a server that it starts, and measure whether other clients notice.
 
-Every scenario of `scenarios.py` runs against `outrider serve` in a process of its own, on this machine's loopback. The
-attacker, the other client and the prober have an address each, as three clients have. Exits 1 where a bar is missed.
+Every scenario of `scenarios.py` runs against `outrider serve` in a separate process, on this machine's loopback. The
+attacker, the other client and the prober each have their address, as three clients would. Exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attacker: a process of its own, whose bodies are made before the clock starts."""
+"""The attacker: a separate process, whose bodies are made before the clock starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.server import client_of
 __all__ = ["Attacker"]
 
 _ADDRESS = "127.0.0.2"  # another client than those who measure
-_REFUSED_PER_S = 200  # requests that are refused at once, of all connections together: a flood of them is another attack
-_MOST_SHOTS = 2000  # of one connection
+_REFUSED_PER_S = 200  # requests of all connections together that are refused at once: a flood of them would be another attack
+_MAX_SHOTS = 2000  # of one connection
 _START_S = 60.0  # the process and its bodies must be ready by then
 
 
@@ -75,7 +75,7 @@ async def _shoot(port: int, shots: list[Shot], seconds: float, pause: float, sta
     """Every shot once, and again while the time lasts."""
     until = time.monotonic() + seconds
     async with client_of(port, _ADDRESS) as client:
-        for number in range(_MOST_SHOTS):
+        for number in range(_MAX_SHOTS):
             if number >= len(shots) and time.monotonic() >= until:
                 return
             shot = shots[number % len(shots)]

@@ -14,19 +14,18 @@ import httpx
 
 from benchmarks.abuse.attacker import Attacker
 from benchmarks.abuse.scenarios import Scenario
-from benchmarks.server import ServerProcess, client_of
+from benchmarks.server import Observations, ServerProcess, client_of, is_idle, observing, stats_when_idle
 from outrider.bench.client import Client
 from outrider.quantiles import percentile_ms
 
 __all__ = ["Bars", "measure", "wait_until_ready"]
 
 _OTHER = "127.0.0.3"  # the client whose requests are timed
-_EVERY_S = 0.02  # between probes of /health
-_MEMORY_S = 0.1
+_HEALTH_EVERY_S, _MEMORY_EVERY_S = 0.02, 0.1
 _ALONE = 15  # requests timed without an attack
 _FEWEST = 5  # requests timed under attack, however long it lasts
 _REQUEST_S = 120.0  # no request is waited for longer
-_IDLE_S = 60.0  # for the server to come to rest afterwards
+_IDLE_S = 60.0  # for the server to become idle afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,8 @@ class Bars:
 
 
 @dataclass(slots=True)
-class _Seen:
-    health_s: list[float] = field(default_factory=list)
+class _Observations(Observations):
     request_s: list[float] = field(default_factory=list)
-    memory_mib: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
 
 
 async def wait_until_ready(port: int) -> None:
@@ -56,29 +52,26 @@ async def wait_until_ready(port: int) -> None:
 async def measure(server: ServerProcess, scenario: Scenario, seconds: float, bars: Bars) -> dict[str, Any]:
     """The scenario's row of the report."""
     before = server.resident_mib()
-    alone = _Seen()
+    alone = _Observations()
     other = client_of(server.port, _OTHER)
     for number in range(_ALONE):
         await _request(other, number, alone)
     attacker = await asyncio.to_thread(Attacker, server.port, scenario.name, seconds)
-    seen = _Seen()
-    watchers = [asyncio.create_task(_watch_health(server.port, seen)), asyncio.create_task(_watch_memory(server, seen))]
-    await asyncio.sleep(0.5)  # the probes are under way before the attack is
-    seen.health_s.clear()
-    attacker.start()
-    begun = time.monotonic()
-    for number in count(_ALONE):
-        if (attacker.done or time.monotonic() - begun > 2 * seconds) and len(seen.request_s) >= _FEWEST:
-            break
-        if len(seen.failures) >= _FEWEST:
-            break
-        await _request(other, number, seen)
-        await asyncio.sleep(0.01)
-    lasted = time.monotonic() - begun
-    statuses = attacker.stop()
-    for watcher in watchers:
-        watcher.cancel()
-    await asyncio.gather(*watchers, return_exceptions=True)
+    seen = _Observations()
+    async with observing(server, seen, _HEALTH_EVERY_S, _MEMORY_EVERY_S):
+        await asyncio.sleep(0.5)  # the probes are under way before the attack is
+        seen.health_s.clear()
+        attacker.start()
+        begun = time.monotonic()
+        for number in count(_ALONE):
+            if (attacker.done or time.monotonic() - begun > 2 * seconds) and len(seen.request_s) >= _FEWEST:
+                break
+            if seen.failures.total() >= _FEWEST:
+                break
+            await _request(other, number, seen)
+            await asyncio.sleep(0.01)
+        lasted = time.monotonic() - begun
+        statuses = attacker.stop()
     await other.close()
     return _row(scenario, bars, alone, seen) | {
         "statuses": statuses,
@@ -88,7 +81,7 @@ async def measure(server: ServerProcess, scenario: Scenario, seconds: float, bar
     }
 
 
-def _row(scenario: Scenario, bars: Bars, alone: _Seen, seen: _Seen) -> dict[str, Any]:
+def _row(scenario: Scenario, bars: Bars, alone: _Observations, seen: _Observations) -> dict[str, Any]:
     health = {name: percentile_ms(seen.health_s, share, 2) or 0.0 for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
     times = {
         "alone": percentile_ms(alone.request_s, 0.5, 2) or 0.0,
@@ -101,19 +94,19 @@ def _row(scenario: Scenario, bars: Bars, alone: _Seen, seen: _Seen) -> dict[str,
         "health_max": bool(seen.health_s) and health["max"] < bars.health_max_ms,
         "others_answered": not seen.failures and not alone.failures,
     }
-    if scenario.most_slowdown is not None:
-        held["slowdown"] = ratio is not None and ratio <= scenario.most_slowdown
+    if scenario.max_slowdown is not None:
+        held["slowdown"] = ratio is not None and ratio <= scenario.max_slowdown
     return {
         "about": scenario.about,
         "health_ms": health | {"samples": len(seen.health_s)},
         "request_ms": times | {"ratio": ratio, "samples": len(seen.request_s)},
-        "failures": sorted(set(alone.failures + seen.failures))[:5],
+        "failures": sorted(alone.failures + seen.failures)[:5],
         "held": held,
         "passed": all(held.values()),
     }
 
 
-async def _request(client: Client, number: int, seen: _Seen) -> None:
+async def _request(client: Client, number: int, seen: _Observations) -> None:
     """Four tokens after a short prompt that was not seen before."""
     body = {"prompt": f"value_{number} = ", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     begun = time.perf_counter()
@@ -121,44 +114,17 @@ async def _request(client: Client, number: int, seen: _Seen) -> None:
         async with asyncio.timeout(_REQUEST_S):
             status = await client.post("/v1/completions", json.dumps(body).encode())
     except (TimeoutError, httpx.HTTPError) as error:
-        seen.failures.append(type(error).__name__)
+        seen.failures[type(error).__name__] += 1
         return
     if status == 200:
         seen.request_s.append(time.perf_counter() - begun)
     else:
-        seen.failures.append(f"HTTP {status}")
-
-
-async def _watch_health(port: int, seen: _Seen) -> None:
-    async with client_of(port) as client:
-        while True:
-            begun = time.perf_counter()
-            try:
-                status, _ = await client.get("/health")
-                if status != 200:
-                    seen.failures.append(f"/health said {status}")
-            except httpx.HTTPError as error:
-                seen.failures.append(f"/health: {type(error).__name__}")
-                await asyncio.sleep(0.5)
-            finally:  # one that was not answered in time counts for as long as it was waited for
-                seen.health_s.append(time.perf_counter() - begun)
-            await asyncio.sleep(_EVERY_S)
-
-
-async def _watch_memory(server: ServerProcess, seen: _Seen) -> None:
-    while True:
-        seen.memory_mib.append(server.resident_mib())
-        await asyncio.sleep(_MEMORY_S)
+        seen.failures[f"HTTP {status}"] += 1
 
 
 async def _is_idle(port: int) -> bool:
-    """Whether the server comes to rest: nothing runs, nothing waits, every page is back."""
-    until = time.monotonic() + _IDLE_S
+    """Whether the server becomes idle in time."""
     with suppress(httpx.HTTPError, ValueError):
         async with client_of(port) as client:
-            while time.monotonic() < until:
-                stats = json.loads((await client.get("/stats"))[1])
-                if stats["running"] == stats["waiting"] == stats["kv_usage"] == 0:
-                    return True
-                await asyncio.sleep(0.2)
+            return is_idle(await stats_when_idle(client, _IDLE_S))
     return False

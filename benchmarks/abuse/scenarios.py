@@ -34,7 +34,7 @@ class Scenario:
     shots: Callable[[], list[Shot]]
     connections: int = 4
     again: bool = True
-    most_slowdown: float | None = None  # bar for another client's request, as a multiple of its time alone
+    max_slowdown: float | None = None  # bar for another client's request, as a multiple of its time alone
 
 
 def padded(before: str, item: str, after: str, size: int = BODY) -> bytes:
@@ -121,7 +121,7 @@ _LIST = [
         "ambiguous_grammar",
         "a grammar of 84 bytes with very many derivations",
         _many(_COMPLETIONS, _grammar),
-        most_slowdown=3.0,
+        max_slowdown=3.0,
     ),
     Scenario("multiple_of", "twelve schemas with multipleOf 199933", _many(_COMPLETIONS, _schemas), connections=12, again=False),
     Scenario("prompt_logprobs", "log probabilities of 64 long prompts", _many(_COMPLETIONS, _prompt_logprobs), connections=2),

@@ -1,4 +1,4 @@
-"""Numbers of the comparison, from what was measured: rows, loops left out, and the ratios they are read for. No process here."""
+"""The numbers of the comparison, computed from measurements: rows, without loops too, and ratios."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Outrider's plain outputs in one kind of weights, which judge those of all."""
+    """Outrider's plain outputs in one kind of weights, with which all others are compared."""
 
     texts: Sequence[Sequence[int]]
     top: Sequence[Sequence[Mapping[int, float]]] = ()  # log probabilities of the likeliest tokens at each of their positions
-    judged: bool = True  # whether loops mean anything: random weights say nothing worth reading
+    finds_loops: bool = True  # whether loops are counted; texts of random weights are meaningless
 
     def steady(self) -> list[int]:
         """The prompts whose output does not loop."""
@@ -55,11 +55,11 @@ class Reference:
 
 
 def record(model: str, measured: Measured, reference: Reference | None) -> dict[str, Any]:
-    """One row as plain data; `steady` is said of the prompts whose plain output in these weights does not loop."""
+    """One row as plain data. `steady` is about the prompts whose plain output in these weights does not loop."""
     everything = list(range(len(measured.texts)))
-    steady = reference.steady() if reference is not None and reference.judged else None
+    steady = reference.steady() if reference is not None and reference.finds_loops else None
     speeds = _speeds(measured, everything)
-    calm = _speeds(measured, steady) if steady is not None and len(steady) >= MIN_PROMPTS else []
+    steady_speeds = _speeds(measured, steady) if steady is not None and len(steady) >= MIN_PROMPTS else []
     walls = [sum(len(run.ids) for run in runs) / sum(run.total_s for run in runs) for runs in measured.runs]
     return {
         "model": model,
@@ -68,8 +68,8 @@ def record(model: str, measured: Measured, reference: Reference | None) -> dict[
         "mode": measured.mode,
         "tok_s": _median(speeds),
         "spread": _spread(speeds),
-        "tok_s_steady": _median(calm),
-        "spread_steady": _spread(calm),
+        "tok_s_steady": _median(steady_speeds),
+        "spread_steady": _spread(steady_speeds),
         "wall_tok_s": _median(walls),
         "prefill_s": _median(measured.prefill, 5),
         "prompts": len(everything),
@@ -88,9 +88,9 @@ def record(model: str, measured: Measured, reference: Reference | None) -> dict[
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Outrider over the baselines, above 1 where it is faster. None: not run, or on fewer than MIN_PROMPTS prompts."""
     out: dict[str, float | None] = {}
-    judged = any(row["steady"] is not None for row in rows)
-    for speed, words in (("tok_s", ""), ("tok_s_steady", ", no loops"))[: 1 + judged]:
-        out |= {name + words: ratio for name, ratio in _ratios_of(speed, rows).items()}
+    finds_loops = any(row["steady"] is not None for row in rows)
+    for speed, suffix in (("tok_s", ""), ("tok_s_steady", ", no loops"))[: 1 + finds_loops]:
+        out |= {name + suffix: ratio for name, ratio in _ratios_of(speed, rows).items()}
     for kind, file in _FILES.items():
         times = {row["peer"]: row["prefill_s"] for row in rows if row["kind"] == kind and row["prefill_s"]}
         out[f"prefill {kind} over llama.cpp {file}"] = _over(times.get("llama.cpp"), times.get("outrider"))
@@ -99,11 +99,11 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 def _ratios_of(speed: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """The ratios of one of the rows' speeds."""
-    able = [row for row in rows if row[speed] and row["prompts"] >= MIN_PROMPTS]
+    eligible = [row for row in rows if row[speed] and row["prompts"] >= MIN_PROMPTS]
 
     def best(engines: Sequence[str], kind: str, *modes: str) -> float | None:
-        matching = [row for row in able if row["peer"] in engines and row["kind"] == kind and (not modes or row["mode"] in modes)]
-        return max((row[speed] for row in matching), default=None)
+        matching = [row for row in eligible if row["peer"] in engines and row["kind"] == kind]
+        return max((row[speed] for row in matching if not modes or row["mode"] in modes), default=None)
 
     out: dict[str, float | None] = {}
     if any(row["mode"] == "compiled" for row in rows):  # on a GPU

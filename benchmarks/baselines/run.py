@@ -160,10 +160,10 @@ def _measure(model: str, source: Path, setting: BaselineSetting, say: Callable[[
             versions |= worker.answer["versions"]
             rows += [_Contender(worker, Measured(worker.engine, worker.kind, mode)) for mode in load["modes"]]
         _interleave(rows, prompts, setting, lambda i: say(f"{model}: repeat {i} of {setting.repeats}"))
-        say(f"{model}: judging texts")
-        judges = {row.measured.kind: row for row in reversed(rows) if row.measured.engine == "outrider" and row.measured.runs}
-        judged = find_model(model) is not None
-        references = {kind: _reference(row, prompts, judged) for kind, row in judges.items()}
+        say(f"{model}: comparing texts")
+        plain_rows = {row.measured.kind: row for row in reversed(rows) if row.measured.engine == "outrider" and row.measured.runs}
+        finds_loops = find_model(model) is not None
+        references = {kind: _reference(row, prompts, finds_loops) for kind, row in plain_rows.items()}
         records = [record(model, row.measured, references.get(row.measured.kind)) for row in rows]
     return {"rows": records, "missing": missing, "versions": versions}
 
@@ -247,9 +247,9 @@ def _interleave(
                     row.measured.prefill.append(first["total_s"])
 
 
-def _reference(row: _Contender, prompts: Sequence[Sequence[int]], judged: bool) -> Reference:
+def _reference(row: _Contender, prompts: Sequence[Sequence[int]], finds_loops: bool) -> Reference:
     """What a row of Outrider's wrote, and how likely each of its tokens and their rivals were."""
     texts = row.measured.texts
     answers = [row.ask(ids, len(text), top=_TOP) for ids, text in zip(prompts, texts, strict=False)]
     top = [[dict(position) for position in answer["top"]] for answer in answers if answer]
-    return Reference(texts, top, judged)
+    return Reference(texts, top, finds_loops)

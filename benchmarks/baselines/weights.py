@@ -12,9 +12,9 @@ from outrider.model import LoadOptions, load_decoder, write_config
 from outrider.model.bundled import bundled_model
 from outrider.model.load import save_decoder
 
-__all__ = ["COMPANIONS", "export_model", "find_model"]
+__all__ = ["DRAFTERS", "export_model", "find_model"]
 
-COMPANIONS = ("draft", "eagle", "medusa")
+DRAFTERS = ("draft", "eagle", "medusa")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -40,7 +40,7 @@ def export_model(name: str, folder: Path) -> Path:
     _export(source, folder)
     if (source / "draft" / "config.json").exists():
         _export(source / "draft", folder / "draft")
-    for head in COMPANIONS[1:]:  # read by Outrider alone
+    for head in DRAFTERS[1:]:  # read by Outrider alone
         if (source / head).is_dir():
             shutil.copytree(source / head, folder / head)
     return folder

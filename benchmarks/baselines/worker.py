@@ -206,7 +206,7 @@ class OpenVINO:
 
 
 def _as_ir(path: str, int8: bool) -> str:
-    """A folder with the model of a GGUF file in OpenVINO's own format: it reads int8 by channel, and draft models, only so."""
+    """A folder with the model of a GGUF file in OpenVINO's format, from which alone it reads int8 by channel and draft models."""
     import openvino_genai as genai
 
     folder = path.removesuffix(".gguf") + "-ir"
@@ -219,7 +219,7 @@ def _as_ir(path: str, int8: bool) -> str:
 
 
 def _in_int8(folder: str) -> str:
-    """Its matrices as its own compression writes them: int8 with a scale of every output channel."""
+    """The model with matrices as OpenVINO's compression writes them: int8 with a scale of every output channel."""
     import numpy as np
     import openvino as ov
     from openvino import opset13 as ops

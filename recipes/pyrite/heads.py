@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.pyrite.clock import note, now, write_tar
+from recipes.pyrite.clock import note, now, start_watchdog, write_tar
 from recipes.pyrite.packages import ROOT, environment, start_corpus, start_small_corpus
 from recipes.pyrite.variants import variants
 
@@ -82,6 +82,12 @@ class Shipment:
                 size = sum(file.stat().st_size for file in (self.work / name).glob("*.safetensors"))
                 note(f"exported {name}: {size / 1e6:.2f} MB")
 
+    def finish(self) -> int:
+        """The watchdog's last step. Returns the exit code of the process."""
+        self.export_all()
+        self.bundle()
+        return 0
+
     def bundle(self) -> None:
         """Write metrics and figures."""
         kept = sorted([*self.work.glob("*.json"), *self.work.glob("run-*/metrics.*")])
@@ -96,7 +102,7 @@ def main() -> None:
         args.model = _tiny_target(args.work)
         args.minutes += now() / 60
     shipment = Shipment(args.out, args.work, args.model)
-    _start_watchdog(shipment, max(args.minutes * 60, 300.0 if args.smoke else 0.0))  # a smoke run may be late
+    start_watchdog(max(args.minutes * 60, 300.0 if args.smoke else 0.0), shipment.finish)  # a smoke run may be late
     corpus = _start_corpus(args)
     target, stages = _target(args), [Stage.parse(text) for text in args.stages]
     known = variants(args)
@@ -303,7 +309,7 @@ def _train(
     seconds: float,
     shipment: Shipment,
 ) -> None:
-    from outrider.train.distill import DistillOptions
+    from outrider.train.data import TrainingRows
     from outrider.train.loop import Budget, LoopOptions
     from outrider.train.networks import TrainableMedusa
     from outrider.train.optim import OptimOptions
@@ -312,10 +318,10 @@ def _train(
     shipment.open = dict(run.networks)
     run.heldout = text.rows[:: max(len(text.rows) // 16, 1)]
     context = args.row_tokens or run.target.config.context
-    options = DistillOptions(context, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), args.seed)
+    rows = TrainingRows(store, context, args.seed)
     place = args.work / "-".join(("run", *stage.names))  # no drafter has this name
     loop = LoopOptions(Budget(seconds=max(seconds, 1.0)), place, args.rows, args.micro_rows, checkpoint_every_s=0.0)
-    at = run.train(store, options, loop).position
+    at = run.train(rows, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), loop).position
     note(f"trained {'+'.join(stage.names)}: {at.step} steps, {at.tokens / 1e6:.0f}M tokens in {at.seconds:.0f} s")
     for name, network in run.networks.items():
         if isinstance(network, TrainableMedusa):
@@ -340,18 +346,6 @@ def _free_memory() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _start_watchdog(shipment: Shipment, limit: float) -> None:
-    def watch() -> None:
-        time.sleep(max(limit - now(), 0))
-        note("watchdog: time is up")  # normal work ends before
-        shipment.export_all()
-        shipment.bundle()
-        sys.stdout.flush()
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True, name="watchdog").start()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.text import byte_letters
 from recipes.pyrite.parallel import chunked, map_chunks
 
 if TYPE_CHECKING:
@@ -80,10 +81,7 @@ def _in_documents(documents: Sequence[tuple[int, Ids]], table: list[bytes]) -> l
 
 def _token_bytes(tokenizer: Any) -> list[bytes]:
     """The bytes of every token of a byte-level tokenizer."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    table = [b""] * tokenizer.get_vocab_size()
+    letters, table = byte_letters(), [b""] * tokenizer.get_vocab_size()
     for token, i in tokenizer.get_vocab().items():
         table[i] = bytes(letters[letter] for letter in token) if all(letter in letters for letter in token) else b""
     return table

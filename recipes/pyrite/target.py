@@ -17,12 +17,12 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.pyrite.clock import note, now, write_tar
+from recipes.pyrite.clock import note, now, start_watchdog, write_tar
 from recipes.pyrite.packages import CONTEXT, VOCAB, start_corpus, start_small_corpus
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def main() -> None:
     corpus = _start_corpus(args)
     run = _build(args)
     shipment = Shipment(args.out, args.work)
-    _start_watchdog(run, shipment, times, args.work)
+    start_watchdog(times.watchdog, partial(_export_what_exists, run, shipment, args.work))
     run.warm_up()
     note("compiled")
     tokens = _wait(corpus, args.work / "corpus", times)
@@ -144,16 +144,11 @@ def _build(args: argparse.Namespace) -> Pretraining:
     return run
 
 
-def _start_watchdog(run: Pretraining, shipment: Shipment, times: Times, work: Path) -> None:
-    def watch() -> None:
-        time.sleep(max(times.watchdog - now(), 0))
-        note("watchdog: time is up")  # normal work ends before
-        if not shipment.exported and (work / "corpus" / "tokenizer.json").exists():
-            shipment.export(run)
-        sys.stdout.flush()
-        os._exit(0 if shipment.exported else 3)
-
-    threading.Thread(target=watch, daemon=True, name="watchdog").start()
+def _export_what_exists(run: Pretraining, shipment: Shipment, work: Path) -> int:
+    """The watchdog's last step. Returns the exit code of the process."""
+    if not shipment.exported and (work / "corpus" / "tokenizer.json").exists():
+        shipment.export(run)
+    return 0 if shipment.exported else 3
 
 
 def _wait(corpus: subprocess.Popen[bytes], directory: Path, times: Times) -> TokenCorpus:

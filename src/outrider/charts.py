@@ -73,9 +73,9 @@ def bars(title: str, groups: Sequence[str], series: Sequence[Series], unit: str,
         for place, (x, y) in enumerate(line.points):
             left = frame.across(x + 0.5) + (number - len(series) / 2) * width
             low, high = line.spread[place] if line.spread else (y, y)
-            said = f"{line.name}, {groups[int(x)]}: {y:.2f} {unit}" + (f" ({low:.2f} to {high:.2f})" if high > low else "")
+            label = f"{line.name}, {groups[int(x)]}: {y:.2f} {unit}" + (f" ({low:.2f} to {high:.2f})" if high > low else "")
             parts.append(
-                f'<g class="mark"><title>{escape(said)}</title>'
+                f'<g class="mark"><title>{escape(label)}</title>'
                 f'<rect x="{left + 1:.1f}" y="{frame.up(y):.1f}" width="{width - 2:.1f}" '
                 f'height="{frame.up(0) - frame.up(y):.1f}" rx="2" fill="var(--c{line.colour % _COLOURS})"/>'
                 + (_whisker(left + width / 2, frame.up(low), frame.up(high)) if high > low else "")
@@ -92,7 +92,7 @@ def lines(title: str, series: Sequence[Series], labels: tuple[str, str], line_at
     top = top or _nice_top(max([*ys, line_at or 0.0]))
     frame = _Frame((min(xs), max(xs)) if max(xs) > min(xs) else (xs[0] - 1, xs[0] + 1), (0.0, top))
     parts = [*_grid(frame, top, labels[1])]
-    for x in _apart(sorted(set(xs)), frame):
+    for x in _spaced(sorted(set(xs)), frame):
         parts.append(_text(frame.across(x), _HEIGHT - _BOTTOM + 15, f"{x:g}", "middle"))
     parts.append(_text(frame.across(sum(frame.x) / 2), _HEIGHT - 8, labels[0], "middle"))
     if line_at is not None:
@@ -124,10 +124,10 @@ def stacked(title: str, rows: Sequence[tuple[str, Sequence[float], str]], names:
         y, x = 4 + 22.0 * i, left
         parts.append(_text(left - 6, y + 12, label, "end", 20))
         for number, value in enumerate(values):
-            said, width = escape(f"{label}, {names[number]}: {value:.3g} {unit}"), max(value * scale, 0.0)
+            hint, width = escape(f"{label}, {names[number]}: {value:.3g} {unit}"), max(value * scale, 0.0)
             parts.append(
                 f'<rect class="mark" x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="var(--p{number})">'
-                f"<title>{said}</title></rect>"
+                f"<title>{hint}</title></rect>"
             )
             x += width
         parts.append(_text(x + 5, y + 12, note, "start"))
@@ -185,8 +185,8 @@ def _step(value: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
 
-def _apart(values: Sequence[float], frame: _Frame) -> list[float]:
-    """Values whose labels do not touch, the last one among them."""
+def _spaced(values: Sequence[float], frame: _Frame) -> list[float]:
+    """Values whose labels do not touch. The last one is always among them."""
     kept = [values[-1]]
     for value in values[:-1]:
         if all(abs(frame.across(value) - frame.across(other)) > 24 for other in kept):

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,13 +71,13 @@ class DecodingFlags:
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")] = 1.0
     seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn and reported.")] = None
     max_tokens: MaxTokens = 200
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False
     dtype: Dtype = "auto"
     load_format: LoadFormat = "safetensors"
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto"
     numerics: Annotated[
-        str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, without that promise.")
+        str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, whose tokens may differ.")
     ] = "exact"
     memory: Annotated[float, typer.Option(help="Share of the GPU's memory that weights, KV and graphs may take.")] = 0.9
     threads: Threads = None
@@ -102,7 +102,7 @@ class CompareFlags(DecodingFlags):
 
 
 def main() -> None:
-    """Run the command line; errors are one line, not a traceback."""
+    """Run the command line. An error is printed as one line, without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("outrider.progress").setLevel(logging.INFO)
     try:
@@ -201,12 +201,12 @@ def doctor(
     from outrider.bench.doctor import diagnose
 
     with _errors.status("measuring"):
-        findings = diagnose()
+        checks = diagnose()
     if as_json:
-        print(json.dumps([{"section": f.section, "name": f.name, "value": f.value, "good": f.good} for f in findings]))
+        print(json.dumps([asdict(check) for check in checks]))
     else:
-        print_checks([(f.section, f.name, f.value, f.good) for f in findings])
-    if not all(finding.good for finding in findings):
+        print_checks([astuple(check) for check in checks])
+    if not all(check.good for check in checks):
         raise typer.Exit(1)
     return None
 

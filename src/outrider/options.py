@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -13,14 +14,14 @@ from outrider.errors import InvalidParameter
 from outrider.terminal import print_error
 
 __all__ = [
-    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "numbers",
-    "set_threads", "spread",
+    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "json_object",
+    "numbers", "set_threads", "spread", "with_parameters",
 ]  # fmt: skip
 
 Number = TypeVar("Number", int, float)
 
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weights and rows; native core).")]
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
@@ -45,15 +46,22 @@ class ModelFirst(TyperCommand):
 def spread(work: Callable[..., None]) -> Callable[..., None]:
     """A Typer command from a function whose parameter `flags` is a dataclass: an option for each of its fields."""
     flags_type = get_type_hints(work)["flags"]
-    others = [parameter for name, parameter in inspect.signature(work, eval_str=True).parameters.items() if name != "flags"]
-    options = inspect.signature(flags_type, eval_str=True).parameters.values()
+    options = inspect.signature(flags_type, eval_str=True).parameters
+    others = {name: value for name, value in inspect.signature(work, eval_str=True).parameters.items() if name != "flags"}
 
     def command(**values: Any) -> None:
-        work(**{parameter.name: values.pop(parameter.name) for parameter in others}, flags=flags_type(**values))
+        work(**{name: values.pop(name) for name in others}, flags=flags_type(**values))
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*others, *options)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_parameters(command, work, [*options.values(), *others.values()])
+
+
+def with_parameters(
+    command: Callable[..., None], work: Callable[..., None], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """A command that Typer takes for a function with these parameters, and with the name and the help text of `work`."""
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
     command.__name__, command.__doc__ = work.__name__, work.__doc__
     return command
 
@@ -66,6 +74,17 @@ def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Numbe
         raise InvalidParameter(option, f"must be numbers separated by commas, got {text!r}") from None
 
 
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InvalidParameter(option, f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidParameter(option, f"must be a JSON object, got {text}")
+    return value
+
+
 def set_threads(threads: int | None) -> None:
     """Limit the CPU threads of torch and of the native core."""
     if threads is not None:
@@ -75,7 +94,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def add_moved(app: typer.Typer, name: str, command: str) -> None:
-    """Register the old name of a command that left the package: it says which command replaces it and ends with 2."""
+    """Register the old name of a command that left the package: it names the command that replaces it, and exits with 2."""
 
     def moved() -> None:
         print_error(f"{name} has moved out of the package: run `python -m {command}` in a checkout of the repository")

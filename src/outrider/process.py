@@ -1,8 +1,8 @@
 """A Python process that answers calls, for work that would hold this process's interpreter lock, fill its memory or hang it.
 
 Run as a script, it first reads the module search path and the name of a function, and imports nothing of this package before
-that. Then it reads arguments and answers each with the result. `PythonProcess` is the other end of the pipes. Only plain
-data crosses them (None, bool, int, float, str, bytes, and tuples, lists and dicts of these), written by `marshal`.
+that. Then it reads arguments and answers each with the result. `PythonProcess` is the other end of the pipe. Only plain
+data crosses it (None, bool, int, float, str, bytes, and tuples, lists and dicts of these), written by `marshal`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import marshal
 import math
 import os
 import runpy
-import selectors
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from typing import IO, Any, BinaryIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 __all__ = ["ProcessDied", "PythonProcess"]
 
 _START_S = 60.0  # budget of the process to start
 _WALL = 4.0  # wall-clock seconds for each second of a budget: the process may have a low priority
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # unit of the kernel's processor time
+_VERSION = 2  # of marshal's format; later versions look up every object to write it only once, which is slower
 
 
 class ProcessDied(Exception):
@@ -48,6 +48,7 @@ class PythonProcess:
         self._function = function
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Any, Any]
         self._turn = threading.Lock()
 
     def __call__(self, *args: Any, budget: float = math.inf) -> Any:
@@ -57,7 +58,8 @@ class PythonProcess:
         use up, or a multiple of it in wall-clock time.
         """
         with self._turn:
-            raised, result = self._exchange(self._process or self._started(), args, budget)
+            self._ensure_started()
+            raised, result = self._exchange(args, budget)
         if raised:
             raise RuntimeError(f"{self._function} failed: {result}")
         return result
@@ -65,20 +67,24 @@ class PythonProcess:
     def start(self) -> None:
         """Start the process if there is none, and wait until it is ready."""
         with self._turn:
-            if self._process is None:
-                self._started()
+            self._ensure_started()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_started(self) -> None:
+        if self._process is not None:
+            return
         setup = None if self._setup is None else self._setup()
+        self._pipe, child_end = Pipe()
+        command, handle = [sys.executable, "-P", __file__], child_end.fileno()
         try:
-            process = subprocess.Popen([sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = subprocess.Popen([*command, str(handle)], stdin=subprocess.DEVNULL, pass_fds=[handle])
         except OSError as error:
+            self._pipe.close()
             raise ProcessDied(f"the process of {self._function} cannot be started") from error
-        self._process = process
+        finally:
+            child_end.close()
         self.starts += 1
-        weakref.finalize(self, _kill, process)
-        self._exchange(process, (sys.path, self._function, setup), _START_S)
-        return process
+        weakref.finalize(self, _kill, self._process, self._pipe)
+        self._exchange((sys.path, self._function, setup), _START_S)
 
     def close(self, timeout: float = 5.0) -> None:
         """End the process within `timeout` seconds; a call under way raises ProcessDied."""
@@ -91,14 +97,14 @@ class PythonProcess:
             self._end()
             self._turn.release()
 
-    def _exchange(self, process: subprocess.Popen[bytes], question: tuple[Any, ...], budget: float) -> Any:
-        clock = _Clock(process.pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _exchange(self, question: tuple[Any, ...], budget: float) -> Any:
+        assert self._process is not None
+        clock = _Clock(self._process.pid)
         try:
-            _write(process.stdin, question)
-            _wait(process.stdout, clock, budget)
-            return _read(process.stdout)
+            _write(self._pipe, question)
+            while not self._pipe.poll(clock.next_check_s(budget)):
+                pass
+            return marshal.loads(self._pipe.recv_bytes())
         except (OSError, EOFError) as error:
             self._end()
             raise ProcessDied(f"the process of {self._function} ended") from error
@@ -107,7 +113,7 @@ class PythonProcess:
 
     def _end(self) -> None:
         if self._process is not None:
-            _kill(self._process)
+            _kill(self._process, self._pipe)
             self._process = None
 
 
@@ -124,9 +130,12 @@ class _Clock:
         now = _processor_s(self._pid)
         return time.monotonic() - self._begun if now is None or self._before is None else now - self._before
 
-    def remaining(self, budget: float) -> float:
-        """Seconds after which the budget may be used up at the earliest."""
-        return min(budget - self.used(), _WALL * budget - (time.monotonic() - self._begun))
+    def next_check_s(self, budget: float) -> float | None:
+        """Seconds after which the budget may be used up at the earliest, or TimeoutError where it is. None: no budget."""
+        remaining = min(budget - self.used(), _WALL * budget - (time.monotonic() - self._begun))
+        if remaining <= 0:
+            raise TimeoutError
+        return None if remaining == math.inf else max(remaining, _TICK_S)
 
 
 def _processor_s(pid: int) -> float | None:
@@ -138,55 +147,27 @@ def _processor_s(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) * _TICK_S  # user and system
 
 
-def _wait(pipe: IO[bytes], clock: _Clock, budget: float) -> None:
-    """Wait until the pipe can be read, or raise TimeoutError."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while (remaining := clock.remaining(budget)) > 0:
-            if selector.select(None if remaining == math.inf else max(remaining, _TICK_S)):
-                return
-    raise TimeoutError
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes], pipe: Connection[Any, Any]) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):  # unwritten data has no reader
-                pipe.close()
+    pipe.close()
 
 
-_LENGTH = struct.Struct("<Q")
-_VERSION = 2  # of marshal's format; later versions look up every object to write it only once, which is slower
+def _write(pipe: Connection[Any, Any], value: Any) -> None:
+    pipe.send_bytes(marshal.dumps(value, _VERSION))
 
 
-def _write(pipe: BinaryIO | IO[bytes], value: Any) -> None:
-    data = marshal.dumps(value, _VERSION)
-    pipe.write(_LENGTH.pack(len(data)))
-    pipe.write(data)
-    pipe.flush()
-
-
-def _read(pipe: BinaryIO | IO[bytes]) -> Any:
-    head = pipe.read(_LENGTH.size)
-    data = pipe.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
-    if not data:
-        raise EOFError
-    return marshal.loads(data)
-
-
-def _answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
+def _answer_all(pipe: Connection[Any, Any]) -> None:
     """Answer until the pipe closes, which it also does when the parent dies."""
-    sys.path[:], name, setup = _read(questions)
+    sys.path[:], name, setup = marshal.loads(pipe.recv_bytes())
     place, _, function = name.rpartition(":")
     call = (runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place)))[function]
     if setup is not None:
         call = call(*setup)
-    _write(answers, (False, None))
+    _write(pipe, (False, None))
     while True:
         try:
-            args = _read(questions)
+            args = marshal.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
@@ -194,11 +175,10 @@ def _answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
         except Exception as error:
             answer = (True, f"{type(error).__name__}: {error}")
         del args
-        _write(answers, answer)
+        _write(pipe, answer)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when this ends
-    with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # whatever a library prints must not reach the pipe of answers
-        _answer_all(sys.stdin.buffer, out)
+    os.dup2(2, 1)  # whatever a library prints belongs to the log of the parent, not to its output
+    _answer_all(Connection(int(sys.argv[1])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
 
-__all__ = ["Span", "StopStrings", "TextStream", "Tokenizer"]
+__all__ = ["Span", "StopStrings", "TextStream", "Tokenizer", "byte_letters"]
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _UNKNOWN = "\ufffd"
@@ -63,7 +63,7 @@ class Tokenizer:
         return self._ids(checks.text("prompt", text), add_special_tokens=True)
 
     def encode_bare(self, text: str) -> tuple[int, ...]:
-        """Ids of a piece of text, without special tokens."""
+        """Ids of a part of a text, without special tokens."""
         return tuple(self._ids(text, add_special_tokens=False))
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -152,7 +152,7 @@ class Tokenizer:
         return [first] if first is not None and around[:1] == [first] else []
 
     def spans(self, text: str) -> list[Span]:
-        """Tokens of a piece of text with the characters they cover, without special tokens."""
+        """Tokens of a part of a text with the characters they cover, without special tokens."""
         encoding = self.fast.encode(text, add_special_tokens=False)
         return [Span(token, *place) for token, place in zip(encoding.ids, encoding.offsets, strict=True)]
 
@@ -184,8 +184,8 @@ class Tokenizer:
         for token, i in self.table().items():
             if i in added:
                 out[i] = True, added[i].encode()
-            elif "ByteLevel" in kinds and all(letter in _letters() for letter in token):
-                out[i] = False, bytes(_letters()[letter] for letter in token)
+            elif "ByteLevel" in kinds and all(letter in byte_letters() for letter in token):
+                out[i] = False, bytes(byte_letters()[letter] for letter in token)
             elif kinds & {"Metaspace", "Replace"}:
                 byte = _BYTE.fullmatch(token) if "ByteFallback" in kinds else None
                 out[i] = False, bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
@@ -193,7 +193,7 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=1)
-def _letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """The letter by which byte-level tokenizers write each byte: itself where it is printable, else one past 255."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -205,7 +205,7 @@ class _ControlTokenEscape:
 
     def __init__(self, control: Sequence[str], seen: Any) -> None:
         self._control = list(dict.fromkeys(sorted(control, key=len, reverse=True)))
-        used = set().union(*map(set, _strings(seen)))
+        used = set(json.dumps(seen, ensure_ascii=False, skipkeys=True, default=str))
         free = (
             placeholder
             for placeholder in map(chr, chain(range(0xF0000, 0x10FFFE), range(0xE000, 0xF900)))
@@ -230,18 +230,6 @@ class _ControlTokenEscape:
         """The text in parts, each with whether it is a replaced control token, which is restored."""
         parts = re.split(f"([{''.join(self._tokens)}])", text) if self._tokens else [text]
         return [(self._tokens.get(part, part), part in self._tokens) for part in parts if part]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 class TextStream:

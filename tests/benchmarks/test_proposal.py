@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.proposal import LOOKUPS, _judge, measure_proposals
+from benchmarks.proposal import LOOKUPS, _verdict, measure_proposals
 from outrider.core import Drafts, Verdict
 
 
@@ -15,6 +15,6 @@ def test_rows() -> None:
 def test_the_text_is_what_comes_out() -> None:
     """Whatever is drafted, the emitted tokens are the text's next ones."""
     drafts = Drafts.trees([([5, 9, 6, 7], [-1, -1, 0, 2])])
-    assert _judge(drafts, [5, 6, 8, 4])[:2] == ([0, 2], [5, 6, 8])
-    assert _judge(drafts, [1, 2, 3])[:2] == ([], [1])
-    assert isinstance(_judge(Drafts.empty(1), [1, 2]), Verdict)
+    assert _verdict(drafts, [5, 6, 8, 4])[:2] == ([0, 2], [5, 6, 8])
+    assert _verdict(drafts, [1, 2, 3])[:2] == ([], [1])
+    assert isinstance(_verdict(Drafts.empty(1), [1, 2]), Verdict)

@@ -22,7 +22,8 @@ from outrider.train import run as run_module
 from outrider.train.acceptance import agreement, heldout_rows
 from outrider.train.cli import app
 from outrider.train.corpus import TokenCorpus, document_end, load_tokenizer, require_same_tokenizer
-from outrider.train.distill import Distillation, DistillOptions
+from outrider.train.data import TrainingRows
+from outrider.train.distill import Distillation
 from outrider.train.frozen import FrozenTarget
 from outrider.train.generate import Writing, document_starts, merged, write_text, write_until
 from outrider.train.loop import Budget, LoopOptions
@@ -165,7 +166,7 @@ def test_a_resumed_run_gives_the_same_head(target: Path, prepared: TokenCorpus, 
 
     run._losses["eagle"] = fail_at_eight
     with pytest.raises(MemoryError):
-        run.train(prepared.store("train"), DistillOptions(32, OptimOptions(lr=0.02, adam_lr=0.01)), loop)
+        run.train(TrainingRows(prepared.store("train"), 32, 0), OptimOptions(lr=0.02, adam_lr=0.01), loop)
     learn("eagle", target, prepared, tmp_path / "broken", *options, "--steps=12")
     straight, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "broken"))
     assert straight == resumed
@@ -247,12 +248,12 @@ def test_networks_trained_together_end_as_they_do_alone(target: Path, prepared: 
     def options(name: str) -> LoopOptions:
         return LoopOptions(Budget(steps=6), tmp_path / name, rows=2, clip=0.0)
 
-    store, rates = prepared.store("train"), DistillOptions(32, OptimOptions(lr=0.01, adam_lr=0.01))
+    rows, rates = TrainingRows(prepared.store("train"), 32, 0), OptimOptions(lr=0.01, adam_lr=0.01)
     frozen, alone = make()
-    Distillation(frozen, {"draft": alone}).train(store, rates, options("alone"))
+    Distillation(frozen, {"draft": alone}).train(rows, rates, options("alone"))
     frozen, beside = make()
     medusa = new_medusa(frozen, MedusaShape(2, 1), "kl")
-    Distillation(frozen, {"draft": beside, "medusa": medusa}).train(store, rates, options("beside"))
+    Distillation(frozen, {"draft": beside, "medusa": medusa}).train(rows, rates, options("beside"))
     for one, other in zip(alone.module.parameters(), beside.module.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 

@@ -79,8 +79,8 @@ def test_the_first_step_is_reported_at_once(prepared: TokenCorpus, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("speed", "shown"), [(412.6, " 413 tok/s"), (8200.0, " 8,200 tok/s"), (123456.0, " 123k tok/s")])
-def test_the_speed_of_a_cpu_is_a_number_too(speed: float, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Report("lm", None).train({"step": 1, "loss": 3.0, "tokens_per_s": speed}, 0.1, 9.0)
+def test_the_speed_of_a_cpu_is_a_number_too(speed: float, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Report("lm", tmp_path / "metrics.jsonl").train({"step": 1, "loss": 3.0, "tokens_per_s": speed}, 0.1, 9.0)
     assert shown in capsys.readouterr().out
 
 

@@ -40,7 +40,7 @@ _SHAPES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is generated: each prompt, and some of them again with penalties and stop strings."""
+    """The requests: each prompt, and some of them again with penalties and stop strings."""
 
     prompts: Sequence[str]
     max_tokens: int = 256
@@ -77,7 +77,7 @@ def bench_methods(
     """A row for every (temperature, batch size) and method, as it is measured.
 
     With `check`, every output is compared with plain decoding, one request at a time. A drafter that cannot be loaded
-    gives a row that says why. Prompts that do not fit the context are left out and counted.
+    gives a row with the reason. Prompts that do not fit the context are left out and counted.
     """
     workload, skipped = _fitting(workload, locate(model_name(model)))
     drafters = [(method, SpeculationConfig.parse(pinned(method))) for method in methods.split(",")]

@@ -1,4 +1,4 @@
-"""How fast memory is read, on a processor and on a GPU: the floor under every forward."""
+"""Memory bandwidth of a processor and of a GPU: no forward is faster than reading its weights."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from outrider.errors import InvalidParameter
-from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, numbers, set_threads
+from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, json_object, numbers, set_threads
 from outrider.terminal import PlainConsole
 
 __all__ = ["app"]
@@ -48,8 +48,8 @@ def bench_run(
         str | None,
         typer.Option(
             help='Comma-separated methods, settings after a colon: "none,ngram:8,eagle:24:beam=3:branch=6:depth=9,auto". Plain '
-            "decoding is always among them. Default: none,ngram,draft_model,eagle,auto; for another model, which may have "
-            "neither: none,ngram,suffix,recycle,auto."
+            "decoding is always added. Default: none,ngram,draft_model,eagle,auto; for another model, which may lack "
+            "drafters: none,ngram,suffix,recycle,auto."
         ),
     ] = None,
     workloads: Annotated[
@@ -64,9 +64,9 @@ def bench_run(
     ] = None,
     temperatures: Annotated[str | None, typer.Option(help="Comma-separated. Default: 0,0.8.")] = None,
     batches: Annotated[str | None, typer.Option(help="Comma-separated batch sizes. Default: 1,4.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens of each request. Default: 128.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Maximum number of tokens of each request. Default: 128.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category. Default: 5.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Times everything runs, interleaved.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of every case, interleaved.")] = 3,
     quick: Annotated[
         bool, typer.Option("--quick", help="Defaults for what is not set: code, temperature 0, batch 1, 4 prompts of 64 tokens.")
     ] = False,
@@ -83,8 +83,8 @@ def bench_run(
     """Speed, acceptance and token equality of several methods on the same requests, beside plain decoding.
 
     All methods are loaded in one process and take turns, request by request, after a warm-up. Writes results.jsonl and
-    report.html, and prints one JSON line last. Ends with 1 where a case failed or some tokens differ, 130 after Ctrl-C; what
-    was measured by then is kept.
+    report.html, and prints one JSON line last. Exits with 1 if a case failed or some tokens differ, 130 after Ctrl-C; the
+    rows measured by then are kept.
     """
     from outrider.bench.record import record_suite
     from outrider.bench.suite import Suite, expand_methods
@@ -142,19 +142,19 @@ def bench_serve(
     max_tokens: MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Sent with every request.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Sent with every request; not every server knows it.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Sent with every request; some servers ignore it.")] = False,
     extra_body: Annotated[
         str | None, typer.Option(help="JSON to add to every request, as in '{\"speculation\": false}'.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without a sign of life after which a request has failed.")
+        float, typer.Option(min=0.1, help="Seconds without a byte from the server after which a request has failed.")
     ] = 300.0,
     output: Annotated[Path | None, typer.Option(help="File for the result, as JSON.")] = None,
 ) -> None:
     """Load a running OpenAI-compatible server and report TTFT, TPOT, ITL, throughput, goodput and failures.
 
-    Answers are streamed. ITL is the time between pieces, which may hold several tokens; TPOT divides by tokens. A key in
-    OUTRIDER_API_KEY is sent as a bearer token. One JSON line comes last; ends with 1 where a request failed, 130 after Ctrl-C.
+    Answers are streamed. ITL is the time between chunks, which may hold several tokens; TPOT divides by tokens. A key in
+    OUTRIDER_API_KEY is sent as a bearer token. Prints one JSON line last; exits with 1 if a request failed, 130 after Ctrl-C.
     """
     from outrider.bench.client import Endpoint, Level
     from outrider.bench.serve import bench_server, parse_goodput
@@ -171,22 +171,16 @@ def bench_serve(
     items = [item for prompts in load_prompts(workload).categories.values() for item in prompts]
     texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    body |= ({"seed": seed} if seed is not None else {}) | ({"ignore_eos": True} if ignore_eos else {}) | _json_object(extra_body)
+    body |= (
+        ({"seed": seed} if seed is not None else {})
+        | ({"ignore_eos": True} if ignore_eos else {})
+        | json_object("--extra-body", extra_body or "{}")
+    )
     endpoint = Endpoint(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
     code = bench_server(endpoint, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
     if code:
         raise typer.Exit(code)
-
-
-def _json_object(text: str | None) -> dict[str, Any]:
-    try:
-        data = json.loads(text or "{}")
-    except ValueError as error:
-        raise InvalidParameter("--extra-body", f"is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidParameter("--extra-body", "must be a JSON object")
-    return data
 
 
 @app.command("acceptance")

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers: streamed requests, alone or at a rate or a concurrency, and what came of each."""
+"""A client of OpenAI-compatible servers: streamed requests, alone or at a rate or a concurrency, and their measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Client", "Endpoint", "Level", "ServedAnswer", "find_model", "run_lev
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server and how to ask it."""
+    """A server, and the fields of every request to it."""
 
     url: str  # up to and without /v1
     model: str = ""
@@ -35,10 +35,10 @@ class Endpoint:
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
-    def question(self, prompt: str) -> dict[str, Any]:
+    def request_body(self, prompt: str) -> dict[str, Any]:
         """The body of a request."""
-        question = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return {"model": self.model} | question | self.body
+        prompt_fields = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        return {"model": self.model} | prompt_fields | self.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ class Level:
 
 @dataclass(slots=True)
 class ServedAnswer:
-    """One streamed request: its text, when its pieces came, in seconds after it was sent, and how many tokens they held."""
+    """One streamed request: its text, the times of its chunks in seconds since it was sent, and its number of tokens."""
 
     status: int = 0
     text: str = ""
     first_s: float = 0.0
     total_s: float = 0.0
-    gaps: list[float] = field(default_factory=list)  # between pieces
+    gaps: list[float] = field(default_factory=list)  # between chunks
     prompt_tokens: int = 0
     tokens: int = 0
-    counted: bool = False  # by the server; else pieces stand in for tokens
+    counted: bool = False  # by the server; otherwise every chunk counts as a token
     failed: str | None = None
     cancelled: bool = False  # left before its end, as planned
 
@@ -98,12 +98,12 @@ class Client:
         return answer.status_code, answer.content
 
     async def post(self, path: str, body: bytes) -> int:
-        """The status; what is answered is read and forgotten."""
+        """Send a body and return the status of the answer."""
         answer = await self._http.post(self.endpoint.url + path, content=body, headers={"Content-Type": "application/json"})
         return int(answer.status_code)
 
     async def stream(self, body: Mapping[str, Any], leave_after: int | None = None) -> ServedAnswer:
-        """A streamed completion, read to its end or left after so many pieces."""
+        """A streamed completion, read to its end, or left after `leave_after` chunks."""
         answer, url = ServedAnswer(), self.endpoint.url + self.endpoint.path
         sent = {"stream": True, "stream_options": {"include_usage": True}} | dict(body)
         begun = perf_counter()
@@ -123,7 +123,7 @@ class Client:
 
 
 def _httpx() -> ModuleType:
-    """httpx, or how to get it."""
+    """The module httpx, or an error with how to install it."""
     try:
         import httpx
     except ImportError:
@@ -154,7 +154,7 @@ async def run_level(
 
         async def one(prompt: str) -> ServedAnswer:
             async with slots:
-                answer = await client.stream(endpoint.question(prompt))
+                answer = await client.stream(endpoint.request_body(prompt))
             done(answer)
             return answer
 
@@ -167,7 +167,7 @@ async def run_level(
 
 
 async def _arriving(prompts: Sequence[str], rate: float | None, seed: int) -> AsyncIterator[str]:
-    """Prompts at the times of a Poisson process, kept to however long the requests take; all at once without a rate."""
+    """Prompts at the times of a Poisson process, which do not depend on the requests; all at once without a rate."""
     rng, due = random.Random(seed), perf_counter()
     for prompt in prompts:
         if rate is not None:
@@ -177,8 +177,8 @@ async def _arriving(prompts: Sequence[str], rate: float | None, seed: int) -> As
 
 
 async def _read(response: Any, answer: ServedAnswer, begun: float, leave_after: int | None) -> None:
-    """Follow the events of one answer to their end, or until it is left; leaving the response closes its connection."""
-    pieces, last, ended = 0, begun, False
+    """Read the events of one answer to its end, or leave it, which closes its connection."""
+    chunks, last, ended = 0, begun, False
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue
@@ -195,25 +195,25 @@ async def _read(response: Any, answer: ServedAnswer, begun: float, leave_after: 
         texts = [_text(choice) for choice in event.get("choices") or []]
         answer.text += "".join(texts)
         if any(texts):
-            if pieces:
+            if chunks:
                 answer.gaps.append(now - last)
             else:
                 answer.first_s = now - begun
-            pieces, last = pieces + 1, now
-        if leave_after is not None and pieces >= leave_after:
+            chunks, last = chunks + 1, now
+        if leave_after is not None and chunks >= leave_after:
             answer.cancelled = True
             return
     answer.total_s = last - begun
     if not answer.counted:
-        answer.tokens = pieces
+        answer.tokens = chunks
     if not ended:
         answer.failed = "the stream broke off"
-    elif not pieces:
+    elif not chunks:
         answer.failed = "the answer is empty"
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """What a piece adds, in whichever field it stands."""
+    """The text that a chunk adds, from whichever field has it."""
     delta = choice.get("delta") or {}
     named = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
     return named or (json.dumps(delta["tool_calls"]) if delta.get("tool_calls") else "")

@@ -1,10 +1,9 @@
-"""`outrider doctor --costs`: what the controller knows about this machine and a model, as a table and a plot."""
+"""`outrider doctor --costs`: the controller's cost table of this machine and a model, as a table and a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +18,7 @@ _BAR = 36  # characters
 
 
 def measured_costs(model: str | None) -> Costs:
-    """The table after a fresh calibration; it is kept for later starts."""
+    """The cost table of a new calibration, which is also kept for later starts."""
     llm = LLM(model, speculation="auto", calibration_s=0)
     assert isinstance(llm.engine.policy, Controller)
     llm.engine.policy.costs = Costs(llm.engine.policy.costs.sizes)
@@ -28,7 +27,7 @@ def measured_costs(model: str | None) -> Costs:
 
 
 def show_costs(costs: Costs, console: Console) -> None:
-    """Forwards by rows with bars, the rest of a round by sequences, then proposals by drafter, batch and nodes."""
+    """Forwards by rows with bars, everything else in a round by sequences, then proposals by drafter, batch and nodes."""
     table = costs.as_dict()
     shown = Table("rows", "ms", "", title="the target's forward", title_justify="left")
     longest = max(table["forward"].values(), default=0.0)
@@ -36,8 +35,8 @@ def show_costs(costs: Costs, console: Console) -> None:
         shown.add_row(rows, f"{1e3 * seconds:.2f}", "\u2588" * max(round(_BAR * seconds / longest), 1))
     console.print(shown)
     for part, size, title in (
-        ("context", "tokens attended to, up to", "what a longer context adds"),
-        ("rest", "sequences", "the rest of a round"),
+        ("context", "context up to", "the additional cost of a longer context"),
+        ("rest", "sequences", "everything else in a round"),
     ):
         if table[part]:
             shown = Table(size, "ms", title=title, title_justify="left")
@@ -45,15 +44,17 @@ def show_costs(costs: Costs, console: Console) -> None:
                 shown.add_row(number, f"{1e3 * seconds:.2f}")
             console.print(shown)
     shown = Table("drafter", "sequences", "nodes", "ms", title="a proposal", title_justify="left")
-    for name, batch, nodes, seconds in _proposals(table):
-        shown.add_row(name, batch, nodes, f"{1e3 * seconds:.2f}")
+    for name, curves in table["propose"].items():
+        for batch, curve in curves.items():
+            for nodes, seconds in curve.items():
+                shown.add_row(name, batch, nodes, f"{1e3 * seconds:.2f}")
     console.print(shown)
 
 
 def write_plot(costs: Costs, path: Path) -> None:
-    """Both as curves, in one HTML file."""
+    """The costs of forwards and proposals as curves, in one HTML file."""
     table = costs.as_dict()
-    content = "<h1>What things cost</h1><section><h2>The target's forward</h2>"
+    content = "<h1>Costs</h1><section><h2>The target's forward</h2>"
     if table["forward"]:
         content += lines("A forward by rows", [Series("forward", 0, _points(table["forward"]))], ("rows", "ms"))
     content += "</section>"
@@ -67,10 +68,3 @@ def write_plot(costs: Costs, path: Path) -> None:
 
 def _points(curve: Mapping[str, float]) -> list[tuple[float, float]]:
     return [(float(size), 1e3 * seconds) for size, seconds in curve.items()]
-
-
-def _proposals(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
-    for name, batches in table["propose"].items():
-        for batch, curve in batches.items():
-            for nodes, seconds in curve.items():
-                yield name, batch, nodes, seconds

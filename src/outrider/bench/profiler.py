@@ -1,4 +1,4 @@
-"""A profiler: what each part of a round took, and what the round's forwards take alone.
+"""A profiler: the time of each phase of a round, and of the round's forwards alone.
 
 It listens to the engine's reports. To time forwards alone it runs the rounds inside itself (`Engine.profile`): on a
 processor every forward runs once more with nothing between it and the next, on a GPU events stand before and after each.
@@ -36,8 +36,8 @@ class ProfiledRound:
     choose: float  # the target's choices, and the walk through the trees
     rows: int  # of the target's forward
     nodes: int  # drafted
-    decoding: bool  # nobody read a prompt
-    alone: float = 0.0  # its draft and target forwards with nothing between them
+    decoding: bool  # no prompt was fed
+    alone: float = 0.0  # seconds of its draft and target forwards, back to back
 
     @classmethod
     def of(cls, report: RoundReport) -> ProfiledRound:
@@ -51,7 +51,7 @@ class ProfiledRound:
 
     @property
     def host(self) -> float:
-        """Scheduling, planning, committing, text: what is neither a drafter's nor a forward nor a choice."""
+        """Scheduling, planning, commit and text: everything but the drafter, the forward and the choice."""
         return self.wall - self.draft - self.verify - self.choose
 
 
@@ -138,5 +138,5 @@ def profiling(llm: LLM, alone: bool = False) -> Iterator[Profiler]:
 
 
 def decode_rounds(rounds: Sequence[ProfiledRound]) -> list[ProfiledRound]:
-    """Those in which nobody read a prompt."""
+    """The rounds that fed no prompt."""
     return [round_ for round_ in rounds if round_.decoding]

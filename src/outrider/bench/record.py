@@ -1,4 +1,4 @@
-"""A benchmark as it is shown while it runs, and as it is kept: results.jsonl, row by row, and the report made of it."""
+"""A benchmark on the terminal and on disk: a live table, results.jsonl row by row, and the report."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _Board:
         self._drawn = 0.0
 
     def say(self, text: str) -> None:
-        """What is being done."""
+        """Show the current step."""
         if self._live is not None and time.monotonic() - self._drawn > _EVERY_S:
             self._live.update(
                 Group(_rows_table(self._rows[-_LIVE_ROWS:], self._console.width >= _WIDE), Text(text, style="dim")), refresh=True
@@ -159,7 +159,7 @@ def _rows_table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
 
 
 def _show_failures(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Why each failed row failed, and which rows have other tokens than plain decoding."""
+    """Print the failed rows, and those whose tokens differ from plain decoding."""
     for row in rows:
         if row["failed"] or row["equal"] < 1.0:
             console.print(_line(row), style="red", highlight=False, markup=False, soft_wrap=True)

@@ -37,9 +37,9 @@ def _speedups(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
         groups = list(dict.fromkeys(_group(row) for row in facet))
         series = []
         for number, method in enumerate(methods):
-            mine = [row for row in facet if row["method"] == method and method != PLAIN]
-            points = [(float(groups.index(_group(row))), row["speedup"]) for row in mine]
-            series.append(Series(method, number, points, [tuple(row["speedup_interval"]) for row in mine]))
+            chosen = [row for row in facet if row["method"] == method and method != PLAIN]
+            points = [(float(groups.index(_group(row))), row["speedup"]) for row in chosen]
+            series.append(Series(method, number, points, [tuple(row["speedup_interval"]) for row in chosen]))
         if drawn := [line for line in series if line.points]:
             yield bars(f"temperature {temperature:g}, batch {batch}", groups, drawn, "\u00d7 plain", top)
 
@@ -96,18 +96,18 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Sequence[Row], Sequence[str]], It
     ),
     "acceptance": (
         "Acceptance by position",
-        "Of the rounds that drafted so far ahead, the share whose draft was right up to there.",
+        "Of the rounds that drafted at least this many tokens, the share whose draft was accepted up to this position.",
         _acceptance,
     ),
     "time": (
         "Where a round's time goes",
-        "Milliseconds of a round in which nobody reads a prompt, and the tokens it brings.",
+        "Milliseconds of a round that feeds no prompt, and the tokens it emits.",
         _breakdown,
     ),
     "batch": ("Batch sweep", "Speed-up by the number of requests that run together.", _sweep),
     "costs": (
         "Cost curves",
-        "Medians seen in these runs: the target's forward by its rows, and a proposal by the nodes it drafted.",
+        "Medians of these runs: the target's forward by its rows, and a proposal by its drafted nodes.",
         _costs,
     ),
 }

@@ -64,7 +64,7 @@ def bench_server(
                     run_level(endpoint, level, prompts, number, lambda _: progress.advance(task))  # noqa: B023
                 )
             rows.append(summarise_level(level, answers, seconds, goodput))
-            _tell(rows[-1], str(level), console)
+            _print_level(rows[-1], str(level), console)
     except KeyboardInterrupt:
         interrupted = True
     console.print(_table(rows))
@@ -128,7 +128,7 @@ def _latencies(answer: ServedAnswer) -> dict[str, float | None]:
     return {"ttft": answer.first_s * 1e3, "tpot": None if per_token is None else per_token * 1e3, "e2el": answer.total_s * 1e3}
 
 
-def _tell(row: dict[str, Any], name: str, console: Console) -> None:
+def _print_level(row: dict[str, Any], name: str, console: Console) -> None:
     if not console.is_terminal:
         console.print(f"{name}: {row['completed']} of {row['num_prompts']} done in {row['duration']:.1f} s", highlight=False)
     for reason, count in row["failures"].items():

@@ -31,7 +31,7 @@ Requests = list[tuple[Ids, SamplingParams]]  # that run together
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """What is measured."""
+    """What a benchmark measures."""
 
     methods: Sequence[str]
     workloads: Sequence[str]
@@ -50,7 +50,7 @@ class Suite:
         if not all(batch > 0 for batch in self.batches):
             raise InvalidParameter("batches", f"must be above 0, got {', '.join(map(str, self.batches))}")
         for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # says what is wrong with it, before anything is loaded
+            SamplingParams(temperature=temperature)  # refuses a wrong value before anything is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,9 @@ def expand_methods(methods: str, lengths: Sequence[int]) -> list[str]:
     for method in methods.split(","):
         settings = parse_method(method)
         check_speculation(SpeculationConfig.parse(settings))
-        sized = settings["method"] in _UNSIZED or "draft_tokens" in settings or not lengths
-        expanded += [method] if sized else [_with_length(method, settings["method"], length) for length in lengths]
+        name = settings["method"]
+        sized = name in _UNSIZED or "draft_tokens" in settings or not lengths
+        expanded += [method] if sized else [f"{name}:{length}{method.removeprefix(name)}" for length in lengths]
     return list(dict.fromkeys(expanded))
 
 
@@ -92,9 +93,9 @@ def run_suite(suite: Suite, say: Say) -> Iterator[dict[str, Any]]:
         fitting = {category: by_method for category, by_method in results.items() if categories[category].items} or results
         left_out = {"left_out": [category for category in results if category not in fitting]}
         for method in suite.methods:
-            mine, plain = (combined([by_method[name] for by_method in fitting.values()]) for name in (method, PLAIN))
+            chosen, plain = (combined([by_method[name] for by_method in fitting.values()]) for name in (method, PLAIN))
             whole = {"method": method, "workload": name, "category": None}
-            yield {**whole, **case, **left_out, **summary(mine, plain), "costs": cost_points(mine)}
+            yield {**whole, **case, **left_out, **summary(chosen, plain), "costs": cost_points(chosen)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +125,15 @@ class _Bench:
             say(f"loading {method}")
             try:
                 self._engines[method] = self._load(method)
-            except Exception as error:  # whatever it is, the other methods are still worth measuring
+            except Exception as error:  # the other methods are measured all the same
                 self._failures[method] = _reason(error)
 
     def _load(self, method: str) -> LLM:
         suite = self._suite
-        # prompts come again and again: what is measured is reading them, not finding them
+        # prompts repeat, and reading them is part of the measurement, so they must not be in the prefix cache
         sizes: dict[str, Any] = {"max_num_seqs": max(suite.batches), "prefix_cache": False}
         llm = LLM(suite.model, speculation=pinned(method), **suite.load, **sizes)
-        llm.measure_costs()  # what a controller would learn in its first minutes of service
+        llm.measure_costs()  # a controller would otherwise learn them in its first minutes
         return llm
 
     def read(self, prompts: PromptSet) -> tuple[str, dict[str, _Texts]]:
@@ -175,7 +176,8 @@ class _Bench:
             with _noting_failure(result):
                 self._warm_up(method, result, groups)
         for repeat, (place, group) in product(range(suite.repeats), enumerate(groups)):
-            for method in _rotated(suite.methods, repeat + place):
+            first = (repeat + place) % len(suite.methods)  # another method comes first each time
+            for method in (*suite.methods[first:], *suite.methods[:first]):
                 self._say(f"{case}: repeat {repeat + 1}/{suite.repeats}, requests {place + 1}/{len(groups)}, {method}")
                 with _noting_failure(results[method]):
                     self._timed(method, results[method], place, group)
@@ -238,18 +240,8 @@ class _Bench:
 def _noting_failure(result: MethodResult) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the other methods are still worth measuring
+    except Exception as error:  # the other methods are measured all the same
         result.failed = _reason(error)
-
-
-def _rotated(methods: Sequence[str], turn: int) -> list[str]:
-    """The same methods, another one first each time."""
-    first = turn % len(methods)
-    return [*methods[first:], *methods[:first]]
-
-
-def _with_length(method: str, name: str, length: int) -> str:
-    return f"{name}:{length}{method[len(name) :]}"
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Numbers of a benchmark row, from what was measured. No engine here."""
+"""The numbers of a benchmark row, computed from measurements without an engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Group:
 
 @dataclass(slots=True)
 class MethodResult:
-    """What one method did with the prompts of one category."""
+    """The measurements of one method on the prompts of one category."""
 
     groups: list[Group] = field(default_factory=list)
     rounds: list[ProfiledRound] = field(default_factory=list)
@@ -68,7 +68,7 @@ class MethodResult:
 
 
 def combined(results: Sequence[MethodResult]) -> MethodResult:
-    """Several categories as one."""
+    """The results of several categories, joined."""
     whole = MethodResult(
         skipped=sum(result.skipped for result in results),
         failed=next((result.failed for result in results if result.failed), None),
@@ -148,14 +148,14 @@ def _quartiles(groups: Sequence[Group]) -> list[float]:
 
 
 def _interval(groups: Sequence[Group], plain: Sequence[Group]) -> list[float]:
-    """Where the speed-up lies for requests like these, 95 times of 100: a bootstrap over groups."""
+    """The 95 % interval of the speed-up: a bootstrap over groups of requests."""
     rng, places = random.Random(0), range(len(groups))
-    mine = [(group.tokens, statistics.median(group.seconds)) for group in groups]
-    theirs = [(group.tokens, statistics.median(group.seconds)) for group in plain]
+    method = [(group.tokens, statistics.median(group.seconds)) for group in groups]
+    reference = [(group.tokens, statistics.median(group.seconds)) for group in plain]
 
     def drawn() -> float:
         picked = rng.choices(places, k=len(places))
-        speeds = [sum(side[i][0] for i in picked) / sum(side[i][1] for i in picked) for side in (mine, theirs)]
+        speeds = [sum(side[i][0] for i in picked) / sum(side[i][1] for i in picked) for side in (method, reference)]
         return speeds[0] / speeds[1]
 
     ratios = sorted(drawn() for _ in range(_DRAWS))

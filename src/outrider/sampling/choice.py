@@ -6,7 +6,6 @@ verification emit the same tokens whatever was drafted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -125,11 +124,10 @@ def _draw_in_numpy(logits: Tensor, divisors: _Floats, words: Words) -> list[int]
     if (divisors[noisy] != 1.0).any():
         array = array / np.where(noisy, divisors, np.float32(1.0))[:, None]
     best = array.argmax(axis=1)  # numpy promises the first of equals; a NaN counts as largest
-    top = array[np.arange(len(best)), best]
-    finite = np.isfinite(top)
+    finite = np.isfinite(array[np.arange(len(best)), best])
     drawn = noisy & finite
     if drawn.any():
-        best[drawn] = _noisy_argmax(array[drawn], best[drawn], top[drawn], words[drawn])
+        best[drawn] = (array[drawn] + gumbel(bits(words[drawn], array.shape[1]))).argmax(axis=1)
     return [int(token) if is_finite else CORRUPTED for token, is_finite in zip(best, finite, strict=True)]
 
 
@@ -146,29 +144,3 @@ def _rank_in_numpy(logits: Tensor, divisors: _Floats, words: Words, count: int) 
     chances = np.take_along_axis(weights, order, 1).astype(np.float64) / weights.sum(axis=1, keepdims=True)
     finite = np.isfinite(array.max(axis=1, keepdims=True))
     return Ranked(np.where(finite, order, CORRUPTED), chances)
-
-
-_LOG_2_32_AND_MARGIN = math.log(2.0**32 * 1.001)
-
-
-def _noisy_argmax(logits: _Floats, best: npt.NDArray[np.int64], top: _Floats, keys: Words) -> npt.NDArray[np.int64]:
-    """argmax of logit + noise, evaluating the noise only where it can matter.
-
-    The most probable token scores top + g(best). Another token i beats that only if g_i > top - logit_i + g(best), and
-    g_i > x implies v_i < exp(-x). One comparison with the raw bits leaves a handful of tokens per row. Their scores are
-    then computed exactly.
-    """
-    words = bits(keys, logits.shape[1])
-    index = np.arange(len(best))
-    best_noise = gumbel(words[index, best])
-    # bits < 2^32 exp(logit - top - best_noise), with a margin for the rounding of exp, of the float32 bits and of the shift
-    shift = top + best_noise - _LOG_2_32_AND_MARGIN
-    shift = (shift - np.abs(shift) * 2.0**-22).astype(np.float32)
-    bound = logits - shift[:, None]
-    with np.errstate(over="ignore"):
-        np.exp(bound, out=bound)
-    row, token = np.divmod(np.flatnonzero(words.astype(np.float32) <= bound), logits.shape[1])
-    score = logits[row, token].astype(np.float64) + gumbel(words[row, token])
-    order = np.lexsort((token, -score, row))
-    first = np.searchsorted(row[order], index)
-    return token[order][first]

@@ -54,7 +54,7 @@ class MaskWorkers:
         self._event = threading.Event()
 
     def notify(self) -> None:
-        """Wake the engine: a mask or a compiled grammar is ready."""
+        """Notify the engine that a mask or a compiled grammar is ready."""
         self._event.set()
 
     def wait(self) -> None:

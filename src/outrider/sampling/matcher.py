@@ -1,6 +1,6 @@
 """Compiling and following a grammar with llguidance.
 
-A sandbox (see `sandbox`) runs this file in a process of its own, so it imports nothing of this package.
+A sandbox (see `sandbox`) runs this file in a separate process, so it imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 def compile_grammar(tokenizer: Any, spec: Spec, limits: Mapping[str, Any]) -> Any:
-    """A matcher at the start of the output. ValueError says what is wrong with the grammar."""
+    """A matcher at the start of the output. The message of ValueError names the fault of the grammar."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer, _source(*spec), log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
@@ -180,7 +180,7 @@ def answers(tokenizer: str, vocab: int, eos_id: int | None, limits: Mapping[str,
 
 
 class _Process:
-    """What a sandbox's process can be asked."""
+    """The calls that a sandbox's process answers."""
 
     def __init__(self, tokenizer: Any, limits: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer

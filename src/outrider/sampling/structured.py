@@ -54,7 +54,7 @@ class Structured:
         if self.whitespace is None:
             return
         if self.kind not in ("json_schema", "json_object"):
-            raise InvalidParameter("whitespace", f"is for JSON; a {self.kind} says itself where white space may stand")
+            raise InvalidParameter("whitespace", f"is for JSON; a {self.kind} defines its white space itself")
         if not isinstance(self.whitespace, str) or not 0 < len(self.whitespace) <= _MAX_WHITESPACE:
             raise InvalidParameter("whitespace", f"must be a regular expression of 1 to {_MAX_WHITESPACE} characters")
         _check_size("white space", self.whitespace)

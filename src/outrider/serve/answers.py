@@ -73,7 +73,8 @@ class Answer:
 
     def is_large(self, tokens: int) -> bool:
         """Whether the JSON for this many tokens takes long to write."""
-        entries = tokens * (self.top + 1) if self._with_logprobs else 0
+        with_logprobs = self._prepared.jobs[0][0][0].params.logprobs is not None
+        entries = tokens * (self.top + 1) if with_logprobs else 0
         details = tokens + entries if self._body.return_token_details else 0
         prompts = 0 if all(self._counts) else self._prompt_entries
         return prompts + entries + details + tokens // _TOKENS_PER_ENTRY > _LARGE
@@ -125,10 +126,6 @@ class Answer:
     def top(self) -> int:
         """How many of the most probable tokens the request wants at each position."""
         raise NotImplementedError
-
-    @property
-    def _with_logprobs(self) -> bool:
-        return self._prepared.jobs[0][0][0].params.logprobs is not None
 
     def extras(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
         """Token ids and token details, if the request wants them."""

@@ -107,7 +107,7 @@ class StrictRequest(Request):
         self._held = 0
 
     async def json(self) -> Any:
-        """The checked request. FastAPI validates it again, which is cheap for an instance of the schema."""
+        """The checked request. FastAPI validates it again, which takes no time for an instance of the schema."""
         checker: BodyChecker = self.app.state.checker
         return await checker.request_from(self.route_path, await self.body(), client_of(self.scope))
 

@@ -216,7 +216,7 @@ def chat(
 ) -> None:
     """Chat in the terminal, with a model in this process or a server, and see how fast it goes. /help shows the commands."""
     if url is not None and model is not None:
-        raise InvalidParameter("--url", "cannot be combined with a model: the server has its own")
+        raise InvalidParameter("--url", "cannot be combined with a model: the server has loaded one")
     partner = RemoteModel(url, api_key) if url is not None else _load(model, method, draft_tokens, dtype, threads)
     params = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens} | ({} if seed is None else {"seed": seed})
     Chat(partner, params, partner.name == "pyrite" if as_text is None else as_text, system).run()

@@ -1,4 +1,4 @@
-"""The model behind a terminal chat: in this process, or on a server."""
+"""The model that a terminal chat talks to: in this process, or on a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import InvalidParameter, ModelError, OutriderError
 
@@ -49,19 +49,10 @@ class AnswerChunk(NamedTuple):
     summary: Summary | None = None
 
 
-class Partner(Protocol):
-    """Streams the answer to a prompt in chunks. Closing the iterator stops the answer."""
-
-    name: str
-    stops_between_rounds: bool  # an answer can only be stopped between two chunks
-
-    def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[AnswerChunk]: ...
-
-
 class LocalModel:
-    """A model in this process."""
+    """A model in this process. `answer` streams chunks, and closing its iterator stops the answer."""
 
-    stops_between_rounds = True
+    stops_between_rounds = True  # an answer can only be stopped between two chunks
 
     def __init__(self, llm: LLM, name: str) -> None:
         self._llm = llm
@@ -82,7 +73,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A model behind an Outrider server."""
+    """A model that an Outrider server serves."""
 
     stops_between_rounds = False
 
@@ -124,6 +115,9 @@ class RemoteModel:
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise OutriderError(f"{self._url} does not answer ({reason}); start one with `outrider serve`") from None
+
+
+Partner = LocalModel | RemoteModel
 
 
 def _lines(response: Iterable[bytes]) -> Iterator[bytes]:

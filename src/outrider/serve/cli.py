@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outrider.errors import InvalidParameter
-from outrider.options import ModelFirst
+from outrider.options import ModelFirst, json_object
 from outrider.serve.address import has_terminal, listen
 from outrider.serve.flags import LogFormat, ServeFlags, as_command, reread
 from outrider.serve.logs import configure
@@ -98,7 +97,7 @@ def _sizes(flags: ServeFlags) -> dict[str, Any]:
 
 
 def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
-    """Whatever can be known to fail before the server says that it listens. What is on the hub is looked at later."""
+    """Check the settings before the server listens. A model on the hub is checked when it is loaded."""
     from outrider.draft import check_speculation, check_weights
     from outrider.draft.resolve import resolve_drafters
     from outrider.engine.device import Device
@@ -150,14 +149,8 @@ def resolve_speculation(
     if speculative_config is not None:
         for name, value in (("--method", method), ("--draft-model", draft_model), ("--draft-tokens", draft_tokens)):
             if value is not None:
-                raise InvalidParameter(name, "was given beside --speculative-config; put it into the JSON")
-        try:
-            options = json.loads(speculative_config)
-        except json.JSONDecodeError as error:
-            raise InvalidParameter("--speculative-config", f"is not JSON: {error}") from None
-        if not isinstance(options, dict):
-            raise InvalidParameter("--speculative-config", f"must be a JSON object, got {speculative_config}")
-        return SpeculationConfig.parse(options)
+                raise InvalidParameter(name, "cannot be combined with --speculative-config; put it into the JSON")
+        return SpeculationConfig.parse(json_object("--speculative-config", speculative_config))
     return speculation_of_flags(method, draft_model, draft_tokens)
 
 
@@ -180,7 +173,7 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
     if config.method == "none":
         speculation = "off: no method was asked for (--method auto chooses one)"
     elif config.method == "auto" and not drafters:
-        speculation = "off: nothing to draft with was found"
+        speculation = "off: this model has no drafter"
     elif config.draft_tokens == 0:
         speculation = "off: --draft-tokens is 0"
     elif config.method == "auto":

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from outrider.errors import InvalidParameter
+from outrider.options import with_parameters
 from outrider.serve.settings import ServerSettings, flag
 
 __all__ = ["LogFormat", "ServeFlags", "as_command", "reread"]
@@ -96,7 +97,7 @@ class ServeFlags(ServerSettings):
     load_format: str = flag("safetensors", "safetensors, or dummy for random weights from config.json.")
     revision: str | None = flag(None, "Commit, tag or branch of a model on the hub.")
     chat_template: Path | None = flag(
-        None, "File with a Jinja chat template, instead of the model's own.", exists=True, dir_okay=False
+        None, "File with a Jinja chat template, that replaces the model's.", exists=True, dir_okay=False
     )
     threads: int | None = flag(None, "CPU threads. Default: torch's choice.", min=1)
     max_body: str = flag("4MiB", "Largest request body.")
@@ -108,20 +109,18 @@ def as_command(work: Callable[[typer.Context, ServeFlags], None]) -> Callable[..
     """A Typer command with a parameter for each flag, which calls `work` with all of them."""
 
     flags = [field for field in fields(ServeFlags) if field.metadata]
-    hints, keyword = get_type_hints(ServeFlags), inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(ServeFlags)
     repeatable = {field.name for field in flags if field.default == ()}
 
     def command(context: typer.Context, **values: Any) -> None:
         work(context, ServeFlags(**values | {name: tuple(values[name] or ()) for name in repeatable}))
 
+    keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter("context", keyword, annotation=typer.Context)]
     for field in flags:
         kind, default = (list[str] | None, None) if field.name in repeatable else (hints[field.name], field.default)
         parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=Annotated[kind, _option(field)]))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = work.__doc__
-    return command
+    return with_parameters(command, work, parameters)
 
 
 def _option(field: Field[Any]) -> Any:

@@ -10,7 +10,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.errors import InvalidParameter
-from outrider.serve.errors import ApiError, body_of
+from outrider.serve.errors import ApiError
 from outrider.serve.settings import ServerSettings, is_loopback
 
 __all__ = ["OPEN_PATHS", "AccessGuard", "Keys"]
@@ -49,7 +48,7 @@ class AccessGuard:
             return
         refusal = self._refusal(scope, dict(scope["headers"]))
         if refusal is not None:
-            await _answer(refusal, send)
+            await refusal.response()(scope, receive, send)
             return
         started = False
 
@@ -62,11 +61,12 @@ class AccessGuard:
             await self._app(scope, receive, forward)
         except asyncio.CancelledError:  # the server is shutting down
             if not started:
-                await _answer(ApiError(503, "the server has stopped", code="stopped"), send)
+                await ApiError(503, "the server has stopped", code="stopped").response()(scope, receive, send)
         except Exception:
             _log.exception("the request failed")
             if not started:
-                await _answer(ApiError(500, "something failed inside the server; its log says what"), send)
+                error = ApiError(500, "something failed inside the server; its log says what")
+                await error.response()(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         limits = self._settings.limits
@@ -122,14 +122,6 @@ def _hostname(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
-
-
-async def _answer(error: ApiError, send: Send) -> None:
-    body = json.dumps(body_of(error)).encode()
-    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class Keys:

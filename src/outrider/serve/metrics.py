@@ -178,7 +178,7 @@ class Metrics(Collector):
             yield self._family(GaugeMetricFamily, name, text, {"": value})
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits),
+            ("prefix_cache_hits", "Tokens of prompts that were in the prefix cache.", now.prefix_hits),
             ("num_preemptions", "Preemptions of running sequences.", now.preemptions),
             ("generation_tokens", "Tokens generated.", tally.emitted),
             ("num_rounds", "Rounds, counted once for each sequence in the round.", tally.rounds),
@@ -190,26 +190,13 @@ class Metrics(Collector):
         positions = {str(position): accepted for position, accepted in enumerate(tally.accepted_by_position())}
         text = "Accepted tokens by depth in the draft."
         yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, positions, "position")
-        sources = tally.by_source.items()
+        drafted = {name: counts[0] for name, counts in tally.by_source.items()}
+        accepted = {name: counts[1] for name, counts in tally.by_source.items()}
+        shares = {name: accepted[name] / count if count else 0.0 for name, count in drafted.items()}
         for kind, name, text, values in (
-            (
-                CounterMetricFamily,
-                "draft_tokens",
-                "Drafted tokens by drafter.",
-                {name: drafted for name, (drafted, _) in sources},
-            ),
-            (
-                CounterMetricFamily,
-                "accepted_tokens",
-                "Accepted tokens by drafter.",
-                {name: taken for name, (_, taken) in sources},
-            ),
-            (
-                GaugeMetricFamily,
-                "acceptance",
-                "Share of drafted tokens accepted, by drafter.",
-                {name: taken / drafted if drafted else 0.0 for name, (drafted, taken) in sources},
-            ),
+            (CounterMetricFamily, "draft_tokens", "Drafted tokens by drafter.", drafted),
+            (CounterMetricFamily, "accepted_tokens", "Accepted tokens by drafter.", accepted),
+            (GaugeMetricFamily, "acceptance", "Share of drafted tokens accepted, by drafter.", shares),
         ):
             yield self._family(kind, f"spec_decode_{name}_by_method", text, values, "method")
         gaps = HistogramMetricFamily(_P + "inter_token_latency_seconds", "Time between tokens.", labels=["model_name"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider.core import Request
@@ -27,11 +27,7 @@ __all__ = [
     "tokenize",
 ]
 
-_COPIED = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
-    "allowed_token_ids", "min_tokens", "ignore_eos",
-)  # fmt: skip
+_COPIED = {field.name for field in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - {"max_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> Pre
     tokenizer = llm.tokenizer
     cut = body.max_tokens == 0
     if cut and not body.echo:
-        raise InvalidParameter("max_tokens", "must be at least 1, unless echo is asked for")
+        raise InvalidParameter("max_tokens", "must be at least 1, unless echo is set")
     _check_lengths(llm, prompts)
     changes = _sampling(body) | {"max_tokens": 1 if cut else 16 if body.max_tokens is None else body.max_tokens}
     changes["logprobs"] = body.logprobs
@@ -114,7 +110,7 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest
 def may_name_grammar(body: GenerationRequest) -> bool:
     """Whether the request may need a grammar, which is compiled before the request is prepared."""
     named = (body.response_format, body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice)
-    return any(field is not None for field in (*named, body.guided_grammar)) or bool(getattr(body, "tools", None))
+    return any(value is not None for value in (*named, body.guided_grammar)) or bool(getattr(body, "tools", None))
 
 
 def grammar_of(llm: LLM, body: GenerationRequest) -> Structured | None:
@@ -220,7 +216,7 @@ def _prompt_entries(jobs: list[tuple[list[Request], str]], body: CompletionReque
         raise InvalidParameter(
             "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
             f"{tokens} prompt tokens, counted n times, with {params.prompt_logprobs + 1} log probabilities each make {entries}; "
-            f"at most {limits.logprob_entries} fit in one answer: ask for fewer, or send fewer prompts at once",
+            f"at most {limits.logprob_entries} fit in one answer: request fewer, or send fewer prompts at once",
         )
     return entries
 
@@ -244,7 +240,7 @@ def _structured(body: GenerationRequest) -> Structured | None:
     if not grammars:
         return None
     if len(grammars) > 1:
-        raise InvalidParameter("response_format", "only one of response_format, structured_outputs and guided_* may be given")
+        raise InvalidParameter("response_format", "only one of response_format, structured_outputs and guided_* may be set")
     ((kind, value),) = grammars
     return Structured(kind, value, _whitespace(body) if kind in ("json_schema", "json_object") else None)
 

@@ -1,4 +1,4 @@
-"""The engine behind the server: its state, admission, and the delivery of events from its thread to the event loop."""
+"""The engine of the server: its state, admission, and the delivery of events from its thread to the event loop."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.serve.connection import ABORT
@@ -54,14 +54,14 @@ class LiveAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientGone):
-                await unless_gone(receive, self._send_all(scope, send))
+                await unless_gone(receive, self._send_all(scope, receive, send))
         except (TimeoutError, OSError):
             scope[ABORT]()  # the client has disconnected or stopped reading
         finally:
             self._service.abort(self._handle)
             self._handle.admission.answered()
 
-    async def _send_all(self, scope: Scope, send: Send) -> None:
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers with the first block, so that an earlier error is answered with its status."""
         started = False
 
@@ -79,7 +79,7 @@ class LiveAnswer(Response):
         except (OutriderError, ApiError) as error:
             refusal = error if isinstance(error, ApiError) else as_api_error(error)
             if not started:
-                await refusal.response()(scope, _nothing, send)
+                await refusal.response()(scope, receive, send)
                 return
             await write(f"data: {json.dumps(body_of(refusal))}\n\ndata: [DONE]\n\n".encode())
         await write(b"", more=False)
@@ -121,11 +121,6 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _nothing() -> Message:
-    """A `receive` function for a response that reads nothing from its client."""
-    return {"type": "http.disconnect"}
 
 
 class LazyRows:

@@ -100,7 +100,7 @@ def _flash_chain_backward(
     mixed: Tensor,
     total: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Given the merged output and normaliser, the flash backward is exact for its share of the keys."""
+    """With the merged output and normaliser, the flash backward is exact for its share of the keys."""
     scale = q.shape[-1] ** -0.5
     gradient = gradient.contiguous()
     grad_q, grad_keys, grad_values = _flash_backward(gradient, q, keys, values, mixed, total)

@@ -48,21 +48,16 @@ def guarded_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def save_checkpoint(directory: Path, position: Position, module: Any, optimizers: Sequence[Any]) -> None:
-    """Write everything a run needs to resume, as safetensors; what is no tensor goes into the metadata as JSON."""
+    """Write everything a run needs to resume, as safetensors. The position and the settings are JSON in the metadata."""
     from safetensors.torch import save
 
     tensors = {f"module/{name}": tensor for name, tensor in module.state_dict().items()}
     state_of_run: dict[str, Any] = {"position": [position.step, position.seconds, position.tokens], "optimizers": []}
     for i, optimizer in enumerate(optimizers):
         state = optimizer.state_dict()
-        scalars: dict[str, Any] = {}
         for index, values in state["state"].items():
-            for name, value in values.items():
-                if hasattr(value, "dtype"):
-                    tensors[f"optimizer/{i}/{index}/{name}"] = value
-                else:
-                    scalars[f"{index}/{name}"] = value
-        state_of_run["optimizers"].append({"groups": state["param_groups"], "scalars": scalars})
+            tensors |= {f"optimizer/{i}/{index}/{name}": value for name, value in values.items()}
+        state_of_run["optimizers"].append({"groups": state["param_groups"]})
     directory.mkdir(parents=True, exist_ok=True)
     # tied weights have two names, and safetensors wants separate memory for each
     data = save(
@@ -86,20 +81,19 @@ def load_checkpoint(directory: Path, module: Any, optimizers: Sequence[Any]) -> 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         module.load_state_dict({name.removeprefix("module/"): t for name, t in tensors.items() if name.startswith("module/")})
         for i, (optimizer, saved) in enumerate(zip(optimizers, state_of_run["optimizers"], strict=True)):
-            optimizer.load_state_dict({"state": _states(i, saved["scalars"], tensors), "param_groups": saved["groups"]})
+            optimizer.load_state_dict({"state": _states(f"optimizer/{i}/", tensors), "param_groups": saved["groups"]})
     except (SafetensorError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise ModelError(f"{path} does not fit this run: {error}; remove it or use the settings it was made with") from None
     return Position(*state_of_run["position"])
 
 
-def _states(optimizer: int, scalars: dict[str, Any], tensors: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """An optimizer's state by parameter, from its scalars and tensors."""
-    prefix = f"optimizer/{optimizer}/"
-    merged = scalars | {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+def _states(prefix: str, tensors: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """An optimizer's state by parameter, from the tensors with its prefix."""
     states: dict[int, dict[str, Any]] = {}
-    for key, value in merged.items():
-        index, name = key.split("/", 1)
-        states.setdefault(int(index), {})[name] = value
+    for key, value in tensors.items():
+        if key.startswith(prefix):
+            index, name = key.removeprefix(prefix).split("/", 1)
+            states.setdefault(int(index), {})[name] = value
     return states
 
 

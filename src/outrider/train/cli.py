@@ -8,35 +8,34 @@ from typing import Annotated
 import typer
 
 from outrider.errors import InvalidParameter, OutriderError
-from outrider.options import add_moved
+from outrider.options import add_moved, spread
 from outrider.terminal import print_error
-from outrider.train.task import TrainingTask, training_command
+from outrider.train.task import TrainingTask
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(help="Train drafters for a model.", no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def _root() -> None:
-    """Train drafters for a model: a draft model, an EAGLE head or Medusa heads."""
+app = typer.Typer(
+    help="Train drafters for a model: a draft model, an EAGLE head or Medusa heads.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.command()
-@training_command
-def draft(task: TrainingTask, layers: int = 2, hidden: int = 256, heads: int = 4, kv_heads: int = 2, ffn: int = 704) -> None:
+@spread
+def draft(flags: TrainingTask, layers: int = 2, hidden: int = 256, heads: int = 4, kv_heads: int = 2, ffn: int = 704) -> None:
     """Distil a smaller model of the same vocabulary from a target. The same command resumes."""
     from outrider.train.run import run_task
     from outrider.train.shapes import DecoderShape, new_draft
 
     shape = DecoderShape(layers, hidden, heads, kv_heads, ffn)
-    run_task(task, "draft", lambda target: new_draft(target, shape, task.loss or "mix", task.seed))
+    run_task(flags, "draft", lambda target: new_draft(target, shape, flags.loss or "mix", flags.seed))
 
 
 @app.command()
-@training_command
+@spread
 def eagle(
-    task: TrainingTask,
+    flags: TrainingTask,
     form: Annotated[str, typer.Option(help="eagle3 or eagle1.")] = "eagle3",
     taps: Annotated[str, typer.Option(help="Target layers to read, comma-separated; empty: 2, L/2, L-3.")] = "",
     depths: Annotated[int, typer.Option(help="Drafted tokens to unroll in training.")] = 6,
@@ -62,13 +61,13 @@ def eagle(
         norm_output=norm_output,
         norm_before_residual=norm_before_residual,
     )
-    run_task(task, "eagle", lambda target: new_eagle(target, shape, task.loss or "mix", task.seed, depths))
+    run_task(flags, "eagle", lambda target: new_eagle(target, shape, flags.loss or "mix", flags.seed, depths))
 
 
 @app.command()
-@training_command
+@spread
 def medusa(
-    task: TrainingTask,
+    flags: TrainingTask,
     heads: Annotated[int, typer.Option(help="Heads; head k drafts the k-th token.")] = 4,
     blocks: Annotated[int, typer.Option(help="Residual blocks per head.")] = 1,
 ) -> None:
@@ -76,7 +75,7 @@ def medusa(
     from outrider.train.run import run_task
     from outrider.train.shapes import MedusaShape, new_medusa
 
-    run_task(task, "medusa", lambda target: new_medusa(target, MedusaShape(heads, blocks), task.loss or "kl"))
+    run_task(flags, "medusa", lambda target: new_medusa(target, MedusaShape(heads, blocks), flags.loss or "kl"))
 
 
 for _name in ("lm", "corpus", "medusa-tree"):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from outrider.train.acceptance import agreement
-from outrider.train.data import TokenStore, TrainingRows
+from outrider.train.data import TrainingRows
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.loop import LoopOptions, TrainingOutcome, compile_checked, train
 from outrider.train.networks import TrainableDrafter, network_loss
 from outrider.train.optim import OptimOptions, build_optimizers
 
-__all__ = ["DistillOptions", "Distillation"]
+__all__ = ["Distillation"]
 
 LossOf = Callable[[Features], Tensor]
 
@@ -74,19 +74,9 @@ class Distillation:
             self._losses[name] = fast or _loss_of(self.networks[name], lean=True)
             module.zero_grad(set_to_none=True)
 
-    def train(self, store: TokenStore, options: DistillOptions, loop: LoopOptions) -> TrainingOutcome:
-        """Spend the loop's budget on a store."""
-        rows = TrainingRows(store, options.context, options.seed)
-        return train(self, rows, build_optimizers(self.module, options.optim), loop)
-
-
-@dataclass(frozen=True, slots=True)
-class DistillOptions:
-    """How networks are trained, without the budget."""
-
-    context: int
-    optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=0.01, adam_lr=2e-3))
-    seed: int = 0
+    def train(self, rows: TrainingRows, optim: OptimOptions, loop: LoopOptions) -> TrainingOutcome:
+        """Spend the loop's budget on rows of text."""
+        return train(self, rows, build_optimizers(self.module, optim), loop)
 
 
 def _loss_of(network: TrainableDrafter, lean: bool = False) -> LossOf:

@@ -1,4 +1,4 @@
-"""The drafters being trained, behind one base class: a draft model, an EAGLE head, Medusa heads.
+"""The drafters being trained, with one base class: a draft model, an EAGLE head, Medusa heads.
 
 Row r of a text is a draft that starts when the features of position r and the token at r + 1 are known. Its depth j (from 0)
 predicts the token at r + j + 2, whose distribution is the target's at r + j + 1. The tokens are those of the text (teacher
@@ -79,7 +79,7 @@ class TrainableDrafter(ABC):
 
 
 def network_loss(network: TrainableDrafter, features: Features, lean: bool = False) -> Tensor:
-    """Divergence from the target at every depth, later ones weighing less.
+    """Divergence from the target, as a weighted mean over depths; later depths weigh less.
 
     `lean` keeps the logits of one depth at a time, as a compiler would, for runs without one.
     """

@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         return momentum
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [piece for tensor, rows in zip(tensors, self._parts, strict=True) for piece in torch.split(tensor, list(rows))]
+        return [part for tensor, rows in zip(tensors, self._parts, strict=True) for part in torch.split(tensor, list(rows))]
 
 
 def orthogonalise(stack: Tensor) -> Tensor:

@@ -18,14 +18,13 @@ __all__ = ["Report", "plot_metrics", "plot_panels"]
 class Report:
     """Follows one run. `title` names it in every line."""
 
-    def __init__(self, title: str, metrics: Path | None, resumed: bool = False) -> None:
+    def __init__(self, title: str, metrics: Path, resumed: bool = False) -> None:
         self._title = title
         self._path = metrics
         self._bar: Progress | None = None
-        if metrics is not None:
-            metrics.parent.mkdir(parents=True, exist_ok=True)
-            if not resumed:
-                metrics.write_text("")
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        if not resumed:
+            metrics.write_text("")
         if sys.stdout.isatty():
             columns = (
                 TextColumn("{task.description}", markup=False),
@@ -62,16 +61,12 @@ class Report:
         """End the bar and draw the plot."""
         if self._bar is not None:
             self._bar.stop()
-        if self._path is None:
-            return
         try:
             plot_metrics(self._path, self._path.with_suffix(".html"))
         except OSError as error:  # a full disk; the error that ended the run is reported by the loop
             self.log(f"no plot: {error}")
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._path is None:
-            return
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")

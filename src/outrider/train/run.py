@@ -16,8 +16,8 @@ from outrider.model import read_spec
 from outrider.model.bundled import bundled_model
 from outrider.train.acceptance import agreement, heldout_rows, served_acceptance, written_for
 from outrider.train.corpus import SUMMARY, TokenCorpus, require_same_tokenizer, write_corpus
-from outrider.train.data import TokenStore, write_store
-from outrider.train.distill import Distillation, DistillOptions
+from outrider.train.data import TokenStore, TrainingRows, write_store
+from outrider.train.distill import Distillation
 from outrider.train.documents import find_files, read_documents
 from outrider.train.export import require_replaceable
 from outrider.train.frozen import FrozenTarget
@@ -72,7 +72,7 @@ def run_task(task: TrainingTask, name: str, build: Build, log: Log = _LOG) -> di
     if uses_compiler(setup.device, task.compile):
         run.warm_up(setup.step.micro_rows, setup.step.context)
     log(f"{name}: training begins")
-    run.train(store, DistillOptions(setup.step.context, OptimOptions(lr=task.lr, adam_lr=task.adam_lr), task.seed), setup.loop)
+    run.train(TrainingRows(store, setup.step.context, task.seed), OptimOptions(lr=task.lr, adam_lr=task.adam_lr), setup.loop)
     network.export(setup.target, setup.out)  # a user who does not wait for the figures has the drafter
     figures: dict[str, Any] = {}
     if rows is not None:
@@ -109,7 +109,7 @@ def _open_corpus(setup: _Setup, log: Log) -> TokenCorpus:
     if task.data is not None:
         return TokenCorpus.open(task.data)
     if (directory / SUMMARY).exists():
-        log(f"corpus: the tokens of an earlier run; remove {setup.loop.directory} to begin anew")
+        log(f"corpus: the tokens of an earlier run are used; remove {setup.loop.directory} to read the text again")
         return TokenCorpus.open(directory)
     files = find_files(task.paths or [], task.suffixes.split(","))
     documents, dropped = read_documents(files, task.skip_unreadable)

@@ -1,24 +1,22 @@
-"""The task that `train draft`, `train eagle` and `train medusa` share, and how it becomes flags of a command.
+"""The task that `train draft`, `train eagle` and `train medusa` share. Every field is a flag of these commands.
 
 Nothing here imports torch, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
 
-__all__ = ["TrainingTask", "training_command"]
+__all__ = ["TrainingTask"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTask:
-    """A drafter to train: on which text, for which target, for how long and how. Every field is a flag."""
+    """A drafter to train: on which text, for which target, for how long and how."""
 
     paths: Annotated[
         list[Path] | None,
@@ -60,24 +58,3 @@ class TrainingTask:
         """The folder of the drafter, and the one of the run's tokens, checkpoint and metrics."""
         out = self.out or Path("runs") / name
         return out, self.work or out.with_name(out.name + ".work")
-
-
-def training_command(train: Callable[..., None]) -> Callable[..., None]:
-    """A command with the flags of TrainingTask and those of `train(task, ...)` after its first parameter."""
-    shared, hints = [field.name for field in fields(TrainingTask)], get_type_hints(TrainingTask, include_extras=True)
-
-    def command(**values: Any) -> None:
-        task = TrainingTask(**{name: values.pop(name) for name in shared})
-        train(task, **values)
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
-        for field in fields(TrainingTask)
-    ]
-    specific = list(inspect.signature(train, eval_str=True).parameters.values())[1:]
-    parameters += [parameter.replace(kind=keyword) for parameter in specific]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__name__, command.__doc__ = train.__name__, train.__doc__
-    return command

@@ -1,7 +1,7 @@
 """`block`: block verification of one chain (Sun et al. 2403.10444).
 
 A later success redeems an earlier failure, which accepts at least as many tokens as `rejection`
-for every p and q, and the most any rule can for one sampled chain. The text has the target's distribution.
+for every p and q, and as many as any rule can for one sampled chain. The text has the target's distribution.
 """
 
 from __future__ import annotations

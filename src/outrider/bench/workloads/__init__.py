@@ -22,7 +22,7 @@ BUNDLED = {
 Ids = tuple[int, ...]
 Item = tuple[str | None, tuple[str, ...]]  # category and turns
 _RANDOM, _RANDOM_COUNT, _RANDOM_TOKENS = "random", 32, 64
-# Spec-Bench publishes six figures. The first is over the eight categories of MT-Bench, which its file keeps apart.
+# Spec-Bench publishes six figures. The first is over the eight categories of MT-Bench, which its file lists separately.
 _CONVERSATION = "multi-turn conversation"
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _SPEC_BENCH = {
@@ -37,7 +37,7 @@ _SPEC_BENCH = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a user says, turn by turn; the answers between are the model's."""
+    """The turns of a user. The answers between them are the model's."""
 
     turns: tuple[str, ...]
 
@@ -59,7 +59,7 @@ def find_prompts(name: str) -> Path:
 
 
 def is_random(name: str) -> bool:
-    """Whether a workload is made of token ids nobody wrote, which needs the size of a vocabulary."""
+    """Whether a workload consists of random token ids, which needs the size of a vocabulary."""
     return name.partition(":")[0] == _RANDOM
 
 
@@ -111,21 +111,21 @@ class TurnReader:
         if not isinstance(prompt, str | Conversation):
             return ([prompt], 0) if len(prompt) <= self.room else ([], 1)
         turns = prompt.turns if isinstance(prompt, Conversation) else (prompt,)
-        said: list[str] = []  # turns and answers, alternating
+        texts: list[str] = []  # turns and answers, alternating
         requests: list[Ids] = []
         for number, turn in enumerate(turns, 1):
-            ids = self._encode([*said, turn])
+            ids = self._encode([*texts, turn])
             if len(ids) > self.room:
                 return requests, len(turns) - number + 1
             requests.append(ids)
             if number < len(turns):
-                said += [turn, self.answer(ids)]
+                texts += [turn, self.answer(ids)]
         return requests, 0
 
-    def _encode(self, said: Sequence[str]) -> Ids:
+    def _encode(self, texts: Sequence[str]) -> Ids:
         if self.tokenizer is None:
             raise InvalidParameter("workload", "it holds text, and the model has no tokenizer; use random")
         if not self.chat:
-            return tuple(self.tokenizer.encode("\n\n".join(said)))
+            return tuple(self.tokenizer.encode("\n\n".join(texts)))
         roles = ("user", "assistant")
-        return tuple(self.tokenizer.chat([{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]))
+        return tuple(self.tokenizer.chat([{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]))
