@@ -92,7 +92,7 @@ def test_linear_is_the_product(core: Core, kind: str, shape: tuple[int, int], wi
 def test_paired_columns_are_gated(core: Core, columns: int) -> None:
     weight, bias, x = torch.randn(columns, 40), torch.randn(columns), torch.randn(19, 40)
     gate, up = (x @ weight.T + bias).chunk(2, dim=1)
-    got = PackedLinear(core, "float32", weight, bias, paired=True)(x)
+    got = PackedLinear(core, "float32", weight, bias, Epilogue("silu", paired=True))(x)
     torch.testing.assert_close(got, gate / (1 + (-gate).exp()) * up, rtol=1e-5, atol=1e-5)
 
 

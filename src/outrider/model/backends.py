@@ -31,17 +31,17 @@ class Backend(NamedTuple):
 
 
 PLAIN = Backend("plain", "torch")
-CPU = Backend(
-    "cpu",
-    "the native core",
+CPU = Backend("cpu", "the native core")
+CUDA = Backend(
+    "cuda",
+    "an NVIDIA GPU",
     frozenset((
         "attention soft cap", "embedding scale", "gelu activation", "gelu_tanh activation", "layer norm", "learned positions",
         "logit scale", "logit soft cap", "no norm before a part", "no rotary", "norm after a part", "output bias",
-        "parallel attention and MLP", "q/k norm over the width", "queries scaled by position", "relu activation",
+        "parallel attention and MLP", "q/k norm", "q/k norm over the width", "queries scaled by position", "relu activation",
         "relu2 activation", "residual scale", "several rotary tables", "ungated MLP",
     )),
 )  # fmt: skip
-CUDA = Backend("cuda", "an NVIDIA GPU", CPU.lacks | {"q/k norm"})
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

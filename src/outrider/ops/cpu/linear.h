@@ -8,10 +8,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <type_traits>
 
-#include "simd.h"
+#include "elementwise.h"
 #include "threads.h"
 
 namespace outrider {
@@ -43,7 +42,8 @@ struct Linear {
     const float *bias, *scale;  // per packed column, or null; scale for int8
     const uint8_t* high;     // the sixteen high bytes of 12-bit packed bf16, four times; else null
     const int32_t *escaped, *first_escaped;  // blocks with other high bytes, -1 at the end of each panel; each panel's first
-    const char* raw_blocks;       // escaped blocks as they are
+    const char* raw_blocks;  // escaped blocks as they are
+    Epilogue epilogue;       // of paired columns the gate's
 
     size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes / 4 * (high ? 3 : 4); }
 
@@ -74,36 +74,20 @@ inline Rows dense(float* at, int64_t width) { return {at, static_cast<size_t>(wi
 struct Input {
     Rows x;
     int rows;
-    const float* norm = nullptr;  // weights of a root-mean-square norm over the row, or null
-    float eps = 0.0f;
+    Norm norm = {};
     const int32_t* chosen = nullptr;  // which rows of x; null: as they lie
 
     const float* row(int r) const { return x[chosen ? chosen[r] : r]; }
     Input part(int first, int count) const {
-        return {chosen ? x : x.from(first), count, norm, eps, chosen ? chosen + first : nullptr};
+        return {chosen ? x : x.from(first), count, norm, chosen ? chosen + first : nullptr};
     }
 };
 
-// What is done with the results of a product. The target of kAdd has whole vectors of columns.
+// What is done with the results y of a product, after the function in its epilogue.
 enum class Then {
-    kStore,  // out = y
-    kAdd,    // out += y
-    kGate,   // paired columns: out = silu(gate) * up
+    kStore,  // out = y; of paired columns out = gate * up
+    kAdd,    // out += y; the target has whole vectors of columns
 };
-
-inline float inverse_rms(const float* x, int width, float eps) {
-    f32x16 squares = splat(0.0f);
-    for (int i = 0; i < width; i += kLanes) {
-        const f32x16 values = load_upto(x + i, width - i);
-        squares = fma(values, values, squares);
-    }
-    return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
-}
-
-inline void normed(float* to, const float* x, const float* norm, int width, float eps) {
-    const float inverse = inverse_rms(x, width, eps);
-    for (int i = 0; i < width; i++) to[i] = x[i] * inverse * norm[i];
-}
 
 // Activations in the kernel's layout: per block of rows, for every unit of the inner dimension, the words of one row after
 // the other. Each thread packs its share of the rows.
@@ -120,11 +104,11 @@ struct PackedRows {
         for (int r = mine.begin; r < mine.end; r++) {
             const float* x = in.row(r);
             const int width = in.x.width;
-            const f32x16 inverse = splat(in.norm ? inverse_rms(x, width, in.eps) : 1.0f);
+            const RowNorm norm(in.norm, x, width);
             const auto values = [&](int at) {
                 if (at >= width) return splat(0.0f);
                 const f32x16 lanes = load_upto(x + at, width - at);
-                return in.norm ? lanes * inverse * load_upto(in.norm + at, width - at) : lanes;
+                return norm ? norm(lanes, at, width - at) : lanes;
             };
             f32x16 top = splat(0.0f);
             for (int at = 0; std::is_same<K, I8>::value && at < width; at += kLanes) top = maximum(magnitude(values(at)), top);
@@ -166,12 +150,12 @@ struct Packed12Block {
     }
 };
 
-// Turns the sums of R rows over one panel into results: int8 sums lose their offset and are scaled, and the bias is added.
-// The results of a gate wait in `gate` for the other half.
+// Turns the sums of R rows over one panel into results: int8 sums lose their offset and are scaled, the bias is added, and
+// the epilogue is applied. The results of a gate wait in `gate` for the other half.
 template <class K, int R>
 inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out, Then then,
                    const PackedRows::Quantum* rows, float (*gate)[kLanes]) {
-    const int at = (then == Then::kGate ? panel / 2 : panel) * kLanes, room = out.width - at;
+    const int at = (l.paired ? panel / 2 : panel) * kLanes, room = out.width - at;
     float* first = out.at + at;
     const size_t stride = out.stride;
     const int column = panel * kLanes;
@@ -187,13 +171,19 @@ inline void finish(const Linear& l, const typename K::Acc* sums, int panel, cons
             put(r, first + r * stride, bias ? y + load(bias) : y);
         }
     };
-    if (then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
-    if (then == Then::kAdd) return all([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
-    if (panel % 2 == 0) return all([&](int r, float*, f32x16 y) { store(gate[r], y); });
-    all([&](int r, float* to, f32x16 y) {
-        const f32x16 x = load(gate[r]);
-        store_upto(to, x / (splat(1.0f) + exponential(splat(0.0f) - x)) * y, room);
-    });
+    if (l.paired && panel % 2)
+        return all([&](int r, float* to, f32x16 y) { store_upto(to, load(gate[r]) * y, room); });
+    if (l.epilogue.function == Function::kNone && !l.paired) {
+        if (then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
+        return all([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
+    }
+    all([&](int r, float*, f32x16 y) { store(gate[r], y); });
+    apply(l.epilogue, gate, R);
+    for (int r = 0; r < R && !l.paired; r++) {
+        const f32x16 y = load(gate[r]);
+        float* to = first + r * stride;
+        then == Then::kStore ? store_upto(to, y, room) : store(to, load(to) + y);
+    }
 }
 
 // R rows of words times one panel.
