@@ -77,6 +77,7 @@ inline f32x16 gelu(f32x16 x) {
 
 // x / (1 + e^y)
 inline f32x16 sigmoid_share(f32x16 x, f32x16 y) { return x / (splat(1.0f) + exponential(y)); }
+inline f32x16 silu(f32x16 x) { return sigmoid_share(x, splat(0.0f) - x); }
 
 inline f32x16 soft_capped(f32x16 x, float cap) { return hyperbolic_tangent(x / splat(cap)) * splat(cap); }
 
@@ -99,7 +100,7 @@ __attribute__((noinline)) inline void apply(const Epilogue& e, float (*y)[kLanes
         case Function::kNone: return;
         case Function::kScale: return all([&](f32x16 x) { return x * splat(factor); });
         case Function::kCap: return all([&](f32x16 x) { return soft_capped(x * splat(factor), cap); });
-        case Function::kSilu: return all([&](f32x16 x) { return sigmoid_share(x, zero - x); });
+        case Function::kSilu: return all(silu);
         case Function::kGelu: return all(gelu);
         case Function::kGeluTanh:  // x * (1 + tanh(u)) / 2 is x / (1 + e^-2u)
             return all([](f32x16 x) {

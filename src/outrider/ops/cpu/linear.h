@@ -150,12 +150,29 @@ struct Packed12Block {
     }
 };
 
+// Finishes a panel of results y by the matrix's epilogue. `y` has room for twice the rows: the results of a gate wait in the
+// first half for the other columns. Not inlined: epilogues that are not in `finish` are rare, or follow large products.
+__attribute__((noinline)) inline void finish_by_epilogue(const Linear& l, float (*y)[kLanes], int rows, int panel,
+                                                         const Rows& out, Then then) {
+    const bool gated = l.paired && panel % 2;
+    if (!gated) apply(l.epilogue, y, rows);
+    if (l.paired && !gated) return;
+    const int at = (gated ? panel / 2 : panel) * kLanes, room = out.width - at;
+    for (int r = 0; r < rows; r++) {
+        const f32x16 value = gated ? load(y[r]) * load(y[rows + r]) : load(y[r]);
+        float* to = out[r] + at;
+        then == Then::kStore ? store_upto(to, value, room) : store(to, load(to) + value);
+    }
+}
+
 // Turns the sums of R rows over one panel into results: int8 sums lose their offset and are scaled, the bias is added, and
-// the epilogue is applied. The results of a gate wait in `gate` for the other half.
+// the epilogue is applied. `waiting` has room for twice the rows.
 template <class K, int R>
-inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out, Then then,
-                   const PackedRows::Quantum* rows, float (*gate)[kLanes]) {
-    const int at = (l.paired ? panel / 2 : panel) * kLanes, room = out.width - at;
+__attribute__((always_inline)) inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out,
+                                                  Then then, const PackedRows::Quantum* rows, float (*waiting)[kLanes]) {
+    const bool gate = l.paired && l.epilogue.function == Function::kSilu;
+    const bool plain = !l.paired && l.epilogue.function == Function::kNone;
+    const int at = (gate ? panel / 2 : panel) * kLanes, room = out.width - at;
     float* first = out.at + at;
     const size_t stride = out.stride;
     const int column = panel * kLanes;
@@ -171,19 +188,13 @@ inline void finish(const Linear& l, const typename K::Acc* sums, int panel, cons
             put(r, first + r * stride, bias ? y + load(bias) : y);
         }
     };
-    if (l.paired && panel % 2)
-        return all([&](int r, float* to, f32x16 y) { store_upto(to, load(gate[r]) * y, room); });
-    if (l.epilogue.function == Function::kNone && !l.paired) {
-        if (then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
-        return all([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
-    }
-    all([&](int r, float*, f32x16 y) { store(gate[r], y); });
-    apply(l.epilogue, gate, R);
-    for (int r = 0; r < R && !l.paired; r++) {
-        const f32x16 y = load(gate[r]);
-        float* to = first + r * stride;
-        then == Then::kStore ? store_upto(to, y, room) : store(to, load(to) + y);
-    }
+    if (plain && then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
+    if (plain) return all([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
+    if (gate && panel % 2)
+        return all([&](int r, float* to, f32x16 y) { store_upto(to, silu(load(waiting[r])) * y, room); });
+    const int half = l.paired && panel % 2 ? R : 0;
+    all([&](int r, float*, f32x16 y) { store(waiting[half + r], y); });
+    if (!gate) finish_by_epilogue(l, waiting, R, panel, out, then);
 }
 
 // R rows of words times one panel.
@@ -283,7 +294,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
                                           Then then, const PackedRows::Quantum* quantum) {
     if constexpr (R > 1)
         if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum);
-    alignas(64) float gate[R][kLanes];
+    alignas(64) float waiting[2 * R][kLanes];
     typename K::Acc sums[R];
 #if defined(__AMX_TILE__)
     for (; !std::is_same<K, F32>::value && panel < end; panel += 4) {
@@ -292,7 +303,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         multiply_tiles<K>(x, R * kUnit, l, panel, count, tile);
         for (int p = 0; p < count; p++) {
             std::memcpy(sums, tile[p], sizeof sums);
-            finish<K, R>(l, sums, panel + p, out, then, quantum, gate);
+            finish<K, R>(l, sums, panel + p, out, then, quantum, waiting);
         }
     }
 #endif
@@ -301,7 +312,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         if (l.scale) fetch(l.scale + (panel + 1) * kLanes - 1);
         if (l.bias) fetch(l.bias + (panel + 1) * kLanes - 1);
         multiply<K, Form, R>(x, l, panel, sums);
-        finish<K, R>(l, sums, panel, out, then, quantum, gate);
+        finish<K, R>(l, sums, panel, out, then, quantum, waiting);
     }
 }
 
