@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.bench.feature_specs import FEATURE_SPECS, random_decoder
 from outrider.model import Decoder, Feed
 from outrider.model.load import DTYPES
-from outrider.ops import Core, PackedLinear, Plain, find_core, serving_ops
+from outrider.model.spec import ACTIVATIONS
+from outrider.ops import Core, Epilogue, NormWeights, PackedLinear, Plain, find_core, serving_ops
 from outrider.ops.native import Threads, load_build, usable_builds
 from tests.support.native import make_decoder, make_runner
 
@@ -88,12 +90,30 @@ def test_linear_is_the_product(core: Core, kind: str, shape: tuple[int, int], wi
     assert bool(((got.double() - want).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("columns", [32, 74])
-def test_paired_columns_are_gated(core: Core, columns: int) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activation_follows_the_product(core: Core, activation: str, columns: int, paired: bool) -> None:
     weight, bias, x = torch.randn(columns, 40), torch.randn(columns), torch.randn(19, 40)
-    gate, up = (x @ weight.T + bias).chunk(2, dim=1)
-    got = PackedLinear(core, "float32", weight, bias, paired=True)(x)
-    torch.testing.assert_close(got, gate / (1 + (-gate).exp()) * up, rtol=1e-5, atol=1e-5)
+    got = PackedLinear(core, "float32", weight, bias, Epilogue(activation, paired))(x)
+    torch.testing.assert_close(got, Plain().activate(x @ weight.T + bias, activation, paired), rtol=1e-5, atol=1e-5)
+
+
+WIDE_RANGE = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 1e-30, 1e-4, 90.0, -90.0, 1e18, -1e18])))
+
+
+@pytest.mark.parametrize("function", [*ACTIVATIONS, "cap"])
+def test_functions_are_exact_to_a_few_units(core: Core, function: str) -> None:
+    """Against float64, over all magnitudes; NaN stays NaN, and a value has the same bits in every column and row."""
+    then = Epilogue(cap=2.0, scale=3.0) if function == "cap" else Epilogue(function)
+    x, ones = WIDE_RANGE[:, None], torch.ones(37, 1)
+    got = PackedLinear(core, "float32", ones, then=then)(x)
+    assert torch.equal(got, got[:, :1].expand(-1, 37))
+    assert torch.equal(PackedLinear(core, "float32", ones, then=then)(x[5:]), got[5:])
+    wide = x.double()
+    want = 2 * torch.tanh(3 * wide / 2) if function == "cap" else Float64().activate(wide, function, gated=False)
+    torch.testing.assert_close(got[:, :1].double(), want, rtol=1e-6, atol=2.5e-7)
+    assert bool(PackedLinear(core, "float32", ones, then=then)(torch.tensor([[float("nan")]])).isnan().all())
 
 
 def test_bf16_weights_are_taken_as_they_are(core: Core) -> None:
@@ -130,9 +150,20 @@ def test_weights_with_many_high_bytes_are_not_packed(core: Core) -> None:
 
 def test_norm_before_a_product_is_the_norm(core: Core) -> None:
     for width in (1, 15, 16, 60, 512):
-        x, norm = torch.randn(5, width), torch.randn(width)
-        got = PackedLinear(core, "float32", torch.eye(width))(x, norm, 1e-5)
+        x, norm, bias = torch.randn(5, width) + 3.0, torch.randn(width), torch.randn(width)
+        product = PackedLinear(core, "float32", torch.eye(width))
+        got = product(x, NormWeights(norm, eps=1e-5))
         torch.testing.assert_close(got, Plain().rms_norm(x, norm, 1e-5), rtol=2e-6, atol=1e-6)
+        for b in (None, bias):
+            got = product(x, NormWeights(norm, b, True, 1e-5))
+            torch.testing.assert_close(got, Plain().layer_norm(x, norm, b, 1e-5), rtol=2e-5, atol=1e-5)
+
+
+class Float64(Plain):
+    """Activations in float64."""
+
+    def activate(self, x: Tensor, activation: str, gated: bool) -> Tensor:
+        return self._activation(x, activation)
 
 
 class Rounding(Plain):
@@ -148,14 +179,15 @@ class Rounding(Plain):
 
 def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
     """The definition: dense attention over the whole text."""
-    windows = decoder.spec.windows
-
+    windows, caps = decoder.spec.windows, [layer.attention.soft_cap for layer in decoder.spec.layers]
     kept = torch.float32 if decoder.spec.dtype == "float32" else torch.bfloat16  # q, k, v and the weights
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group, n = q.shape[1] // k.shape[1], q.shape[0]
         q, k, v = ((x.to(kept).double()) for x in (q * q.shape[-1] ** -0.5, k, v))
         scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(group, 1))
+        if (cap := caps[layer]) is not None:
+            scores = cap * torch.tanh(scores / cap)
         distance = torch.arange(n)[:, None] - torch.arange(n)
         window = windows[layer]
         hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
@@ -182,11 +214,15 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
+def decoder_of(variant: str, kind: str) -> Decoder:
+    return make_decoder(kind, **VARIANTS[variant]) if variant in VARIANTS else random_decoder(FEATURE_SPECS[variant], kind)
+
+
 @pytest.mark.parametrize("page_size", [16, 64, 10])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *FEATURE_SPECS])
 def test_the_stack_is_the_decoder(core: Core, variant: str, page_size: int) -> None:
     """In float32 nothing but the order of additions differs."""
-    decoder = make_decoder("float32", **VARIANTS[variant])
+    decoder = decoder_of(variant, "float32")
     text = [i * 37 % decoder.spec.vocab for i in range(LONG)]
     runner = make_runner(core, decoder, page_size)
     got = runner.logits(runner.forward([Feed(PAGES, 0, text)]).last, range(LONG))
@@ -225,11 +261,12 @@ def test_a_forward_has_the_same_bits_with_12_bit_packed_weights(core: Core, monk
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_at_every_place_and_count(core: Core, kind: str, shape: tuple[int, int]) -> None:
     weight, x = torch.randn(shape[1], shape[0]), torch.randn(80, shape[0])
-    product, norm = PackedLinear(core, kind, weight, torch.randn(shape[1])), torch.rand(shape[0])
-    alone = torch.cat([product(x[i : i + 1], norm, 1e-5) for i in range(80)])
+    product = PackedLinear(core, kind, weight, torch.randn(shape[1]), Epilogue("gelu"))
+    norm = NormWeights(torch.rand(shape[0]), torch.rand(shape[0]), layer=True, eps=1e-5)
+    alone = torch.cat([product(x[i : i + 1], norm) for i in range(80)])
     for count in [*range(1, 34), 48, 63, 64, 65, 80]:
         for first in {0, 1, (80 - count) // 2, 80 - count} & set(range(80 - count + 1)):
-            assert torch.equal(product(x[first : first + count], norm, 1e-5), alone[first : first + count]), (count, first)
+            assert torch.equal(product(x[first : first + count], norm), alone[first : first + count]), (count, first)
 
 
 @pytest.mark.parametrize("head_dim", [34, 16], ids=["heads that share panels", "heads with panels of their own"])
@@ -277,10 +314,10 @@ def test_the_quicker_number_of_threads_is_taken(core: Core, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 10])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *FEATURE_SPECS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_decode_chunks_and_trees_agree(core: Core, kind: str, variant: str, page_size: int) -> None:
-    decoder = make_decoder(kind, **VARIANTS[variant])
+    decoder = decoder_of(variant, kind)
     vocab = decoder.spec.vocab
     text = [i * 37 % vocab for i in range(LONG)]
     runner = make_runner(core, decoder, page_size)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.model import Feed
+from outrider.bench.feature_specs import FEATURE_SPECS, random_decoder
+from outrider.model import Feed, ModelSpec
 from outrider.model.stack import lay_out_rows
 from outrider.ops import PackedLinear, Stack, StackSpan, find_core
 from outrider.sampling.noise import token_words_at
@@ -87,6 +88,23 @@ def test_rows_over_memory_that_is_not_there_are_refused(feed: Feed) -> None:
     assert torch.equal(runner.pool.keys, before)
 
 
+ROTARY, LEARNED = FEATURE_SPECS["Llama"], FEATURE_SPECS["learned positions with an offset, relu"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "start", "rotary_start"),
+    [(ROTARY, 60, 0), (LEARNED, 60, 0), (ROTARY, 0, -1), (ROTARY, 0, 60), (ROTARY, 0, 2**31 - 1)],
+    ids=["position", "learned position", "negative variant", "variant", "far variant"],
+)
+def test_rows_beyond_a_table_are_refused(spec: ModelSpec, start: int, rotary_start: int) -> None:
+    assert CORE is not None
+    positions = None if spec.positions is None else replace(spec.positions, rows=64 + spec.positions.offset)
+    runner = make_runner(CORE, random_decoder(replace(spec, context=64, positions=positions)))
+    assert bool(runner.forward([Feed(range(14), 59, [1] * 5)]).last.isfinite().all()), "the last row of the table"
+    with pytest.raises(IndexError, match="out of range"):
+        runner.forward([Feed(range(14), start, [1] * 5, rotary_start=rotary_start)])
+
+
 @pytest.mark.parametrize("wanted", [[3], [-1]])
 def test_logits_of_rows_that_are_not_there_are_refused(wanted: list[int]) -> None:
     assert CORE is not None
@@ -126,7 +144,7 @@ def test_weights_of_another_shape_are_refused(changes: dict[str, int]) -> None:
     assert runner.stack is not None
     pool = runner.pool
     with pytest.raises(ValueError, match=r"heads|needs|values"):
-        Stack(CORE, replace(runner.stack._weights, **changes), pool.keys, pool.values, pool.page_size)
+        Stack(CORE, runner.stack._weights._replace(**changes), pool.keys, pool.values, pool.page_size)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])

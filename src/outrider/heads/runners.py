@@ -15,8 +15,19 @@ from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, Runner, lay_out
 from outrider.model.load import INT8
-from outrider.model.stack import lay_out_rows, layer_weights, stack_over
-from outrider.ops import BESIDE, JOINED, Core, Ops, PackedLinear, Stack, StackSpan, paged_attention
+from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, norm_weights
+from outrider.ops import (
+    BESIDE,
+    JOINED,
+    Core,
+    Epilogue,
+    NormWeights,
+    Ops,
+    PackedLinear,
+    Stack,
+    StackSpan,
+    paged_attention,
+)
 from outrider.ops.forwards import network
 from outrider.sampling import Row
 
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["DraftedChains", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner", "eagle_network", "medusa_network"]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
+_SILU = Epilogue("silu")
 _PLACED = StackSpan(rotary_lag=1)  # row i lies in slot i + 1, beside its token
 
 
@@ -89,7 +101,9 @@ class EagleRunner:
         if ops.core is not None:
             kind = _kind(head)
             self._fc = PackedLinear(ops.core, kind, head.fc, head.fc_bias)
-            self._output = PackedLinear(ops.core, kind, head.output)
+            then = Epilogue() if head.config.own_output else logit_epilogue(head.target)
+            self._output = PackedLinear(ops.core, kind, head.output, then=then)
+            self._output_norm = NormWeights() if head.config.norm_output else _last_norm(head)
             self._stack = _eagle_stack(head, pool, ops.core, self._fc)
 
     @network
@@ -124,8 +138,7 @@ class EagleRunner:
         """(N, outputs) float32."""
         if self._stack is None:
             return self.head.logits(hidden, self._ops)
-        c = self.head.config
-        return self._output(hidden, self.head.norm if c.wide and not c.norm_output else None, c.shape.norm.eps)
+        return self._output(hidden, self._output_norm)
 
 
 class MedusaRunner:
@@ -139,10 +152,10 @@ class MedusaRunner:
             c, kind = heads.config, _name(heads.weights[0])
             firsts = range(0, c.heads * c.blocks, c.blocks)
             weight, bias = (torch.cat([part[i] for i in firsts]) for part in (heads.weights, heads.biases))
-            self._blocks = [PackedLinear(core, kind, weight, bias)]
-            self._blocks += [PackedLinear(core, kind, w, b) for w, b in zip(heads.weights, heads.biases, strict=True)]
-            outputs = heads.output if c.own_output else [heads.output]
-            self._outputs = [PackedLinear(core, kind, output) for output in outputs]
+            self._blocks = [PackedLinear(core, kind, weight, bias, _SILU)]
+            self._blocks += [PackedLinear(core, kind, w, b, _SILU) for w, b in zip(heads.weights, heads.biases, strict=True)]
+            outputs, then = (heads.output, Epilogue()) if c.own_output else ([heads.output], logit_epilogue(heads.target))
+            self._outputs = [PackedLinear(core, kind, output, then=then) for output in outputs]
 
     @network
     def logits(self, taps: Tensor) -> Tensor:
@@ -152,24 +165,31 @@ class MedusaRunner:
         c, rows = self._heads.config, len(taps)
         last = self._heads.fuse(taps, self._ops)
         opened = self._blocks[0](last).view(rows, c.heads, c.hidden).transpose(0, 1)
-        x = last + torch.nn.functional.silu(opened)  # (heads, N, hidden)
+        x = last + opened  # (heads, N, hidden)
         for head in range(c.heads):
             for block in range(1, c.blocks):
-                x[head] += torch.nn.functional.silu(self._blocks[1 + head * c.blocks + block](x[head]))
+                x[head] += self._blocks[1 + head * c.blocks + block](x[head])
         if c.own_output:
             return torch.stack([output(rows_of_head) for output, rows_of_head in zip(self._outputs, x, strict=True)])
         return self._outputs[0](x.reshape(-1, c.hidden)).view(c.heads, rows, c.vocab)
 
 
 def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear) -> Stack:
-    c, kind = head.config, _kind(head)
-    form = {
-        "form": BESIDE if c.wide else JOINED,
-        "joined": joined,
-        "norm_hidden": head.layer.norm_hidden,
-        "residual_normed": c.norm_before_residual,
-    }
-    return stack_over(pool, core, head, c.shape, [layer_weights(head.layer, core, kind)], kind, **form)
+    c = head.config
+    return layer_stack(
+        pool, core, c.shape, _kind(head), [head.layer], [head.rope],
+        embedding=head.embedding.detach().float().contiguous(),
+        embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
+        norm=_last_norm(head),
+        form=BESIDE if c.wide else JOINED,
+        joined=joined,
+        norm_hidden=norm_weights(head.layer.spec.norm_in, head.layer.norm_hidden),
+        residual_normed=c.norm_before_residual,
+    )  # fmt: skip
+
+
+def _last_norm(head: EagleHead) -> NormWeights:
+    return norm_weights(head.config.shape.norm, head.norm)
 
 
 def _kind(head: EagleHead) -> str:

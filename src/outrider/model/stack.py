@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.model.decoder import Decoder, Layer
-from outrider.model.spec import Attention, ModelSpec
-from outrider.ops import Core, LayerWeights, PackedLinear, Stack, StackWeights
+from outrider.model.decoder import Decoder, Layer, RopeTable
+from outrider.model.rotary import Rope
+from outrider.model.spec import Attention, ModelSpec, Norm
+from outrider.ops import Core, Epilogue, LayerWeights, NormWeights, PackedLinear, RotaryRows, Stack, StackWeights
 
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
 
-__all__ = ["decoder_stack", "lay_out_rows", "layer_weights", "stack_over"]
+__all__ = ["decoder_stack", "lay_out_rows", "layer_stack", "logit_epilogue", "norm_weights"]
+
+_NORMS = ("norm_in", "norm_mlp", "norm_attn_out", "norm_mlp_out")
 
 
 def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
@@ -27,7 +30,8 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
     pages: list[int] = []
     parents: list[int] = []
     for feed in feeds:
-        heads += (feed.start, len(feed.tokens), len(feed.parents), feed.known, feed.first_key, len(feed.pages))
+        start, rotary_start = feed.start, feed.rotary_start
+        heads += (start, len(feed.tokens), len(feed.parents), feed.known, feed.first_key, len(feed.pages), rotary_start)
         tokens += feed.tokens
         tokens += feed.nodes
         pages += feed.pages
@@ -37,51 +41,80 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32."""
-    c = decoder.spec
-    layers = [layer_weights(layer, core, c.dtype) for layer in decoder.layers]  # type: ignore[arg-type]
-    output = PackedLinear(core, c.dtype, decoder.embedding if decoder.output is None else decoder.output)
-    return stack_over(pool, core, decoder, c, layers, c.dtype, output=output)
+    s, matrix = decoder.spec, decoder.embedding if decoder.output is None else decoder.output
+    learned = None
+    if s.positions is not None and decoder.positions is not None:
+        learned = _floats(decoder.positions[s.positions.offset :])
+    return layer_stack(
+        pool, core, s, s.dtype, decoder.layers, decoder.ropes,  # type: ignore[arg-type]
+        embedding=_floats(decoder.embedding),
+        embedding_scale=float(s.embedding_scale),
+        learned=learned,
+        learned_rows=0 if learned is None else len(learned),
+        norm=norm_weights(s.norm, decoder.norm, decoder.norm_bias),
+        output=PackedLinear(core, s.dtype, matrix, decoder.output_bias, logit_epilogue(s)),
+    )  # fmt: skip
 
 
-def stack_over(
-    pool: KVPool, core: Core, network: Any, shape: ModelSpec, layers: Sequence[LayerWeights], kind: str, **form: Any
+def layer_stack(
+    pool: KVPool, core: Core, spec: ModelSpec, kind: str, layers: Iterable[Layer], ropes: Iterable[RopeTable], **around: Any
 ) -> Stack:
-    """Packed layers with a network's embedding, rotary table and last norm, over a pool of KV."""
+    """Layers of a spec over a pool of KV, with the rotary tables of `ModelSpec.ropes`. `around` are fields of StackWeights."""
     pool.keep_words(bf16=kind != "float32")
-    weights = StackWeights(
-        layers=layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.ffn,
-        eps=shape.norm.eps,
-        embedding=network.embedding,
-        cos=network.rope.cos,
-        sin=network.rope.sin,
-        norm=network.norm,
-        **form,
-    )
+    tables: dict[Rope | None, RotaryRows] = {None: RotaryRows()}
+    tables |= {rope: RotaryRows(table.cos, table.sin, table.growth) for rope, table in zip(spec.ropes, ropes, strict=True)}
+    packed = [_layer_weights(layer, tables, core, kind) for layer in layers]
+    sizes = {name: getattr(spec, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")}
+    rows = min((len(table.cos) for table in tables.values() if table.cos is not None), default=spec.context)
+    weights = StackWeights(packed, len(packed), rotary_rows=rows, **sizes, **around)
     return Stack(core, weights, pool.keys, pool.values, pool.page_size)
 
 
-def layer_weights(layer: Layer, core: Core, kind: str) -> LayerWeights:
-    """One layer's products and norms."""
-    c, bias = layer.spec.attention, layer.qkv_bias
+def logit_epilogue(spec: ModelSpec) -> Epilogue:
+    """What follows the output matrix; see `finished_logits`."""
+    return Epilogue(scale=spec.logit_scale, cap=spec.logit_cap)
+
+
+def norm_weights(norm: Norm | None, weight: Tensor | None, bias: Tensor | None = None, heads: int = 1) -> NormWeights:
+    """A norm in the core's format, its weights repeated for that many heads."""
+    if norm is None or weight is None:
+        return NormWeights()
+    weight, bias = (None if x is None else _floats(x).repeat(heads) for x in (weight, bias))
+    return NormWeights(weight, bias, norm.kind == "layer", norm.eps)
+
+
+def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core: Core, kind: str) -> LayerWeights:
+    s, a, m = layer.spec, layer.spec.attention, layer.spec.mlp
+    norms = {name: norm_weights(getattr(s, name), getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _NORMS}
+    if s.parallel and s.norm_mlp is None:
+        norms["norm_mlp"] = norms["norm_in"]
+    qk, qk_norm = a.qk_norm, None if a.qk_norm is None else a.qk_norm.norm
+    q_heads, k_heads = (a.heads, a.kv_heads) if qk is not None and qk.one_head else (1, 1)
+    # a norm after a part scales its result; without one, the part's last product does
+    after_attention, after_mlp = (Epilogue(scale=1.0 if norm else s.residual_scale) for norm in (s.norm_attn_out, s.norm_mlp_out))
     return LayerWeights(
-        qkv=PackedLinear(core, kind, _by_head(layer.qkv, c), None if bias is None else _by_head(bias, c)),
-        out=PackedLinear(core, kind, layer.out, layer.out_bias),
-        gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, paired=True),
-        down=PackedLinear(core, kind, layer.down, layer.down_bias),
-        norm_in=layer.norm_in,
-        norm_mlp=layer.norm_mlp,  # type: ignore[arg-type]
-        q_norm=layer.q_norm,
-        k_norm=layer.k_norm,
-        window=c.window,
+        qkv=PackedLinear(core, kind, _by_head(layer.qkv, a), None if layer.qkv_bias is None else _by_head(layer.qkv_bias, a)),
+        out=PackedLinear(core, kind, layer.out, layer.out_bias, after_attention),
+        gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, Epilogue(m.activation, paired=m.gated)),
+        down=PackedLinear(core, kind, layer.down, layer.down_bias, after_mlp),
+        **norms,
+        q_norm=norm_weights(qk_norm, layer.q_norm, layer.q_norm_bias, q_heads),
+        k_norm=norm_weights(qk_norm, layer.k_norm, layer.k_norm_bias, k_heads),
+        qk_over_width=qk is not None and qk.over == "width",
+        parallel=s.parallel,
+        rotary=tables[a.rope],
+        scale=float(a.scale),
+        window=a.window or 0,
+        soft_cap=float(a.soft_cap or 0.0),
+        residual_scale=float(s.residual_scale),
     )
 
 
-def _by_head(qkv: Tensor, c: Attention) -> Tensor:
+def _by_head(qkv: Tensor, a: Attention) -> Tensor:
     """Rows of q, k and v in the core's order: of each head of keys its queries, key and value."""
-    parts = qkv.detach().tensor_split((c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim))
-    return torch.cat([part.reshape(c.kv_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+    parts = qkv.detach().tensor_split((a.q_width, a.q_width + a.kv_width))
+    return torch.cat([part.reshape(a.kv_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.detach().float().contiguous()

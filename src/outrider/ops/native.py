@@ -10,11 +10,10 @@ import ctypes
 import hashlib
 import os
 import platform
-import sys
+import struct
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -35,8 +34,11 @@ __all__ = [
     "TOKENS",
     "ChainParams",
     "Core",
+    "Epilogue",
     "LayerWeights",
+    "NormWeights",
     "PackedLinear",
+    "RotaryRows",
     "Stack",
     "StackRows",
     "StackSpan",
@@ -57,6 +59,7 @@ _BUILDS: dict[str, frozenset[str]] = {
 _MACHINES = ("x86_64", "AMD64")
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
+_FUNCTIONS = ("none", "scale", "cap", "silu", "gelu", "gelu_tanh", "relu", "relu2")  # Function of elementwise.h
 
 _MIN_THREADED_LOGITS = 1 << 18  # choices over fewer logits run on one thread
 
@@ -68,31 +71,13 @@ Shape = tuple[float, float, float, float]  # temperature (0 is greedy), top_k, t
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 _SIGNATURES = {
-    "outrider_linear": [_pointer, _pointer, _int, _pointer, _float, _pointer, _int],
+    "outrider_linear": [_pointer, _pointer, _int, _pointer, _pointer, _int],
     "outrider_read": [_pointer, _int, _int],
     "outrider_multiply_add": [_int, _int, _int],
     "outrider_forward": [_pointer, _pointer],
     "outrider_draft": [_pointer, _pointer, _pointer],
     "outrider_choose": [_pointer, _int],
 }
-_PRODUCTS = ("qkv", "out", "gate_up", "down")
-_NORMS = ("norm_in", "norm_mlp", "q_norm", "k_norm")
-_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "vocab", "positions", "form", "residual_normed")
-
-
-class _LayerSpec(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in (*_PRODUCTS, *_NORMS)),
-        ("window", _int),
-    )
-
-
-class _StackSpec(ctypes.Structure):
-    _fields_ = (
-        *((name, _int) for name in _SIZES),
-        ("eps", _float),
-        *((name, _pointer) for name in ("layer", "joined", "output", "norm", "norm_hidden", "embedding", "cos", "sin")),
-    )
 
 
 class Core:
@@ -265,24 +250,64 @@ class Threads:
             self._clear = None
 
 
+class Epilogue(NamedTuple):
+    """What is done with the results of a product."""
+
+    activation: str | None = None
+    paired: bool = False  # the first half of the columns is a gate: the product is activation(gate) * the other half
+    scale: float = 1.0
+    cap: float | None = None  # y becomes cap * tanh(y / cap), after the scale
+
+    @property
+    def function(self) -> int:
+        """Its number in the core."""
+        return _FUNCTIONS.index(self.activation or ("none" if self.scale == 1.0 else "scale") if self.cap is None else "cap")
+
+
+class NormWeights(NamedTuple):
+    """A norm over rows. Without weights there is none."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    layer: bool = False  # the mean is subtracted first
+    eps: float = 0.0
+
+
+class RotaryRows(NamedTuple):
+    """A rotary table; without one nothing is rotated."""
+
+    cos: Tensor | None = None  # (rows, head_dim / 2)
+    sin: Tensor | None = None
+    growth: Tensor | None = None  # (rows,) of queries
+
+
+_STORED, _NO_NORM = Epilogue(), NormWeights()
+
+
 class PackedLinear:
-    """A weight matrix (columns, inner) in the core's layout, with its bias. The first half of the columns of a paired matrix
-    is a gate: the product is silu(gate) * the other half.
+    """A weight matrix (columns, inner) in the core's layout, with its bias and its epilogue.
 
     bf16 weights are packed to 12 bits (lossless) where nearly all fit, unless `pack_12bit` is False. The bits of a product do
     not depend on it.
     """
 
     def __init__(
-        self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False, pack_12bit: bool = True
+        self,
+        core: Core,
+        kind: str,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        then: Epilogue = _STORED,
+        pack_12bit: bool = True,
     ) -> None:
         columns, self.inner = weight.shape
-        self.columns = columns // 2 if paired else columns  # of a product
+        self.columns = columns // 2 if then.paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(kind, weight.detach(), bias, paired, pack_12bit and core.packs_12bit, core.isolates_matrices)
+        self._packed = pack(kind, weight.detach(), bias, then.paired, pack_12bit and core.packs_12bit, core.isolates_matrices)
         panels, steps, *parts = self._packed
-        self._spec = array("q", (KINDS[kind], self.columns, self.inner, panels, steps, paired, *map(_address, parts)))
+        sizes = (KINDS[kind], self.columns, self.inner, panels, steps, then.paired)
+        self._spec = array("q", _words((*sizes, *parts, then.function, float(then.scale), float(then.cap or 0.0))))
         self.handle = self._spec.buffer_info()[0]
 
     @property
@@ -290,15 +315,15 @@ class PackedLinear:
         """Bytes that a product reads."""
         return self._packed.weights.nbytes + self._packed.raw_blocks.nbytes
 
-    def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """(rows, columns) float32 of rows (rows, inner) float32, normed first where `norm` is set."""
+    def __call__(self, x: Tensor, norm: NormWeights = _NO_NORM) -> Tensor:
+        """(rows, columns) float32 of rows (rows, inner) float32, which `norm` norms first."""
         if x.dtype != torch.float32 or x.shape[1:] != (self.inner,):
             raise ValueError(f"rows of {self.inner} float32 values were expected, not {tuple(x.shape)} {x.dtype}")
         x = x.contiguous()
-        rows, out = x.shape[0], torch.empty(x.shape[0], self.columns)
+        rows, out, norm_spec = x.shape[0], torch.empty(x.shape[0], self.columns), array("q", _words(norm))
         if rows:
-            source, weights, target = x.data_ptr(), _address(norm), out.data_ptr()
-            self._threads.run(rows, lambda n: self._core.linear(self.handle, source, rows, weights, eps, target, n))
+            source, weights, target = x.data_ptr(), norm_spec.buffer_info()[0], out.data_ptr()
+            self._threads.run(rows, lambda n: self._core.linear(self.handle, source, rows, weights, target, n))
         return out
 
 
@@ -313,41 +338,50 @@ class ChainParams(NamedTuple):
     floor: float = 0.0  # drafting ends where the survival of every chain is below it
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Matrices are (out, in); norms that are None are left out."""
+class LayerWeights(NamedTuple):
+    """One decoder layer, in the order of LayerSpec in core.cpp. Matrices are (out, in)."""
 
     qkv: PackedLinear  # columns by head of keys: its queries, key and value
     out: PackedLinear
-    gate_up: PackedLinear  # paired
+    gate_up: PackedLinear
     down: PackedLinear
-    norm_in: Tensor | None
-    norm_mlp: Tensor
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    window: int | None = None
+    norm_in: NormWeights
+    norm_mlp: NormWeights
+    norm_attn_out: NormWeights
+    norm_mlp_out: NormWeights
+    q_norm: NormWeights  # of all heads, side by side
+    k_norm: NormWeights
+    qk_over_width: bool  # q_norm and k_norm norm all heads of a row together
+    parallel: bool  # attention and MLP read the same rows
+    rotary: RotaryRows
+    scale: float  # of scores
+    window: int  # 0: none
+    soft_cap: float  # 0: none
+    residual_scale: float  # of what a norm after a part leaves
 
 
-@dataclass(frozen=True, slots=True)
-class StackWeights:
-    """A stack of layers with its embedding, rotary tables, norms and output matrix."""
+class StackWeights(NamedTuple):
+    """A stack of layers and what is around it, in the order of StackSpec in core.cpp."""
 
-    layers: Sequence[LayerWeights]
+    layer: list[LayerWeights]
+    layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
-    eps: float
-    embedding: Tensor  # (V, hidden) float32
-    cos: Tensor  # (positions, head_dim / 2)
-    sin: Tensor
-    norm: Tensor | None  # the last one
+    ffn: int  # of the widest layer
+    vocab: int
+    rotary_rows: int  # of the shortest rotary table
+    embedding: Tensor  # (vocab, hidden)
+    learned: Tensor | None = None  # of positions
+    learned_rows: int = 0
+    embedding_scale: float = 1.0
     form: int = TOKENS
+    residual_normed: bool = False
     joined: PackedLinear | None = None  # of JOINED
     output: PackedLinear | None = None  # to logits
-    norm_hidden: Tensor | None = None  # of BESIDE: the feature's
-    residual_normed: bool = False
+    norm: NormWeights = _NO_NORM  # the last one
+    norm_hidden: NormWeights = _NO_NORM  # of BESIDE: the feature's
 
 
 class StackSpan(NamedTuple):
@@ -381,11 +415,9 @@ class Stack:
         self._pool = (keys, values)
         self._threads = Threads(core)
         self._chain_threads = Threads(core)
-        self._kept: list[Tensor] = []  # what the specifications point to
-        specs = [self._layer(layer) for layer in weights.layers]
-        self._layers = (_LayerSpec * len(specs))(*specs)
-        self._spec = self._stack(weights)
-        self._place = ctypes.addressof(self._spec)
+        self._layers = array("q", _words(tuple(weights.layer)))
+        self._spec = array("q", (self._layers.buffer_info()[0], *_words(weights[1:])))
+        self._place = self._spec.buffer_info()[0]
         self._memory = (keys.data_ptr(), values.data_ptr(), keys.shape[1], page_size, 4 // keys.element_size())
 
     def forward(
@@ -403,7 +435,7 @@ class Stack:
         """
         rows, w = layout[1], self._weights
         stream = torch.empty(rows, w.hidden) if wanted is None else None
-        last = None if w.norm is None else torch.empty(rows, w.hidden)
+        last = None if w.norm.weight is None else torch.empty(rows, w.hidden)
         tapped = None if taps is None else torch.empty(rows, len(taps), w.hidden)
         if features is not None:
             if features.dtype != torch.float32 or features.shape != (rows, w.hidden):
@@ -414,7 +446,7 @@ class Stack:
             assert w.output is not None
             logits = torch.empty(len(wanted), w.output.columns)
         first, end, lag = span
-        spec = array("q", (layout.buffer_info()[0], *self._memory, first, len(self._layers) if end is None else end, lag,
+        spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
             _address(features), _address(taps), 0 if taps is None else len(taps), _address(tapped),
             _address(stream), _address(last), chosen.buffer_info()[0], len(chosen), _address(logits), 0))  # fmt: skip
         self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
@@ -433,13 +465,12 @@ class Stack:
             raise ValueError(f"chains of {list(wanted)} tokens need {sizes}")
         tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
-        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, len(self._layers), *[0] * 11))
+        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, self._weights.layers, *[0] * 11))
         inputs = [values.buffer_info()[0] for values in (chains.shapes, chains.draft_temperatures, chains.keys)]
         outputs = [values.buffer_info()[0] for values in (tokens, chances)]
-        floor, drawn = array("d", (chains.floor,)), array("q", (steps,))
-        floor_bits = int.from_bytes(floor.tobytes(), sys.byteorder)
+        drawn = array("q", (steps,))
         first = (logits.data_ptr(), sequences, logits.shape[2], *inputs, chains.words, 1, *outputs)
-        chain_spec = array("q", (steps, wanted.buffer_info()[0], floor_bits, drawn.buffer_info()[0], *first))
+        chain_spec = array("q", _words((steps, wanted.buffer_info()[0], chains.floor, drawn.buffer_info()[0], *first)))
 
         def draft(threads: int) -> int:
             self._call(self._core.draft, threads, spec, chain_spec)
@@ -468,26 +499,8 @@ class Stack:
     def bytes(self) -> int:
         """Bytes of weights that one forward reads, with logits where the stack has an output matrix."""
         output = self._weights.output
-        parts = (part.bytes for w in self._weights.layers for part in (w.qkv, w.out, w.gate_up, w.down))
+        parts = (part.bytes for w in self._weights.layer for part in (w.qkv, w.out, w.gate_up, w.down))
         return sum(parts) + (0 if output is None else output.bytes)
-
-    def _layer(self, layer: LayerWeights) -> _LayerSpec:
-        norms = {name: self._keep(getattr(layer, name)) for name in _NORMS}
-        products = {name: getattr(layer, name).handle for name in _PRODUCTS}
-        return _LayerSpec(**products, **norms, window=layer.window or 0)
-
-    def _stack(self, w: StackWeights) -> _StackSpec:
-        sizes = {name: getattr(w, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "form", "residual_normed")}
-        tables = {name: self._keep(getattr(w, name)) for name in ("norm", "norm_hidden", "embedding", "cos", "sin")}
-        joined, output = (None if linear is None else linear.handle for linear in (w.joined, w.output))
-        sizes |= {"layers": len(w.layers), "vocab": len(w.embedding), "positions": len(w.cos)}
-        return _StackSpec(**sizes, **tables, eps=w.eps, joined=joined, output=output, layer=ctypes.addressof(self._layers))
-
-    def _keep(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        self._kept.append(tensor.detach().float().contiguous())
-        return self._kept[-1].data_ptr()
 
 
 def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
@@ -496,19 +509,49 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
         raise ValueError(f"{w.heads} heads of {w.head_dim} values cannot share {w.kv_heads} heads of keys")
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
     inner = 2 * w.hidden if w.form == BESIDE else w.hidden
-    for layer in w.layers:
-        want = {"qkv": (q + 2 * kv, inner), "out": (w.hidden, q), "gate_up": (w.ffn, w.hidden), "down": (w.hidden, w.ffn)}
-        for name, shape in want.items():
+    norms = dict.fromkeys(("norm_in", "norm_mlp", "norm_attn_out", "norm_mlp_out"), w.hidden) | {"q_norm": q, "k_norm": kv}
+    for layer in w.layer:
+        width = layer.down.inner
+        products = {"qkv": (q + 2 * kv, inner), "out": (w.hidden, q), "gate_up": (width, w.hidden), "down": (w.hidden, width)}
+        if width > w.ffn:
+            raise ValueError(f"the stack needs {width} values between gate_up and down, not {w.ffn}")
+        for name, shape in products.items():
             part: PackedLinear = getattr(layer, name)
             if (part.columns, part.inner) != shape:
                 raise ValueError(f"{name} is {(part.columns, part.inner)} where the stack needs {shape}")
-    if (w.output is not None and w.output.inner != w.hidden) or w.embedding.shape[1] != w.hidden:
-        raise ValueError(f"the embedding or the output matrix does not have rows of {w.hidden} values")
-    if w.cos.shape != w.sin.shape or w.cos.shape[1] != w.head_dim // 2:
-        raise ValueError(f"rotary tables are {tuple(w.cos.shape)} for heads of {w.head_dim} values")
+        for name, width in norms.items():
+            _check_rows(name, getattr(layer, name)[:2], (width,))
+        _check_rows("a rotary table", layer.rotary[:2], (w.rotary_rows, w.head_dim // 2))
+        _check_rows("a rotary table", layer.rotary[2:], (w.rotary_rows,))
+    if w.output is not None and w.output.inner != w.hidden:
+        raise ValueError(f"the output matrix does not have rows of {w.hidden} values")
+    _check_rows("the embedding", (w.embedding,), (w.vocab, w.hidden))
+    _check_rows("the table of positions", (w.learned,), (w.learned_rows, w.hidden))
+    _check_rows("a norm", (*w.norm[:2], *w.norm_hidden[:2]), (w.hidden,))
     width = -(-w.head_dim // 16) * 16
-    if keys.shape[0] < len(w.layers) or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * width:
-        raise ValueError(f"KV memory of {tuple(keys.shape)} does not hold {len(w.layers)} layers of {w.kv_heads} heads")
+    if keys.shape[0] < w.layers or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * width:
+        raise ValueError(f"KV memory of {tuple(keys.shape)} does not hold {w.layers} layers of {w.kv_heads} heads")
+
+
+def _check_rows(name: str, tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
+    for x in tensors:
+        if x is not None and (x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype} where the stack needs {shape} float32, contiguous")
+
+
+def _words(record: tuple[Any, ...]) -> list[int]:
+    """A record as 64-bit words: its fields in order, records inside it in place, tensors and matrices by address."""
+    words: list[int] = []
+    for value in record:
+        if isinstance(value, tuple):
+            words += _words(value)
+        elif isinstance(value, PackedLinear):
+            words.append(value.handle)
+        elif isinstance(value, float):
+            words += array("q", struct.pack("d", value))
+        else:
+            words.append(_address(value) if value is None or isinstance(value, Tensor) else value)
+    return words
 
 
 def _address(tensor: Tensor | None) -> int:

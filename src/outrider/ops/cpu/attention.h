@@ -8,7 +8,6 @@
 // neighbours or the rows computed together.
 #pragma once
 
-#include <cmath>
 #include <vector>
 
 #include "linear.h"
@@ -64,6 +63,7 @@ struct Feed {
     int start, fed, nodes, known;
     int first_key;  // the first slot with a key; those before are empty
     int page_count;
+    int rotary_start;  // the first row of the rotary tables that it uses
     const int32_t *pages, *parents;
     bool tree;  // some node does not lie at its logical position
 
@@ -77,6 +77,12 @@ struct Row {
     const int32_t* path;
 
     int slot_of(int at) const { return path && at > feed->root() ? path[at - feed->root() - 1] : at; }
+};
+
+// What a row sees of the positions up to its own.
+struct Sight {
+    int window;  // positions, its own included; 0: all
+    float cap;   // scores become cap * tanh(score / cap); 0: they stay
 };
 
 constexpr int kQueries = 16;  // rows x queries per head that one unit aims at
@@ -135,8 +141,8 @@ template <class K>
 class Attention {
    public:
     // `rows` begin with the first of `count`. `memory` is the calling thread's.
-    Attention(const Pages& kv, const Row* rows, int count, int head, int group, int window, std::vector<float>& memory)
-        : kv(kv), rows(rows), head(head), group(group), window(window), queries(count * group) {
+    Attention(const Pages& kv, const Row* rows, int count, int head, int group, const Sight& sight, std::vector<float>& memory)
+        : kv(kv), rows(rows), head(head), group(group), sight(sight), queries(count * group) {
         const Feed& feed = *rows->feed;
         int first = rows->position, last = 0;
         for (int r = 0; r < count; r++) {
@@ -176,6 +182,7 @@ class Attention {
             // begin below the root, and positions before the window have no scores
             for (int at = std::max(row.feed->root() + 1, begin); row.path && at <= row.position; at++)
                 row_scores[at - base] = row_scores[row.slot_of(at) - base];
+            if (sight.cap > 0.0f) cap(row_scores, begin - base, row.position + 1 - base);
             row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.position + 1 - base, until - base);
         }
         mix(next);
@@ -236,9 +243,13 @@ class Attention {
     }
 
     // The first position a row sees; never before base.
-    int begin_of(const Row& row) const { return std::max(row.feed->first_key, window > 0 ? row.position + 1 - window : 0); }
+    int begin_of(const Row& row) const { return std::max(row.feed->first_key, sight.window > 0 ? row.position + 1 - sight.window : 0); }
     float* place(const Rows& x, int per_head, int query) const {
         return x[query / group] + static_cast<size_t>(head * per_head + query % group) * kv.head_dim;
+    }
+
+    void cap(float* score, int begin, int end) const {
+        for (int i = begin / kLanes * kLanes; i < end; i += kLanes) store(score + i, soft_capped(load(score + i), sight.cap));
     }
 
     // Scores [begin, end) become exponentials and all others up to `until` zero, encoded as words in place (a word never
@@ -264,7 +275,7 @@ class Attention {
     const Pages& kv;
     const Row* rows;
     int head, group;  // of queries per head of keys
-    int window;       // positions a row sees, itself included; 0: all
+    Sight sight;
     int queries, first_page;
     int base;    // scores lie at [query][position - base]; a multiple of 16. The last entry is the sum of the weights
     int end = 0;  // slots from here on are not read

@@ -10,11 +10,20 @@
 
 namespace outrider {
 
+// Cosines and sines (rows, head_dim / 2), and what queries grow by (rows), or null.
+struct Rotary { const float *cos, *sin, *growth; };
+
 struct LayerSpec {
     const Linear *qkv, *out, *gate_up, *down;  // columns of qkv are, for each head of keys: its queries, key and value
-    const float *norm_in, *norm_mlp;  // null: no norm there
-    const float *q_norm, *k_norm;
-    int64_t window;  // 0: none
+    Norm norm_in, norm_mlp, norm_attn_out, norm_mlp_out;
+    Norm q_norm, k_norm;  // with the weights of all heads
+    int64_t over_width;   // q_norm and k_norm norm all heads of a row together, not each by itself
+    int64_t parallel;     // attention and MLP read the same rows
+    Rotary rotary;        // without cosines queries and keys are not rotated
+    double scale;         // of scores
+    int64_t window;       // 0: none
+    double soft_cap;      // of scores; 0: none
+    double residual_scale;  // of what a norm after a part leaves; without such a norm it is in the part's last product
 };
 
 // How rows enter the first layer.
@@ -25,12 +34,15 @@ enum Form : int64_t {
 };
 
 struct StackSpec {
-    int64_t hidden, heads, kv_heads, head_dim, ffn, layers, vocab, positions, form, residual_normed;
-    double eps;
     const LayerSpec* layer;
-    const Linear *joined, *output;     // of kJoined; the matrix of logits, or null
-    const float *norm, *norm_hidden;   // the last one, or null; of kBeside the feature's
-    const float *embedding, *cos, *sin;  // (vocab, hidden), (positions, head_dim / 2)
+    int64_t layers, hidden, heads, kv_heads, head_dim, ffn, vocab;  // ffn: of the widest layer
+    int64_t rotary_rows;  // of the shortest rotary table
+    const float *embedding, *learned;  // (vocab, hidden); of positions, or null
+    int64_t learned_rows;
+    double embedding_scale;
+    int64_t form, residual_normed;
+    const Linear *joined, *output;  // of kJoined; the matrix of logits, or null
+    Norm norm, norm_hidden;         // the last one; of kBeside the feature's
 };
 
 struct ForwardSpec {
@@ -60,16 +72,16 @@ struct Layout {
     int rows() const { return static_cast<int>(row.size()); }
 };
 
-// layout: feeds, rows, then per feed (start, fed, nodes, known, first_key, pages), then tokens of all rows, then
+// layout: feeds, rows, then per feed (start, fed, nodes, known, first_key, pages, rotary_start), then tokens of all rows, then
 // the pages of each feed, then the parents of each feed's nodes. Returns false where it contradicts itself or where a feed
 // has more slots than its pages. Nothing is derived from unchecked values.
 bool read_layout(const int32_t* in, int64_t page_size, Layout& l) {
     const int feeds = in[0], rows = in[1];
-    l.tokens = in + 2 + 6 * feeds;
+    l.tokens = in + 2 + 7 * feeds;
     const int32_t* next = l.tokens + rows;
     l.feeds.clear(), l.row.clear(), l.paths.clear();
-    for (const int32_t* head = in + 2; head < l.tokens; next += head[5], head += 6)
-        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], head[5], next, nullptr, false});
+    for (const int32_t* head = in + 2; head < l.tokens; next += head[5], head += 7)
+        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], head[5], head[6], next, nullptr, false});
     std::vector<int> depths;  // of every node of every feed
     size_t steps = 0;
     for (Feed& feed : l.feeds) {
@@ -107,6 +119,10 @@ bool read_layout(const int32_t* in, int64_t page_size, Layout& l) {
     return l.rows() == rows;
 }
 
+inline int64_t rotary_row(const Row& row, const ForwardSpec& f) {
+    return row.feed->rotary_start + std::max<int64_t>(row.position - f.rotary_lag, 0);
+}
+
 // Whether every row reads and writes valid memory: a wrong layout must fail and do no other harm.
 bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
     const auto all_below = [](const int32_t* x, int64_t count, int64_t limit) {
@@ -115,10 +131,10 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
     if (f.first_layer < 0 || f.last_layer < f.first_layer || f.last_layer > s.layers || f.rotary_lag < 0) return false;
     for (const Feed& feed : l.feeds) {
         if (int64_t{feed.start} + feed.fed + feed.nodes > feed.page_count * f.page_size) return false;  // chains grow
-        if (!all_below(feed.pages, feed.page_count, f.pages)) return false;
+        if (!all_below(feed.pages, feed.page_count, f.pages) || feed.rotary_start < 0) return false;
     }
     for (const Row& row : l.row)
-        if (row.position - f.rotary_lag >= s.positions) return false;
+        if (rotary_row(row, f) >= s.rotary_rows || (s.learned && row.position >= s.learned_rows)) return false;
     return all_below(l.tokens, l.rows(), s.vocab) && all_below(f.wanted, f.wants, l.rows());
 }
 
@@ -152,8 +168,7 @@ Workspace& workspace() {
 class Forward {
    public:
     Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w)
-        : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), group(static_cast<int>(s.heads / s.kv_heads)),
-          eps(static_cast<float>(s.eps)), x(w.rows(0, hidden)), wide(w.rows(1, 2 * hidden)),
+        : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), group(static_cast<int>(s.heads / s.kv_heads)), x(w.rows(0, hidden)), wide(w.rows(1, 2 * hidden)),
           qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim)), mixed(w.rows(3, s.heads * s.head_dim)),
           gated(w.rows(4, s.ffn)), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
         w.scratch.resize(std::max<size_t>(w.scratch.size(), f.threads));
@@ -169,7 +184,7 @@ class Forward {
             leave();
         }
         if (!f.wants) return;
-        const Input ends{dense(f.last, s.hidden), static_cast<int>(f.wants), nullptr, 0.0f, f.wanted};
+        const Input ends{dense(f.last, s.hidden), static_cast<int>(f.wants), {}, f.wanted};
         multiply(*s.output, ends, dense(f.logits, s.output->columns), Then::kStore);
     }
 
@@ -187,15 +202,30 @@ class Forward {
     }
 
     void layer(const LayerSpec& l, int64_t index) {
-        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in, eps}, qkv, Then::kStore, false);
+        const Rows inner{gated.at, gated.stride, static_cast<int>(l.down->inner)};
+        if (l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore);
+        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in}, qkv, Then::kStore, false);
         const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
         const int page = static_cast<int>(f.page_size), per_word = static_cast<int>(f.per_word);
         const size_t before = static_cast<size_t>(f.pages) * kv_heads * page * width / per_word * index;
         const Pages kv{f.keys + before, f.values + before, kv_heads, page, dim, width, per_word};
         kv.per_word == 1 ? attend<F32>(l, kv) : attend<BF16>(l, kv);
-        multiply(*l.out, {mixed, rows}, x, Then::kAdd);
-        multiply(*l.gate_up, {x, rows, l.norm_mlp, eps}, gated, Then::kGate);
-        multiply(*l.down, {gated, rows}, x, Then::kAdd);
+        join(*l.out, mixed, l.norm_attn_out, l.residual_scale);
+        if (!l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore);
+        join(*l.down, inner, l.norm_mlp_out, l.residual_scale);
+    }
+
+    // Adds the last product of a part to the residual stream, after a norm if there is one.
+    void join(const Linear& l, const Rows& in, const Norm& norm, double scale) {
+        if (!norm.weight) return multiply(l, {in, rows}, x, Then::kAdd);
+        const Rows part{wide.at, wide.stride, hidden};
+        multiply(l, {in, rows}, part, Then::kStore);
+        const f32x16 factor = splat(static_cast<float>(scale));
+        each_row([&](int r) {
+            normed(part[r], part[r], norm, hidden);
+            for (int i = 0; i < hidden; i += kLanes) store(x[r] + i, load(x[r] + i) + load(part[r] + i) * factor);
+        });
+        m.barrier();
     }
 
     template <class K>
@@ -203,11 +233,13 @@ class Forward {
         const Share mine = m.share(kv.kv_heads);
         // where the columns that a thread computed are those of whole heads of keys, no thread waits for another
         const bool local_heads = kv.kv_heads % m.threads == 0 && (group + 2) * kv.head_dim % (2 * kLanes) == 0;
-        if (!local_heads) m.barrier();
+        if (!local_heads || l.over_width) m.barrier();
+        if (l.over_width) norm_width(l);
         for (int head = mine.begin; head < mine.end; head++)  // of all rows: the values of two share a word
             for (int r = 0; r < rows; r++) place<K>(l, kv, r, head);
         if (!local_heads) m.barrier();
         const Share heads = local_heads ? mine : Share{0, kv.kv_heads};
+        const Sight sight{static_cast<int>(l.window), static_cast<float>(l.soft_cap)};
         int turn = 0;
         const int max_rows = std::max(1, kQueries / group);
         for (int begin = 0, end; begin < rows; begin = end) {
@@ -215,10 +247,21 @@ class Forward {
             for (int head = heads.begin; head < heads.end; head++) {
                 if (!local_heads && turn++ % m.threads != m.thread) continue;
                 const int next = head + (local_heads ? 1 : m.threads);
-                Attention<K>(kv, &row(begin), end - begin, head, group, static_cast<int>(l.window), w.scratch[m.thread])
+                Attention<K>(kv, &row(begin), end - begin, head, group, sight, w.scratch[m.thread])
                     .run(qkv.from(begin), mixed.from(begin), next < heads.end ? next : -1);
             }
         }
+        m.barrier();
+    }
+
+    // Norms all queries of a row together, and all keys.
+    void norm_width(const LayerSpec& l) const {
+        const int dim = static_cast<int>(s.head_dim), kv_heads = static_cast<int>(s.kv_heads), stride = (group + 2) * dim;
+        const auto together = [&](const Norm& norm, float* values, int width) {
+            const RowNorm row_norm(norm, values, width, kv_heads, stride);
+            for (int head = 0; head < kv_heads; head++, values += stride) row_norm(values, values, width, head * width);
+        };
+        each_row([&](int r) { together(l.q_norm, qkv[r], group * dim), together(l.k_norm, qkv[r] + group * dim, dim); });
         m.barrier();
     }
 
@@ -227,47 +270,60 @@ class Forward {
     void place(const LayerSpec& l, const Pages& kv, int r, int head) {
         const int dim = kv.head_dim, slot = row(r).slot, offset = slot % kv.page_size;
         const int page = row(r).feed->pages[slot / kv.page_size];
+        const size_t turn = rotary_row(row(r), f);
+        const float scale = static_cast<float>(l.scale) * (l.rotary.growth ? l.rotary.growth[turn] : 1.0f);
         float *queries = qkv[r] + static_cast<size_t>(head * (group + 2)) * dim, *key = queries + group * dim;
-        for (float* query = queries; query < key; query += dim)
-            rotate(query, r, l.q_norm, 1.0f / std::sqrt(static_cast<float>(dim)));
-        rotate(key, r, l.k_norm, 1.0f);
+        for (int i = 0; i < group; i++) rotate(l, queries + i * dim, l.q_norm, head * group + i, turn, scale);
+        rotate(l, key, l.k_norm, head, turn, 1.0f);
         keep_finite(key, dim);
         kv.put_key<K>(page, head, offset, key);
         kv.put_value<K>(page, head, offset, key + dim);
     }
 
-    void rotate(float* values, int r, const float* norm, float factor) {
+    void rotate(const LayerSpec& l, float* values, const Norm& norm, int head, size_t turn, float factor) const {
         const int dim = static_cast<int>(s.head_dim), half = dim / 2;
-        if (norm) normed(values, values, norm, dim, eps);
-        const size_t turn = static_cast<size_t>(std::max<int64_t>(row(r).position - f.rotary_lag, 0)) * half;
+        if (norm.weight && !l.over_width) normed(values, values, norm.from(static_cast<size_t>(head) * dim), dim);
         const f32x16 scale = splat(factor);
         for (int i = 0; i < half; i += kLanes) {
             const int left = half - i;
-            const f32x16 cos = load_upto(s.cos + turn + i, left), sin = load_upto(s.sin + turn + i, left);
-            const f32x16 a = load_upto(values + i, left), b = load_upto(values + half + i, left);
-            store_upto(values + i, (a * cos - b * sin) * scale, left);
-            store_upto(values + half + i, (b * cos + a * sin) * scale, left);
+            f32x16 a = load_upto(values + i, left), b = load_upto(values + half + i, left);
+            if (l.rotary.cos) {
+                const f32x16 cos = load_upto(l.rotary.cos + turn * half + i, left), first = a;
+                const f32x16 sin = load_upto(l.rotary.sin + turn * half + i, left);
+                a = a * cos - b * sin, b = b * cos + first * sin;
+            }
+            store_upto(values + i, a * scale, left);
+            store_upto(values + half + i, b * scale, left);
         }
     }
 
     // The chunk's rows as they enter the first layer.
     void enter() {
         each_row([&](int r) {
-            const float* token = s.embedding + static_cast<size_t>(w.layout.tokens[first + r]) * hidden;
-            const float* feature = f.features ? f.features + static_cast<size_t>(first + r) * hidden : token;
-            copy(x[r], feature);
-            if (s.form != kTokens) copy(wide[r], token), copy(wide[r] + hidden, feature);
+            if (f.features) copy(x[r], f.features + static_cast<size_t>(first + r) * hidden);
+            else embed(x[r], r);
+            if (s.form != kTokens) embed(wide[r], r), copy(wide[r] + hidden, x[r]);
         });
         m.barrier();
         if (s.form == kJoined) multiply(*s.joined, {wide, rows}, x, Then::kStore);
+    }
+
+    void embed(float* to, int r) const {
+        const float* token = s.embedding + static_cast<size_t>(w.layout.tokens[first + r]) * hidden;
+        const float* position = s.learned ? s.learned + static_cast<size_t>(row(r).position) * hidden : nullptr;
+        const f32x16 scale = splat(static_cast<float>(s.embedding_scale));
+        for (int i = 0; i < hidden; i += kLanes) {
+            const f32x16 values = load_upto(token + i, hidden - i) * scale;
+            store_upto(to + i, position ? values + load_upto(position + i, hidden - i) : values, hidden - i);
+        }
     }
 
     // Normed embedding and normed feature side by side; the residual is the feature, normed or not.
     Input beside(const LayerSpec& l) {
         each_row([&](int r) {
             float *embedding = wide[r], *feature = embedding + hidden;
-            normed(embedding, embedding, l.norm_in, hidden, eps);
-            normed(feature, feature, s.norm_hidden, hidden, eps);
+            normed(embedding, embedding, l.norm_in, hidden);
+            normed(feature, feature, s.norm_hidden, hidden);
             if (s.residual_normed) copy(x[r], feature);
         });
         m.barrier();
@@ -285,7 +341,7 @@ class Forward {
         each_row([&](int r) {
             const size_t at = static_cast<size_t>(first + r) * hidden;
             if (f.stream) copy(f.stream + at, x[r]);
-            if (f.last) normed(f.last + at, x[r], s.norm, hidden, eps);
+            if (f.last) normed(f.last + at, x[r], s.norm, hidden);
         });
         m.barrier();
     }
@@ -294,7 +350,6 @@ class Forward {
     const ForwardSpec& f;
     Workspace& w;
     int hidden, group;  // group: of queries per head of keys
-    float eps;
     Rows x, wide, qkv, mixed, gated;
     PackedRows packed;
     Member m{};
@@ -465,14 +520,12 @@ OUTRIDER_API int32_t outrider_try() {
 // Whether products use AMX tiles. Tiles are loaded straight from memory, so weights may not be 12-bit packed.
 OUTRIDER_API int32_t outrider_tiles() { return kTiles; }
 
-// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias; of paired columns silu(gate) * up.
-OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const float* norm, double eps, float* out,
-                                  int64_t threads) {
+// out (rows, columns) = [norm](x) (rows, inner) times the packed weights, plus bias; then the epilogue.
+OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const Norm* norm, float* out, int64_t threads) {
     const PackedRows packed = workspace().packed(l->inner);
-    const Input in{dense(x, l->inner), static_cast<int>(rows), norm, static_cast<float>(eps)};
-    const Then then = l->paired ? Then::kGate : Then::kStore;
+    const Input in{dense(x, l->inner), static_cast<int>(rows), *norm};
     const Rows to = dense(out, l->columns);
-    team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, to, then, packed, m); });
+    team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, to, Then::kStore, packed, m); });
 }
 
 // Returns 0; or 1 where rows are laid out over memory that is not there; or 2 where there is too little memory. With 1 or 2

@@ -8,10 +8,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <type_traits>
 
-#include "simd.h"
+#include "elementwise.h"
 #include "threads.h"
 
 namespace outrider {
@@ -43,7 +42,8 @@ struct Linear {
     const float *bias, *scale;  // per packed column, or null; scale for int8
     const uint8_t* high;     // the sixteen high bytes of 12-bit packed bf16, four times; else null
     const int32_t *escaped, *first_escaped;  // blocks with other high bytes, -1 at the end of each panel; each panel's first
-    const char* raw_blocks;       // escaped blocks as they are
+    const char* raw_blocks;  // escaped blocks as they are
+    Epilogue epilogue;       // of paired columns the gate's
 
     size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes / 4 * (high ? 3 : 4); }
 
@@ -74,36 +74,20 @@ inline Rows dense(float* at, int64_t width) { return {at, static_cast<size_t>(wi
 struct Input {
     Rows x;
     int rows;
-    const float* norm = nullptr;  // weights of a root-mean-square norm over the row, or null
-    float eps = 0.0f;
+    Norm norm = {};
     const int32_t* chosen = nullptr;  // which rows of x; null: as they lie
 
     const float* row(int r) const { return x[chosen ? chosen[r] : r]; }
     Input part(int first, int count) const {
-        return {chosen ? x : x.from(first), count, norm, eps, chosen ? chosen + first : nullptr};
+        return {chosen ? x : x.from(first), count, norm, chosen ? chosen + first : nullptr};
     }
 };
 
-// What is done with the results of a product. The target of kAdd has whole vectors of columns.
+// What is done with the results y of a product, after the function in its epilogue.
 enum class Then {
-    kStore,  // out = y
-    kAdd,    // out += y
-    kGate,   // paired columns: out = silu(gate) * up
+    kStore,  // out = y; of paired columns out = gate * up
+    kAdd,    // out += y; the target has whole vectors of columns
 };
-
-inline float inverse_rms(const float* x, int width, float eps) {
-    f32x16 squares = splat(0.0f);
-    for (int i = 0; i < width; i += kLanes) {
-        const f32x16 values = load_upto(x + i, width - i);
-        squares = fma(values, values, squares);
-    }
-    return 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
-}
-
-inline void normed(float* to, const float* x, const float* norm, int width, float eps) {
-    const float inverse = inverse_rms(x, width, eps);
-    for (int i = 0; i < width; i++) to[i] = x[i] * inverse * norm[i];
-}
 
 // Activations in the kernel's layout: per block of rows, for every unit of the inner dimension, the words of one row after
 // the other. Each thread packs its share of the rows.
@@ -120,11 +104,11 @@ struct PackedRows {
         for (int r = mine.begin; r < mine.end; r++) {
             const float* x = in.row(r);
             const int width = in.x.width;
-            const f32x16 inverse = splat(in.norm ? inverse_rms(x, width, in.eps) : 1.0f);
+            const RowNorm norm(in.norm, x, width);
             const auto values = [&](int at) {
                 if (at >= width) return splat(0.0f);
                 const f32x16 lanes = load_upto(x + at, width - at);
-                return in.norm ? lanes * inverse * load_upto(in.norm + at, width - at) : lanes;
+                return norm ? norm(lanes, at, width - at) : lanes;
             };
             f32x16 top = splat(0.0f);
             for (int at = 0; std::is_same<K, I8>::value && at < width; at += kLanes) top = maximum(magnitude(values(at)), top);
@@ -166,12 +150,29 @@ struct Packed12Block {
     }
 };
 
-// Turns the sums of R rows over one panel into results: int8 sums lose their offset and are scaled, and the bias is added.
-// The results of a gate wait in `gate` for the other half.
+// Finishes a panel of results y by the matrix's epilogue. `y` has room for twice the rows: the results of a gate wait in the
+// first half for the other columns. Not inlined: epilogues that are not in `finish` are rare, or follow large products.
+__attribute__((noinline)) inline void finish_by_epilogue(const Linear& l, float (*y)[kLanes], int rows, int panel,
+                                                         const Rows& out, Then then) {
+    const bool gated = l.paired && panel % 2;
+    if (!gated) apply(l.epilogue, y, rows);
+    if (l.paired && !gated) return;
+    const int at = (gated ? panel / 2 : panel) * kLanes, room = out.width - at;
+    for (int r = 0; r < rows; r++) {
+        const f32x16 value = gated ? load(y[r]) * load(y[rows + r]) : load(y[r]);
+        float* to = out[r] + at;
+        then == Then::kStore ? store_upto(to, value, room) : store(to, load(to) + value);
+    }
+}
+
+// Turns the sums of R rows over one panel into results: int8 sums lose their offset and are scaled, the bias is added, and
+// the epilogue is applied. `waiting` has room for twice the rows.
 template <class K, int R>
-inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out, Then then,
-                   const PackedRows::Quantum* rows, float (*gate)[kLanes]) {
-    const int at = (then == Then::kGate ? panel / 2 : panel) * kLanes, room = out.width - at;
+__attribute__((always_inline)) inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out,
+                                                  Then then, const PackedRows::Quantum* rows, float (*waiting)[kLanes]) {
+    const bool gate = l.paired && l.epilogue.function == Function::kSilu;
+    const bool plain = !l.paired && l.epilogue.function == Function::kNone;
+    const int at = (gate ? panel / 2 : panel) * kLanes, room = out.width - at;
     float* first = out.at + at;
     const size_t stride = out.stride;
     const int column = panel * kLanes;
@@ -187,13 +188,13 @@ inline void finish(const Linear& l, const typename K::Acc* sums, int panel, cons
             put(r, first + r * stride, bias ? y + load(bias) : y);
         }
     };
-    if (then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
-    if (then == Then::kAdd) return all([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
-    if (panel % 2 == 0) return all([&](int r, float*, f32x16 y) { store(gate[r], y); });
-    all([&](int r, float* to, f32x16 y) {
-        const f32x16 x = load(gate[r]);
-        store_upto(to, x / (splat(1.0f) + exponential(splat(0.0f) - x)) * y, room);
-    });
+    if (plain && then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
+    if (plain) return all([&](int, float* to, f32x16 y) { store(to, load(to) + y); });
+    if (gate && panel % 2)
+        return all([&](int r, float* to, f32x16 y) { store_upto(to, silu(load(waiting[r])) * y, room); });
+    const int half = l.paired && panel % 2 ? R : 0;
+    all([&](int r, float*, f32x16 y) { store(waiting[half + r], y); });
+    if (!gate) finish_by_epilogue(l, waiting, R, panel, out, then);
 }
 
 // R rows of words times one panel.
@@ -293,7 +294,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
                                           Then then, const PackedRows::Quantum* quantum) {
     if constexpr (R > 1)
         if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum);
-    alignas(64) float gate[R][kLanes];
+    alignas(64) float waiting[2 * R][kLanes];
     typename K::Acc sums[R];
 #if defined(__AMX_TILE__)
     for (; !std::is_same<K, F32>::value && panel < end; panel += 4) {
@@ -302,7 +303,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         multiply_tiles<K>(x, R * kUnit, l, panel, count, tile);
         for (int p = 0; p < count; p++) {
             std::memcpy(sums, tile[p], sizeof sums);
-            finish<K, R>(l, sums, panel + p, out, then, quantum, gate);
+            finish<K, R>(l, sums, panel + p, out, then, quantum, waiting);
         }
     }
 #endif
@@ -311,7 +312,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         if (l.scale) fetch(l.scale + (panel + 1) * kLanes - 1);
         if (l.bias) fetch(l.bias + (panel + 1) * kLanes - 1);
         multiply<K, Form, R>(x, l, panel, sums);
-        finish<K, R>(l, sums, panel, out, then, quantum, gate);
+        finish<K, R>(l, sums, panel, out, then, quantum, waiting);
     }
 }
 
