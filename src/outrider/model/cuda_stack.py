@@ -78,9 +78,9 @@ class CudaStack:
         self.kernels = Kernels(shape, self.dtype, future_tokens)
         self._exact = exact
         windows = c.windows or (None,) * c.layers
-        self.layers = [self._layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
-        self.embedding = self._take(decoder.embedding)
-        self.output = self.embedding if decoder.output is None else self._take(decoder.output)
+        self.layers = [self._layer(layer, window) for layer, window in zip(decoder.read_layers(), windows, strict=True)]
+        self.embedding = self._take(decoder.weight("embedding"))
+        self.output = self.embedding if decoder.output is None else self._take(decoder.weight("output"))
         self.norm = decoder.norm.detach().to(device)
         rope = RopeTable(c.rope, c.head_dim, c.context + EXTRA_POSITIONS)
         self.turns = (rope.cos.to(device), rope.sin.to(device))

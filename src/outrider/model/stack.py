@@ -38,8 +38,9 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32."""
     c = decoder.spec
-    layers = [layer_weights(layer, core, c.dtype) for layer in decoder.layers]  # type: ignore[arg-type]
-    output = PackedLinear(core, c.dtype, decoder.embedding if decoder.output is None else decoder.output)
+    layers = [layer_weights(layer, core, c.dtype) for layer in decoder.read_layers()]
+    output = PackedLinear(core, c.dtype, decoder.weight("embedding" if c.tied else "output"))
+    decoder.materialise("embedding")  # the core reads its rows
     return stack_over(pool, core, decoder, c, layers, c.dtype, output=output)
 
 

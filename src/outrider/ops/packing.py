@@ -68,8 +68,9 @@ _arena = _Arena()
 
 
 def pack(core: Core, kind: str, weight: Tensor, bias: Tensor | None, paired: bool, pack_12bit: bool) -> Packed:
-    """A matrix (columns, inner), read where it lies. Panels of a paired one alternate between its halves: gate 0, up 0, gate 1, ...
+    """A matrix (columns, inner), read where it lies.
 
+    Panels of a paired one alternate between its halves: gate 0, up 0, gate 1, ...
     int8 scales the largest magnitude of a column to 127. With `pack_12bit`, bf16 weights are packed to 12 bits where nearly
     all fit. Memory comes from a common arena, or from its own allocation if the core isolates matrices.
     """
@@ -101,11 +102,13 @@ class _Source(NamedTuple):
 
     def make(self, what: int, **tensors: Tensor) -> None:
         """Call the core with a Packing of pack.h, whose fields all have 64 bits."""
-        weight, listed = self.weight, tensors.get("listed")
+        weight, listed = self.weight, len(tensors.get("listed", ()))
         sizes = (*weight.shape, self.halves, self.panels, self.steps)
         where = (weight.data_ptr(), weight.stride(0) * weight.element_size(), *sizes)
         outputs = (tensors[name].data_ptr() if name in tensors else 0 for name in _OUTPUTS)
-        spec = array("q", (what, self.kind, weight.dtype == torch.bfloat16, *where, *outputs, 0 if listed is None else len(listed)))
+        spec = array(
+            "q", (what, self.kind, weight.dtype == torch.bfloat16, *where, *outputs, 0 if listed is None else len(listed))
+        )
         if self.core.pack(spec.buffer_info()[0], self.core.threads):
             raise MemoryError("the native core has too little memory to pack a matrix")
 
