@@ -179,6 +179,6 @@ def _known_name(name: str, spec: ModelSpec) -> str:
     names = names_of(spec)
     for part in _TEXT_PART:
         name = name.removeprefix(part) if name.startswith(part) else name.replace(f"model.{part}", "model.", 1)
-    if not name.startswith((names.optional_prefix, names.output)):
-        name = names.optional_prefix + name
+    if not name.startswith((names.prefix, names.output)):
+        name = names.prefix + name
     return "" if name.endswith((*_IGNORED, *names.ignored)) else name

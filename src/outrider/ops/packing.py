@@ -106,9 +106,7 @@ class _Source(NamedTuple):
         sizes = (*weight.shape, self.halves, self.panels, self.steps)
         where = (weight.data_ptr(), weight.stride(0) * weight.element_size(), *sizes)
         outputs = (tensors[name].data_ptr() if name in tensors else 0 for name in _OUTPUTS)
-        spec = array(
-            "q", (what, self.kind, weight.dtype == torch.bfloat16, *where, *outputs, 0 if listed is None else len(listed))
-        )
+        spec = array("q", (what, self.kind, weight.dtype == torch.bfloat16, *where, *outputs, listed))
         if self.core.pack(spec.buffer_info()[0], self.core.threads):
             raise MemoryError("the native core has too little memory to pack a matrix")
 
