@@ -123,7 +123,11 @@ class StoredWeights:
         stored, place = parts[0]
         if len(parts) == 1 and place.rows == slice(None):
             return place.arrange(self._tensor(stored, parameter))
-        whole = torch.empty(parameter.shape, dtype=self._dtype if parameter.dim() == 2 else parameter.dtype)
+        kinds = {self._checkpoint.headers[stored].dtype for stored, _ in parts}
+        dtype = parameter.dtype if parameter.dim() == 1 else self._dtype
+        if dtype == torch.float32 and len(kinds) == 1 and kinds != {"int8"}:
+            dtype = getattr(torch, kinds.pop())  # no wider than it is stored
+        whole = torch.empty(parameter.shape, dtype=dtype)
         self.fill(name, whole)
         return whole
 
