@@ -22,6 +22,7 @@ from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
+from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, generation_defaults, is_int8, usable_ids
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
@@ -98,6 +99,7 @@ def load_target(settings: Settings) -> Target:
     runner = _runner(decoder, device, pages, sizes.page_size)
     if not device.is_gpu and (missing := missing_core()) is not None:
         _log.warning("the native core is not in use, so torch decodes, slower and with the same promises: %s", missing)
+    _log.info("%s: %s", directory, loaded_line(runner))
     return Target(directory, device, options, sizes, pages, runner, tokenizer, defaults, eos)
 
 
