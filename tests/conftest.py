@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -87,28 +86,6 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """Costs measured by tests are kept away from the user's, and the user's from tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _each_matrix_is_packed_once() -> Iterator[None]:
-    """The bundled model is loaded hundreds of times, and most of that time would be spent on packing the same matrices."""
-    from outrider.ops import native
-    from outrider.ops.packing import Packed
-
-    pack, packed = native.pack, dict[object, Packed]()
-
-    def remembered(kind: str, weight: torch.Tensor, bias: torch.Tensor | None, *settings: bool) -> Packed:
-        if weight.numel() < 1 << 16:
-            return pack(kind, weight, bias, *settings)
-        parts = [part.detach().contiguous().view(torch.uint8).numpy() for part in (weight, bias) if part is not None]
-        key = (kind, weight.dtype, weight.shape, settings, *(hashlib.sha256(part).digest() for part in parts))
-        if key not in packed:
-            packed[key] = pack(kind, weight, bias, *settings)
-        return packed[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "pack", remembered)
         yield
 
 

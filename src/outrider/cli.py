@@ -211,6 +211,28 @@ def doctor(
     return None
 
 
+@app.command()
+def models(
+    model: Annotated[str | None, typer.Argument(help="Say what this directory or hub id needs, instead of listing all.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/models.md.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the families of models and which features each backend has, or say what a model needs."""
+    from outrider.bench import models as listing
+
+    console = PlainConsole(quiet=as_json)
+    if model is not None:
+        found = listing.show_directory(model, console)
+    else:
+        found = listing.as_dict()
+        if markdown:
+            print(listing.families_page())
+        else:
+            listing.show_families(console)
+    if as_json:
+        print(json.dumps(found))
+
+
 def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:
     from outrider.bench.costs import measured_costs, show_costs, write_plot
 

@@ -147,3 +147,43 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path, config) == ({"temperature": 0.6, "top_p": 0.95}, frozenset({5, 6, 9}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     assert generation_defaults(tmp_path, config)[0] == {"temperature": 0.0}
+
+
+def with_config(directory: Path, **changes: object) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+def test_a_stored_output_matrix_beside_a_config_that_ties(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same matrix is the embedding; another one is used, as Transformers does."""
+    separate = load_decoder(saved)
+    assert separate.output is not None
+    with_config(saved, tie_word_embeddings=True)
+    kept = load_decoder(saved)
+    assert not kept.spec.tied
+    assert torch.equal(kept.output, separate.output)  # type: ignore[arg-type]
+    assert "stores another one, which is used" in caplog.text
+    caplog.clear()
+    edit(saved / "model.safetensors", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    tied = load_decoder(saved)
+    assert tied.spec.tied
+    assert tied.output is None
+    assert not caplog.text
+    edit(saved / "model.safetensors", lambda t: t.update({"lm_head.weight": torch.ones(3, 48)}))
+    load_decoder(saved)  # of another shape it is no output matrix
+
+
+def test_a_missing_output_matrix_is_the_embedding(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(saved / "model.safetensors", lambda t: t.pop("lm_head.weight"))
+    decoder = load_decoder(saved)
+    assert decoder.spec.tied
+    assert "holds no output matrix; the embedding is used" in caplog.text
+
+
+def test_names_without_their_prefix(saved: Path) -> None:
+    """As AutoModel saves them: layers.0.*, embed_tokens.weight, norm.weight."""
+    before = load_decoder(saved)
+    tensors = load_file(saved / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, saved / "model.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), load_decoder(saved).parameters(), strict=True))

@@ -102,7 +102,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_takes_memory(
 def test_shapes_are_compared_before_the_decoder_takes_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"vocab_size": 2**22, "hidden_size": 512}))
-    monkeypatch.setattr("outrider.model.decoder.Decoder.to_empty", lambda *_, **__: pytest.fail("memory was taken"))
+    monkeypatch.setattr("outrider.model.decoder.Decoder.materialise", lambda *_, **__: pytest.fail("memory was taken"))
     with pytest.raises(ModelError, match=r"model\.safetensors: '.*' has shape \(.*\), config\.json asks for \(.*\)"):
         load_decoder(saved)
 

@@ -19,7 +19,9 @@ from outrider.bench.bandwidth import device_seconds, gpu_bandwidth
 from outrider.bench.feature_specs import FEATURE_SPECS, keeps_bits, random_decoder
 from outrider.cache import KVPool
 from outrider.engine.device import missing_gpu
-from outrider.model import Runner
+from outrider.model import Runner, open_decoder
+from outrider.model.bundled import bundled_model
+from outrider.model.listing import loaded_line
 from outrider.ops import (
     Blocked,
     Ops,
@@ -81,6 +83,7 @@ def _machine() -> list[Check]:
         Check("machine", "threads", str(threads_used())),
         Check("kernels", "native core", _core_in_use()),
         Check("kernels", "without it", "torch, products at row counts that agree in every bit, attention by logical position"),
+        Check("kernels", "bundled model", _bundled()),
         Check("kernels", "bf16 products", "bf16" if state.bf16_products else "in float32", state.bf16_products),
     ]
 
@@ -91,6 +94,13 @@ def _core_in_use() -> str:
     if core is None:
         return f"not in use: {reason}; torch serves, slower and with the same promises"
     return f"in use: {reason}" if serving_ops().core is not None else "not in use: OUTRIDER_OPS=torch"
+
+
+def _bundled() -> str:
+    """What the model is that commands use without --model."""
+    decoder = open_decoder(bundled_model())
+    c = decoder.spec
+    return loaded_line(Runner(decoder, KVPool(c.depth, 1, c.kv_heads, 64, c.head_dim)))
 
 
 def _invariance() -> list[Check]:

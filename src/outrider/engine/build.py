@@ -21,7 +21,8 @@ from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, load_decoder, locate, read_spec
+from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
+from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, generation_defaults, is_int8, usable_ids
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
@@ -86,7 +87,7 @@ def load_target(settings: Settings) -> Target:
     device, sizes = settings.device, settings.sizes
     directory = locate(settings.model, settings.revision)
     options = LoadOptions(settings.dtype, settings.load_format, widen=not guard().bf16_products)
-    decoder = load_decoder(directory, options)
+    decoder = open_decoder(directory, options)
     config = decoder.spec
     sizes = replace(sizes, max_model_len=min(sizes.max_model_len or config.context, config.context))
     tokenizer = Tokenizer.load(directory)
@@ -98,6 +99,7 @@ def load_target(settings: Settings) -> Target:
     runner = _runner(decoder, device, pages, sizes.page_size)
     if not device.is_gpu and (missing := missing_core()) is not None:
         _log.warning("the native core is not in use, so torch decodes, slower and with the same promises: %s", missing)
+    _log.info("%s: %s", directory, loaded_line(runner))
     return Target(directory, device, options, sizes, pages, runner, tokenizer, defaults, eos)
 
 
@@ -150,17 +152,19 @@ def _draft_runner(target: Target, speculation: SpeculationConfig, directory: Pat
     options, device = target.load_options, target.device
     if options.dtype == "auto" and not device.is_gpu and find_core()[0] is not None and is_int8(directory):
         changes = {"dtype": INT8} | changes
-    decoder = load_decoder(directory, replace(options, **changes))
+    decoder = open_decoder(directory, replace(options, **changes))
     return _runner(decoder, device, target.pages, target.sizes.page_size, target.runner)
 
 
 def _runner(decoder: Decoder, device: Device, pages: int, page_size: int, target: Runner | None = None) -> Runner:
     """A model and its KV where it runs; a draft model knows its target."""
-    if device.is_gpu:
-        return device.runner(decoder, pages, page_size, target)
     c = decoder.spec
-    # one page more than the page table knows: rows that fill up a block write there
-    return Runner(decoder, KVPool(c.depth, pages + 1, c.kv_heads, page_size, c.head_dim))
+    if device.is_gpu:
+        runner: Runner = device.runner(decoder, pages, page_size, target)
+    else:  # one page more than the page table knows: rows that fill up a block write there
+        runner = Runner(decoder, KVPool(c.depth, pages + 1, c.kv_heads, page_size, c.head_dim))
+    decoder.close()
+    return runner
 
 
 def _page_count(device: Device, sizes: EngineConfig, config: ModelSpec, speculation: SpeculationConfig, directory: Path) -> int:

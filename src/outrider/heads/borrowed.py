@@ -22,10 +22,11 @@ class Borrowed:
     spec: ModelSpec
 
     @classmethod
-    def of(cls, target: Decoder) -> Borrowed:
-        """The tensors of a loaded target, without copies."""
+    def of(cls, target: Decoder, output: bool = True) -> Borrowed:
+        """The tensors of a loaded target, without copies. Where `output` is not needed it may not be in memory."""
+        target.materialise("embedding", *(["output"] if output else []))
         embedding = target.embedding.detach()
-        output = embedding if target.output is None else target.output.detach()
+        matrix = embedding if target.output is None else target.output.detach()
         assert target.norm is not None
         bias = None if target.norm_bias is None else target.norm_bias.detach()
-        return cls(embedding, output, target.norm.detach(), bias, target.spec)
+        return cls(embedding, matrix, target.norm.detach(), bias, target.spec)

@@ -35,7 +35,7 @@ def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOpti
     name = served_dtype(options.dtype, config.shape.dtype)
     config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in stored.tensors) else "layers.0"
-    borrowed = Borrowed.of(target)
+    borrowed = Borrowed.of(target, not config.own_output)
     head = stored.fill(lambda dtype: EagleHead(config, borrowed, dtype), _eagle_names(config, prefix), dtype, options.widen)
     if head.vocab_ids is not None:
         head.vocab_ids.copy_(_stored_vocabulary(config, stored))

@@ -34,7 +34,7 @@ def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOpt
     name = served_dtype(options.dtype, stored.fields.word("dtype", stored.fields.word("torch_dtype", "bfloat16")))
     dtype = DTYPES.get(name, torch.bfloat16)  # the heads are small beside the output matrix: no int8
     biased = not vllm or any(name.endswith(".bias") for name in stored.tensors)
-    places, borrowed = _medusa_names(config, vllm, biased), Borrowed.of(target)
+    places, borrowed = _medusa_names(config, vllm, biased), Borrowed.of(target, not config.own_output)
     return stored.fill(lambda dtype: MedusaHeads(config, borrowed, dtype), places, dtype, options.widen)
 
 

@@ -2,7 +2,16 @@
 
 from outrider.model.decoder import Attend, Decoder, Hidden
 from outrider.model.families import LlamaShape, compile_spec, read_spec
-from outrider.model.load import LoadOptions, check_model, is_hub_id, load_decoder, locate, save_decoder, write_config
+from outrider.model.load import (
+    LoadOptions,
+    check_model,
+    is_hub_id,
+    load_decoder,
+    locate,
+    open_decoder,
+    save_decoder,
+    write_config,
+)
 from outrider.model.rotary import Rope
 from outrider.model.runner import Feed, PendingChains, Rows, Runner, lay_out
 from outrider.model.spec import ModelSpec
@@ -25,6 +34,7 @@ __all__ = [
     "lay_out",
     "load_decoder",
     "locate",
+    "open_decoder",
     "read_spec",
     "save_decoder",
     "write_config",

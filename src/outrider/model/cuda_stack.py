@@ -68,11 +68,11 @@ class CudaStack:
         tables = {rope: turns_of(RopeTable(rope, s.head_dim, s.context + EXTRA_POSITIONS), device) for rope in s.ropes}
         ropes = [layer.attention.rope for layer in s.layers]
         self.layers = [
-            CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope])  # type: ignore[arg-type]
-            for layer, rope in zip(decoder.layers, ropes, strict=True)
+            CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope])
+            for layer, rope in zip(decoder.read_layers(), ropes, strict=True)
         ]
-        self.embedding = self._take(decoder.embedding)
-        self.output = self.embedding if decoder.output is None else self._take(decoder.output)
+        self.embedding = self._take(decoder.weight("embedding"))
+        self.output = self.embedding if decoder.output is None else self._take(decoder.weight("output"))
         self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
         norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
         self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer

@@ -7,9 +7,9 @@ weights' dtype. Attention is an argument, so training and serving share the deco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,18 @@ from outrider.model.rotary import Rope, RotaryVariant
 from outrider.model.spec import LayerSpec, ModelSpec, Norm
 from outrider.ops import Ops
 
-__all__ = ["Attend", "Decoder", "Hidden", "Layer", "RopeTable", "Turn", "finished_logits", "norm_weights", "normed"]
+__all__ = [
+    "Attend",
+    "Decoder",
+    "Hidden",
+    "Layer",
+    "RopeTable",
+    "Turn",
+    "WeightSource",
+    "finished_logits",
+    "norm_weights",
+    "normed",
+]
 
 # (layer, q (N, H, d), k (N, KV, d), v (N, KV, d)) -> (N, H, d), all float32. It scales scores by
 # d ** -0.5, and applies the window and the soft cap of the layer's spec.
@@ -41,6 +52,19 @@ class Turn(NamedTuple):
     cos: Tensor
     sin: Tensor
     growth: Tensor | None = None
+
+
+class WeightSource(Protocol):
+    """Where a decoder reads parameters that it does not hold in memory."""
+
+    def read(self, name: str) -> Tensor:
+        """A parameter, which may lie in a mapped file and be narrower than the decoder holds it."""
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Write a parameter's values."""
+
+    def close(self) -> None:
+        """Close files; reading opens them again."""
 
 
 class RopeTable(nn.Module):
@@ -173,7 +197,42 @@ class Decoder(nn.Module):
         self.norm_bias = nn.Parameter(torch.zeros(spec.hidden)) if spec.norm.bias else None
         self.output = None if spec.tied else _matrix(spec.vocab, spec.hidden, output_dtype)
         self.output_bias = _bias(spec.vocab, output_dtype) if spec.output_bias else None
+        self.source: WeightSource | None = None  # of parameters that are not in memory (device meta)
         self.make_tables()
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter; where it is not in memory, as its source reads it, which may be narrower than it is held in."""
+        parameter = self.get_parameter(name)
+        return self.source.read(name) if self.source is not None and parameter.is_meta else parameter
+
+    def read_layers(self) -> Iterator[Layer]:
+        """The layers one by one. What is read from files for a layer leaves memory when the next one is asked for."""
+        for i, layer in enumerate(self.layers):
+            absent = {name: parameter for name, parameter in layer.named_parameters() if parameter.is_meta}
+            for name in absent:
+                setattr(layer, name, nn.Parameter(self.weight(f"layers.{i}.{name}"), requires_grad=False))
+            yield layer  # type: ignore[misc]
+            for name, parameter in absent.items():
+                setattr(layer, name, parameter)
+
+    def materialise(self, *names: str) -> Decoder:
+        """Hold parameters in memory: these, or all without names."""
+        for name, parameter in list(self.named_parameters()):
+            if self.source is None or not parameter.is_meta or (names and name not in names):
+                continue
+            held = torch.empty_like(parameter, device="cpu")
+            self.source.fill(name, held)
+            owner, _, last = name.rpartition(".")
+            setattr(self.get_submodule(owner), last, nn.Parameter(held, requires_grad=False))
+        if not names:
+            self.close()
+            self.source = None
+        return self
+
+    def close(self) -> None:
+        """Close the files that weights are read from. Reading more opens them again."""
+        if self.source is not None:
+            self.source.close()
 
     def make_tables(self) -> None:
         """Compute the rotary tables, one for each of `ModelSpec.ropes`."""

@@ -6,6 +6,7 @@ Formats that other tools serve and Outrider does not are refused by their names,
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ from outrider.errors import ModelError
 from outrider.model.fields import Fields, read_json
 
 __all__ = [
-    "INDEX", "SCALE", "Header", "is_int8", "quantised", "read_headers", "read_tensors", "refuse_foreign", "refuse_quantised",
-    "weight_files",
+    "INDEX", "SCALE", "Header", "is_int8", "opened", "quantised", "read_headers", "read_tensor", "read_tensors",
+    "refuse_foreign", "refuse_quantised", "weight_files",
 ]  # fmt: skip
 
 INDEX = "model.safetensors.index.json"
@@ -38,6 +39,10 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # as torch names it
     file: str
+
+    @property
+    def bytes(self) -> int:
+        return int(math.prod(self.shape) * getattr(torch, self.dtype).itemsize)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -71,7 +76,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
     """Shape, dtype and file of every tensor; the scales of int8 weights are left out."""
     headers: dict[str, Header] = {}
     for path in weight_files(directory):
-        with _opened(path) as file:
+        with opened(path) as file:
             for name, dtype in _dtypes(file, path).items():
                 if name in headers:
                     raise ModelError(f"{path} holds {name!r}, and so does {headers[name].file}")
@@ -82,12 +87,15 @@ def read_headers(directory: Path) -> dict[str, Header]:
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor, str]]:
     """Every stored (name, tensor, file name) of a directory; int8 weights are dequantised on the way."""
     for path in weight_files(directory):
-        with _opened(path) as file:
+        with opened(path) as file:
             for name, dtype in _dtypes(file, path).items():
-                tensor = file.get_tensor(name)
-                if dtype == "int8":
-                    tensor = tensor.float() * file.get_tensor(name + SCALE).float()[:, None]
-                yield name, tensor, path.name
+                yield name, read_tensor(file, name, dtype), path.name
+
+
+def read_tensor(file: Any, name: str, dtype: str) -> Tensor:
+    """A tensor as it lies in the mapped file; int8 weights are dequantised."""
+    tensor: Tensor = file.get_tensor(name)
+    return tensor.float() * file.get_tensor(name + SCALE).float()[:, None] if dtype == "int8" else tensor
 
 
 def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,13 +106,14 @@ def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def is_int8(directory: Path) -> bool:
     """Whether a directory's matrices are stored in int8."""
-    with contextlib.suppress(ModelError), _opened(weight_files(directory)[0]) as file:
+    with contextlib.suppress(ModelError), opened(weight_files(directory)[0]) as file:
         return any(name.endswith(SCALE) for name in file.keys())  # noqa: SIM118 (not a dict)
     return False
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped into memory."""
     try:
         if path.is_dir():
             raise ModelError(f"{path} cannot be read: it is a directory, not a safetensors file")

@@ -18,11 +18,12 @@ from torch import Tensor
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model.decoder import Decoder
-from outrider.model.families import names_of, places_of, read_spec
+from outrider.model.families import places_of, read_spec
 from outrider.model.families.llama import hf_config
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_headers, read_tensors, refuse_foreign
+from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_tensors, refuse_foreign
 from outrider.model.spec import ModelSpec
+from outrider.model.weights import Checkpoint, StoredWeights
 from outrider.platform import memory_bytes
 from outrider.sampling.params import SamplingParams
 
@@ -34,6 +35,7 @@ __all__ = [
     "is_int8",
     "load_decoder",
     "locate",
+    "open_decoder",
     "read_tensors",
     "save_decoder",
     "served_dtype",
@@ -43,7 +45,6 @@ __all__ = [
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INT8 = "int8"  # int8 weights with a scale per output channel and int8 rows, in the native core; torch holds float32
-_IGNORED = ("rotary_emb.inv_freq",)
 _SHARD_BYTES = 15 * 2**20
 _ROPE_BYTES = 12  # for each position and value of a head while the tables are made: two in float64, two in float32
 _HUB_ID = re.compile(r"[\w\-][\w.\-]{0,95}/[\w.\-]{1,96}")
@@ -104,18 +105,26 @@ def _fetch(model: str, revision: str | None) -> Path:
 
 
 def load_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:
-    """A decoder with its weights, ready for inference. Names, shapes and sizes are checked before it takes memory."""
-    decoder, stored = _skeleton(directory, options)
+    """A decoder with its weights in memory. Names, shapes and sizes are checked before it takes any."""
+    return open_decoder(directory, options).materialise()
+
+
+def open_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:
+    """A decoder whose weights stay in their files until they are asked for; see `Decoder.read_layers`."""
+    decoder, checkpoint = _skeleton(directory, options)
     config, dtype = decoder.spec, DTYPES.get(decoder.spec.dtype, torch.float32)
-    if options.dtype == "auto":
-        _say_narrowed(directory, stored, config.dtype)
-    decoder.to_empty(device="cpu")
+    if checkpoint is None:
+        decoder.to_empty(device="cpu")
     decoder.make_tables()
     decoder.requires_grad_(False)
-    if options.load_format == "dummy":
+    if checkpoint is None:
         _fill_random(decoder, options.seed, dtype)
-    else:
-        _fill(decoder, directory, dtype)
+        return decoder.eval()
+    if options.dtype == "auto":
+        _say_narrowed(directory, checkpoint.matrix_dtypes, config.dtype)
+    parameters = dict(decoder.named_parameters())
+    decoder.source = StoredWeights(checkpoint, parameters, dtype)
+    decoder.materialise(*(name for name in parameters if not name.startswith(("layers.", "embedding", "output"))), "output_bias")
     return decoder.eval()
 
 
@@ -124,17 +133,20 @@ def check_model(directory: Path, options: LoadOptions = LoadOptions()) -> None:
     _skeleton(directory, options)
 
 
-def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, set[str]]:
-    """A decoder that takes no memory yet, and the dtypes that its weights are stored in."""
+def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, Checkpoint | None]:
+    """A decoder that takes no memory yet, and the files that its weights are stored in."""
     refuse_foreign(directory)
     config = read_spec(directory)
     name = served_dtype(options.dtype, config.dtype)
     held = torch.float32 if options.widen else DTYPES.get(name, torch.float32)
-    stored, config = config.dtype, replace(config, dtype=name)
+    config = replace(config, dtype=name)
     _check_memory(config, held)
+    checkpoint = None if options.load_format == "dummy" else Checkpoint.of(directory, config)
     with torch.device("meta"):
-        decoder = Decoder(config, held)
-    return decoder, {stored} if options.load_format == "dummy" else _check_headers(decoder, directory)
+        decoder = Decoder(config if checkpoint is None else checkpoint.spec, held)
+    if checkpoint is not None:
+        checkpoint.check(dict(decoder.named_parameters()))
+    return decoder, checkpoint
 
 
 def _say_narrowed(directory: Path, stored: set[str], served: str) -> None:
@@ -212,51 +224,6 @@ def _check_memory(config: ModelSpec, dtype: torch.dtype) -> None:
             f"the model needs {weights / gib:,.1f} GiB for its weights and {table / gib:,.1f} GiB for rotary tables of "
             f"{config.context:,} positions; this machine has {memory / gib:,.1f} GiB"
         )
-
-
-def _check_headers(skeleton: Decoder, directory: Path) -> set[str]:
-    """Compare every stored tensor's name and shape with the config, before anything is allocated; the matrices' dtypes."""
-    places = places_of(skeleton.spec)
-    missing = set(places)
-    parameters = dict(skeleton.named_parameters())
-    dtypes = set()
-    for name, header in read_headers(directory).items():
-        name = _known_name(name, skeleton.spec)
-        if not name:
-            continue
-        if name not in places:
-            raise ModelError(f"{header.file} holds {name!r}, which {skeleton.spec.architecture} does not have")
-        expected = places[name].shape(parameters[places[name].parameter])
-        if header.shape != expected:
-            raise ModelError(f"{header.file}: {name!r} has shape {header.shape}, config.json asks for {expected}")
-        missing.discard(name)
-        if len(header.shape) == 2:
-            dtypes.add(header.dtype)
-    if missing:
-        raise ModelError(f"{directory} lacks {len(missing)} tensors, first {min(missing)!r}")
-    return dtypes
-
-
-def _fill(decoder: Decoder, directory: Path, dtype: torch.dtype) -> None:
-    """Read the weights, whose names and shapes were checked."""
-    places = places_of(decoder.spec)
-    parameters = dict(decoder.named_parameters())
-    for name in set(parameters).difference(place.parameter for place in places.values()):
-        parameters[name].fill_(1.0)  # weights of norms that have none
-    for name, tensor, _ in read_tensors(directory):
-        place = places.get(_known_name(name, decoder.spec))
-        if place is not None:
-            target = parameters[place.parameter][place.rows]
-            target.copy_(place.arrange(tensor.to(dtype) if target.dim() == 2 else tensor))
-
-
-def _known_name(name: str, spec: ModelSpec) -> str:
-    """The name that a family gives to a stored tensor; "" where it holds no weights of the model."""
-    names = names_of(spec)
-    if not name.startswith((names.optional_prefix, names.output)):
-        name = names.optional_prefix + name
-    tied = spec.tied and name == f"{names.output}.weight"
-    return "" if tied or name.endswith((*_IGNORED, *names.ignored)) else name
 
 
 def _fill_random(decoder: Decoder, seed: int, dtype: torch.dtype) -> None:

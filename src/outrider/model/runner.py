@@ -136,6 +136,8 @@ class Runner:
         config, core = decoder.spec, self.ops.core
         if config.dtype == INT8 and core is None:
             raise InvalidParameter("dtype", f"int8 needs the native core, which is not in use: {find_core()[1]}")
+        if core is None:
+            decoder.materialise()
         self.stack = None if core is None else decoder_stack(decoder, pool, core)
         self._distinct_windows = frozenset(config.windows)
 

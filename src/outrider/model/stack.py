@@ -41,18 +41,21 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32."""
-    s, matrix = decoder.spec, decoder.embedding if decoder.output is None else decoder.output
+    s = decoder.spec
+    matrix = decoder.weight("embedding" if s.tied else "output")
+    output = PackedLinear(core, s.dtype, matrix, decoder.output_bias, logit_epilogue(s))
+    decoder.materialise("embedding")  # the core reads its rows
     learned = None
     if s.positions is not None and decoder.positions is not None:
         learned = _floats(decoder.positions[s.positions.offset :])
     return layer_stack(
-        pool, core, s, s.dtype, decoder.layers, decoder.ropes,  # type: ignore[arg-type]
+        pool, core, s, s.dtype, decoder.read_layers(), decoder.ropes,  # type: ignore[arg-type]
         embedding=_floats(decoder.embedding),
         embedding_scale=float(s.embedding_scale),
         learned=learned,
         learned_rows=0 if learned is None else len(learned),
         norm=norm_weights(s.norm, decoder.norm, decoder.norm_bias),
-        output=PackedLinear(core, s.dtype, matrix, decoder.output_bias, logit_epilogue(s)),
+        output=output,
     )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ _SIGNATURES = {
     "outrider_forward": [_pointer, _pointer],
     "outrider_draft": [_pointer, _pointer, _pointer],
     "outrider_choose": [_pointer, _int],
+    "outrider_pack": [_pointer, _int],
 }
 
 
@@ -98,7 +99,7 @@ class Core:
         self.isolates_matrices = self.name == "sanitized"  # one allocation each, so that the sanitizer sees overruns
         for name, types in _SIGNATURES.items():
             getattr(library, name).argtypes = types
-        self.linear, self.read = library.outrider_linear, library.outrider_read
+        self.linear, self.read, self.pack = library.outrider_linear, library.outrider_read, library.outrider_pack
         self.forward, self.draft = library.outrider_forward, library.outrider_draft
         self._choose, self._multiply_add = library.outrider_choose, library.outrider_multiply_add
         self._multiply_add.restype = _float
@@ -304,7 +305,7 @@ class PackedLinear:
         self.columns = columns // 2 if then.paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(kind, weight.detach(), bias, then.paired, pack_12bit and core.packs_12bit, core.isolates_matrices)
+        self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit)
         panels, steps, *parts = self._packed
         sizes = (KINDS[kind], self.columns, self.inner, panels, steps, then.paired)
         self._spec = array("q", _words((*sizes, *parts, then.function, float(then.scale), float(then.cap or 0.0))))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import mmap
+from array import array
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.ops.native import Core
 
 __all__ = ["KINDS", "Packed", "pack"]
 
@@ -18,7 +22,8 @@ _STEP = 4  # bytes of a column's weights in a step
 _UNIT = 16  # steps that panels are filled up to
 _BLOCK = 4  # steps
 _HUGE, _ARENA = 2 << 20, 32 << 20
-_CACHED_WEIGHTS = 1 << 18  # weights packed at a time, so that they stay in the cache
+_COUNTS, _RAW, _12BIT, _LISTED = range(4)  # Make of pack.h
+_OUTPUTS = ("to", "scale", "counts", "codes", "escaped", "listed")
 
 
 class Packed(NamedTuple):
@@ -41,7 +46,7 @@ class _Arena:
     """
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._left = self._before = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
         if size > len(self._left):
@@ -50,52 +55,73 @@ class _Arena:
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._left = torch.frombuffer(memory, dtype=torch.uint8)
             self._left = self._left[-self._left.data_ptr() % _HUGE :]
-        taken, self._left = self._left[:size], self._left[-(-size // 64) * 64 :]
+        taken, self._left, self._before = self._left[:size], self._left[-(-size // 64) * 64 :], self._left
         return taken
+
+    def give_back(self, taken: Tensor) -> None:
+        """Return what was taken last."""
+        if taken.data_ptr() == self._before.data_ptr():
+            self._left = self._before
 
 
 _arena = _Arena()
 
 
-def pack(kind: str, weight: Tensor, bias: Tensor | None, paired: bool, pack_12bit: bool, isolated: bool = False) -> Packed:
-    """A matrix (columns, inner), float32 or bf16. Panels of a paired one alternate between its halves: gate 0, up 0, gate 1, ...
+def pack(core: Core, kind: str, weight: Tensor, bias: Tensor | None, paired: bool, pack_12bit: bool) -> Packed:
+    """A matrix (columns, inner), read where it lies.
 
+    Panels of a paired one alternate between its halves: gate 0, up 0, gate 1, ...
     int8 scales the largest magnitude of a column to 127. With `pack_12bit`, bf16 weights are packed to 12 bits where nearly
-    all fit. Memory comes from a common arena, or from its own allocation if `isolated`.
+    all fit. Memory comes from a common arena, or from its own allocation if the core isolates matrices.
     """
-    size = 1 if kind == "int8" else 4 if kind == "float32" else 2
-    halves, width = 2 if paired else 1, -(-weight.shape[1] * size // (_STEP * _UNIT)) * _STEP * _UNIT // size
-    panels, steps = halves * -(-weight.shape[0] // (halves * _PANEL)), width * size // _STEP
-    columns, none = panels * _PANEL, torch.empty(0)
-    biases = none if bias is None else _in_panels(bias.detach().float()[:, None], halves).flatten()
-    scale = torch.zeros(columns) if kind == "int8" else none
-    in_panels, words = _in_panels(weight.contiguous(), halves), torch.empty(panels, steps, _PANEL, dtype=torch.int32)
-    for first in range(0, panels, step := max(1, _CACHED_WEIGHTS // (_PANEL * width))):
-        part = in_panels[first : first + step]
-        if kind == "int8":
-            part, scale[first * _PANEL : (first + len(part)) * _PANEL] = _quantised(part)
-        part = F.pad(part if kind == "int8" else part.to(getattr(torch, kind)), (0, width - part.shape[2]))
-        torch.transpose_copy(part.contiguous().view(torch.int32), 1, 2, out=words[first : first + step])
-    packed = _pack_12bit(words) if pack_12bit and kind == "bfloat16" else None
-    blocks, *tables = (words.view(torch.uint8), none, none, none, none) if packed is None else packed
-    weights = blocks.flatten() if isolated else _arena.take(blocks.numel()).copy_(blocks.flatten())
-    return Packed(panels, steps, weights, biases, scale, *tables)
+    if weight.dtype not in (torch.float32, torch.bfloat16) or weight.stride(1) != 1:
+        weight = weight.to(torch.bfloat16 if kind == "bfloat16" else torch.float32).contiguous()
+    size, halves = {"int8": 1, "float32": 4, "bfloat16": 2}[kind], 2 if paired else 1
+    panels = halves * -(-weight.shape[0] // (halves * _PANEL))
+    steps = -(-weight.shape[1] * size // (_STEP * _UNIT)) * _UNIT
+    none = torch.empty(0)
+    biases = none if bias is None else _in_panels(bias.detach().float(), halves)
+    source = _Source(core, KINDS[kind], weight, halves, panels, steps)
+    packed = _pack_12bit(source) if pack_12bit and core.packs_12bit and kind == "bfloat16" else None
+    if packed is not None:
+        return Packed(panels, steps, packed[0], biases, none, *packed[1:])
+    weights, scale = source.room(_STEP), torch.zeros(panels * _PANEL) if kind == "int8" else none
+    source.make(_RAW, to=weights, scale=scale)
+    return Packed(panels, steps, weights, biases, scale, none, none, none, none)
 
 
-def _in_panels(x: Tensor, halves: int) -> Tensor:
-    """(panels, 16, inner) of (columns, inner), filled up with zeros."""
-    x = x.view(halves, -1, inner := x.shape[1])
-    return F.pad(x, (0, 0, 0, -x.shape[1] % _PANEL)).view(halves, -1, _PANEL, inner).transpose(0, 1).reshape(-1, _PANEL, inner)
+class _Source(NamedTuple):
+    """A matrix that the core packs."""
+
+    core: Core
+    kind: int
+    weight: Tensor
+    halves: int
+    panels: int
+    steps: int
+
+    def make(self, what: int, **tensors: Tensor) -> None:
+        """Call the core with a Packing of pack.h, whose fields all have 64 bits."""
+        weight, listed = self.weight, len(tensors.get("listed", ()))
+        sizes = (*weight.shape, self.halves, self.panels, self.steps)
+        where = (weight.data_ptr(), weight.stride(0) * weight.element_size(), *sizes)
+        outputs = (tensors[name].data_ptr() if name in tensors else 0 for name in _OUTPUTS)
+        spec = array("q", (what, self.kind, weight.dtype == torch.bfloat16, *where, *outputs, listed))
+        if self.core.pack(spec.buffer_info()[0], self.core.threads):
+            raise MemoryError("the native core has too little memory to pack a matrix")
+
+    def room(self, step: int) -> Tensor:
+        """Memory for the weights, in bytes for every column of a step."""
+        size = self.panels * self.steps * _PANEL * step
+        return torch.empty(size, dtype=torch.uint8) if self.core.isolates_matrices else _arena.take(size)
 
 
-def _quantised(part: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantised weights with 128 added, and the scales of their columns."""
-    part = part.float()
-    scale = part.abs().amax(2, keepdim=True) / 127.0
-    return (part / scale.where(scale > 0, 1.0)).round_().add_(128).to(torch.uint8), scale.flatten()
+def _in_panels(bias: Tensor, halves: int) -> Tensor:
+    """A bias for every packed column, filled up with zeros."""
+    return F.pad(bias.view(halves, -1), (0, -(len(bias) // halves) % _PANEL)).view(halves, -1, _PANEL).transpose(0, 1).flatten()
 
 
-def _pack_12bit(words: Tensor) -> tuple[Tensor, ...] | None:
+def _pack_12bit(source: _Source) -> tuple[Tensor, ...] | None:
     """12-bit packed bf16 (lossless): blocks, high bytes, escapes and raw blocks; None where too many blocks escape.
 
     The high byte of a bf16 value is its sign and all but one bit of its exponent, and sixteen of them cover nearly all
@@ -103,32 +129,21 @@ def _pack_12bit(words: Tensor) -> tuple[Tensor, ...] | None:
     read, decoded in registers to the same bits. Blocks with other high bytes escape: they are stored raw beside the stream.
     A matrix is not packed where one block in sixteen or more escapes.
     """
-    panels, blocks = len(words), words.shape[1] // _BLOCK
-    values = words.view(torch.int16).view(panels, -1)
-    step = max(1, _CACHED_WEIGHTS // values.shape[1])
-    parts = [values[first : first + step] for first in range(0, panels, step)]
-    counts = torch.stack([torch.bincount((part >> 8).to(torch.uint8).flatten(), minlength=256) for part in parts]).sum(0)
-    high = counts.argsort(descending=True, stable=True)[:16].to(torch.uint8)
-    table = bytearray(b"\xff" * 256)
-    for code, byte in enumerate(high.tolist()):
-        table[byte] = code
-    packed, rare = torch.empty(panels, blocks, 3, 64, dtype=torch.uint8), []
-    for i, part in enumerate(parts):
-        to = packed[i * step : (i + 1) * step]
-        upper = bytearray(_paired_bytes(part >> 8).numpy()).translate(table)
-        codes = torch.frombuffer(upper, dtype=torch.uint8).view(-1, blocks, 2, 64)
-        rare.append(codes.amax((2, 3)) > 15)
-        to[:, :, :2] = _paired_bytes(part).view(-1, blocks, 2, 64)
-        to[:, :, 2] = codes[:, :, 0] & 15 | codes[:, :, 1] << 4
-    others = torch.cat(rare)
-    if int(others.sum()) * 16 >= panels * blocks:
+    counts = torch.zeros(256, dtype=torch.int64)
+    source.make(_COUNTS, counts=counts)
+    high = counts.argsort(descending=True, stable=True)[:16]
+    codes = torch.full((256,), 255, dtype=torch.uint8).index_put((high,), torch.arange(16, dtype=torch.uint8))
+    escaped = torch.empty(source.panels, source.steps // _BLOCK, dtype=torch.uint8)
+    packed = source.room(_STEP - 1)
+    source.make(_12BIT, to=packed, codes=codes, escaped=escaped)
+    listed = escaped.flatten().nonzero().flatten()
+    if len(listed) * 16 >= escaped.numel():
+        _arena.give_back(packed)
         return None
-    block = F.pad(others, (0, 1), value=True).nonzero()[:, 1]  # one more of each panel ends its list
-    ends = (block == blocks).nonzero().flatten()
+    raw = torch.empty(len(listed), _BLOCK * _PANEL * _STEP, dtype=torch.uint8)
+    source.make(_LISTED, to=raw, listed=listed)
+    block = F.pad(escaped, (0, 1), value=1).nonzero()[:, 1]  # one more of each panel ends its list
+    ends = (block == escaped.shape[1]).nonzero().flatten()
     first = F.pad(ends[:-1] + 1, (1, 0))
-    return packed, high.repeat(4), block.where(block < blocks, -1).int(), first.int(), words.view(panels, blocks, -1)[others]
-
-
-def _paired_bytes(values: Tensor) -> Tensor:
-    """The low bytes of bf16 values, interleaved within 16-byte lanes over two steps: the order of the unpack instructions."""
-    return values.to(torch.uint8).view(torch.int64).view(-1, 2, 4).transpose(1, 2).contiguous().view(torch.uint8)
+    block = block.where(block < escaped.shape[1], -1).int()
+    return packed, high.to(torch.uint8).repeat(4), block, first.int(), raw

@@ -128,6 +128,7 @@ def _available(model: str | None) -> str:
 def _measured(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import planner, show
     from outrider.bench.plan.trace import write_traces
+    from outrider.model.listing import loaded_line
 
     with _errors.status("loading") as status:
         subjects = _subjects(options, options["methods"] or _available(options["model"]), 16)
@@ -136,6 +137,7 @@ def _measured(options: dict[str, Any], console: Console) -> dict[str, Any]:
     rows = planner.plan_rows(plain, profiles)
     best = max(profiles, key=lambda profile: profile.speedup(plain, profile.best_length()))
     table = planner.what_if(best.costs, plain.costs, best.max_length)
+    console.print(loaded_line(subjects[0].llm.engine.runner))
     show.rows(rows, subjects[0].llm.max_model_len, console)
     show.what_if(table, f"chains at the costs of {best.method}", console)
     if options["record"]:

@@ -40,6 +40,7 @@ from outrider.model.families.family import Family
 from outrider.model.families.llama import LlamaShape
 from outrider.model.families.names import Names, Place, places
 from outrider.model.families.reading import STORED_DTYPES, Sizes
+from outrider.model.families.text_part import text_part
 from outrider.model.fields import Fields, read_json
 from outrider.model.files import refuse_quantised
 from outrider.model.spec import ModelSpec
@@ -75,6 +76,8 @@ def compile_spec(data: Mapping[str, Any], where: str = "config.json") -> ModelSp
     fields = Fields(data, where)
     architecture = next(iter(fields.items("architectures")), "?")
     family = family_of(architecture) if isinstance(architecture, str) else None
+    if family is None and (text := text_part(data, str(architecture))) is not None:
+        return compile_spec(text, f"{where}: text_config")
     if family is None:
         raise fields.error(_unknown(architecture))
     return family.compile(Sizes(fields, architecture, dict(family.fields), family.default_ffn))

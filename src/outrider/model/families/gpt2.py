@@ -18,7 +18,7 @@ _PARTS = {
 }  # fmt: skip
 _PLACES = {
     "layer": "transformer.h.{}.", "embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f",
-    "optional_prefix": "transformer.", "ignored": (".attn.bias", ".attn.masked_bias"),
+    "ignored": (".attn.bias", ".attn.masked_bias"),
 }  # fmt: skip
 
 

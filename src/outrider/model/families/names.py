@@ -43,7 +43,11 @@ class Names:
     transposed: bool = False  # matrices of the layers are stored (in, out)
     norm_offset: float = 0.0  # added to stored norm weights
     ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights
-    optional_prefix: str = ""  # which some checkpoints leave out
+
+    @property
+    def prefix(self) -> str:
+        """What begins all names but the output matrix's; some checkpoints leave it out."""
+        return self.layer.partition(".")[0] + "."
 
 
 class Place(NamedTuple):

@@ -15,7 +15,7 @@ _NAMES = Names(
         "up": "fc1", "down": "fc2", "norm_in": "self_attn_layer_norm", "norm_mlp": "final_layer_norm",
     },
     layer="model.decoder.layers.{}.", embedding="model.decoder.embed_tokens", positions="model.decoder.embed_positions",
-    norm="model.decoder.final_layer_norm", optional_prefix="model.",
+    norm="model.decoder.final_layer_norm",
 )  # fmt: skip
 _FIELDS = (("ffn", "ffn_dim"), ("activation", "activation_function"))
 

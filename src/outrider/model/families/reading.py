@@ -195,8 +195,9 @@ def alternating(layers: int, every: int) -> list[str]:
 
 
 def _kind(scaling: Fields) -> str:
+    """Rotary in three dimensions of an image ("mrope") is the default one on text, whose positions are equal in all."""
     kind = scaling.word("rope_type", scaling.word("type", "default"))
-    return "longrope" if kind == "su" else kind
+    return {"su": "longrope", "mrope": "default"}.get(kind, kind)
 
 
 def _kind_options(s: Fields, kind: str) -> dict[str, Any]:

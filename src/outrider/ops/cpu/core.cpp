@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "pack.h"
 
 namespace outrider {
 
@@ -526,6 +527,16 @@ OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const
     const Input in{dense(x, l->inner), static_cast<int>(rows), *norm};
     const Rows to = dense(out, l->columns);
     team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, to, Then::kStore, packed, m); });
+}
+
+// Packs weights; see Packing. Returns 0, or 2 where there is too little memory.
+OUTRIDER_API int32_t outrider_pack(const Packing* packing, int64_t threads) {
+    std::mutex adding;
+    std::atomic<bool> failed{false};
+    team().run(static_cast<int>(threads), [&](const Member& m) {
+        if (status_of([&] { pack(*packing, m, adding); return true; })) failed = true;
+    });
+    return failed ? 2 : 0;
 }
 
 // Returns 0; or 1 where rows are laid out over memory that is not there; or 2 where there is too little memory. With 1 or 2

@@ -1,0 +1,75 @@
+"""`outrider models`: the families, which features each backend has, and what the model in a directory needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from outrider.bench.feature_specs import FEATURE_SPECS
+from outrider.model import locate, read_spec
+from outrider.model.backends import BACKENDS, CPU, CUDA
+from outrider.model.families import FAMILIES
+from outrider.model.listing import Wants, amount
+from outrider.terminal import PlainConsole
+
+__all__ = ["as_dict", "families_page", "features_table", "show_directory", "show_families"]
+
+
+def as_dict() -> dict[str, Any]:
+    """All families, and by feature whether each backend has it."""
+    families = [{"name": f.name, "models": f.models, "architectures": list(f.architectures)} for f in FAMILIES]
+    return {"families": families, "features": {name: _support(name) for name in _features()}}
+
+
+def show_families(console: PlainConsole) -> None:
+    families = Table("family", "models", "architectures", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for family in FAMILIES:
+        families.add_row(family.name, family.models, ", ".join(family.architectures))
+    names = (backend.name for backend in BACKENDS)
+    features = Table("beyond a Llama layer", *names, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in _features():
+        features.add_row(name, *("yes" if has else "not yet" for has in _support(name).values()))
+    console.print(families)
+    console.print()
+    console.print(features)
+
+
+def show_directory(model: str, console: PlainConsole) -> dict[str, Any]:
+    """What a model needs; also printed where there is a console."""
+    wants = Wants(read_spec(locate(model)))
+    s, table = wants.spec, Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("family", f"{s.family} ({s.architecture})")
+    table.add_row("size", f"{amount(s.parameters)} parameters, {amount(wants.weight_bytes)}B as {s.dtype}, {s.depth} layers")
+    table.add_row("context", f"{s.context:,} positions; rotary: {wants.rotary}; windows: {wants.windows}")
+    table.add_row("features", ", ".join(sorted(s.features())) or "those of a Llama layer")
+    table.add_row("verdict", wants.verdict)
+    console.print(table)
+    return wants.as_dict()
+
+
+def features_table() -> str:
+    """In Markdown, features by where they run; README.md has it."""
+    rows: dict[tuple[bool, bool], list[str]] = {}
+    for name in _features():
+        support = _support(name)
+        rows.setdefault((support[CPU.name], support[CUDA.name]), []).append(name)
+    lines = ["| layers | CPU, native core (x86-64) | CPU, torch | NVIDIA GPU (8.0 and newer) |", "|---|---|---|---|"]
+    lines.append("| Llama's | yes | yes | yes |")
+    for (cpu, cuda), names in sorted(rows.items(), reverse=True):
+        lines.append(f"| {', '.join(names)} | {'yes' if cpu else 'by torch'} | yes | {'yes' if cuda else 'not yet'} |")
+    return "\n".join(lines)
+
+
+def families_page() -> str:
+    """In Markdown, the tables of docs/models.md."""
+    rows = [f"| `{f.name}` | {f.models} | {', '.join(f'`{name}`' for name in f.architectures)} |" for f in FAMILIES]
+    return "\n".join(["| family | models | architectures |", "|---|---|---|", *rows, "", features_table()])
+
+
+def _features() -> list[str]:
+    return sorted(frozenset[str]().union(*(spec.features() for spec in FEATURE_SPECS.values())))
+
+
+def _support(name: str) -> dict[str, bool]:
+    return {backend.name: name not in backend.lacks for backend in BACKENDS}

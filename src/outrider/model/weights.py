@@ -1,0 +1,188 @@
+"""Stored weights by the decoder's names, read from mapped files when they are asked for. Strict: every tensor has a place.
+
+A tensor that is stored as a parameter holds it is not copied; fused, reordered and converted ones are, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from outrider.errors import ModelError
+from outrider.model.families import Place, names_of, places_of
+from outrider.model.files import Header, opened, read_headers, read_tensor
+from outrider.model.spec import ModelSpec
+
+__all__ = ["Checkpoint", "StoredWeights"]
+
+_IGNORED = ("rotary_emb.inv_freq",)
+_TEXT_PART = ("language_model.", "text_model.")  # of models that read images too
+_OTHER_PARTS = (
+    "audio_tower", "connector", "image_newline", "mm_projector", "multi_modal_projector", "patch_merger",
+    "vision_embed_tokens", "vision_encoder", "vision_language_adapter", "vision_model", "vision_tower", "visual",
+)  # fmt: skip
+_BAR_AFTER_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the files of a model hold, by the names that its family gives, before anything is read."""
+
+    directory: Path
+    spec: ModelSpec  # tied as the files are
+    stored: Mapping[str, str]  # family's name -> stored name
+    headers: Mapping[str, Header]  # by stored name
+
+    @classmethod
+    def of(cls, directory: Path, spec: ModelSpec) -> Checkpoint:
+        """The checkpoint in a directory. Tensors of other parts than the text's are ignored, and said so."""
+        headers, stored, ignored = read_headers(directory), dict[str, str](), dict[str, int]()
+        for name in headers:
+            part = _other_part(name)
+            if part:
+                ignored[part] = ignored.get(part, 0) + 1
+            elif known := _known_name(name, spec):
+                stored[known] = name
+        for part, count in sorted(ignored.items()):
+            _logger.info("%s: %d tensors of %s are ignored; only text is served", directory, count, part)
+        checkpoint = cls(directory, spec, stored, headers)
+        return replace(checkpoint, spec=replace(spec, tied=checkpoint._is_tied()))
+
+    def check(self, parameters: Mapping[str, Tensor]) -> None:
+        """Compare every tensor's name and shape with the parameters."""
+        places = places_of(self.spec)
+        for name, stored in self.stored.items():
+            header = self.headers[stored]
+            if name not in places:
+                if self.spec.tied and name.startswith(names_of(self.spec).output + "."):
+                    continue
+                raise ModelError(f"{header.file} holds {stored!r}, which {self.spec.architecture} does not have")
+            expected = places[name].shape(parameters[places[name].parameter])
+            if header.shape != expected:
+                raise ModelError(f"{header.file}: {stored!r} has shape {header.shape}, config.json asks for {expected}")
+        if missing := set(places).difference(self.stored):
+            raise ModelError(f"{self.directory} lacks {len(missing)} tensors, first {min(missing)!r}")
+
+    @property
+    def matrix_dtypes(self) -> set[str]:
+        """The dtypes that the matrices are stored in."""
+        headers = (self.headers[name] for name in self.stored.values())
+        return {header.dtype for header in headers if len(header.shape) == 2}
+
+    def _is_tied(self) -> bool:
+        """Whether the output matrix is the embedding: where none is stored, or where it is the same beside a config that ties.
+
+        Transformers decides so too.
+        """
+        names, tied = names_of(self.spec), self.spec.tied
+        matrices = [self.stored.get(f"{name}.weight") for name in (names.embedding, names.output)]
+        embedding, output = matrices
+        if output is None or embedding is None:
+            if output is None and not tied:
+                _logger.warning("%s holds no output matrix; the embedding is used, as with tie_word_embeddings", self.directory)
+            return tied or output is None
+        if not tied or self.headers[embedding].shape != self.headers[output].shape:
+            return tied
+        with contextlib.ExitStack() as files:
+            tensors = [read_tensor(_opened(files, self, name), name, self.headers[name].dtype) for name in (embedding, output)]
+            same = torch.equal(*tensors)
+        if not same:
+            _logger.warning("%s ties the output matrix to the embedding but stores another one, which is used", self.directory)
+        return same
+
+
+class StoredWeights:
+    """Reads parameters of a decoder. `dtype` is what matrices are served in: wider stored ones are rounded to it."""
+
+    def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._parameters = parameters
+        self._dtype = dtype
+        self._places: dict[str, list[tuple[str, Place]]] = {}
+        for name, place in places_of(checkpoint.spec).items():
+            self._places.setdefault(place.parameter, []).append((checkpoint.stored[name], place))
+        self._files = contextlib.ExitStack()
+        self._open: dict[str, Any] = {}
+        self._bar: Any = None
+
+    def read(self, name: str) -> Tensor:
+        """A parameter. It may lie in the mapped file and may be narrower than the parameter is held in: copy it to keep it."""
+        parameter, parts = self._parameters[name], self._places.get(name)
+        if parts is None:
+            return torch.ones(parameter.shape)  # the weight of a norm that has none
+        stored, place = parts[0]
+        if len(parts) == 1 and place.rows == slice(None):
+            return place.arrange(self._tensor(stored, parameter))
+        kinds = {self._checkpoint.headers[stored].dtype for stored, _ in parts}
+        dtype = parameter.dtype if parameter.dim() == 1 else self._dtype
+        if dtype == torch.float32 and len(kinds) == 1 and kinds != {"int8"}:
+            dtype = getattr(torch, kinds.pop())  # no wider than it is stored
+        whole = torch.empty(parameter.shape, dtype=dtype)
+        self.fill(name, whole)
+        return whole
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Write a parameter's values."""
+        parts = self._places.get(name)
+        if parts is None:
+            target.fill_(1.0)
+        for stored, place in parts or ():
+            target[place.rows].copy_(place.arrange(self._tensor(stored, target)))
+
+    def close(self) -> None:
+        """Close the files and the progress bar. Reading opens them again."""
+        self._files.close()
+        self._open.clear()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _tensor(self, stored: str, parameter: Tensor) -> Tensor:
+        """A stored tensor in the dtype that it is served in. Vectors are kept as precise as they are held."""
+        header = self._checkpoint.headers[stored]
+        file = self._open.get(header.file)
+        if file is None:
+            file = self._open[header.file] = _opened(self._files, self._checkpoint, stored)
+        tensor = read_tensor(file, stored, header.dtype)
+        self._advance(tensor.nbytes)
+        if parameter.dim() == 1:
+            return tensor.to(parameter.dtype, copy=True)
+        return tensor if self._dtype == torch.float32 else tensor.to(self._dtype)
+
+    def _advance(self, count: int) -> None:
+        if self._bar is None:
+            shown = sys.stderr is not None and sys.stderr.isatty()
+            total = sum(self._checkpoint.headers[name].bytes for name in self._checkpoint.stored.values())
+            self._bar = tqdm(
+                total=total, unit="B", unit_scale=True, delay=_BAR_AFTER_S, disable=not shown, leave=False, desc="loading"
+            )
+        self._bar.update(count)
+
+
+def _opened(files: contextlib.ExitStack, checkpoint: Checkpoint, stored: str) -> Any:
+    return files.enter_context(opened(checkpoint.directory / checkpoint.headers[stored].file))
+
+
+def _other_part(name: str) -> str:
+    """The part of an image-and-text model that a tensor belongs to; "" for the text part."""
+    first = name.removeprefix("model.").partition(".")[0]
+    return first if first in _OTHER_PARTS else ""
+
+
+def _known_name(name: str, spec: ModelSpec) -> str:
+    """The name that a family gives to a stored tensor; "" where it holds no weights of the model."""
+    names = names_of(spec)
+    for part in _TEXT_PART:
+        name = name.removeprefix(part) if name.startswith(part) else name.replace(f"model.{part}", "model.", 1)
+    if not name.startswith((names.prefix, names.output)):
+        name = names.prefix + name
+    return "" if name.endswith((*_IGNORED, *names.ignored)) else name
