@@ -47,7 +47,8 @@ def test_elementwise_operations(width: int, threads: int) -> None:
                 assert_same_bits_everywhere(partial(OPS.activate, activation=activation, gated=gated), (2 * width,))
         if width % 2 == 0 and width < 200:
             angle = torch.rand(width // 2)
-            turn = lambda x: OPS.rotary(x, angle.cos().expand(len(x), -1), angle.sin().expand(len(x), -1))  # noqa: E731
+            cos, sin = torch.cat((angle.cos(), angle.cos())), torch.cat((-angle.sin(), angle.sin()))
+            turn = lambda x: OPS.rotary(x, cos.expand(len(x), 1, -1), sin.expand(len(x), 1, -1))  # noqa: E731, B023
             assert_same_bits_everywhere(turn, (3, width))
     finally:
         torch.set_num_threads(before)

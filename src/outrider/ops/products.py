@@ -39,14 +39,17 @@ class Product:
         self._shape = (padded.shape[0], padded.shape[1])
         self._dtype, self._biased = weight.dtype, bias is not None
         self._multiply = _multiplication(padded, padded_bias)
+        self._counts: tuple[int, Counts] = (0, ())  # with the number of threads that they are for
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, columns) of (rows, inner), in the matrix's dtype."""
         x = x.to(self._dtype)
         if self._missing:
             x = F.pad(x, (0, self._missing))
-        counts = _counts(self._shape, self._dtype, self._biased, torch.get_num_threads())
-        out = in_counts(x, counts, self._multiply)
+        threads = torch.get_num_threads()
+        if threads != self._counts[0]:
+            self._counts = (threads, _counts(self._shape, self._dtype, self._biased, threads))
+        out = in_counts(x, self._counts[1], self._multiply)
         return out if out.shape[1] == self._columns else out[:, : self._columns].contiguous()
 
 
