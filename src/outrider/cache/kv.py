@@ -79,7 +79,7 @@ class KVPool:
         is stored as zero and its key as NaN, so that only rows that see the slot have a result that is not finite.
         """
         page, offset = slots
-        if not math.isfinite(keys.sum().item() + values.sum().item()):
+        if not math.isfinite((keys.sum() + values.sum()).item()):
             sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
             keys, values = keys.where(sound, torch.nan), values.where(sound, 0.0)
         for pool, rows in zip(self._layers[layer], (keys, values), strict=True):

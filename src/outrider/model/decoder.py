@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -223,11 +224,11 @@ class Decoder(nn.Module):
         turns = [table(rows) for table in self.ropes]
         layers = range(len(self.layers)) if layers is None else layers
         kept: dict[int, Tensor] = {}
-        for i in layers:
+        for i, layer in zip(layers, islice(self.layers, layers.start, layers.stop), strict=True):
             if i in taps:
                 kept[i] = x
             rope = self._rope_of[i]
-            x = self.layers[i](x, None if rope is None else turns[rope], attend, ops)
+            x = layer(x, None if rope is None else turns[rope], attend, ops)
         kept[layers.stop] = x
         return Hidden(self.last(x, ops), [kept[i] for i in taps])
 

@@ -105,7 +105,7 @@ class Blocked(Plain):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The operations of `Plain.rms_norm` in one call of torch, which runs them one by one on a CPU."""
-        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+        return torch.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
 
     def _activation(self, x: Tensor, activation: str) -> Tensor:
         """The fused kernels' bits depend on where in memory an element lies; those of exp, erf and division do not."""

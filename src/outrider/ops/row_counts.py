@@ -7,6 +7,7 @@ counts that agree with a block of BLOCK rows, at every place, are used. A batch 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
@@ -38,7 +39,8 @@ def in_counts(x: Tensor, counts: Counts, product: Callable[[Tensor], Tensor]) ->
 
 def fitting(rows: int, counts: Counts) -> int:
     """The smallest of the counts that is at least `rows`; more rows than the largest are left as many."""
-    return next((count for count in counts if count >= rows), rows)
+    place = bisect_left(counts, rows)
+    return counts[place] if place < len(counts) else rows
 
 
 def cancelling(inner: int) -> tuple[Tensor, Tensor]:
