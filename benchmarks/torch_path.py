@@ -3,9 +3,10 @@
     python -m benchmarks.torch_path [--models pyrite 150m] [--dtypes bfloat16 float32] [--tokens 24] [--turns 5]
         [--threads 1] [--out results/torch_path.json]
 
-Both sides hold weights of the same dtype and take the same number of threads. A turn times a short and a long generation of each side; what
-the additional tokens took is the time of decoding, without prompt and start. Times are of the processor, so that other
-processes disturb them little; ratios are of the medians over all turns.
+Both sides hold weights of the same dtype and take the same number of threads. A turn times a short and a long generation of
+each side; what the additional tokens took is the time of decoding, without prompt and start. Times are of the processor, so
+that other processes disturb them little; ratios are of the medians over all turns. ONEDNN_MAX_CPU_ISA=AVX512_CORE shows a
+processor that emulates bf16.
 """
 
 from __future__ import annotations
