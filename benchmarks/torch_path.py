@@ -1,10 +1,12 @@
 """Decoding without the native core against Transformers: one row, the same weights, the same process, in turns.
 
-    python -m benchmarks.torch_path [--models pyrite 150m] [--tokens 24] [--turns 5] [--threads 1] [--out results/torch_path.json]
+    python -m benchmarks.torch_path [--models pyrite 150m] [--dtypes bfloat16 float32] [--tokens 24] [--turns 5]
+        [--threads 1] [--out results/torch_path.json]
 
-Both sides hold bf16 weights and take the same number of threads. A turn times a short and a long generation of each side; what
-the additional tokens took is the time of decoding, without prompt and start. Times are of the processor, so that other
-processes disturb them little; ratios are of the medians over all turns.
+Both sides hold weights of the same dtype and take the same number of threads. A turn times a short and a long generation of
+each side; what the additional tokens took is the time of decoding, without prompt and start. Times are of the processor, so
+that other processes disturb them little; ratios are of the medians over all turns. ONEDNN_MAX_CPU_ISA=AVX512_CORE shows a
+processor that emulates bf16.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ SHORT = 4  # tokens whose time is taken off
 Generate = Callable[[int], None]
 
 
-def by_transformers(folder: Path) -> Generate:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
+def by_transformers(folder: Path, dtype: str) -> Generate:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True).eval()
     model.generation_config.eos_token_id = None
     ids = torch.tensor([PROMPT])
 
@@ -48,8 +50,8 @@ def by_transformers(folder: Path) -> Generate:
     return generate
 
 
-def by_outrider(folder: Path) -> Generate:
-    llm = LLM(folder, speculation="none", max_num_seqs=1, max_model_len=1024, prefix_cache=False)
+def by_outrider(folder: Path, dtype: str) -> Generate:
+    llm = LLM(folder, dtype=dtype, speculation="none", max_num_seqs=1, max_model_len=1024, prefix_cache=False)
     assert llm.engine.runner.stack is None, "the native core serves"
     return lambda tokens: void(llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)))
 
@@ -67,10 +69,10 @@ def seconds_per_token(generate: Generate, tokens: int) -> float:
     return (took[1] - took[0]) / tokens
 
 
-def compare(name: str, tokens: int, turns: int) -> dict[str, Any]:
+def compare(name: str, dtype: str, tokens: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = export_model(name, Path(folder))
-        sides = {"transformers": by_transformers(model), "outrider": by_outrider(model)}
+        sides = {"transformers": by_transformers(model, dtype), "outrider": by_outrider(model, dtype)}
         seen: dict[str, list[float]] = {side: [] for side in sides}
         for turn in range(turns + 1):
             for side, generate in sides.items():
@@ -79,19 +81,20 @@ def compare(name: str, tokens: int, turns: int) -> dict[str, Any]:
                     seen[side].append(took)
     ms = {f"{side}_ms_per_token": round(1e3 * median(took), 3) for side, took in seen.items()}
     ratio = median(seen["transformers"]) / median(seen["outrider"])
-    return {"model": name, **ms, "speed_against_transformers": round(ratio, 3), "turns": turns, "tokens": tokens}
+    return {"model": name, "dtype": dtype, **ms, "speed_against_transformers": round(ratio, 3), "turns": turns, "tokens": tokens}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["pyrite", "150m"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = [compare(name, options.tokens, options.turns) for name in options.models]
+    rows = [compare(name, dtype, options.tokens, options.turns) for name in options.models for dtype in options.dtypes]
     result = {
         "command": " ".join(["python -m benchmarks.torch_path", *sys.argv[1:]]),
         "device": cpu_name(),

@@ -20,7 +20,7 @@ from typing import Literal
 
 Amx = Literal["absent", "usable", "hidden"]
 
-_ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _SAFE_ISA = "AVX512_CORE_FP16"
 
 # push rbx; mov eax,edi; mov ecx,esi; mov r8,rdx; cpuid;
@@ -115,12 +115,12 @@ def guard() -> AmxGuard:
 
 
 def _avoid(torch_was_first: bool) -> AmxGuard:
-    for name in _ISA_VARIABLES:
+    for name in ISA_VARIABLES:
         if name in os.environ:
             return AmxGuard("hidden", f"{name}={os.environ[name]} was set by the user", True)
     # os.environ writes through to the C environment, and oneDNN reads it at its first product.
-    os.environ[_ISA_VARIABLES[0]] = _SAFE_ISA
-    action = f"set {_ISA_VARIABLES[0]}={_SAFE_ISA}"
+    os.environ[ISA_VARIABLES[0]] = _SAFE_ISA
+    action = f"set {ISA_VARIABLES[0]}={_SAFE_ISA}"
     if not torch_was_first or _product_survives():
         return AmxGuard("hidden", action, True)
     return AmxGuard("hidden", action + " too late (torch was in use); bf16 products run in float32", False)

@@ -9,7 +9,7 @@ import torch
 
 from outrider.bench.doctor import attention_is_invariant, linear_is_invariant
 from outrider.model.spec import ACTIVATIONS
-from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_attention, products
+from outrider.ops import BLOCK, Blocked, Plain, Segment, attention, paged_attention, plan_attention, products
 from outrider.ops.attention import _soft_capped
 from outrider.ops.row_counts import agreeing_counts, in_counts
 
@@ -47,7 +47,8 @@ def test_elementwise_operations(width: int, threads: int) -> None:
                 assert_same_bits_everywhere(partial(OPS.activate, activation=activation, gated=gated), (2 * width,))
         if width % 2 == 0 and width < 200:
             angle = torch.rand(width // 2)
-            turn = lambda x: OPS.rotary(x, angle.cos().expand(len(x), -1), angle.sin().expand(len(x), -1))  # noqa: E731
+            cos, sin = torch.cat((angle.cos(), angle.cos())), torch.cat((-angle.sin(), angle.sin()))
+            turn = lambda x: OPS.rotary(x, cos.expand(len(x), 1, -1), sin.expand(len(x), 1, -1))  # noqa: E731
             assert_same_bits_everywhere(turn, (3, width))
     finally:
         torch.set_num_threads(before)
@@ -59,14 +60,21 @@ def test_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert linear_is_invariant(OPS, dtype, shape[::-1])
 
 
+@pytest.mark.parametrize("cap", [None, "AVX512_CORE"])
 @pytest.mark.parametrize("flags", [frozenset(), frozenset({"avx512_bf16"})], ids=["emulated", "bf16 instructions"])
-def test_bf16_products_with_and_without_instructions(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_products_with_and_without_instructions(
+    flags: frozenset[str], cap: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where bf16 is emulated, rows are multiplied one by one; the bits do not depend on the row count either way."""
     monkeypatch.setattr(products, "cpu_flags", lambda: flags)
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if cap is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
     products._counts.cache_clear()
     try:
         assert linear_is_invariant(Blocked(), torch.bfloat16, (512, 1024))
-        if not flags and products._can_pack(torch.bfloat16):
+        if (not flags or cap) and products._can_pack(torch.bfloat16):
             assert products._counts((512, 1024), torch.bfloat16, False, torch.get_num_threads()) == (1,)
     finally:
         products._counts.cache_clear()
@@ -169,6 +177,18 @@ def attended(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], segment: Se
         for t, row in enumerate(part):
             pool[segment.pages[t // size], :, t % size] = row
     return paged_attention(q, *pools, plan_attention([segment], size, frozenset({None})))
+
+
+@pytest.mark.parametrize("counts", [(1,), (2,), (4, 16)])
+def test_attention_at_few_row_counts(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are filled up, or multiplied a few at a time, where few row counts of a library agree. Trees gather their rows."""
+    kv, q = (torch.randn(37, 2, 32), torch.randn(37, 2, 32)), torch.randn(6, 4, 32)
+    pages = list(range(1, 6))
+    for segment in (Segment(0, 30, 6, pages), Segment(0, 30, 2, pages, parents=(-1, -1, 0, 1))):
+        want = attended(q, kv, segment, 8)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "attention_counts", lambda *_: counts)
+            torch.testing.assert_close(attended(q, kv, segment, 8), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "width"), [(1, 1, 16), (1, 1, 32), (1, 3, 64), (2, 2, 32), (1, 2, 144)])

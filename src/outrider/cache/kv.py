@@ -28,6 +28,7 @@ class KVPool:
         self.head_dim = head_dim
         shape = (layers, pages, kv_heads, page_size, _filled(head_dim))
         self.keys, self.values = _zeros(shape), _zeros(shape)
+        self._layers = list(zip(self.keys, self.values, strict=True))
         self._per_word = 0  # values per 32-bit word of the native core's layout; 0: the layout of torch
 
     @staticmethod
@@ -60,6 +61,11 @@ class KVPool:
         dtype = torch.bfloat16 if per_word == 2 else torch.float32
         self.keys = _zeros((*outer, width // per_word, size, per_word), dtype)
         self.values = _zeros((*outer, size // per_word, width, per_word), dtype)
+        self._layers = list(zip(self.keys, self.values, strict=True))
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer."""
+        return self._layers[layer]
 
     def slots(self, pages: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Physical slots of a sequence's storage positions."""
@@ -73,11 +79,11 @@ class KVPool:
         is stored as zero and its key as NaN, so that only rows that see the slot have a result that is not finite.
         """
         page, offset = slots
-        if not math.isfinite(keys.sum().item() + values.sum().item()):
+        if not math.isfinite((keys.sum() + values.sum()).item()):
             sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
             keys, values = keys.where(sound, torch.nan), values.where(sound, 0.0)
-        self.keys[layer][page, :, offset, : self.head_dim] = keys
-        self.values[layer][page, :, offset, : self.head_dim] = values
+        for pool, rows in zip(self._layers[layer], (keys, values), strict=True):
+            pool[page, :, offset, : self.head_dim] = rows
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy slots to slots in every layer; sources are read before any target is written."""

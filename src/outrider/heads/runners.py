@@ -126,7 +126,7 @@ class EagleRunner:
 
         def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._pool.write(0, flat.slots, k, v)
-            return paged_attention(q, self._pool.keys[0], self._pool.values[0], flat.plan)
+            return paged_attention(q, *self._pool.layer(0), flat.plan)
 
         return self.head(flat.tokens, features, (flat.positions - 1).clamp_min(0), attend, self._ops)  # type: ignore[no-any-return]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,7 +48,7 @@ class Hidden:
 
 
 class Turn(NamedTuple):
-    """Rotary cosines and sines (N, head_dim / 2) of rows, and the factor (N,) of their queries where there is one."""
+    """Rotary cosines and sines (N, 1, head_dim) of rows as `Ops.rotary` takes them; the factor (N,) of their queries, if any."""
 
     cos: Tensor
     sin: Tensor
@@ -92,7 +93,9 @@ class RopeTable(nn.Module):
         return next(fitting, self.starts[-1])
 
     def forward(self, positions: Tensor) -> Turn:
-        return Turn(self.cos[positions], self.sin[positions], None if self.growth is None else self.growth[positions])
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
+        growth = None if self.growth is None else self.growth[positions]
+        return Turn(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), growth)
 
 
 def _turns(variant: RotaryVariant, positions: int, pairs: int) -> tuple[Tensor, Tensor]:
@@ -238,6 +241,8 @@ class Decoder(nn.Module):
         """Compute the rotary tables, one for each of `ModelSpec.ropes`."""
         s = self.spec
         self.ropes = nn.ModuleList(RopeTable(rope, s.attention.head_dim, s.context) for rope in s.ropes)
+        ropes = [layer.attention.rope for layer in s.layers]
+        self._rope_of = [None if rope is None else s.ropes.index(rope) for rope in ropes]  # the table of each layer
 
     @property
     def rope(self) -> RopeTable:
@@ -275,14 +280,14 @@ class Decoder(nn.Module):
         """
         x = self.embed(tokens, positions) if x is None else x
         rows = positions if rotary_rows is None else rotary_rows
-        turns = {rope: table(rows) for rope, table in zip(self.spec.ropes, self.ropes, strict=True)}
+        turns = [table(rows) for table in self.ropes]
         layers = range(len(self.layers)) if layers is None else layers
         kept: dict[int, Tensor] = {}
-        for i in layers:
+        for i, layer in zip(layers, islice(self.layers, layers.start, layers.stop), strict=True):
             if i in taps:
                 kept[i] = x
-            rope = self.spec.layers[i].attention.rope
-            x = self.layers[i](x, None if rope is None else turns[rope], attend, ops)
+            rope = self._rope_of[i]
+            x = layer(x, None if rope is None else turns[rope], attend, ops)
         kept[layers.stop] = x
         return Hidden(self.last(x, ops), [kept[i] for i in taps])
 

@@ -183,7 +183,7 @@ class Runner:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, rows.slots, k, v)
             a = self.decoder.spec.layers[layer].attention
-            return paged_attention(q, self.pool.keys[layer], self.pool.values[layer], rows.plan, a.window, a.soft_cap)
+            return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap)
 
         hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows)
         hidden.logits = self._logits_by_torch(hidden.last, wanted)

@@ -133,35 +133,40 @@ def paged_attention(
     head_dim, width = q.shape[-1], keys.shape[-1]
     kv_heads, page = keys.shape[1], keys.shape[2]
     counts = attention_counts(kv_heads, q.shape[1] // kv_heads, width, page, torch.get_num_threads())
+    form = _Form(window, counts, soft_cap)
     q = q * head_dim**-0.5
     if width > head_dim:
         q = F.pad(q, (0, width - head_dim))
-    if len(plan.units) == 1 and plan.units[0].rows == slice(0, len(q)):
-        return _attend(q, keys, values, plan.units[0], _Form(window, counts, soft_cap))[..., :head_dim]
-    out = torch.zeros_like(q)
-    for unit in plan.units:
-        out[unit.rows] = _attend(q[unit.rows], keys, values, unit, _Form(window, counts, soft_cap))
-    return out[..., :head_dim]
+    if len(plan.units) == 1 and plan.units[0].rows == slice(0, q.shape[0]):
+        out = _attend(q, keys, values, plan.units[0], form)
+    else:
+        out = torch.zeros_like(q)
+        for unit in plan.units:
+            out[unit.rows] = _attend(q[unit.rows], keys, values, unit, form)
+    return out if width == head_dim else out[..., :head_dim]
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, form: _Form) -> Tensor:
     """One unit: (rows, H, width) queries to (rows, H, width) outputs.
 
     Scores of a page are a product of fixed width; exponentials are summed inside a page and then
-    page by page in logical order, so trailing pages of masked keys add exact zeros.
+    page by page in logical order, so trailing pages of masked keys add exact zeros. Rows are filled up
+    to a row count of the products at the start, and cut at the end: no copy lies between the two products.
     """
     window, counts, soft_cap = form
-    hidden = unit.masks[window]
     rows, heads, width = q.shape
-    by_head = q.view(rows, keys.shape[1], -1, width).transpose(0, 1)  # (KV heads, rows, group, width)
-    scores = _times_pages(by_head.expand(len(hidden), *by_head.shape), keys, unit, counts, transposed=True)
+    filled, hidden = fitting(rows, counts), unit.masks[window]
+    by_head = _filled_rows(q.view(rows, keys.shape[1], -1, width), 0, filled).transpose(0, 1)  # (KV heads, filled, group, width)
+    if 1 < rows < filled:
+        hidden = F.pad(hidden, (0, 0, 0, 0, 0, filled - rows))
+    scores = _times_pages(by_head.expand(hidden.shape[0], *by_head.shape), keys, unit, counts, transposed=True)
     if soft_cap is not None:
         scores = _soft_capped(scores, soft_cap)
-    scores = scores.masked_fill(hidden, -torch.inf)  # (pages, KV heads, rows, group, page)
+    scores.masked_fill_(hidden, -torch.inf)  # (pages, KV heads, filled, group, page)
     weights = scores.sub_(scores.amax(dim=(0, 4), keepdim=True)).exp_()
-    total = _in_order(weights.sum(-1))  # (KV heads, rows, group)
+    total = _in_order(weights.sum(-1, keepdim=True))  # (KV heads, filled, group, 1)
     mixed = _in_order(_times_pages(weights, values, unit, counts, transposed=False))
-    return (mixed / total[..., None]).transpose(0, 1).reshape(rows, heads, width)
+    return (mixed / total)[:, :rows].transpose(0, 1).reshape(rows, heads, width)
 
 
 def _soft_capped(scores: Tensor, cap: float) -> Tensor:
@@ -176,7 +181,10 @@ def _in_order(pages: Tensor) -> Tensor:
 
 
 def _times_pages(x: Tensor, pool: Tensor, unit: _Unit, counts: Counts, transposed: bool) -> Tensor:
-    """x (pages, KV heads, rows, group, inner) times each page of a unit, or times its transpose."""
+    """x (pages, KV heads, filled rows, group, inner) times each page of a unit, or times its transpose."""
+    if unit.tail is None and len(unit.runs) == 1:
+        first, count = unit.runs[0]
+        return _product(x, pool[first : first + count], counts, transposed)
     parts, done = [], 0
     for first, count in unit.runs:
         parts.append(_product(x[done : done + count], pool[first : first + count], counts, transposed))
@@ -186,18 +194,21 @@ def _times_pages(x: Tensor, pool: Tensor, unit: _Unit, counts: Counts, transpose
         paths = x[done:, :, tail.rows].permute(2, 0, 1, 3, 4, 5)  # (paths, tail pages, KV heads, rows, group, inner)
         part = _product(paths.flatten(0, 1), pages.flatten(0, 1), counts, transposed)
         part = part.view(*pages.shape[:2], *part.shape[1:])
-        parts.append(part[tail.path_of, :, :, tail.place_of].permute(1, 2, 0, 3, 4))  # every row from its path
+        part = part[tail.path_of, :, :, tail.place_of].permute(1, 2, 0, 3, 4)  # every row from its path
+        parts.append(_filled_rows(part, 2, x.shape[2]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _product(x: Tensor, pages: Tensor, counts: Counts, transposed: bool) -> Tensor:
     """The product of each page and head, at a row count that gives a row the same bits."""
     count, kv_heads, rows, group, inner = x.shape
+    if rows > counts[-1]:
+        return torch.cat([_product(part, pages, counts, transposed) for part in torch.split(x, counts[-1], 2)], 2)
     filled = fitting(rows, counts)
     operand = _filled_rows(x, 2, filled).reshape(count * kv_heads, filled * group, inner).contiguous()
     matrices = pages.flatten(0, 1)
-    product = page_products(operand, matrices.mT if transposed else matrices)
-    return product.view(count, kv_heads, filled, group, -1)[:, :, :rows]
+    product = page_products(operand, matrices.mT if transposed else matrices).view(count, kv_heads, filled, group, -1)
+    return product if filled == rows else product[:, :, :rows]
 
 
 def _filled_rows(x: Tensor, dim: int, count: int) -> Tensor:

@@ -81,10 +81,12 @@ class Plain:
         return _ACTIVATIONS[activation](x)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate pairs (i, i + half) of the last dimension of (N, heads, head_dim), in float32; cos and sin are (N, half)."""
-        first, second = x.float().chunk(2, dim=-1)
-        cos, sin = cos[:, None], sin[:, None]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        """Rotate pairs (i, i + half) of the last dimension of (N, heads, head_dim), in float32.
+
+        cos and sin are (N, 1, head_dim): both dimensions of a pair have its cosine, the first its negative sine.
+        """
+        x = x.float()
+        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Blocked(Plain):
@@ -103,12 +105,12 @@ class Blocked(Plain):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The operations of `Plain.rms_norm` in one call of torch, which runs them one by one on a CPU."""
-        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+        return torch.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
 
     def _activation(self, x: Tensor, activation: str) -> Tensor:
         """The fused kernels' bits depend on where in memory an element lies; those of exp, erf and division do not."""
         if activation == "silu":
-            return x / torch.exp(-x).add_(1.0)
+            return x / x.neg().exp_().add_(1.0)
         if activation == "gelu_tanh":  # x * (1 + tanh(u)) / 2 is x * sigmoid(2 u)
             return x / torch.exp(x * (x * x * _CUBIC + 1.0) * _TWICE_ROOT).add_(1.0)
         if activation == "gelu":

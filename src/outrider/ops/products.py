@@ -6,6 +6,7 @@ padded with zeros, because libraries treat the rows of such a product differentl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -14,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops.row_counts import BLOCK, Counts, agreeing_counts, cancelling, in_counts
-from outrider.platform import cpu_flags
+from outrider.platform import ISA_VARIABLES, cpu_flags
 
 __all__ = ["Product"]
 
 # A processor with none of these flags emulates products in bf16. One row then has a special kernel with other bits, which
 # takes half the time of two rows; four to eight rows take as long one by one as together.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_CAPS_BELOW_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"})  # of ONEDNN_MAX_CPU_ISA
 _WIDTH = 32  # widths become multiples of it: rows of either dtype then lie on whole cache lines
 
 
@@ -37,14 +39,17 @@ class Product:
         self._shape = (padded.shape[0], padded.shape[1])
         self._dtype, self._biased = weight.dtype, bias is not None
         self._multiply = _multiplication(padded, padded_bias)
+        self._counts: tuple[int, Counts] = (0, ())  # with the number of threads that they are for
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, columns) of (rows, inner), in the matrix's dtype."""
         x = x.to(self._dtype)
         if self._missing:
             x = F.pad(x, (0, self._missing))
-        counts = _counts(self._shape, self._dtype, self._biased, torch.get_num_threads())
-        out = in_counts(x, counts, self._multiply)
+        threads = torch.get_num_threads()
+        if threads != self._counts[0]:
+            self._counts = (threads, _counts(self._shape, self._dtype, self._biased, threads))
+        out = in_counts(x, self._counts[1], self._multiply)
         return out if out.shape[1] == self._columns else out[:, : self._columns].contiguous()
 
 
@@ -68,11 +73,17 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return True
 
 
+def _emulates_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 without instructions for it: the processor has none, or the environment caps them."""
+    capped = any(os.environ.get(name, "").upper() in _CAPS_BELOW_BF16 for name in ISA_VARIABLES)
+    return capped or not cpu_flags() & _BF16_FLAGS
+
+
 @lru_cache(maxsize=1024)
 def _counts(shape: tuple[int, int], dtype: torch.dtype, biased: bool, threads: int) -> Counts:
     """Row counts for a matrix of that shape; `threads` is what torch uses now, by which libraries cut products."""
     del threads
-    if dtype == torch.bfloat16 and _can_pack(dtype) and not cpu_flags() & _BF16_FLAGS:
+    if dtype == torch.bfloat16 and _can_pack(dtype) and _emulates_bf16():
         return (1,)
     columns, inner = shape
     rows, weight_rows = cancelling(inner)

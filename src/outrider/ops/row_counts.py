@@ -7,6 +7,7 @@ counts that agree with a block of BLOCK rows, at every place, are used. A batch 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
@@ -37,8 +38,9 @@ def in_counts(x: Tensor, counts: Counts, product: Callable[[Tensor], Tensor]) ->
 
 
 def fitting(rows: int, counts: Counts) -> int:
-    """The smallest of the counts that is at least `rows`."""
-    return next(count for count in counts if count >= rows)
+    """The smallest of the counts that is at least `rows`; more rows than the largest are left as many."""
+    place = bisect_left(counts, rows)
+    return counts[place] if place < len(counts) else rows
 
 
 def cancelling(inner: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +80,7 @@ def page_products(a: Tensor, b: Tensor) -> Tensor:
 
     A single one is doubled. Libraries give it to other kernels than several, and a page may come alone or among others.
     """
-    if len(a) > 1:
+    if a.shape[0] > 1:
         return torch.bmm(a, b)
     return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]  # views: another layout would be another kernel too
 
