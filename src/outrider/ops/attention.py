@@ -203,7 +203,7 @@ def _product(x: Tensor, pages: Tensor, counts: Counts, transposed: bool) -> Tens
     """The product of each page and head, at a row count that gives a row the same bits."""
     count, kv_heads, rows, group, inner = x.shape
     if rows > counts[-1]:
-        return torch.cat([_product(part, pages, counts, transposed) for part in x.split(counts[-1], 2)], 2)
+        return torch.cat([_product(part, pages, counts, transposed) for part in torch.split(x, counts[-1], 2)], 2)
     filled = fitting(rows, counts)
     operand = _filled_rows(x, 2, filled).reshape(count * kv_heads, filled * group, inner).contiguous()
     matrices = pages.flatten(0, 1)
