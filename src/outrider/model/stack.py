@@ -42,8 +42,7 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
 def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32."""
     s = decoder.spec
-    matrix = decoder.weight("embedding" if s.tied else "output")
-    output = PackedLinear(core, s.dtype, matrix, decoder.output_bias, logit_epilogue(s))
+    output = _output(decoder, core)
     decoder.materialise("embedding")  # the core reads its rows
     learned = None
     if s.positions is not None and decoder.positions is not None:
@@ -57,6 +56,12 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
         norm=norm_weights(s.norm, decoder.norm, decoder.norm_bias),
         output=output,
     )  # fmt: skip
+
+
+def _output(decoder: Decoder, core: Core) -> PackedLinear:
+    s = decoder.spec
+    matrix = decoder.weight("embedding" if s.tied else "output")
+    return PackedLinear(core, s.dtype, matrix, decoder.output_bias, logit_epilogue(s))
 
 
 def layer_stack(

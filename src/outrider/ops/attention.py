@@ -196,7 +196,7 @@ def _times_pages(x: Tensor, pool: Tensor, unit: _Unit, counts: Counts, transpose
         part = part.view(*pages.shape[:2], *part.shape[1:])
         part = part[tail.path_of, :, :, tail.place_of].permute(1, 2, 0, 3, 4)  # every row from its path
         parts.append(_filled_rows(part, 2, x.shape[2]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)  # a repeated row shares memory
 
 
 def _product(x: Tensor, pages: Tensor, counts: Counts, transposed: bool) -> Tensor:
