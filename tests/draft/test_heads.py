@@ -9,6 +9,8 @@ import random
 import pytest
 import torch
 
+from outrider.bench.feature_specs import FEATURE_SPECS
+from outrider.bench.feature_specs import random_decoder as feature_decoder
 from outrider.cache import KVPool
 from outrider.core import Batch, Drafts, Plan
 from outrider.draft.eagle import EagleDrafter
@@ -16,8 +18,9 @@ from outrider.draft.growth import TreeShape
 from outrider.draft.lookup import best_first
 from outrider.draft.medusa import MedusaDrafter
 from outrider.heads import Borrowed, MedusaConfig, MedusaHeads
-from outrider.model import Decoder
-from outrider.ops import serving_ops
+from outrider.heads.runners import EagleRunner, MedusaRunner
+from outrider.model import Decoder, Feed
+from outrider.ops import Plain, serving_ops
 from outrider.sampling import SamplingParams
 from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family
 from tests.support.eagle import FORMS, random_head, reference_chain
@@ -84,6 +87,29 @@ def test_a_greedy_chain_is_the_head_run_by_definition(decoder: Decoder, form: st
         assert draft == reference_chain(decoder, drafter._head, tokens, len(draft))
 
 
+CAPPED, SCALED = "sandwich norms, soft caps, windows, two rotary tables", "multipliers"
+BIASED = "parallel with two norms, partial rotary, gelu, biases"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("features", [CAPPED, SCALED, BIASED])
+def test_heads_follow_the_target(features: str, form: str) -> None:
+    """What a target does to embeddings, hidden rows and logits, heads that use its tensors do too; by the definition."""
+    target = feature_decoder(FEATURE_SPECS[features])
+    head, spec = random_head(target, form), target.spec
+    tokens, taps = [i * 37 % spec.vocab for i in range(20)], torch.randn(20, spec.hidden * len(head.config.taps))
+    feed = Feed([2, 0, 1], 1, tokens)
+    made = []
+    for ops in (serving_ops(), Plain()):
+        runner = EagleRunner(head, KVPool(1, 3, spec.kv_heads, 16, spec.head_dim), ops)
+        hidden = runner.forward([feed], runner.fuse(taps))
+        made.append(
+            (hidden, runner.logits(hidden), MedusaRunner(medusa_heads(target, False), ops).logits(taps[:, : spec.hidden]))
+        )
+    for got, want in zip(*made, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+
+
 def test_trees_hold_the_chain_and_are_ranked(decoder: Decoder) -> None:
     """A dynamic tree contains the greedy chain's first nodes and never breaks a path."""
     drafter = eagle(decoder, "eagle3", TreeShape(beam=4, branch=4, depth=5))
@@ -105,13 +131,17 @@ def test_trees_hold_the_chain_and_are_ranked(decoder: Decoder) -> None:
         assert len(set(pairs)) == len(pairs), "siblings differ"
 
 
-def medusa(decoder: Decoder, own_output: bool, dynamic: bool) -> MedusaDrafter:
+def medusa_heads(decoder: Decoder, own_output: bool) -> MedusaHeads:
     c = decoder.spec
     heads = MedusaHeads(MedusaConfig(c.hidden, c.vocab, c.depth, heads=3, own_output=own_output), Borrowed.of(decoder))
     heads.requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
-    return MedusaDrafter(heads.eval(), serving_ops(), dynamic)
+    return heads.eval()
+
+
+def medusa(decoder: Decoder, own_output: bool, dynamic: bool) -> MedusaDrafter:
+    return MedusaDrafter(medusa_heads(decoder, own_output), serving_ops(), dynamic)
 
 
 @pytest.mark.grid

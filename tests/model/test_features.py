@@ -33,7 +33,9 @@ def test_backends_agree_with_the_plain_decoder(name: str) -> None:
     spec = FEATURE_SPECS[name]
     text = [i * 11 % spec.vocab for i in range(40)]
     served, plain = runner_of(spec, "float32", 16), runner_of(spec, "float32", 16, Plain())
-    made, want = (runner.logits(runner.forward([Feed([2, 0, 3], 0, text)]).last, range(40)) for runner in (served, plain))
+    last = served.decoder.rotary_start(spec.context)
+    feeds = [Feed([2, 0, 3], 0, text), Feed([6, 1, 5], 0, text, rotary_start=last)]  # the first table and the last
+    made, want = (runner.logits(runner.forward(feeds).last, range(80)) for runner in (served, plain))
     torch.testing.assert_close(made, want, atol=1e-4, rtol=0)
 
 

@@ -118,13 +118,13 @@ def keeps_bits(runner: Runner, pages: int, page_size: int) -> bool:
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         return runner.logits(runner.forward(feeds).last, range(rows))
 
-    def fed(first: int, tokens: list[int], where: list[int] = mine) -> Feed:
-        return Feed(where, first, tokens, rotary_start=start)
+    def fed(first: int, tokens: list[int]) -> Feed:
+        return Feed(mine, first, tokens, rotary_start=start)
 
     prompt = logits([fed(0, text)])
     if not bool(torch.isfinite(prompt).all()):
         return False
-    beside = fed(0, [3, 1, 4], other)
+    beside = Feed(other, 0, [3, 1, 4])  # which uses the first table
     one_by_one = torch.cat([logits([beside, fed(i, [token])])[-1:] for i, token in enumerate(text)])
     nodes, parents = [9, *text[-2:], 8, 7], [-1, -1, 1, 0, 2]
     tree = logits([Feed(mine, size - 3, text[-3:-2], nodes, parents, rotary_start=start), beside])

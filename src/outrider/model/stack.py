@@ -88,7 +88,7 @@ def norm_weights(norm: Norm | None, weight: Tensor | None, bias: Tensor | None =
     if norm is None or weight is None:
         return NormWeights()
     weight, bias = (None if x is None else _floats(x).repeat(heads) for x in (weight, bias))
-    return NormWeights(weight, bias, norm.kind == "layer", norm.eps)
+    return NormWeights(weight, bias, norm.kind == "layer", float(norm.eps))
 
 
 def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core: Core, kind: str) -> LayerWeights:

@@ -471,7 +471,7 @@ class Stack:
         outputs = [values.buffer_info()[0] for values in (tokens, chances)]
         drawn = array("q", (steps,))
         first = (logits.data_ptr(), sequences, logits.shape[2], *inputs, chains.words, 1, *outputs)
-        chain_spec = array("q", _words((steps, wanted.buffer_info()[0], chains.floor, drawn.buffer_info()[0], *first)))
+        chain_spec = array("q", _words((steps, wanted.buffer_info()[0], float(chains.floor), drawn.buffer_info()[0], *first)))
 
         def draft(threads: int) -> int:
             self._call(self._core.draft, threads, spec, chain_spec)
