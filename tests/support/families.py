@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CASES", "LENGTHS", "VOCAB", "build_reference"]
+__all__ = ["CASES", "LENGTHS", "VOCAB", "build_reference", "reference_config"]
 
 VOCAB = 96
 SIZES: dict[str, Any] = {
@@ -98,6 +98,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Transformers follows the text's length with dynamic tables; here they are those of the original length, doubled.
 LENGTHS = {"llama-dynamic-long": 256}
+
+
+def reference_config(name: str) -> dict[str, Any]:
+    """The config.json that Transformers writes for a case."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, changes = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    return config.to_dict() | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
 
 
 def build_reference(name: str, directory: Path) -> Any:
