@@ -68,9 +68,9 @@ def stack_over(
 
 def layer_weights(layer: Layer, core: Core, kind: str) -> LayerWeights:
     """One layer's products and norms."""
-    c, bias = layer.spec.attention, layer.qkv_bias
+    c = layer.spec.attention
     return LayerWeights(
-        qkv=PackedLinear(core, kind, _by_head(layer.qkv, c), None if bias is None else _by_head(bias, c)),
+        qkv=PackedLinear(core, kind, layer.qkv, layer.qkv_bias, order=_by_head(c)),
         out=PackedLinear(core, kind, layer.out, layer.out_bias),
         gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, paired=True),
         down=PackedLinear(core, kind, layer.down, layer.down_bias),
@@ -82,7 +82,7 @@ def layer_weights(layer: Layer, core: Core, kind: str) -> LayerWeights:
     )
 
 
-def _by_head(qkv: Tensor, c: Attention) -> Tensor:
+def _by_head(c: Attention) -> Tensor:
     """Rows of q, k and v in the core's order: of each head of keys its queries, key and value."""
-    parts = qkv.detach().tensor_split((c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim))
-    return torch.cat([part.reshape(c.kv_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+    parts = torch.arange(c.qkv_width).tensor_split((c.q_width, c.q_width + c.kv_width))
+    return torch.cat([part.view(c.kv_heads, -1) for part in parts], 1).flatten()

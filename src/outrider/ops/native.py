@@ -271,17 +271,24 @@ class PackedLinear:
     is a gate: the product is silu(gate) * the other half.
 
     bf16 weights are packed to 12 bits (lossless) where nearly all fit, unless `pack_12bit` is False. The bits of a product do
-    not depend on it.
+    not depend on it. `order` is the weight's row of each column, where they are not in order.
     """
 
     def __init__(
-        self, core: Core, kind: str, weight: Tensor, bias: Tensor | None = None, paired: bool = False, pack_12bit: bool = True
+        self,
+        core: Core,
+        kind: str,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        paired: bool = False,
+        pack_12bit: bool = True,
+        order: Tensor | None = None,
     ) -> None:
         columns, self.inner = weight.shape
         self.columns = columns // 2 if paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(core, kind, weight.detach(), bias, paired, pack_12bit)
+        self._packed = pack(core, kind, weight.detach(), bias, paired, pack_12bit, order)
         panels, steps, *parts = self._packed
         self._spec = array("q", (KINDS[kind], self.columns, self.inner, panels, steps, paired, *map(_address, parts)))
         self.handle = self._spec.buffer_info()[0]
