@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from outrider.engine.llm import LLM
 from outrider.errors import ModelError, OutriderError
-from outrider.model import LoadOptions, compile_spec, load_decoder
+from outrider.model import Decoder, LoadOptions, compile_spec, load_decoder
+from outrider.model.families import family_of
+from outrider.model.families.reading import _NAMES
+from outrider.model.listing import Wants
 from outrider.sampling import SamplingParams
 from tests.support import BASE, FAMILIES, write_family
 from tests.support.examples import examples
+from tests.support.families import CASES, reference_config
 
 _FIELDS = [
     *("architectures", "attention_bias", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size"),
@@ -52,6 +57,59 @@ def test_mutated_configs_load_or_say_why(tmp_path: Path, family: str, changes: d
         return
     tokens = llm.generate([[1, 0, 1]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids
     assert all(0 <= token < llm.config.vocab for token in tokens)
+
+
+_ABSURD = [("vocab_size", 1), ("vocab_size", -5), ("hidden", 0), ("hidden", -60), ("layers", 0), ("layers", -1), ("heads", 0)]
+_ABSURD += [
+    ("kv_heads", 4),
+    ("kv_heads", 0),
+    ("head_dim", 0),
+    ("head_dim", -8),
+    ("ffn", 0),
+    ("ffn", -1),
+    ("context", 0),
+    ("window", 0),
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_absurd_sizes_are_refused_for_every_family(name: str) -> None:
+    """By a typed error that names the field, and before anything is allocated. kv_heads of 4 do not divide 6 heads."""
+    data = reference_config(name)
+    family, spec = family_of(data["architectures"][0]), compile_spec(data)
+    assert family is not None
+    unread = {size for size, read in (("kv_heads", name not in _OWN_KV_HEADS), ("window", any(spec.windows))) if not read}
+    for size, value in _ABSURD:
+        field = dict(family.fields).get(size, _FIELD_NAMES.get(size, size))
+        if size not in unread and field in data:
+            with pytest.raises(ModelError, match=field):
+                compile_spec(data | {field: value})
+
+
+_OWN_KV_HEADS = [name for name, (kind, _) in CASES.items() if kind in ("GPT2", "GPTJ", "GPTBigCode", "GPTNeoX", "OPT")]
+_OWN_KV_HEADS += ["falcon-7b", "falcon-sequential"]
+_FIELD_NAMES = {**_NAMES, "window": "sliding_window"}
+
+
+@examples(300)
+@given(st.data())
+def test_mutated_configs_of_every_family_compile_or_say_why(data: st.DataObject) -> None:
+    """Any field may hold anything; a spec that comes out describes a decoder."""
+    config = reference_config(data.draw(st.sampled_from(sorted(CASES))))
+    fields = data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=2))
+    changes = {field: data.draw(st.one_of(_values, _rope)) for field in fields}
+    try:
+        spec = compile_spec(config | changes)
+    except ModelError as error:
+        assert len(str(error)) < 600  # noqa: PT017 (either outcome is right)
+        return
+    assert spec.vocab > 1
+    assert min(spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.context) >= 1
+    assert spec.heads % spec.kv_heads == 0
+    assert all(window is None or window >= 1 for window in spec.windows)
+    with torch.device("meta"):
+        Decoder(replace(spec, layers=spec.layers[:1], context=min(spec.context, 64)))
+    assert Wants(spec).verdict
 
 
 @pytest.mark.parametrize(

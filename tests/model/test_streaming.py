@@ -108,7 +108,7 @@ def test_what_torch_serves_is_held_in_memory(stored: Path) -> None:
 def test_heads_read_the_output_matrix_when_they_share_it(stored: Path) -> None:
     runner, whole = runner_of(open_decoder(stored)), load_decoder(stored)
     runner.decoder.close()
-    assert torch.equal(Borrowed.of(runner.decoder, output=False).embedding, whole.embedding)
+    assert torch.equal(Borrowed.of(runner.decoder, with_output=False).embedding, whole.embedding)
     assert torch.equal(Borrowed.of(runner.decoder).output, Borrowed.of(whole).output)
 
 

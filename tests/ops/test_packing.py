@@ -100,6 +100,16 @@ def test_rows_of_a_larger_matrix_and_threads_change_nothing() -> None:
     assert torch.equal(columns_of(packed[0], torch.bfloat16, (256, 512), False), part)
 
 
+def test_columns_in_another_order() -> None:
+    assert CORE is not None
+    weight, bias = matrix(96, 64, torch.bfloat16, wild=False), torch.arange(96.0)
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    for pack_12bit in (True, False):
+        ordered = pack(CORE, "bfloat16", weight, bias, True, pack_12bit, order)
+        copied = pack(CORE, "bfloat16", weight[order], bias[order], True, pack_12bit)
+        assert all(torch.equal(a, b) for a, b in zip(ordered[2:], copied[2:], strict=True))
+
+
 def test_a_value_that_is_not_finite_spoils_its_column_alone() -> None:
     assert CORE is not None
     weight = matrix(32, 64, torch.float32, wild=False)

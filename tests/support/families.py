@@ -14,7 +14,10 @@ from torch import Tensor
 
 from outrider.model import Feed, Runner
 
-__all__ = ["CASES", "TOKENS", "assert_agreement", "assert_greedy", "build_reference", "expected", "greedy_text", "logits"]
+__all__ = [
+    "CASES", "TOKENS", "VOCAB", "assert_agreement", "assert_greedy", "build_reference", "expected", "greedy_text", "logits",
+    "reference_config",
+]  # fmt: skip
 
 VOCAB = 96
 SIZES: dict[str, Any] = {
@@ -102,6 +105,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Transformers follows the text's length with dynamic tables; here they are those of the original length, doubled.
 LENGTHS = {"llama-dynamic-long": 256}
+
+
+def reference_config(name: str) -> dict[str, Any]:
+    """The config.json that Transformers writes for a case."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, changes = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    return config.to_dict() | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
 
 
 def build_reference(name: str, directory: Path) -> Any:

@@ -22,9 +22,9 @@ class Borrowed:
     spec: ModelSpec
 
     @classmethod
-    def of(cls, target: Decoder, output: bool = True) -> Borrowed:
-        """The tensors of a loaded target, without copies. Where `output` is not needed it may not be in memory."""
-        target.materialise("embedding", *(["output"] if output else []))
+    def of(cls, target: Decoder, with_output: bool = True) -> Borrowed:
+        """The tensors of a loaded target, without copies. Without `with_output` the output matrix may not be in memory."""
+        target.materialise("embedding", *(["output"] if with_output else []))
         embedding = target.embedding.detach()
         matrix = embedding if target.output is None else target.output.detach()
         assert target.norm is not None

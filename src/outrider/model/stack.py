@@ -101,7 +101,7 @@ def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core:
     # a norm after a part scales its result; without one, the part's last product does
     after_attention, after_mlp = (Epilogue(scale=1.0 if norm else s.residual_scale) for norm in (s.norm_attn_out, s.norm_mlp_out))
     return LayerWeights(
-        qkv=PackedLinear(core, kind, _by_head(layer.qkv, a), None if layer.qkv_bias is None else _by_head(layer.qkv_bias, a)),
+        qkv=PackedLinear(core, kind, layer.qkv, layer.qkv_bias, order=_by_head(a)),
         out=PackedLinear(core, kind, layer.out, layer.out_bias, after_attention),
         gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, Epilogue(m.activation, paired=m.gated)),
         down=PackedLinear(core, kind, layer.down, layer.down_bias, after_mlp),
@@ -118,10 +118,10 @@ def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core:
     )
 
 
-def _by_head(qkv: Tensor, a: Attention) -> Tensor:
+def _by_head(a: Attention) -> Tensor:
     """Rows of q, k and v in the core's order: of each head of keys its queries, key and value."""
-    parts = qkv.detach().tensor_split((a.q_width, a.q_width + a.kv_width))
-    return torch.cat([part.reshape(a.kv_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+    parts = torch.arange(a.qkv_width).tensor_split((a.q_width, a.q_width + a.kv_width))
+    return torch.cat([part.view(a.kv_heads, -1) for part in parts], 1).flatten()
 
 
 def _floats(x: Tensor) -> Tensor:

@@ -113,10 +113,15 @@ class StoredWeights:
             self._places.setdefault(place.parameter, []).append((checkpoint.stored[name], place))
         self._files = contextlib.ExitStack()
         self._open: dict[str, Any] = {}
+        self._shared: dict[str, Tensor] = {}
         self._bar: Any = None
 
     def read(self, name: str) -> Tensor:
-        """A parameter. It may lie in the mapped file and may be narrower than the parameter is held in: copy it to keep it."""
+        """A parameter. It may be narrower than it is held in; a matrix stays until its namesake of another layer is read.
+
+        Matrices lie in the mapped file, or in memory that those of all layers share in turn: what is allocated and freed for
+        each layer leaves holes in the heap.
+        """
         parameter, parts = self._parameters[name], self._places.get(name)
         if parts is None:
             return torch.ones(parameter.shape)  # the weight of a norm that has none
@@ -127,7 +132,12 @@ class StoredWeights:
         dtype = parameter.dtype if parameter.dim() == 1 else self._dtype
         if dtype == torch.float32 and len(kinds) == 1 and kinds != {"int8"}:
             dtype = getattr(torch, kinds.pop())  # no wider than it is stored
-        whole = torch.empty(parameter.shape, dtype=dtype)
+        last = name.rpartition(".")[2]
+        whole = self._shared.get(last)
+        if whole is None or whole.shape != parameter.shape or whole.dtype != dtype:
+            whole = torch.empty(parameter.shape, dtype=dtype)
+        if parameter.dim() == 2:  # vectors are kept as they are by who reads them
+            self._shared[last] = whole
         self.fill(name, whole)
         return whole
 
@@ -143,6 +153,7 @@ class StoredWeights:
         """Close the files and the progress bar. Reading opens them again."""
         self._files.close()
         self._open.clear()
+        self._shared.clear()
         if self._bar is not None:
             self._bar.close()
 

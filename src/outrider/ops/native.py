@@ -289,7 +289,7 @@ class PackedLinear:
     """A weight matrix (columns, inner) in the core's layout, with its bias and its epilogue.
 
     bf16 weights are packed to 12 bits (lossless) where nearly all fit, unless `pack_12bit` is False. The bits of a product do
-    not depend on it.
+    not depend on it. `order` is the weight's row of each column, where they are not in order.
     """
 
     def __init__(
@@ -300,12 +300,13 @@ class PackedLinear:
         bias: Tensor | None = None,
         then: Epilogue = _STORED,
         pack_12bit: bool = True,
+        order: Tensor | None = None,
     ) -> None:
         columns, self.inner = weight.shape
         self.columns = columns // 2 if then.paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit)
+        self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit, order)
         panels, steps, *parts = self._packed
         sizes = (KINDS[kind], self.columns, self.inner, panels, steps, then.paired)
         self._spec = array("q", _words((*sizes, *parts, then.function, float(then.scale), float(then.cap or 0.0))))

@@ -23,7 +23,7 @@ _UNIT = 16  # steps that panels are filled up to
 _BLOCK = 4  # steps
 _HUGE, _ARENA = 2 << 20, 32 << 20
 _COUNTS, _RAW, _12BIT, _LISTED = range(4)  # Make of pack.h
-_OUTPUTS = ("to", "scale", "counts", "codes", "escaped", "listed")
+_OUTPUTS = ("to", "scale", "counts", "codes", "escaped", "listed", "order")
 
 
 class Packed(NamedTuple):
@@ -67,8 +67,10 @@ class _Arena:
 _arena = _Arena()
 
 
-def pack(core: Core, kind: str, weight: Tensor, bias: Tensor | None, paired: bool, pack_12bit: bool) -> Packed:
-    """A matrix (columns, inner), read where it lies.
+def pack(
+    core: Core, kind: str, weight: Tensor, bias: Tensor | None, paired: bool, pack_12bit: bool, order: Tensor | None = None
+) -> Packed:
+    """A matrix (columns, inner), read where it lies. `order` is the row of each column, where they are not in order.
 
     Panels of a paired one alternate between its halves: gate 0, up 0, gate 1, ...
     int8 scales the largest magnitude of a column to 127. With `pack_12bit`, bf16 weights are packed to 12 bits where nearly
@@ -80,8 +82,8 @@ def pack(core: Core, kind: str, weight: Tensor, bias: Tensor | None, paired: boo
     panels = halves * -(-weight.shape[0] // (halves * _PANEL))
     steps = -(-weight.shape[1] * size // (_STEP * _UNIT)) * _UNIT
     none = torch.empty(0)
-    biases = none if bias is None else _in_panels(bias.detach().float(), halves)
-    source = _Source(core, KINDS[kind], weight, halves, panels, steps)
+    biases = none if bias is None else _in_panels((bias if order is None else bias[order]).detach().float(), halves)
+    source = _Source(core, KINDS[kind], weight, halves, panels, steps, order)
     packed = _pack_12bit(source) if pack_12bit and core.packs_12bit and kind == "bfloat16" else None
     if packed is not None:
         return Packed(panels, steps, packed[0], biases, none, *packed[1:])
@@ -99,10 +101,13 @@ class _Source(NamedTuple):
     halves: int
     panels: int
     steps: int
+    order: Tensor | None
 
     def make(self, what: int, **tensors: Tensor) -> None:
         """Call the core with a Packing of pack.h, whose fields all have 64 bits."""
         weight, listed = self.weight, len(tensors.get("listed", ()))
+        if self.order is not None:
+            tensors["order"] = self.order
         sizes = (*weight.shape, self.halves, self.panels, self.steps)
         where = (weight.data_ptr(), weight.stride(0) * weight.element_size(), *sizes)
         outputs = (tensors[name].data_ptr() if name in tensors else 0 for name in _OUTPUTS)
@@ -112,7 +117,9 @@ class _Source(NamedTuple):
 
     def room(self, step: int) -> Tensor:
         """Memory for the weights, in bytes for every column of a step."""
-        size = self.panels * self.steps * _PANEL * step
+        return self.memory(self.panels * self.steps * _PANEL * step)
+
+    def memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8) if self.core.isolates_matrices else _arena.take(size)
 
 
@@ -140,7 +147,7 @@ def _pack_12bit(source: _Source) -> tuple[Tensor, ...] | None:
     if len(listed) * 16 >= escaped.numel():
         _arena.give_back(packed)
         return None
-    raw = torch.empty(len(listed), _BLOCK * _PANEL * _STEP, dtype=torch.uint8)
+    raw = source.memory(len(listed) * _BLOCK * _PANEL * _STEP)  # not from the heap, which would keep holes of temporary tensors
     source.make(_LISTED, to=raw, listed=listed)
     block = F.pad(escaped, (0, 1), value=1).nonzero()[:, 1]  # one more of each panel ends its list
     ends = (block == escaped.shape[1]).nonzero().flatten()

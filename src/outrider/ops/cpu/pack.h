@@ -37,6 +37,7 @@ struct Packing {
     const uint8_t* codes;  // of high bytes; above 15 where there is none
     uint8_t* escaped;      // of each block, [panels][steps / kSteps]
     const int64_t* listed;  // block numbers over all panels
+    const int64_t* order;   // the source's row of each column, or null
     int64_t listed_count;
 
     int blocks() const { return static_cast<int>(steps / kSteps); }
@@ -44,7 +45,9 @@ struct Packing {
     // The source's row for a packed column; null where a panel is filled up.
     const char* row(int panel, int lane) const {
         const int64_t half = columns / halves, at = panel / halves * kLanes + lane;
-        return at < half ? source + (panel % halves * half + at) * stride : nullptr;
+        if (at >= half) return nullptr;
+        const int64_t column = panel % halves * half + at;
+        return source + (order ? order[column] : column) * stride;
     }
 };
 
