@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -10,14 +10,13 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
+from outrider.ops.cuda.attention_launch import AttentionKernels
 from outrider.ops.cuda.tiles import MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
 
-__all__ = ["BLOCK", "AttentionMetadata", "Kernels", "Shape", "pair_qkv", "pair_rows", "supported"]
+__all__ = ["AttentionMetadata", "Kernels", "Shape", "pair_qkv", "pair_rows", "supported"]
 
-BLOCK = kernels.BLOCK
 _SPLIT_K = 4  # parts of every inner dimension, summed in order
 _NODES = 16  # nodes of the longest chain
-LANES = 16  # programs that share the blocks of one row and head
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,11 @@ class AttentionMetadata:
     temperatures: Tensor  # (N,) float32, 0 for greedy
     prefixes: Tensor  # (N,) int64, of the noise key: everything but the position
     param_rows: Tensor | None = None  # (N,) the row's parameters in the PenaltyTable, -1 where it has none
+    work: dict[tuple[int, int | None], tuple[Tensor, Tensor]] | None = None  # of attention, for layers that share it
+
+    def for_forward(self) -> AttentionMetadata:
+        """A copy for the layers of one forward, which list the work of attention once. The rows must not change meanwhile."""
+        return replace(self, work={})
 
     def rows(self, rows: slice) -> AttentionMetadata:
         """Some of the rows."""
@@ -83,13 +87,11 @@ class Kernels:
         self.dtype = dtype
         self._future_tokens = future_tokens  # tokens that rows may name before the host knows them
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
-        kv, group = shape.kv_heads * shape.head, shape.heads // shape.kv_heads
-        self.chunk_tokens = 64 // group  # of one program of `attend_chunks`
+        self._attention = AttentionKernels(shape, dtype)
+        self.chunk_tokens = self._attention.chunk_tokens  # of one program of `attend_chunks`
+        kv = shape.kv_heads * shape.head
         self._section = kv & -kv  # the widest tile that q, k and v are whole numbers of
         self._norm_warps = 4 if shape.hidden <= 1024 else 16 if shape.hidden <= 2048 else 32
-        self._stages = 3 if shape.head <= 128 and dtype == torch.bfloat16 else 1  # as far as shared memory holds keys and values
-        self._scale = float(shape.head**-0.5 * 1.4426950408889634)  # weights are powers of two
-        self._zeros: dict[int, Tensor] = {}
         self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
 
     def embed(self, meta: AttentionMetadata, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,40 +171,18 @@ class Kernels:
         return out
 
     def attend_rows(
-        self, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, out: Tensor, window: int | None
-    ) -> None:
+        self, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, out: Tensor, window: int | None,
+        soft_cap: float | None = None,
+    ) -> None:  # fmt: skip
         """Attention of single rows, draft nodes among them."""
-        s, rows = self.shape, len(q)
-        width, depth = meta.table.shape[1], meta.ancestors.shape[1]
-        max_blocks = triton.cdiv(width * s.page, BLOCK)
-        parts = rows * s.heads * max_blocks
-        tops, totals = (torch.empty(parts, device=q.device) for _ in range(2))
-        mixes = torch.empty(parts, s.head, device=q.device)
-        kernels.attend_rows[(rows, s.kv_heads, min(max_blocks, LANES))](
-            q, *pool, meta.table, meta.sequences, meta.positions, meta.roots, meta.firsts, meta.ancestors,
-            tops, totals, mixes, self._counters(rows * s.kv_heads, q.device), out, width, max_blocks, self._scale,
-            LANES=min(max_blocks, LANES), KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head, PAGE=s.page, BLOCK=BLOCK,
-            TREE=depth, WINDOW=window or 0, PRECISION=self._precision, num_warps=4,
-        )  # fmt: skip
-
-    def _counters(self, count: int, device: torch.device) -> Tensor:
-        """Zeros that kernels count in and set back; graphs keep using what they were captured with."""
-        size = _power(count)
-        if size not in self._zeros:
-            self._zeros[size] = torch.zeros(size, dtype=torch.int32, device=device)
-        return self._zeros[size]
+        self._attention.rows(q, pool, meta, out, window, soft_cap)
 
     def attend_chunks(
-        self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None
-    ) -> None:
+        self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None,
+        soft_cap: float | None = None,
+    ) -> None:  # fmt: skip
         """Attention of runs of tokens; `chunks` as attend_chunks reads them, at most `chunk_tokens` each."""
-        s = self.shape
-        kernels.attend_chunks[(len(chunks), s.kv_heads)](
-            q, *pool, table, chunks, out, table.shape[1], self._scale,
-            TILE=self.chunk_tokens * s.heads // s.kv_heads, KV_HEADS=s.kv_heads, GROUP=s.heads // s.kv_heads, HEAD=s.head,
-            PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, num_warps=4 if s.head <= 128 else 8,
-            num_stages=self._stages,
-        )  # fmt: skip
+        self._attention.chunks(q, pool, table, chunks, out, window, soft_cap)
 
     def choose(self, logits: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """The choice (N,) int32 of every row, -1 where there is none, and its chance as a drafter sees it."""
