@@ -116,7 +116,9 @@ def prompts(kernels: Kernels) -> list[dict[str, Any]]:
         chunks = torch.tensor(
             [(i, min(step, length - i), i, 0, 0) for i in reversed(range(0, length, step))], dtype=torch.int32, device="cuda"
         )
-        seconds = graph_seconds(lambda q=q, pool=pool, table=table, chunks=chunks, out=out: kernels.attend_chunks(q, pool, table, chunks, out, None))  # type: ignore[misc]
+        seconds = graph_seconds(
+            lambda q=q, pool=pool, table=table, chunks=chunks, out=out: kernels.attend_chunks(q, pool, table, chunks, out, None)
+        )  # type: ignore[misc]
         work = 4 * HEADS * HEAD * length * (length + 1) / 2
         results.append({"tokens": length, "us": round(seconds * 1e6, 1), "TFLOPs": round(work / seconds / 1e12)})
     return results

@@ -11,12 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.ops.cuda import segments
+
 INTERPRETED = True
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
 BLOCK, SEGMENT = (64, 256) if ON_GPU else (16, 64)
 LENGTH = 2 * SEGMENT + BLOCK + 6
-BORDERS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, SEGMENT - 2, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT - 1, 2 * SEGMENT)
+BORDERS = (
+    0,
+    1,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK,
+    SEGMENT - 2,
+    SEGMENT - 1,
+    SEGMENT,
+    SEGMENT + 1,
+    2 * SEGMENT - 1,
+    2 * SEGMENT,
+)
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 POSITIONS = tuple(range(LENGTH)) if ON_GPU else (*BORDERS, LENGTH - 1)
 RATIOS = [(heads * kv, kv) for heads in (1, 2, 3, 5, 6, 7, 8, 71) for kv in ((2,) if heads < 8 else (1,))]
@@ -27,11 +42,8 @@ WINDOWS = (None, 1, BLOCK + 6, SEGMENT + 20) if ON_GPU else (None, BLOCK + 6)
 @pytest.fixture(autouse=True)
 def _fixed_order(products_of_fixed_order: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's products do not depend on the number of rows."""
-    from outrider.ops.cuda import attention, attention_launch
-
-    assert (attention.BLOCK, attention.SEGMENT) == (64, 256)
-    monkeypatch.setattr(attention_launch, "BLOCK", BLOCK)
-    monkeypatch.setattr(attention_launch, "SEGMENT", SEGMENT)
+    monkeypatch.setattr(segments, "BLOCK", BLOCK)
+    monkeypatch.setattr(segments, "SEGMENT", SEGMENT)
 
 
 class At(NamedTuple):
@@ -100,7 +112,9 @@ class Scene:
     def alone(self, rows: list[At], window: int | None = None, soft_cap: float | None = None) -> Tensor:
         return torch.cat([self.attend([row], window, soft_cap) for row in rows])
 
-    def prompt(self, starts: list[tuple[int, int]], window: int | None = None, soft_cap: float | None = None, first: int = 0) -> Tensor:
+    def prompt(
+        self, starts: list[tuple[int, int]], window: int | None = None, soft_cap: float | None = None, first: int = 0
+    ) -> Tensor:
         """Rows of the first sequence, by chunks of (first position, tokens)."""
         q = torch.cat([self.queries[0][start : start + tokens] for start, tokens in starts]).to(DEVICE)
         chunks, row = [], 0
@@ -264,10 +278,10 @@ def test_neither_slots_nor_programs_change_bits(monkeypatch: pytest.MonkeyPatch,
 
     scene, rows = mixed_batch()
     want = scene.alone(rows)
-    monkeypatch.setattr(attention_launch, "MAX_SLOTS", slots)
+    monkeypatch.setattr(segments, "MAX_SLOTS", slots)
     monkeypatch.setattr(attention_launch, "_PROGRAMS", programs)
     for share in (1, 2, 4):
-        monkeypatch.setattr(attention_launch, "_MIN_SHARE", share)
+        monkeypatch.setattr(segments, "MIN_SHARE", share)
         assert torch.equal(scene.attend(rows), want)
 
 
@@ -276,19 +290,20 @@ def test_shared_segments_are_read_once() -> None:
     scene, rows = mixed_batch()
     meta = scene.metadata(rows).for_forward()
     scene.attend(rows, meta=meta)
-    ((slots, items),) = meta.work.values()
-    listed = items[1 : 1 + 3 * int(items[0])].view(-1, 3).tolist()
+    ((slots, alone, together),) = meta.work.values()
+    singles, tiles = (items[1 : 1 + 4 * int(items[0])].view(-1, 4).tolist() for items in (alone, together))
     tile = scene.kernels._attention._rows
-    together = [(-1 - code, first, end) for code, first, end in listed if code < 0]
-    assert together[0] == (0, 0, 1)
-    alone = [(code, first, end) for code, first, end in listed if code >= 0]
-    assert len(alone) == len(set(alone))
-    assert len(together) == len(set(together))
+    assert tiles[0][:3] == [0, 0, 1]
+    assert len({slot for *_, slot in singles}) == len(singles)
     covered = []
-    for leader, first, end in together:
-        same = [r for r in range(leader // tile * tile, min(len(rows), (leader // tile + 1) * tile)) if rows[r].sequence == rows[leader].sequence]
+    for leader, first, end, _ in tiles:
+        same = [
+            r
+            for r in range(leader // tile * tile, min(len(rows), (leader // tile + 1) * tile))
+            if rows[r].sequence == rows[leader].sequence
+        ]
         covered += [(r, s) for r in same for s in range(first, end)]
-    covered += [(row, s) for row, first, end in alone for s in range(first, end)]
+    covered += [(row, s) for row, first, end, _ in singles for s in range(first, end)]
     assert sorted(covered) == [(r, s) for r, row in enumerate(rows) for s in range(row.position // SEGMENT + 1)]
     assert slots[0].tolist() == [sum(row.position // SEGMENT + 1 for row in rows[:r]) for r in range(len(rows))]
 
@@ -301,11 +316,3 @@ def test_work_is_listed_again_for_rows_that_changed() -> None:
     meta.roots.fill_(SEGMENT + 20)
     row = At(0, SEGMENT + 20)
     assert torch.equal(scene.attend([row], meta=meta), scene.alone([row]))
-
-
-def test_a_scratch_does_not_grow_with_the_context() -> None:
-    from outrider.ops.cuda.attention_launch import scratch_slots
-
-    assert scratch_slots(1, 65536) == 65536 // SEGMENT
-    assert scratch_slots(256, 65536) == scratch_slots(256, 1 << 20) == 8192
-    assert scratch_slots(4, SEGMENT + 1) == 8

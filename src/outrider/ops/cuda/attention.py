@@ -5,10 +5,11 @@ segment are merged in registers, in order; the segments of a row are merged in o
 `_fold` for these two steps. A block or a segment of which a row sees nothing leaves the row's sums as they are, bit for bit,
 so rows that see different keys can share a tile, and a sliding window needs no other cuts.
 
-Decode rows: `count_work` and `list_work` turn the rows of a forward into work items on the device, `attend_items` computes
-the partial result of every segment, and `merge_segments` merges them. A segment that all rows of a sequence in a tile of
-ROWS rows see whole is one item of the whole tile, read once; other segments are items of one row. The grid has a fixed
-size, and its programs walk through the list, so that one long sequence among short ones is spread over the device too.
+Decode rows: `count_work` and `list_work` turn the rows of a forward into work items on the device, `attend_together` and
+`attend_alone` compute the partial result of every segment, and `merge_segments` merges them. A segment that all rows of a
+sequence in a tile of ROWS rows see whole is one item of the whole tile, read once; other segments are items of one row. The
+grids have a fixed size, and their programs walk through the lists, so that one long sequence among short ones is spread
+over the device too.
 
 Partial results lie in a scratch of a fixed number of slots. Each row gets a slot for each of its segments while they fit.
 If they do not, every row gets an equal share, and what exceeds it is folded, in the same order, by the program of the
@@ -18,17 +19,17 @@ Prompts: `attend_chunks` merges blocks and segments in one pass.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "SEGMENT", "attend_chunks", "attend_items", "count_work", "list_work", "merge_segments"]
+__all__ = [
+    "attend_alone", "attend_chunks", "attend_together", "count_work", "list_work", "merge_segments",
+]  # fmt: skip
 
-BLOCK = 64  # keys of a block
-SEGMENT = 256  # keys of a segment
 _SIZES = ("rows", "table_width", "depth", "max_slots")  # compiled once for all
 
 
@@ -86,15 +87,6 @@ def _nothing(M: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _lowest(firsts, positions, at, inside, WINDOW: tl.constexpr):
-    """The first position that a row sees."""
-    low = tl.load(firsts + at, mask=inside, other=0)
-    if WINDOW > 0:
-        low = tl.maximum(low, tl.load(positions + at, mask=inside, other=0) - WINDOW + 1)
-    return low
-
-
-@triton.jit
 def _tile(sequences, row, rows, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr):
     """The rows around `row`, and which of them are in its tile: those that belong to the same sequence."""
     t = tl.arange(0, ROWS_PADDED)
@@ -115,9 +107,11 @@ def count_work(
     """
     row = tl.program_id(0)
     near, ours = _tile(sequences, row, rows, ROWS, ROWS_PADDED)
-    low = _lowest(firsts, positions, near, ours, WINDOW)
+    position, low = tl.load(positions + near, mask=ours, other=0), tl.load(firsts + near, mask=ours, other=0)
+    if WINDOW > 0:
+        low = tl.maximum(low, position - WINDOW + 1)
     begin = low // SEGMENT
-    count = tl.maximum(tl.load(positions + near, mask=ours, other=0) // SEGMENT + 1 - begin, 0)
+    count = tl.maximum(position // SEGMENT + 1 - begin, 0)
     known = (tl.load(roots + near, mask=ours, other=0) + 1) // SEGMENT
     shared = tl.max(tl.where(ours, (low + SEGMENT - 1) // SEGMENT, 0), 0)
     end = tl.min(tl.where(ours, known, 1 << 30), 0)
@@ -151,173 +145,166 @@ def _divide(work, rows, at, share):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def list_work(work, slots, items, rows, max_slots, PADDED_ROWS: tl.constexpr):
+def list_work(work, slots, alone, together, rows, max_slots, PADDED_ROWS: tl.constexpr):
     """List the items of every row, and say where its partial results lie.
 
-    slots[:, row] is (the first slot; the last segment in it; the number of slots). items[0] is the number of items, and item
-    i lies at items[1 + 3 i]: the row, or -1 - row for its tile; the first and the end of the segments of one slot.
+    slots[:, row] is (the first slot; the last segment in it; the number of slots). alone[0] and together[0] are the numbers of
+    items of rows and of tiles, and item i lies at [1 + 4 i]: the row (of a tile, the first one); the first and the end of the
+    segments of one slot; the slot (of a row).
     """
     row = tl.program_id(0)
     r = tl.arange(0, PADDED_ROWS)
     needed = tl.sum(tl.load(work + r, mask=r < rows, other=0), 0)
     share = tl.where(needed > max_slots, max_slots // rows, 1 << 30)
-    counts, _, alone, together = _divide(work, rows, r, share)
-    before = tl.sum(tl.where(r < row, alone + together, 0), 0)
+    counts, _, singles, tiles = _divide(work, rows, r, share)
     slot = tl.where(needed > max_slots, row * share, tl.sum(tl.where(r < row, counts, 0), 0))
-    count, folded, own, common = _divide(work, rows, row, share)
+    count, folded, single, tile = _divide(work, rows, row, share)
     begin, shared, end = tl.load(work + rows + row), tl.load(work + 2 * rows + row), tl.load(work + 3 * rows + row)
     tl.store(slots + row, slot)
     tl.store(slots + rows + row, begin + folded)
     tl.store(slots + 2 * rows + row, count)
+    before = tl.sum(tl.where(r < row, singles, 0), 0)
+    before_tile = tl.sum(tl.where(r < row, tiles, 0), 0)
     if row == rows - 1:
-        tl.store(items, before + own + common)
-    sharing = own < count
-    for start in range(0, own + common, 128):
+        tl.store(alone, before + single)
+        tl.store(together, before_tile + tile)
+    for start in range(0, single, 128):
         i = start + tl.arange(0, 128)
-        j = tl.where(i < own, i, i - own)
-        past = tl.where(j < shared - begin, begin + j, end + j - (shared - begin))  # around the shared segments
-        segment = tl.where(i < own, tl.where(sharing, past, begin + folded + j), shared + folded + j)
-        folds = (j == 0) & ((i >= own) | (own == count))
-        at = items + 1 + 3 * (before + i)
-        tl.store(at, tl.where(i < own, row, -1 - row), mask=i < own + common)
-        tl.store(at + 1, tl.where(folds, segment - folded, segment), mask=i < own + common)
-        tl.store(at + 2, segment + 1, mask=i < own + common)
+        around = tl.where(i < shared - begin, begin + i, end + i - (shared - begin))  # those that the tile does not share
+        segment = tl.where(single < count, around, begin + folded + i)
+        first = tl.where((i == 0) & (single == count), segment - folded, segment)
+        _list(alone, before, i, single, row, first, segment + 1, slot + tl.maximum(segment - begin - folded, 0))
+    for start in range(0, tile, 128):
+        i = start + tl.arange(0, 128)
+        segment = shared + folded + i
+        _list(together, before_tile, i, tile, row, tl.where(i == 0, segment - folded, segment), segment + 1, i)
+
+
+@triton.jit
+def _list(items, before, i, count, row, first, end, slot):
+    at = items + 1 + 4 * (before + i)
+    tl.store(at, tl.zeros_like(i) + row, mask=i < count)
+    tl.store(at + 1, first, mask=i < count)
+    tl.store(at + 2, end, mask=i < count)
+    tl.store(at + 3, slot, mask=i < count)
 
 
 # --- decode rows -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def attend_items(
-    q, keys, values, table, sequences, positions, roots, firsts, ancestors, slots, items, tops, totals, mixes,
-    rows, table_width, depth, factor, bend,
-    ROWS: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The partial results of all items, for one KV head and its GROUP query heads.
-
-    Row r sees positions firsts[r]..positions[r] of its sequence, or the last WINDOW of them. Those up to roots[r] lie where
-    the page table says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r].
-    """
-    head = tl.program_id(1)
-    for item in range(tl.program_id(0), tl.load(items), tl.num_programs(0)):
-        code = tl.load(items + 1 + 3 * item)
-        segment, end = tl.load(items + 2 + 3 * item), tl.load(items + 3 + 3 * item)
-        if code >= 0:
-            _attend_alone(
-                q, keys, values, table, sequences, positions, roots, firsts, ancestors, slots, tops, totals, mixes,
-                rows, table_width, depth, factor, bend, code, head, segment, end,
-                ALONE, KV_HEADS, GROUP, HEAD, PADDED, PAGE, BLOCK, SEGMENT, WINDOW, CAPPED, PRECISION,
-            )  # fmt: skip
-        elif ROWS > 1:
-            _attend_together(
-                q, keys, values, table, sequences, slots, tops, totals, mixes, rows, table_width, factor, bend,
-                -1 - code, head, segment, end,
-                ROWS, TILE, KV_HEADS, GROUP, HEAD, PADDED, PAGE, BLOCK, SEGMENT, CAPPED, PRECISION,
-            )  # fmt: skip
-
-
-@triton.jit
-def _attend_alone(
-    q, keys, values, table, sequences, positions, roots, firsts, ancestors, slots, tops, totals, mixes,
-    rows, table_width, depth, factor, bend, row, head, segment, end,
-    M: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+def attend_alone(
+    q, keys, values, table, sequences, positions, roots, firsts, ancestors, items, tops, totals, mixes,
+    table_width, depth, factor, bend,
+    TILE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Segments of one row, up to its own position. Keys that it does not see are not read."""
-    i = tl.arange(0, M)
+    """Partial results of single rows, for one KV head and its GROUP query heads.
+
+    Row r sees positions firsts[r]..positions[r] of its sequence, or the last WINDOW of them. Those up to roots[r] lie where
+    the page table says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r]. Keys that the
+    row does not see are not read.
+    """
+    head = tl.program_id(1)
+    i = tl.arange(0, TILE)
     d = tl.arange(0, PADDED)
-    position, root = tl.load(positions + row), tl.load(roots + row)
-    low = _lowest(firsts, positions, row, row < rows, WINDOW)
-    pages = table + tl.load(sequences + row).to(tl.int64) * table_width
-    listed = ancestors + row.to(tl.int64) * depth - root - 1
-    query_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + i
-    query = tl.load(q + query_head[:, None] * HEAD + d[None, :], mask=(i < GROUP)[:, None] & (d < HEAD)[None, :], other=0.0)
-    for number in range(segment, end):
-        top, total, mixed = _nothing(M, PADDED)
-        start, stop = tl.maximum(number * SEGMENT, low // BLOCK * BLOCK), tl.minimum((number + 1) * SEGMENT, position + 1)
-        known = tl.maximum(tl.minimum(stop, root + 1) // BLOCK * BLOCK, start)  # blocks before lie whole in the page table
-        known = tl.where(start < low, start, known)
-        for first in range(start, known, BLOCK):
-            at, loaded = _key_places(pages, first, head, d, KV_HEADS, HEAD, PADDED, PAGE, BLOCK)
-            k, v = tl.load(keys + at, mask=loaded, other=0.0), tl.load(values + at, mask=loaded, other=0.0)
-            top, total, mixed = _block(query, k, v, loaded, top, total, mixed, factor, bend, False, CAPPED, PRECISION)
-        for first in range(known, stop, BLOCK):
-            j = first + tl.arange(0, BLOCK)
-            seen = (j >= low) & (j <= position)
-            page = tl.load(pages + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
-            drafted = tl.load(listed + j, mask=seen & (j > root), other=0).to(tl.int64)
-            slot = tl.where(j > root, drafted, page * PAGE + j % PAGE)
-            at = (slot // PAGE * KV_HEADS + head) * (PAGE * HEAD) + slot % PAGE * HEAD
-            at = at[:, None] + d[None, :]
-            loaded = seen[:, None] & (d < HEAD)[None, :]
-            k, v = tl.load(keys + at, mask=loaded, other=0.0), tl.load(values + at, mask=loaded, other=0.0)
-            visible = tl.broadcast_to(seen[None, :], (M, BLOCK))
-            top, total, mixed = _block(query, k, v, visible, top, total, mixed, factor, bend, True, CAPPED, PRECISION)
-        put_at = tl.full((M,), 0, tl.int32) + row
-        _put(slots, tops, totals, mixes, rows, put_at, head * GROUP + i, i < GROUP, number, segment, top, total, mixed,
-             KV_HEADS * GROUP, HEAD, PADDED)  # fmt: skip
+    for item in range(tl.program_id(0), tl.load(items), tl.num_programs(0)):
+        entry = items + 1 + 4 * item
+        row, segment, end, slot = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        position, root, low = tl.load(positions + row), tl.load(roots + row), tl.load(firsts + row)
+        if WINDOW > 0:
+            low = tl.maximum(low, position - WINDOW + 1)
+        pages = table + tl.load(sequences + row).to(tl.int64) * table_width
+        listed = ancestors + row.to(tl.int64) * depth - root - 1
+        query_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + i
+        query = tl.load(q + query_head[:, None] * HEAD + d[None, :], mask=(i < GROUP)[:, None] & (d < HEAD)[None, :], other=0.0)
+        for number in range(segment, end):
+            top, total, mixed = _nothing(TILE, PADDED)
+            start, stop = tl.maximum(number * SEGMENT, low // BLOCK * BLOCK), tl.minimum((number + 1) * SEGMENT, position + 1)
+            known = tl.maximum(tl.minimum(stop, root + 1) // BLOCK * BLOCK, start)  # blocks before lie whole in the page table
+            known = tl.where(start < low, start, known)
+            for first in range(start, known, BLOCK):
+                k, v = _known_keys(keys, values, pages, first, head, d, KV_HEADS, HEAD, PADDED, PAGE, BLOCK)
+                top, total, mixed = _block(query, k, v, None, top, total, mixed, factor, bend, False, CAPPED, PRECISION)
+            for first in tl.range(known, stop, BLOCK, num_stages=1):  # one block or two
+                j = first + tl.arange(0, BLOCK)
+                seen = (j >= low) & (j <= position)
+                page = tl.load(pages + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
+                drafted = tl.load(listed + j, mask=seen & (j > root), other=0).to(tl.int64)
+                place = tl.where(j > root, drafted, page * PAGE + j % PAGE)
+                at = (place // PAGE * KV_HEADS + head) * (PAGE * HEAD) + place % PAGE * HEAD
+                at = at[:, None] + d[None, :]
+                loaded = seen[:, None] & (d < HEAD)[None, :]
+                k, v = tl.load(keys + at, mask=loaded, other=0.0), tl.load(values + at, mask=loaded, other=0.0)
+                visible = tl.broadcast_to(seen[None, :], (TILE, BLOCK))
+                top, total, mixed = _block(query, k, v, visible, top, total, mixed, factor, bend, True, CAPPED, PRECISION)
+            at = slot.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + i
+            _put(tops, totals, mixes, at, i < GROUP, number > segment, top, total, mixed, HEAD, PADDED)
 
 
-@triton.jit
-def _attend_together(
-    q, keys, values, table, sequences, slots, tops, totals, mixes, rows, table_width, factor, bend,
-    leader, head, segment, end,
-    ROWS: tl.constexpr, M: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+@triton.jit(do_not_specialize=_SIZES)
+def attend_together(
+    q, keys, values, table, sequences, slots, items, tops, totals, mixes, rows, table_width, factor, bend,
+    ROWS: tl.constexpr, TILE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
     PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Segments that every row of a tile sees whole."""
-    i = tl.arange(0, M)
+    """Partial results of segments that every row of a tile sees whole, for one KV head and its GROUP query heads."""
+    head = tl.program_id(1)
+    i = tl.arange(0, TILE)
     d = tl.arange(0, PADDED)
-    sequence = tl.load(sequences + leader)
-    pages = table + sequence.to(tl.int64) * table_width
-    row = leader // ROWS * ROWS + i // GROUP
-    ours = (i < ROWS * GROUP) & (row < rows)
-    ours = ours & (tl.load(sequences + row, mask=ours, other=-1) == sequence)
-    query_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + i % GROUP
-    query = tl.load(q + query_head[:, None] * HEAD + d[None, :], mask=ours[:, None] & (d < HEAD)[None, :], other=0.0)
-    for number in range(segment, end):
-        top, total, mixed = _nothing(M, PADDED)
-        for first in range(number * SEGMENT, (number + 1) * SEGMENT, BLOCK):
-            at, loaded = _key_places(pages, first, head, d, KV_HEADS, HEAD, PADDED, PAGE, BLOCK)
-            k, v = tl.load(keys + at, mask=loaded, other=0.0), tl.load(values + at, mask=loaded, other=0.0)
-            top, total, mixed = _block(query, k, v, loaded, top, total, mixed, factor, bend, False, CAPPED, PRECISION)
-        _put(slots, tops, totals, mixes, rows, row, head * GROUP + i % GROUP, ours, number, segment, top, total, mixed,
-             KV_HEADS * GROUP, HEAD, PADDED)  # fmt: skip
+    for item in range(tl.program_id(0), tl.load(items), tl.num_programs(0)):
+        entry = items + 1 + 4 * item
+        leader, segment, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        sequence = tl.load(sequences + leader)
+        pages = table + sequence.to(tl.int64) * table_width
+        row = leader // ROWS * ROWS + i // GROUP
+        ours = (i < ROWS * GROUP) & (row < rows)
+        ours = ours & (tl.load(sequences + row, mask=ours, other=-1) == sequence)
+        query_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + i % GROUP
+        query = tl.load(q + query_head[:, None] * HEAD + d[None, :], mask=ours[:, None] & (d < HEAD)[None, :], other=0.0)
+        for number in range(segment, end):
+            top, total, mixed = _nothing(TILE, PADDED)
+            for first in range(number * SEGMENT, (number + 1) * SEGMENT, BLOCK):
+                k, v = _known_keys(keys, values, pages, first, head, d, KV_HEADS, HEAD, PADDED, PAGE, BLOCK)
+                top, total, mixed = _block(query, k, v, None, top, total, mixed, factor, bend, False, CAPPED, PRECISION)
+            pivot = tl.load(slots + rows + row, mask=ours, other=0)
+            slot = tl.load(slots + row, mask=ours, other=0) + tl.maximum(number - pivot, 0)
+            at = slot.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + i % GROUP
+            _put(tops, totals, mixes, at, ours, number > segment, top, total, mixed, HEAD, PADDED)
 
 
 @triton.jit
-def _key_places(
-    pages, first, head, d, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+def _known_keys(
+    keys, values, pages, first, head, d, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys of a block lie that the page table has whole, and which values of them exist."""
+    """Keys and values of a block that lies whole where the page table says."""
     b = tl.arange(0, BLOCK)
     if PAGE % BLOCK == 0:  # one page holds the block
-        page = tl.load(pages + first // PAGE).to(tl.int64)
-        at = (page * KV_HEADS + head) * (PAGE * HEAD) + first % PAGE * HEAD + (b[:, None] * HEAD + d[None, :])
+        place = (tl.load(pages + first // PAGE).to(tl.int64) * KV_HEADS + head) * (PAGE * HEAD) + first % PAGE * HEAD
+        at = b[:, None] * HEAD + d[None, :]
+        keys += place
+        values += place
     else:
         page = tl.load(pages + (first + b) // PAGE).to(tl.int64)
         at = ((page * KV_HEADS + head) * (PAGE * HEAD) + (first + b) % PAGE * HEAD)[:, None] + d[None, :]
-    return at, tl.broadcast_to((d < HEAD)[None, :], (BLOCK, PADDED))
+    if HEAD == PADDED:
+        return tl.load(keys + at), tl.load(values + at)
+    inside = tl.broadcast_to((d < HEAD)[None, :], (BLOCK, PADDED))
+    return tl.load(keys + at, mask=inside, other=0.0), tl.load(values + at, mask=inside, other=0.0)
 
 
 @triton.jit
-def _put(
-    slots, tops, totals, mixes, rows, row, query_head, ours, number, segment, top, total, mixed,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """Store the sums of segment `number`, or fold them into those of `segment`..number - 1, which share its slot."""
+def _put(tops, totals, mixes, at, ours, more, top, total, mixed, HEAD: tl.constexpr, PADDED: tl.constexpr):
+    """Store the sums of a segment, or fold them into those of the segments before it where one slot takes `more`."""
     d = tl.arange(0, PADDED)
     total = tl.max(total, 1)
-    slot = tl.load(slots + row, mask=ours, other=0) + tl.maximum(number - tl.load(slots + rows + row, mask=ours, other=0), 0)
-    at = slot.to(tl.int64) * HEADS + query_head
     places = at[:, None] * HEAD + d[None, :]
     inside = ours[:, None] & (d < HEAD)[None, :]
-    if number > segment:  # each thread reads what it stored itself
+    if more:
+        tl.debug_barrier()  # other threads may have stored what this one reads
         top_a, total_a = tl.load(tops + at, mask=ours, other=0.0), tl.load(totals + at, mask=ours, other=0.0)
         mixed_a = tl.load(mixes + places, mask=inside, other=0.0)
         top, total, mixed = _fold(top_a, total_a, mixed_a, top, total, mixed)
@@ -379,7 +366,11 @@ def attend_chunks(
     begin = lowest // BLOCK * BLOCK
     whole = tl.minimum((tl.max(low, 0) + BLOCK - 1) // BLOCK, (stop + BLOCK - 1) // BLOCK) * BLOCK  # blocks that all rows see
     end = tl.maximum((start + 1) // BLOCK * BLOCK, whole)
-    top_a, total_a, mixed_a = tl.full((TILE,), float("-inf"), tl.float32), tl.zeros((TILE,), tl.float32), tl.zeros((TILE, PADDED), tl.float32)
+    top_a, total_a, mixed_a = (
+        tl.full((TILE,), float("-inf"), tl.float32),
+        tl.zeros((TILE,), tl.float32),
+        tl.zeros((TILE, PADDED), tl.float32),
+    )
     top, total, mixed = _nothing(TILE, PADDED)
     top_a, total_a, mixed_a, top, total, mixed = _run(
         query, keys, values, pages, head, position, low, lowest, stop, begin, whole, factor, bend, top_a, total_a, mixed_a,
@@ -408,10 +399,12 @@ def _run(
     d = tl.arange(0, PADDED)
     for first in range(begin, end, BLOCK):
         if MASKED:
-            k, v, seen = _masked_keys(keys, values, pages, first, head, d, position, low, lowest, stop, KV_HEADS, HEAD, PAGE, BLOCK)
+            k, v, seen = _masked_keys(
+                keys, values, pages, first, head, d, position, low, lowest, stop, KV_HEADS, HEAD, PAGE, BLOCK
+            )
         else:
-            at, seen = _key_places(pages, first, head, d, KV_HEADS, HEAD, PADDED, PAGE, BLOCK)
-            k, v = tl.load(keys + at, mask=seen, other=0.0), tl.load(values + at, mask=seen, other=0.0)
+            k, v = _known_keys(keys, values, pages, first, head, d, KV_HEADS, HEAD, PADDED, PAGE, BLOCK)
+            seen = None
         top, total, mixed = _block(query, k, v, seen, top, total, mixed, factor, bend, MASKED, CAPPED, PRECISION)
         if (first + BLOCK) % SEGMENT == 0:
             top_a, total_a, mixed_a = _fold(top_a, total_a, mixed_a, top, tl.max(total, 1), mixed)

@@ -46,7 +46,7 @@ class AttentionMetadata:
     temperatures: Tensor  # (N,) float32, 0 for greedy
     prefixes: Tensor  # (N,) int64, of the noise key: everything but the position
     param_rows: Tensor | None = None  # (N,) the row's parameters in the PenaltyTable, -1 where it has none
-    work: dict[tuple[int, int | None], tuple[Tensor, Tensor]] | None = None  # of attention, for layers that share it
+    work: dict[tuple[int, int | None], tuple[Tensor, Tensor, Tensor]] | None = None  # of attention, for layers that share it
 
     def for_forward(self) -> AttentionMetadata:
         """A copy for the layers of one forward, which list the work of attention once. The rows must not change meanwhile."""
