@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_choice import measure_choice
-from benchmarks.synthetic import Synthetic, measure_batches, measure_engine, measure_transformers
+from benchmarks.synthetic import Synthetic, measure_batches, measure_engine, measure_shapes, measure_transformers
 from outrider.bench.environment import environment
 from outrider.bench.workloads import find_prompts
 from outrider.engine.acceptance import loops, read_prompts
@@ -42,6 +42,7 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     bench = Synthetic(_AGREEMENT)
     perm, prompt = bench.perm, bench.prompt(_PROMPT)
     yield "synthetic 8B, batch 1", lambda: measure_engine(bench, (2, 3, 4, 5), _TOKENS, _PROMPT)
+    yield "other shapes, batch 1", lambda: measure_shapes(("qwen3-8b", "gemma-2-9b"), _TOKENS, _PROMPT)
     yield "exact and fast numerics", lambda: _numerics(bench)
     yield "bundled model", measure_bundled
     yield "choice", measure_choice

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="attributes of AttentionKernels, or module constants, as name=value")
     options = parser.parse_args()
     settings = dict(pair.split("=") for pair in options.set)
-    kernels = Kernels(Shape(4096, HEADS, KV_HEADS, HEAD, PAGE, 1e-5), torch.bfloat16)
+    kernels = Kernels(Shape(HEADS, KV_HEADS, HEAD, PAGE), torch.bfloat16)
     for name, value in settings.items():
         owner = kernels._attention if hasattr(kernels._attention, name) else attention_launch
         setattr(owner, name, int(value))
@@ -106,22 +106,21 @@ def time_layers(kernels: Kernels, meta: AttentionMetadata, pools: list[tuple[Ten
 
 
 def prompts(kernels: Kernels) -> list[dict[str, Any]]:
-    results = []
-    for length in PROMPTS:
-        pages, step = length // PAGE, kernels._attention._chunk_tile // (HEADS // KV_HEADS)
-        pool = pools_of(pages, 10**12)[0]
-        table = torch.randperm(pages, device="cuda").int()[None].contiguous()
-        q = torch.randn(length, HEADS * HEAD, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(q)
-        chunks = torch.tensor(
-            [(i, min(step, length - i), i, 0, 0) for i in reversed(range(0, length, step))], dtype=torch.int32, device="cuda"
-        )
-        seconds = graph_seconds(
-            lambda q=q, pool=pool, table=table, chunks=chunks, out=out: kernels.attend_chunks(q, pool, table, chunks, out, None)
-        )  # type: ignore[misc]
-        work = 4 * HEADS * HEAD * length * (length + 1) / 2
-        results.append({"tokens": length, "us": round(seconds * 1e6, 1), "TFLOPs": round(work / seconds / 1e12)})
-    return results
+    return [{"tokens": length} | time_prompt(kernels, length) for length in PROMPTS]
+
+
+def time_prompt(kernels: Kernels, length: int) -> dict[str, Any]:
+    """One layer of a prompt that is read at once."""
+    step, pages = kernels.chunk_tokens, length // PAGE
+    pool = pools_of(pages, 10**12)[0]
+    table = torch.randperm(pages, device="cuda").int()[None].contiguous()
+    q = torch.randn(length, HEADS * HEAD, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    starts = reversed(range(0, length, step))  # the longest context first
+    chunks = torch.tensor([(i, min(step, length - i), i, 0, 0) for i in starts], dtype=torch.int32, device="cuda")
+    seconds = graph_seconds(lambda: kernels.attend_chunks(q, pool, table, chunks, out, None))
+    work = 4 * HEADS * HEAD * length * (length + 1) / 2
+    return {"us": round(seconds * 1e6, 1), "TFLOPs": round(work / seconds / 1e12)}
 
 
 def graph_seconds(work: Callable[[], None], repeats: int = 5) -> float:
@@ -131,9 +130,9 @@ def graph_seconds(work: Callable[[], None], repeats: int = 5) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 1):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begun.record()
         graph.replay()
         ended.record()

@@ -23,9 +23,18 @@ from typing import Any
 from benchmarks.gpu import gpu_environment, measure_everything
 
 ROOT = Path(__file__).parents[1]
+_FAMILIES = ("llama", "gemma or glm", "phi or falcon", "qwen or olmo or ministral", "gpt or star or cohere")
 PIECES = {  # of long files, by pytest's -k
     "test_kernels.py": ("same_bits", "not same_bits"),
     "test_chains.py": ("not fit", "fit"),
+    "test_families.py": (*_FAMILIES, f"not ({' or '.join(_FAMILIES)})"),
+    "test_features.py": (
+        "float32",
+        "bfloat16",
+        "plain_decoder",
+        "ratios",
+        "not (float32 or bfloat16 or plain_decoder or ratios)",
+    ),
     "test_overlapped_rounds.py": ("next_round", "not next_round"),
     "test_same_tokens.py": ("auto", "draft_model", "trees", "bit_for_bit", "none or suffix"),
 }
@@ -78,7 +87,8 @@ def pytest(name: str, chosen: str) -> subprocess.Popen[str]:
     options = "--noconftest -p no:cacheprovider -o filterwarnings=default -o addopts=-q"
     command = [sys.executable, "-m", "pytest", *options.split()]
     command += [*(["-k", chosen] if chosen else []), f"tests/gpu/{name}"]
-    environment = os.environ | {"OUTRIDER_CACHE": tempfile.mkdtemp()}  # costs measured while others run are useless
+    # costs measured while others run are useless, and so are more threads than processors
+    environment = os.environ | {"OUTRIDER_CACHE": tempfile.mkdtemp(), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -14,8 +14,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -36,17 +36,27 @@ from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
-from outrider.model import Decoder, Feed, LlamaShape, ModelSpec, Rope
+from outrider.model import Decoder, Feed, LlamaShape, ModelSpec, Rope, compile_spec
 from outrider.options import numbers
 from outrider.sampling import SamplingParams
 
-__all__ = ["SHAPES", "Synthetic", "permutations", "synthetic_decoder"]
+if TYPE_CHECKING:
+    from outrider.model.cuda_runner import CudaRunner
+
+__all__ = ["SHAPES", "Synthetic", "measure_shapes", "permutations", "synthetic_decoder"]
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
 SHAPES: dict[str, ModelSpec] = {
     "8b": LlamaShape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, dtype="bfloat16", **_LLAMA).spec(),
     "1b": LlamaShape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, dtype="bfloat16", **_LLAMA).spec(),
-}
+    "qwen3-8b": LlamaShape("Qwen3ForCausalLM", 151936, 4096, 36, 32, 8, 128, 12288, 4096, Rope(1e6), qk_norm=True,
+                           dtype="bfloat16").spec(),
+    "gemma-2-9b": compile_spec({
+        "architectures": ["Gemma2ForCausalLM"], "vocab_size": 256000, "hidden_size": 3584, "num_hidden_layers": 42,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336,
+        "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256, "dtype": "bfloat16",
+    }),
+}  # fmt: skip
 _PAGE = 64
 _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
 
@@ -66,16 +76,17 @@ def permutations(vocab: int, agreement: float, seed: int = 0) -> tuple[Tensor, T
 
 @torch.no_grad()
 def synthetic_decoder(config: ModelSpec, perm: Tensor, device: str = "cuda") -> Decoder:
-    """A decoder whose greedy choice after t is perm[t], built on the device."""
+    """A decoder whose greedy choice after t is perm[t], built on the device. Where matrices are tied, that is t itself."""
     with torch.device(device):
         decoder = Decoder(config, torch.bfloat16, torch.bfloat16)
     decoder.requires_grad_(False)
     for name, parameter in decoder.named_parameters():
         if parameter.dim() == 2:
             kind = name.rsplit(".", 1)[-1]
-            parameter.zero_() if kind in ("out", "down") else parameter.normal_(std=1.0 if kind == "embedding" else 0.02)
-    assert decoder.output is not None
-    decoder.output[perm.to(device)] = decoder.embedding
+            wide = kind == "embedding" and not config.tied
+            parameter.zero_() if kind in ("out", "down") else parameter.normal_(std=1.0 if wide else 0.02)
+    if decoder.output is not None:
+        decoder.output[perm.to(device)] = decoder.embedding
     return decoder
 
 
@@ -96,18 +107,29 @@ class SyntheticRun:
 
 
 class Synthetic:
-    """An 8B-shaped target and a 1B-shaped draft, and engines over them."""
+    """A target of one of SHAPES, a 1B-shaped draft for the 8B-shaped one, and engines over them."""
 
-    def __init__(self, agreement: float = 0.8, exact: bool = True, layers: int | None = None, pages: int = 1600) -> None:
-        from outrider.model.cuda_runner import CudaOptions, CudaRunner  # needs Triton
+    def __init__(
+        self, agreement: float = 0.8, exact: bool = True, layers: int | None = None, pages: int = 1600, shape: str = "8b"
+    ) -> None:
+        from outrider.model.cuda_runner import CudaOptions  # needs Triton
 
-        shapes = {
-            name: shape if layers is None else replace(shape, layers=shape.layers[:layers]) for name, shape in SHAPES.items()
-        }
-        self.perm, drafted = permutations(shapes["8b"].vocab, agreement)
+        self._layers, self._pages = layers, pages
+        self.perm, self._drafted = permutations(SHAPES[shape].vocab, agreement)
+        if SHAPES[shape].tied:
+            self.perm = torch.arange(len(self.perm))
         self.options = CudaOptions(exact=exact)
-        self.target = CudaRunner(synthetic_decoder(shapes["8b"], self.perm), pages, _PAGE, "cuda", self.options)
-        self.draft = CudaRunner(synthetic_decoder(shapes["1b"], drafted), pages, _PAGE, "cuda", self.options, self.target)
+        self.target = self._runner(shape, self.perm)
+
+    @cached_property
+    def draft(self) -> CudaRunner:
+        return self._runner("1b", self._drafted, self.target)
+
+    def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
+        from outrider.model.cuda_runner import CudaRunner
+
+        spec = replace(SHAPES[shape], layers=SHAPES[shape].layers[: self._layers])
+        return CudaRunner(synthetic_decoder(spec, perm), self._pages, _PAGE, "cuda", self.options, target)
 
     def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
         config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
@@ -219,14 +241,9 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
 
 def measure_engine(bench: Synthetic, drafted: Sequence[int], tokens: int, prompt: int) -> Iterator[dict[str, Any]]:
     """Plain decoding, the draft model and n-gram lookup, each beside the time its forwards need alone."""
-    floor = bench.target.weight_bytes / gpu_bandwidth()
     text, middle = bench.prompt(prompt), prompt + tokens // 2
-    plain = _best(bench, bench.engine(), text, tokens)
-    alone = bench.forward_seconds(1, middle)
-    yield {
-        "what": "plain", "tok_s": plain.tok_s, "right": plain.right, "floor_tok_s": 1 / floor, "of_floor": plain.tok_s * floor,
-        "of_273": plain.tok_s / 273, "forward_ms": alone * 1e3, "efficiency": alone / (plain.seconds / plain.rounds),
-    }  # fmt: skip
+    plain, row = _plain(bench, text, tokens)
+    yield row | {"of_273": plain.tok_s / 273}
     for k in drafted:
         run = _best(bench, bench.with_draft_model(k), text, tokens)
         forwards = bench.forward_seconds(_power(k + 1), middle), bench.draft_seconds(k, middle)
@@ -234,6 +251,27 @@ def measure_engine(bench: Synthetic, drafted: Sequence[int], tokens: int, prompt
     for k in (7, 15):
         run = _best(bench, bench.with_ngram(k), text, tokens)
         yield _speculated(f"ngram K={k}", run, plain, (bench.forward_seconds(k + 1, middle), 0.0))
+
+
+def measure_shapes(shapes: Sequence[str], tokens: int, prompt: int) -> Iterator[dict[str, Any]]:
+    """Plain decoding of other shapes."""
+    for shape in shapes:
+        bench = Synthetic(pages=64, shape=shape)
+        yield {"shape": shape} | _plain(bench, bench.prompt(prompt), tokens)[1]
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _plain(bench: Synthetic, text: Sequence[int], tokens: int) -> tuple[SyntheticRun, dict[str, Any]]:
+    """Plain decoding at batch 1 beside the time in which this device reads the weights."""
+    floor = bench.target.weight_bytes / gpu_bandwidth()
+    plain = _best(bench, bench.engine(), text, tokens)
+    alone = bench.forward_seconds(1, len(text) + tokens // 2)
+    return plain, {
+        "what": "plain", "tok_s": plain.tok_s, "right": plain.right, "floor_tok_s": 1 / floor, "of_floor": plain.tok_s * floor,
+        "forward_ms": alone * 1e3, "efficiency": alone / (plain.seconds / plain.rounds),
+    }  # fmt: skip
 
 
 def _speculated(what: str, run: SyntheticRun, plain: SyntheticRun, forwards: tuple[float, float]) -> dict[str, Any]:

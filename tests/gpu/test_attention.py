@@ -13,28 +13,17 @@ from torch import Tensor
 
 from outrider.ops.cuda import segments
 
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter, where a row sees NaN alone
 INTERPRETED = True
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
 BLOCK, SEGMENT = (64, 256) if ON_GPU else (16, 64)
 LENGTH = 2 * SEGMENT + BLOCK + 6
-BORDERS = (
-    0,
-    1,
-    BLOCK - 1,
-    BLOCK,
-    BLOCK + 1,
-    2 * BLOCK,
-    SEGMENT - 2,
-    SEGMENT - 1,
-    SEGMENT,
-    SEGMENT + 1,
-    2 * SEGMENT - 1,
-    2 * SEGMENT,
-)
+NEAR = 4 if ON_GPU else 1  # positions on both sides of a border
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-POSITIONS = tuple(range(LENGTH)) if ON_GPU else (*BORDERS, LENGTH - 1)
-RATIOS = [(heads * kv, kv) for heads in (1, 2, 3, 5, 6, 7, 8, 71) for kv in ((2,) if heads < 8 else (1,))]
+FEW = (0, BLOCK - 1, BLOCK, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, LENGTH - 1)
+POSITIONS = tuple(range(LENGTH)) if ON_GPU else FEW  # the interpreter is slow
+RATIOS = [(heads * kv, kv) for heads in (1, 2, 3, 5, 6, 7, 8, 71) for kv in ((2,) if heads < 8 and ON_GPU else (1,))]
 WIDTHS = (16, 48, 80, 96, 112, 128, 256)
 WINDOWS = (None, 1, BLOCK + 6, SEGMENT + 20) if ON_GPU else (None, BLOCK + 6)
 
@@ -59,12 +48,16 @@ class At(NamedTuple):
 class Scene:
     """Sequences whose keys and values lie in pages of a pool. What no sequence holds is NaN."""
 
-    def __init__(self, heads: int = 4, kv_heads: int = 2, head: int = 32, page: int = 64, dtype: torch.dtype = DTYPE,
-                 lengths: tuple[int, ...] = (LENGTH,), seed: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self, heads: int = 4 if ON_GPU else 2, kv_heads: int = 2 if ON_GPU else 1, head: int = 32, page: int = 64,
+        dtype: torch.dtype = DTYPE, lengths: tuple[int, ...] = (LENGTH,), seed: int = 0,
+    ) -> None:  # fmt: skip
         from outrider.ops.cuda import launch
 
         self.launch, self.page, self.lengths = launch, page, lengths
-        self.kernels = launch.Kernels(launch.Shape(64, heads, kv_heads, head, page, 1e-5), dtype)
+        self.kernels = launch.Kernels(launch.Shape(heads, kv_heads, head, page), dtype)
+        if not ON_GPU:
+            self.kernels._attention._merged = 2
         generator = torch.Generator().manual_seed(seed)
         self.keys, self.values = (
             [torch.randn(length, kv_heads, head, generator=generator).to(dtype) for length in lengths] for _ in range(2)
@@ -157,7 +150,7 @@ def test_alone_in_a_batch_and_in_a_prompt(window: int | None, soft_cap: float | 
     want = scene.alone(rows, window, soft_cap)
     assert_near(want, scene.reference(rows, window, soft_cap))
     assert torch.equal(scene.attend(rows, window, soft_cap), want)
-    assert torch.equal(scene.attend(rows[::-1], window, soft_cap), want.flip(0))
+    assert torch.equal(scene.attend(rows[::-3], window, soft_cap), want.flip(0)[::3])
     for tokens in (scene.kernels.chunk_tokens, 7) if ON_GPU else (scene.kernels.chunk_tokens,):
         got = scene.prompt(chunked(LENGTH, tokens), window, soft_cap)
         assert torch.equal(got[list(POSITIONS)], want)
@@ -175,16 +168,16 @@ def test_head_widths(head: int) -> None:
 
 def check_shape(scene: Scene) -> None:
     """Decode rows around a segment border alone, in a tile and in a prompt, against the reference."""
-    rows = [At(0, position) for position in range(SEGMENT - 3, SEGMENT + 4)]
+    rows = [At(0, position) for position in range(SEGMENT - NEAR, SEGMENT + NEAR)]
     want = scene.alone(rows)
     assert_near(want, scene.reference(rows))
     assert torch.equal(scene.attend(rows), want)
     for tokens in (1, 3, scene.kernels.chunk_tokens) if ON_GPU else (3,):
-        got = scene.prompt(chunked(SEGMENT + 4, min(tokens, scene.kernels.chunk_tokens), SEGMENT - 3))
+        got = scene.prompt(chunked(SEGMENT + NEAR, min(tokens, scene.kernels.chunk_tokens), SEGMENT - NEAR))
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("tokens", range(1, 33, 1 if ON_GPU else 10))
+@pytest.mark.parametrize("tokens", range(1, 33) if ON_GPU else (1, 9))
 def test_prompt_chunks_of_every_length(tokens: int) -> None:
     scene = Scene(lengths=(SEGMENT + BLOCK + 2,))
     for start in (0, 37, BLOCK - 1, BLOCK, SEGMENT - 1, SEGMENT) if ON_GPU else (13, SEGMENT - 1):
@@ -212,8 +205,8 @@ PARENTS = {"chain": [-1, 0, 1, 2, 3, 4, 5], "comb": [-1, 0, 0, 1, 1, 3, 3], "bus
 
 
 @pytest.mark.parametrize("window", [None, 3, SEGMENT] if ON_GPU else [None, 3])
-@pytest.mark.parametrize("shape", PARENTS)
-@pytest.mark.parametrize("root", [5, BLOCK - 3, SEGMENT - 3, 2 * SEGMENT - 1])
+@pytest.mark.parametrize("shape", PARENTS if ON_GPU else ["comb"])
+@pytest.mark.parametrize("root", [5, BLOCK - 3, SEGMENT - 3, 2 * SEGMENT - 1] if ON_GPU else [BLOCK - 3, SEGMENT - 3])
 def test_nodes_of_a_tree(root: int, shape: str, window: int | None) -> None:
     """Every node has the bits of the same tokens decoded one by one. Slots of its siblings hold NaN for it alone to miss."""
     scene = Scene(lengths=(LENGTH, LENGTH), seed=3)
@@ -280,7 +273,7 @@ def test_neither_slots_nor_programs_change_bits(monkeypatch: pytest.MonkeyPatch,
     want = scene.alone(rows)
     monkeypatch.setattr(segments, "MAX_SLOTS", slots)
     monkeypatch.setattr(attention_launch, "_PROGRAMS", programs)
-    for share in (1, 2, 4):
+    for share in (1, 2, 4) if ON_GPU else (1, 3):
         monkeypatch.setattr(segments, "MIN_SHARE", share)
         assert torch.equal(scene.attend(rows), want)
 

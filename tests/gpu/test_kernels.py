@@ -20,8 +20,8 @@ def launch():  # type: ignore[no-untyped-def]
     return launch
 
 
-def kernels_of(launch, heads=8, kv_heads=4, head=64, hidden=512):  # type: ignore[no-untyped-def]
-    return launch.Kernels(launch.Shape(hidden, heads, kv_heads, head, 64, 1e-5), torch.bfloat16)
+def kernels_of(launch, heads=8, kv_heads=4, head=64):  # type: ignore[no-untyped-def]
+    return launch.Kernels(launch.Shape(heads, kv_heads, head, 64), torch.bfloat16)
 
 
 def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_a_row_has_the_same_bits_in_every_tile(launch, shape) -> None:  # type: 
 
     def product(rows: torch.Tensor, tile=None) -> torch.Tensor:  # type: ignore[no-untyped-def]
         out = torch.full((len(rows), columns), float("nan"), device="cuda")
-        k.linear(rows, w, None, out, "store", tile)
+        k.linear(rows, w, None, out, tile)
         return out
 
     want = product(x)
@@ -51,22 +51,27 @@ def test_a_row_has_the_same_bits_in_every_tile(launch, shape) -> None:  # type: 
         assert torch.equal(product(x[:70], tile), want[:70]), tile
 
 
-def test_silu_add_and_norm_after_a_product(launch) -> None:  # type: ignore[no-untyped-def]
+def test_what_follows_a_product(launch) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(1)
-    k, x, w = kernels_of(launch), random(21, 512), random(2816, 512, scale=0.05)
-    gate, up = (x.double() @ w.double().T).chunk(2, -1)
-    out = torch.full((21, 1408), float("nan"), device="cuda", dtype=torch.bfloat16)
-    k.linear(x, launch.pair_rows(w, 1), None, out, "silu")
-    want = torch.nn.functional.silu(gate) * up
-    assert (out - want).norm() / want.norm() < 1e-2
-    stream, bias = random(21, 2816, dtype=torch.float32), random(2816)
-    added = stream.clone()
-    k.linear(x, w, bias, added, "add")
-    want = stream.double() + x.double() @ w.double().T + bias.double()
-    assert (added - want).norm() / want.norm() < 1e-5
-    x, weight = added[:, :512].contiguous(), torch.rand(512, device="cuda")
-    want = torch.nn.functional.rms_norm(x.double(), (512,), weight.double(), 1e-5)
-    assert (k.norm(x, weight) - want).norm() / want.norm() < 1e-2
+    k, x, w, bias = kernels_of(launch), random(21, 512), random(2816, 512, scale=0.05), random(2816)
+    product = x.double() @ w.double().T + bias.double()
+    gate, up = product.chunk(2, -1)
+    for form in ("silu", "gelu", "relu"):
+        activation = getattr(torch.nn.functional, form)
+        gated = k.activated(x, launch.pair_rows(w, 1), launch.pair_rows(bias, 1), form, True)
+        assert (gated - activation(gate) * up).norm() / gated.norm() < 1e-2
+        assert (k.activated(x, w, bias, form, False) - activation(product)).norm() / product.norm() < 1e-2
+    capped = torch.full((21, 2816), float("nan"), device="cuda")
+    k.linear(x, w, bias, capped, scale=0.5, cap=2.0)
+    assert (capped - 2.0 * torch.tanh(product / 4.0)).norm() / capped.norm() < 1e-5
+    stream, weight = random(21, 2816, dtype=torch.float32), torch.rand(2816, device="cuda")
+    norm, post = launch.RowNorm("rms", 1e-5, weight), launch.RowNorm("layer", 1e-5, weight, bias.float())
+    want = torch.nn.functional.layer_norm(product, (2816,), weight.double(), bias.double(), 1e-5) * 0.3 + stream.double()
+    read = k.finish(k.parts(x, w), bias, stream, norm, post, 0.3)
+    assert (stream - want).norm() / want.norm() < 1e-5
+    assert torch.equal(read, k.norm(stream, norm))
+    want = torch.nn.functional.rms_norm(want, (2816,), weight.double(), 1e-5)
+    assert (read - want).norm() / want.norm() < 1e-2
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), *EVERY_TILE])
@@ -77,12 +82,13 @@ def test_split_k_gives_the_same_bits(launch, shape) -> None:  # type: ignore[no-
     torch.manual_seed(4)
     columns, inner = shape
     rows = MAX_SPLIT_K_ROWS + 1
-    k, w, x = kernels_of(launch, hidden=columns), random(columns, inner, scale=inner**-0.5), random(rows, inner)
+    k, w, x = kernels_of(launch), random(columns, inner, scale=inner**-0.5), random(rows, inner)
     stream, bias, weight = random(rows, columns, dtype=torch.float32), random(columns), torch.rand(columns, device="cuda")
+    norm = launch.RowNorm("rms", 1e-5, weight)
 
     def added(first: int, end: int, used_bias, tile=None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
         rows_added = stream[first:end].clone()
-        return rows_added, k.add_norm(x[first:end], w, used_bias, rows_added, weight, tile)
+        return rows_added, k.finish(k.parts(x[first:end], w, tile), used_bias, rows_added, norm)
 
     for used_bias in (None, bias):
         want, normed = added(0, rows, used_bias)

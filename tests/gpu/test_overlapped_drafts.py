@@ -56,7 +56,7 @@ def run(models: tuple[Decoder, ...], drafter: str, policy: Any, max_graph_rows: 
     config = EngineConfig(page_size=64, max_num_seqs=BATCH, max_batch_rows=24, prefix_cache=False)
     drafter_object = {"none": NoDrafter, "draft": lambda: DraftModel(draft)}[drafter]()
     engine = Engine(target, None, drafter_object, policy, config)
-    vocab = models[0].config.vocab
+    vocab = models[0].spec.vocab
     writers = []
     for i in range(BATCH):
         params = SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=TOKENS)

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from outrider.model import Feed, Runner, load_decoder
 from outrider.model.backends import CPU
 from outrider.ops import Blocked, Native, find_core
 from tests.support import make_pool
-from tests.support.families import CASES, LENGTHS, VOCAB, build_reference
+from tests.support.families import (
+    CASES,
+    PAGES,
+    assert_agreement,
+    assert_greedy,
+    build_reference,
+    expected,
+    greedy_text,
+    logits,
+)
 
-PROMPT, TOKENS = 56, 200
-PAGES = [3, 9, 1, 7, 4, 12, 22, 15, 6, 18, 31, 2, 14, 28, 11, 5, 19, 8, 25]
-# token, parent: two branches from the root, one of them forking again
-TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4)]
 BACKENDS = ["plain", "cpu"]
 
 
@@ -41,51 +44,16 @@ def runner_of(directory: Path, backend: str) -> Runner:
     return Runner(decoder, make_pool(decoder, pages=40), Blocked() if backend == "plain" else Native(core))  # type: ignore[arg-type]
 
 
-def expected(reference: Any, tokens: list[int]) -> Tensor:
-    with torch.no_grad():
-        return reference(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
-
-
-def logits(runner: Runner, feed: Feed) -> Tensor:
-    return runner.logits(runner.forward([feed]).last, range(len(feed.tokens) + len(feed.nodes)))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_decoding_and_tree_nodes_agree(case: tuple[str, Any, Path], backend: str) -> None:
     _, reference, directory = case
-    runner = runner_of(directory, backend)
-    text = [i * 37 % VOCAB for i in range(PROMPT)]
-    start = runner.decoder.rotary_start(PROMPT)
-    want = expected(reference, text)
-
-    prefill = logits(runner, Feed(PAGES, 0, text, rotary_start=start))
-    torch.testing.assert_close(prefill, want, atol=1e-4, rtol=0)
-    steps = [logits(runner, Feed(PAGES, i, [token], rotary_start=start)) for i, token in enumerate(text)]
-    assert torch.equal(torch.cat(steps), prefill), "decoding token by token gives the bits of prefill"
-
-    tokens, parents = zip(*TREE, strict=True)
-    rows = logits(runner, Feed(PAGES, PROMPT - 1, text[-1:], tokens, parents, rotary_start=start))
-    assert torch.equal(rows[0], prefill[-1])
-    for node in range(len(TREE)):
-        path, here = [tokens[node]], parents[node]
-        while here >= 0:
-            path.insert(0, tokens[here])
-            here = parents[here]
-        torch.testing.assert_close(rows[node + 1], expected(reference, text + path)[-1], atol=1e-4, rtol=0)
+    assert_agreement(runner_of(directory, backend), reference)
 
 
 def test_two_hundred_greedy_tokens_are_those_of_transformers(case: tuple[str, Any, Path]) -> None:
-    """Each reads the text that one backend wrote: it would have written it too, if its argmax after every prefix is the next
-    token. Decoding has the bits of reading (the test above).
-    """
+    """Each reads the text that one backend wrote. Decoding has the bits of reading (the test above)."""
     name, reference, directory = case
     writer, reader = (runner_of(directory, backend) for backend in reversed(BACKENDS))
-    length = LENGTHS.get(name, PROMPT + TOKENS)  # the table of a request is that of its maximum length
-    text = [i * 11 % VOCAB for i in range(length - TOKENS)]
-    start = writer.decoder.rotary_start(length)
-    row = logits(writer, Feed(PAGES, 0, text, rotary_start=start))[-1]
-    while len(text) < length:
-        text.append(int(row.argmax()))
-        row = logits(writer, Feed(PAGES, len(text) - 1, text[-1:], rotary_start=start))[0]
-    for read in (expected(reference, text), logits(reader, Feed(PAGES, 0, text, rotary_start=start))):
-        assert read[length - TOKENS - 1 : -1].argmax(-1).tolist() == text[-TOKENS:]
+    text = greedy_text(writer, name)
+    assert_greedy(expected(reference, text), text)
+    assert_greedy(logits(reader, Feed(PAGES, 0, text, rotary_start=reader.decoder.rotary_start(len(text)))), text)

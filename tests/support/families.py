@@ -1,6 +1,7 @@
-"""Tiny random models of every family, as Transformers builds them: the oracle of parity tests on every backend.
+"""Tiny random models of every family, as Transformers builds them, and what runners are compared in with them.
 
-A family, or a variant of one, is one entry: the class of its configuration and what differs from SIZES.
+They are the oracle of parity tests on every backend. A family, or a variant of one, is one entry: the class of its
+configuration and what differs from SIZES.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["CASES", "LENGTHS", "VOCAB", "build_reference"]
+from outrider.model import Feed, Runner
+
+__all__ = ["CASES", "TOKENS", "assert_agreement", "assert_greedy", "build_reference", "expected", "greedy_text", "logits"]
 
 VOCAB = 96
 SIZES: dict[str, Any] = {
@@ -107,7 +111,7 @@ def build_reference(name: str, directory: Path) -> Any:
     kind, changes = CASES[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     torch.manual_seed(len(name))
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # others leave caps out
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5))
@@ -115,3 +119,60 @@ def build_reference(name: str, directory: Path) -> Any:
                 parameter += 0.5
     model.save_pretrained(directory)
     return model
+
+
+PROMPT, TOKENS = 56, 200
+PAGES = [3, 9, 1, 7, 4, 12, 22, 15, 6, 18, 31, 2, 14, 28, 11, 5, 19, 8, 25]  # of 16 slots each
+# token, parent: two branches from the root, one of them forking again
+TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4)]
+
+
+def expected(reference: Any, tokens: list[int]) -> Tensor:
+    """Transformers' logits of every token."""
+    with torch.no_grad():
+        return reference(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
+
+
+def logits(runner: Runner, feed: Feed) -> Tensor:
+    """A runner's logits of every row."""
+    return runner.logits(runner.forward([feed]).last, range(len(feed.tokens) + len(feed.nodes)))
+
+
+def assert_agreement(runner: Runner, reference: Any, prompt: int = PROMPT, bits: bool = True) -> None:
+    """Logits of a prompt, of its tokens one by one and of the nodes of a tree are Transformers' within 1e-4.
+
+    Those of tokens and of the root have the bits of the prompt.
+    """
+    text = [i * 37 % VOCAB for i in range(prompt)]
+    start = runner.decoder.rotary_start(prompt)
+    prefill = logits(runner, Feed(PAGES, 0, text, rotary_start=start))
+    torch.testing.assert_close(prefill, expected(reference, text), atol=1e-4, rtol=0)
+    steps = torch.cat([logits(runner, Feed(PAGES, i, [token], rotary_start=start)) for i, token in enumerate(text)])
+    tokens, parents = zip(*TREE, strict=True)
+    rows = logits(runner, Feed(PAGES, prompt - 1, text[-1:], tokens, parents, rotary_start=start))
+    if bits:
+        assert torch.equal(torch.cat((steps, rows[:1])), torch.cat((prefill, prefill[-1:])))
+    torch.testing.assert_close(torch.cat((steps, rows[:1])), torch.cat((prefill, prefill[-1:])), atol=1e-5, rtol=0)
+    for node in range(len(TREE)):
+        path, here = [tokens[node]], parents[node]
+        while here >= 0:
+            path.insert(0, tokens[here])
+            here = parents[here]
+        torch.testing.assert_close(rows[node + 1], expected(reference, text + path)[-1], atol=1e-4, rtol=0)
+
+
+def greedy_text(runner: Runner, name: str, tokens: int = TOKENS) -> list[int]:
+    """A prompt, and the tokens that a runner adds to it one by one."""
+    length = LENGTHS.get(name, PROMPT + TOKENS)  # the table of a request is that of its maximum length
+    text = [i * 11 % VOCAB for i in range(length - TOKENS)]
+    start, end = runner.decoder.rotary_start(length), len(text) + tokens
+    row = logits(runner, Feed(PAGES, 0, text, rotary_start=start))[-1]
+    while len(text) < end:
+        text.append(int(row.argmax()))
+        row = logits(runner, Feed(PAGES, len(text) - 1, text[-1:], rotary_start=start))[0]
+    return text
+
+
+def assert_greedy(read: Tensor, text: list[int], tokens: int = TOKENS) -> None:
+    """The reader of a text would have written its last tokens too: its argmax after every prefix is the next token."""
+    assert read[-tokens - 1 : -1].argmax(-1).tolist() == text[-tokens:]

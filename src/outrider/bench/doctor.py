@@ -204,7 +204,7 @@ def gpu_linear_is_invariant(shape: Shape, device: str, dtype: torch.dtype) -> bo
 
     def product(rows: Tensor) -> Tensor:
         out = torch.empty(len(rows), shape[0], device=device)
-        kernels.linear(rows, weight, None, out, "store")
+        kernels.linear(rows, weight, None, out)
         return out
 
     x = _random(2, max(_GPU_ROW_COUNTS), shape[1], device=device, dtype=dtype)
@@ -260,7 +260,7 @@ def _gpu_cost() -> list[Check]:
 
         def exact() -> None:
             for weight in weights:
-                kernels.linear(inputs[weight.shape[1]], weight, None, outs[weight.shape[0]], "store")  # noqa: B023 (used at once)
+                kernels.linear(inputs[weight.shape[1]], weight, None, outs[weight.shape[0]])  # noqa: B023 (used at once)
 
         def fast() -> None:
             for weight in weights:
@@ -277,7 +277,7 @@ def _gpu_cost() -> list[Check]:
 def _kernels(dtype: torch.dtype):  # type: ignore[no-untyped-def]
     from outrider.ops.cuda.launch import Kernels, Shape
 
-    return Kernels(Shape(256, 4, 2, 64, 64, 1e-5), dtype)
+    return Kernels(Shape(4, 2, 64, 64), dtype)
 
 
 def _random(seed: int, *shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:

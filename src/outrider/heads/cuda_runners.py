@@ -18,23 +18,17 @@ from outrider.heads.runners import DraftedChains
 from outrider.model import Feed
 from outrider.model.cuda_chains import CHAIN_LENGTHS
 from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
+from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
 from outrider.model.cuda_runner import CudaRunner, split_feeds
-from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool
+from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, kernel_shape
 from outrider.model.decoder import RopeTable
 from outrider.ops import Plain
-from outrider.ops.cuda.launch import AttentionMetadata, Kernels, Shape, pair_qkv, pair_rows, supported
+from outrider.ops.cuda.launch import AttentionMetadata, Kernels, RowNorm
 from outrider.sampling import Row
 
-__all__ = ["CudaEagleRunner", "CudaMedusaRunner", "fits"]
+__all__ = ["CudaEagleRunner", "CudaMedusaRunner"]
 
 Run = Callable[[Sequence[Feed], Sequence[Row]], None]
-
-
-def fits(head: EagleHead) -> bool:
-    """Whether the target's kernels support a head's attention. The CPU runs other heads."""
-    shape = head.config.shape
-    group = shape.heads // shape.kv_heads
-    return not shape.qk_norm and supported(shape.head_dim, group)
 
 
 class _KernelOps(Plain):
@@ -45,13 +39,14 @@ class _KernelOps(Plain):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = torch.empty(len(x), len(weight), device=x.device)
-        self._kernels.linear(x.to(weight.dtype).contiguous(), weight, bias, out, "store")
+        self._kernels.linear(x.to(weight.dtype).contiguous(), weight, bias, out)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if eps != self._kernels.shape.eps:
-            return super().rms_norm(x, weight, eps)
-        return self._kernels.norm(x.float().contiguous(), weight)
+        return self._kernels.norm(x.float().contiguous(), RowNorm("rms", eps, weight))
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._kernels.norm(x.float().contiguous(), RowNorm("layer", eps, weight, bias))
 
 
 class _Network:
@@ -88,20 +83,23 @@ class CudaEagleRunner:
 
     def __init__(self, head: EagleHead, target: CudaRunner) -> None:
         c = head.config.shape
-        shape = Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, target.pool.page_size, c.norm_eps)
         self.head = head
         self._target = target
-        self._kernels = Kernels(shape, target.cuda.dtype)
-        self._ops = _KernelOps(self._kernels)
-        self._pool = CudaPool(self._kernels, 1, target.pool.pages, target.device)
+        kernels = self._kernels = Kernels(kernel_shape(c, target.pool.page_size), target.cuda.dtype)
+        self._ops = _KernelOps(kernels)
+        self._pool = CudaPool(kernels, 1, target.pool.pages, target.device)
         ids = head.vocab_ids  # read on the host
         _move(head, target, {"embedding": target.cuda.embedding, "output": target.cuda.output})
         self._ids, head.vocab_ids = head.vocab_ids, ids
-        self._pair_weights()
-        rope = RopeTable(c.rope, c.head_dim, c.context + EXTRA_POSITIONS)
+        table = RopeTable(c.ropes[0], c.head_dim, c.context + EXTRA_POSITIONS)
         # row i lies in slot i + 1, beside its token, and carries the rotary position i
-        cos, sin = (torch.cat((part[:1], part[:-1])).to(target.device) for part in (rope.cos, rope.sin))
-        self._turns = (cos, sin)
+        self._layer = CudaLayer(head.layer, kernels, target.device, turns_of(table, target.device, lag=1))
+        self._norm = norm_on(target.device, c.norm, head.norm, None) if head.config.norm_output else None
+        self._norm_hidden = (
+            norm_on(target.device, c.layers[0].norm_in, head.layer.norm_hidden, None) if head.config.wide else None
+        )
+        is_target_embedding = not head.config.own_embedding
+        self._embedding_scale = head.target.embedding_scale if is_target_embedding else 1.0
         self._fuse = _Network("EAGLE's features", target, lambda rows, _: head.fuse(rows, self._ops))
         self._forward = _Network("EAGLE", target, self._run)
         self._logits = _Network("EAGLE's logits", target, lambda rows, _: head.logits(rows, self._ops))
@@ -192,44 +190,19 @@ class CudaEagleRunner:
         all_logits = torch.full((len(logits), self.head.config.shape.vocab), float("-inf"), device=logits.device)
         return all_logits.index_copy_(1, self._ids, logits)
 
-    def _pair_weights(self) -> None:
-        """The layer's matrices in the order the kernels read: pairs of q, k, gate and up side by side."""
-        c, layer = self.head.config.shape, self.head.layer
-
-        def paired(fused: Tensor) -> Tensor:
-            return pair_qkv(fused, c.heads + c.kv_heads, c.head_dim)
-
-        self._qkv = paired(layer.qkv.data)
-        self._qkv_bias = None if layer.qkv_bias is None else paired(layer.qkv_bias.data)
-        self._gate_up = pair_rows(layer.gate_up.data, 1)
-        self._gate_up_bias = None if layer.gate_up_bias is None else pair_rows(layer.gate_up_bias.data, 1)
-
     def _run(self, features: Tensor, meta: AttentionMetadata) -> Tensor:
         """The head's forward by kernels; `EagleHead.forward` is the reference."""
-        k, head, layer, c = self._kernels, self.head, self.head.layer, self.head.config
+        k, head, c = self._kernels, self.head, self.head.config
         features = features.contiguous()
+        embedded, read = k.embed(meta, head.embedding, self._layer.norm_in, self._embedding_scale)
         if c.wide:
-            assert layer.norm_hidden is not None
-            _, embedded = k.embed(meta, head.embedding, layer.norm_in)
-            normed = k.norm(features, layer.norm_hidden)
-            x = torch.cat((embedded, normed), -1)
-            stream = normed.float() if c.norm_before_residual else features.clone()
+            feature = k.norm(features, self._norm_hidden)
+            stream, read = feature.float() if c.norm_before_residual else features.clone(), torch.cat((read, feature), -1)
         else:
-            embedded, _ = k.embed(meta, head.embedding, head.target_norm)
             stream = self._ops.linear(torch.cat((embedded, features), -1), head.fc, head.fc_bias)
-            x = stream.to(k.dtype)
-        kv = (self._pool.keys[0], self._pool.values[0])
-        q, mixed = (torch.empty(len(x), c.shape.heads * c.shape.head_dim, device=x.device, dtype=k.dtype) for _ in range(2))
-        k.qkv(x, self._qkv, self._qkv_bias, q, kv, meta, self._turns)
-        k.attend_rows(q, kv, meta, mixed, None)
-        k.linear(mixed, layer.out, layer.out_bias, stream, "add")
-        gated = torch.empty(len(x), c.shape.ffn, device=x.device, dtype=k.dtype)
-        k.linear(k.norm(stream, layer.norm_mlp), self._gate_up, self._gate_up_bias, gated, "silu")
-        k.linear(gated, layer.down, layer.down_bias, stream, "add")
-        if not c.norm_output:
-            return stream
-        assert head.norm is not None
-        return k.norm(stream, head.norm).float()
+            read = stream.to(k.dtype)
+        hidden = self._layer.forward(read, stream, self._norm, CudaRows(meta), (self._pool.keys[0], self._pool.values[0]))
+        return stream if self._norm is None else hidden.float()
 
 
 class CudaMedusaRunner:

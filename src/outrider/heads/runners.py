@@ -61,10 +61,9 @@ class MedusaNetwork(Protocol):
 def eagle_network(head: EagleHead, pool: KVPool, target: Runner) -> EagleNetwork:
     """The runner of an EAGLE head."""
     if target.device_name != "cpu":
-        from outrider.heads.cuda_runners import CudaEagleRunner, fits
+        from outrider.heads.cuda_runners import CudaEagleRunner
 
-        if fits(head):
-            return CudaEagleRunner(head, cast("CudaRunner", target))
+        return CudaEagleRunner(head, cast("CudaRunner", target))
     return EagleRunner(head, pool, target.ops)
 
 

@@ -41,7 +41,7 @@ CPU = Backend(
         "relu2 activation", "residual scale", "several rotary tables", "ungated MLP",
     )),
 )  # fmt: skip
-CUDA = Backend("cuda", "an NVIDIA GPU", CPU.lacks | {"q/k norm"})
+CUDA = Backend("cuda", "an NVIDIA GPU")
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.model.cuda_inputs import GRAPH_ROWS, GraphInputs, bucket
+from outrider.model.cuda_layer import CudaRows
 from outrider.model.runner import Chances, Feed, PendingChains, Tokens
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.sampling import Row
@@ -160,7 +161,7 @@ class Chains:
             for positions in (newest, before)
         ]
         for b, feed in enumerate(feeds):
-            inputs.place(b, feed.pages, scratch)
+            inputs.place(b, feed.pages, scratch, feed.rotary_start)
 
     def graph(self, batch: int, length: int) -> Chain:
         """The graph of a draft. `batch` is one of GRAPH_ROWS and `length` one of CHAIN_LENGTHS."""
@@ -176,7 +177,7 @@ class Chains:
             inputs.place(b, (), runner.pool.pages - 1)
         inputs.fields[5] = (runner.pool.pages - 1) * runner.pool.page_size
         after = GraphInputs(batch, 1, 1, device, 1).meta
-        after.table = inputs.meta.table
+        after.table, after.starts = inputs.meta.table, inputs.meta.starts
         drawn = runner.future_tokens[: length * batch].view(length, batch)
         probs = torch.zeros(length, batch, device=device)
 
@@ -187,7 +188,7 @@ class Chains:
             before = inputs.meta
             runner.cuda.kernels.after_verdict(before, batch)
             for step in range(length):
-                last = runner.cuda.forward(before, runner.pool).last
+                last = runner.cuda.forward(CudaRows(before), runner.pool).last
                 choice = runner.cuda.kernels.choose(runner.cuda.logits(last[:batch]), before.rows(slice(0, batch)))
                 runner.cuda.kernels.next_rows(choice, before, after, (drawn, probs), step)
                 before = after

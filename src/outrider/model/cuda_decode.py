@@ -136,7 +136,7 @@ class DecodeRounds:
         roots[:rows] = positions[:rows]
         slots[:rows] = [seq.pages[at // size] * size + at % size for seq, at in zip(sequences, starts, strict=True)]
         for b, seq in enumerate(sequences):
-            inputs.place(b, seq.pages, scratch)
+            inputs.place(b, seq.pages, scratch, seq.rotary_start)
         if inputs.filled != rows:
             inputs.filled = rows
             inputs.fields[4] = 0

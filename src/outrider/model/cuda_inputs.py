@@ -27,33 +27,34 @@ class GraphInputs:
     """The integers of a forward on the host and on the device, moved by one copy.
 
     Words: noise prefixes (two each), temperatures, tokens, sequences, positions, roots, firsts, slots, rows of the penalty
-    table; the page table; ancestors.
+    table; the page table; ancestors; the first row of each sequence's rotary table.
     """
 
     def __init__(self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH) -> None:
         self.rows = rows
-        shapes = ((rows, 2), (_SECTIONS, rows), (sequences, width), (rows, depth))
+        shapes = ((rows, 2), (_SECTIONS, rows), (sequences, width), (rows, depth), (sequences, 1))
         words = sum(map(math.prod, shapes))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
-        prefixes, sections, self.table, self.ancestors = (part.numpy() for part in _parts(self._host, shapes))
+        prefixes, sections, self.table, self.ancestors, self.starts = (part.numpy() for part in _parts(self._host, shapes))
         self.prefixes = prefixes.reshape(-1).view(np.uint64)
         self.temperatures = sections[0].view(np.float32)
         self.param_rows = sections[7]
         self.fields = sections[1:7]  # tokens, sequences, positions, roots, firsts, slots
-        device_prefixes, device_sections, table, ancestors = _parts(self._device, shapes)
+        device_prefixes, device_sections, table, ancestors, starts = _parts(self._device, shapes)
         temperatures, tokens, numbers, positions, roots, firsts, slots, param_rows = device_sections.unbind()
         self.meta = AttentionMetadata(
             tokens, numbers, positions, roots, firsts, slots, table, ancestors,
-            temperatures.view(torch.float32), device_prefixes.view(-1).view(torch.int64), param_rows,
+            temperatures.view(torch.float32), device_prefixes.view(-1).view(torch.int64), param_rows, starts,
         )  # fmt: skip
         self.placed: list[list[int] | None] = [None] * sequences  # pages in each row of the page table
         self.needs: SamplingNeeds | None = None  # the requests whose noise is set, one row each
         self.filled = 0  # sequences of the last filling, if it was one row each or a chain: then the padding is still right
         self.order = np.arange(rows, dtype=np.int32)
 
-    def place(self, b: int, pages: Sequence[int], scratch: int) -> None:
+    def place(self, b: int, pages: Sequence[int], scratch: int, rotary_start: int = 0) -> None:
         """Set a sequence's row of the page table. Entries past its pages point to the padding's page."""
+        self.starts[b] = rotary_start
         if self.placed[b] != pages:
             self.placed[b] = list(pages)
             self.table[b, : len(pages)] = pages

@@ -21,6 +21,7 @@ from outrider.errors import InvalidParameter
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
 from outrider.model.cuda_decode import MAX_OVERLAP_ROWS, DecodeRounds
 from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, Graph, GraphInputs, bucket, noise_key
+from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
 from outrider.model.decoder import Decoder, Hidden
@@ -68,8 +69,8 @@ class CudaRunner(Runner):
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
         self._chosen = fresh[MAX_CHAIN_TOKENS:]
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens)
-        c = decoder.config
-        self.pool = CudaPool(self.cuda.kernels, c.layers, pages, self.device)
+        c = decoder.spec
+        self.pool = CudaPool(self.cuda.kernels, c.depth, pages, self.device)
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
         self.stack = self._output = None
         self.options = options
@@ -117,7 +118,7 @@ class CudaRunner(Runner):
         tapped = None if forward.taps is None else forward.taps[:rows].flatten(1)
         if not laid.wanted:
             self._wait()
-            return Scores(torch.empty(0, self.decoder.config.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
+            return Scores(torch.empty(0, self.decoder.spec.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
         logits, choices = self._choose(forward.last, batch, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
 
@@ -222,7 +223,7 @@ class CudaRunner(Runner):
             tokens += feed.nodes
             sequences += [b] * n
             firsts += [feed.first_key] * n
-            inputs.place(b, pages, scratch)
+            inputs.place(b, pages, scratch, feed.rotary_start)
             if feed.parents and any(parent != i - 1 for i, parent in enumerate(feed.parents)):
                 at, root, where = _tree_rows(feed, self.pool, inputs.ancestors, len(positions))
                 positions += at
@@ -259,7 +260,7 @@ class CudaRunner(Runner):
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
         from_start = len(feeds) == 1 and feeds[0].start == 0 and not feeds[0].nodes
-        outputs = self.cuda.forward(inputs.meta, self.pool, taps, chunks, single, from_start)
+        outputs = self.cuda.forward(CudaRows(inputs.meta, chunks, single, from_start), self.pool, taps)
         self._wait()  # the host inputs live only as long as this call
         if order == sorted(order):
             return outputs
@@ -341,7 +342,7 @@ class CudaRunner(Runner):
 
     def warm_up_prefill(self) -> None:
         """Run prompts longer than any graph into the padding's page, which compiles the kernels of prompts."""
-        tokens = [0] * min(self.options.max_graph_rows, self.decoder.config.context)
+        tokens = [0] * min(self.options.max_graph_rows, self.decoder.spec.context)
         pages = [self.pool.pages - 1] * -(-len(tokens) // self.pool.page_size)
         feeds = [Feed(pages, 0, tokens)] * (self.options.max_graph_rows // len(tokens) + 1)
         self._forward(feeds, ())
@@ -372,7 +373,7 @@ class CudaRunner(Runner):
 
         def work() -> None:
             inputs.send()
-            outputs = self.cuda.forward(inputs.meta, self.pool, taps)
+            outputs = self.cuda.forward(CudaRows(inputs.meta), self.pool, taps)
             logits = self.cuda.logits(outputs.last, out)
             chosen = self._sampling.table.choose(logits, inputs.meta, self._chosen[:rows])
             host.copy_(chosen, non_blocking=True)

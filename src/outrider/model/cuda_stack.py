@@ -1,4 +1,4 @@
-"""A decoder as the GPU runs it: weights in the kernels' order, and one forward as a list of launches."""
+"""A decoder as the GPU runs it: layers between embedding and output matrix, and the pool of their KV."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
-from outrider.model.decoder import Decoder, Layer, RopeTable
-from outrider.ops.cuda.launch import AttentionMetadata, Kernels, Shape, pair_qkv, pair_rows, supported
+from outrider.model.backends import CUDA
+from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
+from outrider.model.decoder import Decoder, RopeTable, finished_logits
+from outrider.model.spec import ModelSpec
+from outrider.ops.cuda.launch import Kernels, Shape
 
-__all__ = ["CudaPool", "CudaStack", "Forward"]
+__all__ = ["EXTRA_POSITIONS", "CudaPool", "CudaStack", "Forward", "kernel_shape"]
 
 EXTRA_POSITIONS = 320  # positions past the context that padding and the longest draft may use
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_MAX_HEAD = 256
 
 
 class CudaPool(KVPool):
@@ -42,21 +47,6 @@ class CudaPool(KVPool):
 
 
 @dataclass(slots=True)
-class _Layer:
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-    norm_in: Tensor
-    norm_mlp: Tensor
-    qkv_bias: Tensor | None
-    out_bias: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    window: int | None
-
-
-@dataclass(slots=True)
 class Forward:
     """The outputs of a forward for every row."""
 
@@ -70,135 +60,66 @@ class CudaStack:
     def __init__(
         self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, future_tokens: Tensor | None = None
     ) -> None:
-        c = self.config = decoder.config
-        _check(decoder)
-        self.device = device
-        self.dtype = torch.bfloat16 if c.dtype == "bfloat16" else torch.float32
-        shape = Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, page_size, c.norm_eps)
-        self.kernels = Kernels(shape, self.dtype, future_tokens)
-        self._exact = exact
-        windows = c.windows or (None,) * c.layers
-        self.layers = [self._layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]  # type: ignore[arg-type]
+        s = self.spec = decoder.spec
+        self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES.get(s.dtype, torch.bfloat16), future_tokens, exact)
+        self.device, self.dtype = device, self.kernels.dtype
+        tables = {rope: turns_of(RopeTable(rope, s.head_dim, s.context + EXTRA_POSITIONS), device) for rope in s.ropes}
+        ropes = [layer.attention.rope for layer in s.layers]
+        self.layers = [
+            CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope])  # type: ignore[arg-type]
+            for layer, rope in zip(decoder.layers, ropes, strict=True)
+        ]
         self.embedding = self._take(decoder.embedding)
         self.output = self.embedding if decoder.output is None else self._take(decoder.output)
-        self.norm = decoder.norm.detach().to(device)
-        rope = RopeTable(c.rope, c.head_dim, c.context + EXTRA_POSITIONS)
-        self.turns = (rope.cos.to(device), rope.sin.to(device))
+        self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
+        norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
+        self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer
+        table = decoder.positions
+        self._learned = None if s.positions is None or table is None else (self._take(table), s.positions.offset)
 
     def _take(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self.device, self.dtype).contiguous()
 
-    def _layer(self, layer: Layer, window: int | None) -> _Layer:
-        c = self.config
-
-        def paired_qkv(fused: Tensor) -> Tensor:
-            return pair_qkv(fused, c.heads + c.kv_heads, c.head_dim)
-
-        def maybe(bias: Tensor | None) -> Tensor | None:
-            return None if bias is None else self._take(bias)
-
-        qkv_bias, gate_up_bias = maybe(layer.qkv_bias), maybe(layer.gate_up_bias)
-        qkv, gate_up = paired_qkv(self._take(layer.qkv)), pair_rows(self._take(layer.gate_up), 1)
-        if layer.qkv.is_cuda:  # the decoder was built on the device: keep one copy
-            layer.qkv.data, layer.gate_up.data = qkv.new_empty(0), gate_up.new_empty(0)
-        return _Layer(
-            qkv, self._take(layer.out), gate_up, self._take(layer.down),
-            layer.norm_in.detach().to(self.device), layer.norm_mlp.detach().to(self.device),
-            None if qkv_bias is None else paired_qkv(qkv_bias), maybe(layer.out_bias),
-            None if gate_up_bias is None else pair_rows(gate_up_bias, 1), maybe(layer.down_bias), window,
-        )  # fmt: skip
-
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices that a forward with logits reads."""
-        matrices = [part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        matrices = [part for layer in self.layers for part in layer.matrices]
         return sum(part.numel() * part.element_size() for part in (*matrices, self.output))
 
-    def forward(
-        self,
-        meta: AttentionMetadata,
-        pool: KVPool,
-        taps: tuple[int, ...] = (),
-        chunks: Tensor | None = None,
-        single: slice | None = None,
-        from_start: bool = False,
-    ) -> Forward:
-        """Run rows through all layers and write their KV. `chunks` covers prompt rows; without it all rows are single ones.
-
-        With chunks, `single` are the remaining rows. `from_start` says that the rows are one sequence from position 0.
-        """
-        k, rows, c = self.kernels, len(meta.tokens), self.config
-        stream, normed = k.embed(meta, self.embedding, self.layers[0].norm_in)
+    def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
+        """Run rows through all layers and write their KV."""
+        rows = rows.for_forward()
+        scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
+        stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)
         kept: dict[int, Tensor] = {}
-        width = c.heads * c.head_dim
-        for i, layer in enumerate(self.layers):
+        for i, (layer, after) in enumerate(zip(self.layers, self._afters, strict=True)):
             if i in taps:
                 kept[i] = stream.clone()
-            q, mixed = (torch.empty(rows, width, device=self.device, dtype=self.dtype) for _ in range(2))
-            kv = (pool.keys[i], pool.values[i])
-            self._qkv(normed, layer, q, kv, meta)
-            if chunks is None:
-                k.attend_rows(q, kv, meta, mixed, layer.window)
-            elif from_start and not self._exact and layer.window is None:
-                mixed = self._torch_attention(q, kv, meta)
-            else:
-                k.attend_chunks(q, kv, meta.table, chunks, mixed, layer.window)
-                if single is not None:
-                    k.attend_rows(q[single], kv, meta.rows(single), mixed[single], layer.window)
-            normed = self._add_norm(mixed, layer.out, layer.out_bias, stream, layer.norm_mlp)
-            after = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
-            normed = self._add_norm(self._gated(normed, layer), layer.down, layer.down_bias, stream, after)
+            read = layer.forward(read, stream, after, rows, (pool.keys[i], pool.values[i]))
         kept[len(self.layers)] = stream
-        return Forward(normed, torch.stack([kept[i] for i in taps], 1) if taps else None)
-
-    def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> Tensor:
-        """A prompt's attention by torch's fastest kernel, for one sequence that is read from its start."""
-        c, rows, page = self.config, len(q), self.kernels.shape.page
-        pages = meta.table[0, : -(-rows // page)]
-        keys, values = (part[pages].transpose(0, 1).reshape(c.kv_heads, -1, c.head_dim)[None, :, :rows] for part in kv)
-        heads = q.view(1, rows, c.heads, c.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).reshape(rows, -1)
+        return Forward(read, torch.stack([kept[i] for i in taps], 1) if taps else None)
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
         """Float32 logits (N, V) of rows after the last norm."""
+        s = self.spec
         out = torch.empty(len(last), len(self.output), device=self.device) if out is None else out
-        if self._exact:
-            self.kernels.linear(last, self.output, None, out, "store")
+        if self.kernels.exact:
+            self.kernels.linear(last, self.output, self._output_bias, out, scale=s.logit_scale, cap=s.logit_cap)
         else:
-            out.copy_(F.linear(last, self.output))
-        return out
-
-    def _qkv(self, x: Tensor, layer: _Layer, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> None:
-        if self._exact:
-            self.kernels.qkv(x, layer.qkv, layer.qkv_bias, q, kv, meta, self.turns)
-        else:
-            self.kernels.place(F.linear(x, layer.qkv, layer.qkv_bias), q, kv, meta, self.turns)
-
-    def _add_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor, norm: Tensor) -> Tensor:
-        """Add a product to the stream in place and return the norm of the stream."""
-        if self._exact:
-            return self.kernels.add_norm(x, weight, bias, stream, norm)
-        stream += F.linear(x, weight, bias)
-        return self.kernels.norm(stream, norm)
-
-    def _gated(self, x: Tensor, layer: _Layer) -> Tensor:
-        if not self._exact:
-            return self.kernels.silu(F.linear(x, layer.gate_up, layer.gate_up_bias))
-        out = torch.empty(len(x), self.config.ffn, device=self.device, dtype=self.dtype)
-        self.kernels.linear(x, layer.gate_up, layer.gate_up_bias, out, "silu")
+            out.copy_(finished_logits(F.linear(last, self.output, self._output_bias).float(), s))
         return out
 
 
-def _check(decoder: Decoder) -> None:
-    c = decoder.config
-    group = c.heads // c.kv_heads
-    if c.dtype not in ("bfloat16", "float32"):
-        raise InvalidParameter("dtype", f"{c.dtype} weights are served on the processor alone; pass dtype=bfloat16 or device=cpu")
-    if c.qk_norm:
-        raise InvalidParameter("device", f"{c.architecture} has norms on q and k, which the GPU path lacks; pass device=cpu")
-    if not supported(c.head_dim, group):
-        shape = f"heads of {c.head_dim} and {group} query heads per KV head"
+def kernel_shape(spec: ModelSpec, page_size: int) -> Shape:
+    """The sizes that kernels share. What the GPU cannot run is refused here."""
+    if missing := CUDA.missing(spec):
+        raise InvalidParameter("device", f"{CUDA.runs_on} has no {', no '.join(missing)} yet; pass device=cpu")
+    if spec.dtype not in _DTYPES:
         raise InvalidParameter(
-            "device", f"the GPU path takes heads of 16 to 256 in groups of 1 to 16, not {shape}; pass device=cpu"
+            "dtype", f"{spec.dtype} weights are served on the processor alone; pass dtype=bfloat16 or device=cpu"
         )
+    if spec.head_dim % 2 or spec.head_dim > _MAX_HEAD:
+        raise InvalidParameter(
+            "device", f"{CUDA.runs_on} takes even head widths up to {_MAX_HEAD}, not {spec.head_dim}; pass device=cpu"
+        )
+    return Shape(spec.heads, spec.kv_heads, spec.head_dim, page_size)

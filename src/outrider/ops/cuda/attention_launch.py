@@ -38,6 +38,7 @@ class AttentionKernels:
         self._warps, self._together_warps = (
             4 if self._padded * tile <= 64 * 128 else 8 for tile in (self._alone, self._together)
         )
+        self._merged = 16 if self._padded <= 128 else 8  # segments that a merge reads at once
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
 
     def _scales(self, soft_cap: float | None) -> tuple[float, float]:
@@ -76,7 +77,7 @@ class AttentionKernels:
             num_warps=self._warps, num_stages=self._stages,
         )  # fmt: skip
         attention.merge_segments[(rows, s.heads)](
-            slots, *partial, out, rows, s.heads, s.head, self._padded, 16 if self._padded <= 128 else 8, num_warps=1
+            slots, *partial, out, rows, s.heads, s.head, self._padded, self._merged, num_warps=1
         )
 
     def _work(self, meta: AttentionMetadata, rows: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -170,13 +170,14 @@ def after_verdict(
 
 @triton.jit
 def move_slots(
-    pool, moves, count, layer_size, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr
-):
+    pool, moves, count, layer_size,
+    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Copy slots to slots in one layer and head; all sources are read before any target is written."""
     layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, COUNT)
-    d = tl.arange(0, HEAD)
-    inside = (i < count)[:, None]
+    d = tl.arange(0, PADDED)
+    inside = (i < count)[:, None] & (d < HEAD)[None, :]
     source = tl.load(moves + i, mask=i < count, other=0).to(tl.int64)
     target = tl.load(moves + count + i, mask=i < count, other=0).to(tl.int64)
     base = pool + layer * layer_size + head * (PAGE * HEAD)

@@ -1,12 +1,14 @@
-"""Triton kernels of one decoder layer. The bits of a row depend on that row alone.
+"""Triton kernels of decoder layers. The bits of a row depend on that row alone.
 
 A product sums the inner dimension in a fixed number of parts, each in order, and adds the parts in order (deterministic
-split-K). Tiles change which elements are computed together, never the order of one element's additions. Attention cuts
-the keys into blocks of BLOCK by *logical* position, whatever slots they lie in, and merges the blocks in order. The tensor
-cores sum over keys in an order that does not depend on how rows are laid out over warps. Maxima have no order.
+split-K). Tiles change which elements are computed together, never the order of one element's additions. Attention is in
+`attention`.
 
 Weights of q, k, gate and up are stored with pairs side by side (`pair_rows`), so that rotary and silu(gate) * up need only
 a neighbouring column. q and k stay in that order, which does not change their dot products.
+
+Layers like Llama's need `linear` in its forms and `finish`. Norms of heads, tables by request and whatever else
+befalls queries and keys is `place`, after a product that was stored.
 """
 
 # mypy: ignore-errors
@@ -17,70 +19,92 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "add_norm", "embed_norm", "linear", "norm", "rope_store", "silu_pairs",
-]  # fmt: skip
+__all__ = ["activate", "embed", "finish", "linear", "place"]
 
 
 @triton.jit
-def embed_norm(
-    tokens, future_tokens, embedding, weight, stream, normed, vocab, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr
+def embed(
+    tokens, future_tokens, embedding, positions, learned, weight, norm_bias, stream, read, vocab, scale, eps, table_rows, offset,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, LEARNED: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The float32 stream of each row's token, and its first norm. A token of -1 - i is read from future_tokens[i]."""
+    """The float32 stream of each row's token, and its first norm. A token of -1 - i is read from future_tokens[i].
+
+    LEARNED: position p has row p + offset of the table `learned`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
+    w, b = _row(weight, column, inside, NORM != "none"), _row(norm_bias, column, inside, NORM_BIAS)
     token = tl.load(tokens + row).to(tl.int64)
     drawn = tl.load(future_tokens + (-1 - token), mask=token < 0, other=0)
     token = tl.where(token < 0, tl.minimum(tl.maximum(drawn, 0), vocab - 1), token)
-    x = tl.load(embedding + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(embedding + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    if LEARNED:
+        place = tl.minimum(tl.load(positions + row) + offset, table_rows - 1).to(tl.int64)  # padding lies past the context
+        x = x + tl.load(learned + place * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(stream + row * WIDTH + column, x, mask=inside)
-    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+    y = _normed(x, w, b, inside, eps, WIDTH, NORM, NORM_BIAS)
+    tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def norm(stream, weight, normed, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Root-mean-square norm of float32 rows, rounded to the weights' dtype."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, PADDED)
-    inside = column < WIDTH
-    x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
-    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
-
-
-@triton.jit
-def add_norm(
-    partials, bias, stream, weight, normed, rows, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+def finish(
+    parts, bias, post_weight, post_bias, stream, weight, norm_bias, read, rows, post_eps, scale, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, POST: tl.constexpr,
+    POST_BIAS: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Add the split-K partial sums of a product to the stream, in the order of `linear`, and norm the stream."""
+    """Join a product to the stream: stream += scale * post norm of (parts in order + bias). Then norm the stream.
+
+    With PARTS = 0 there is no product, and float32 rows are only normed. Rows that were normed, or were not where NORM is
+    "none", are rounded to the weights' dtype.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
+    w, b = _row(weight, column, inside, NORM != "none"), _row(norm_bias, column, inside, NORM_BIAS)  # before they are needed
     x = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
-    product = tl.load(partials + row * WIDTH + column, mask=inside, other=0.0)
-    for k in tl.static_range(1, SPLIT_K):
-        product = product + tl.load(partials + (k * rows + row) * WIDTH + column, mask=inside, other=0.0)
-    if HAS_BIAS:
-        product = product + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    x = x + product
-    tl.store(stream + row * WIDTH + column, x, mask=inside)
-    _store_normed(x, weight, normed, row, column, inside, eps, WIDTH)
+    if PARTS > 0:
+        post_w, post_b = _row(post_weight, column, inside, POST != "none"), _row(post_bias, column, inside, POST_BIAS)
+        product = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        for k in tl.static_range(1, PARTS):
+            product = product + tl.load(parts + (k * rows + row) * WIDTH + column, mask=inside, other=0.0)
+        if HAS_BIAS:
+            product = product + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        product = _normed(product, post_w, post_b, inside, post_eps, WIDTH, POST, POST_BIAS)
+        x = x + product * scale
+        tl.store(stream + row * WIDTH + column, x, mask=inside)
+    y = _normed(x, w, b, inside, eps, WIDTH, NORM, NORM_BIAS)
+    tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _store_normed(x, weight, normed, row, column, inside, eps, WIDTH: tl.constexpr):
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    tl.store(normed + row * WIDTH + column, (x * scale * w).to(normed.dtype.element_ty), mask=inside)
+def _row(at, column, inside, USED: tl.constexpr):
+    """A row of weights in float32, where it is used."""
+    if USED:
+        return tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return 0.0
 
 
 @triton.jit
+def _normed(x, w, b, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A row after its norm: "rms", "layer", or "none"."""
+    if NORM == "layer":
+        x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+    if NORM != "none":
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)) * w
+        if HAS_BIAS:
+            x = x + b
+    return x
+
+
+@triton.jit(do_not_specialize=["rows"])  # one compilation for all row counts of a tile
 def linear(
     x, w, bias, out, keys, values, slots, positions, cos, sin, rows, columns,
     INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, SPLIT_K: tl.constexpr, IN_REGISTER: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT_K: tl.constexpr, IN_REGISTER: tl.constexpr, ACTIVATION: tl.constexpr = "",
+    SCALE: tl.constexpr = 1.0, CAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """x (rows, INNER) times w (columns, INNER) transposed, and what follows it.
 
@@ -88,9 +112,10 @@ def linear(
     IN_REGISTER one program runs the chains side by side, because a single chain would wait for the latency of the tensor
     cores; with many rows it runs them one by one. The bits are equal.
 
-    FORM "store": out = product. "add": out += product, the residual stream. "silu": pairs of columns become
-    silu(gate) * up. "qkv": rotary on q and k; q goes to out, k and v to the slots of their rows. "split_k": each part has
-    programs of its own, and its partial sums go to out (SPLIT_K, rows, columns) for `add_norm`.
+    FORM "store": out = SCALE * product, softly capped at CAP where that is not 0. "gated": pairs of columns become
+    ACTIVATION(gate) * up; "ungated": ACTIVATION of each column. "qkv": rotary on q and k; q goes to out, k and v to the slots
+    of their rows. "split_k": each part has programs of its own, and its partial sums go to out (SPLIT_K, rows, columns), for
+    `finish` or `place`.
     """
     first = tl.program_id(1) * BN
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -114,7 +139,7 @@ def linear(
             acc = _add(acc, tl.broadcast_to(bias_row[None, :], acc.shape))
         _finish(
             acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
-            BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE,
+            BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE, ACTIVATION, SCALE, CAP,
         )  # fmt: skip
 
 
@@ -187,24 +212,50 @@ def _add(a, b):
 def _finish(
     acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
     BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD: tl.constexpr, PAGE: tl.constexpr,
+    HEAD: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     long = row.to(tl.int64)
     inside = row_in[:, None] & (column < columns)[None, :]
-    if FORM == "store":
-        tl.store(out + long[:, None] * columns + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    elif FORM == "add":
-        at = out + long[:, None] * columns + column[None, :]
-        tl.store(at, _add(tl.load(at, mask=inside, other=0.0), acc), mask=inside)
-    elif FORM == "silu":
+    if FORM == "gated":
         gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = _activated(gate, ACTIVATION) * up
         half = first // 2 + tl.arange(0, BN // 2)
         at = out + long[:, None] * (columns // 2) + half[None, :]
         tl.store(at, y.to(out.dtype.element_ty), mask=row_in[:, None] & (half < columns // 2)[None, :])
-    else:
+    elif FORM == "qkv":
         _rotate_and_place(acc, out, keys, values, slots, positions, cos, sin, long, column, first, row_in,
                           BM, BN, HEADS, KV_HEADS, HEAD, PAGE)  # fmt: skip
+    else:
+        if FORM == "ungated":
+            acc = _activated(acc, ACTIVATION)
+        if SCALE != 1.0:
+            acc = acc * SCALE
+        if CAP != 0.0:
+            acc = _soft_capped(acc, CAP)
+        tl.store(out + long[:, None] * columns + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """The activations of `model.spec.ACTIVATIONS`."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # x * (1 + tanh(u)) / 2 is x * sigmoid(2 u)
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if ACTIVATION == "relu2":
+            x = x * x
+        return x
+
+
+@triton.jit
+def _soft_capped(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP)."""
+    return CAP * (2.0 / (1.0 + tl.exp(x * (-2.0 / CAP))) - 1.0)
 
 
 @triton.jit
@@ -237,27 +288,135 @@ def _rotate_and_place(
         tl.store(v_at, acc.to(values.dtype.element_ty), mask=row_in[:, None] & (in_v < KV)[None, :])
 
 
-@triton.jit
-def rope_store(
-    fused, out, keys, values, slots, positions, cos, sin, rows,
-    BN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def place(
+    parts, bias, q_norm, q_bias, k_norm, k_bias, out, keys, values, slots, positions, sequences, starts, cos, sin, growth,
+    rows, scale, eps,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr, SHARED: tl.constexpr,
+    WIDE: tl.constexpr, TURN: tl.constexpr, GROWTH: tl.constexpr, VARIANTS: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store the result of a q, k and v product that another library computed."""
-    first = tl.program_id(1) * BN
-    row = tl.program_id(0) * 16 + tl.arange(0, 16)
-    column = first + tl.arange(0, BN)
-    at = fused + row[:, None].to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD) + column[None, :]
-    acc = tl.load(at, mask=(row < rows)[:, None], other=0.0).to(tl.float32)
-    _rotate_and_place(acc, out, keys, values, slots, positions, cos, sin, row.to(tl.int64), column, first, row < rows,
-                      16, BN, HEADS, KV_HEADS, HEAD, PAGE)  # fmt: skip
+    """What follows a q, k and v product that was stored: parts in order, bias, norms of heads, rotary, scale; q goes to out,
+    k and v to the slots of their rows. A program has TILE heads of q, of k or of v.
+
+    WIDE: a norm over all heads together. VARIANTS: a sequence's rotary table begins at row starts[sequence]. GROWTH: queries
+    are scaled by position.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    Q: tl.constexpr = (HEADS + TILE - 1) // TILE
+    KV: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
+    d = tl.arange(0, PADDED)
+    turn = tl.load(positions + row)
+    if VARIANTS:
+        turn = turn + tl.load(starts + tl.load(sequences + row))
+    c, s = _angles(cos, sin, turn, HEAD, TURN, PADDED)
+    slot = tl.load(slots + row).to(tl.int64)
+    held = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + slot % PAGE * HEAD
+    if program < Q:
+        head = program * TILE + tl.arange(0, TILE)
+        inside = (head < HEADS)[:, None] & (d < HEAD)[None, :]
+        w, b = _head_weights(q_norm, q_bias, head, d, inside, HEAD, NORM, NORM_BIAS, SHARED)
+        x = _heads(parts, bias, row, rows, head, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
+        x = _normed_heads(x, w, b, inside, eps, HEADS * HEAD if WIDE else HEAD, NORM, NORM_BIAS, WIDE)
+        x = _turned(x, c, s, TURN, TILE, PADDED) * scale
+        if GROWTH:
+            x = x * tl.load(growth + turn)
+        q_at = out + row * (HEADS * HEAD) + head[:, None] * HEAD + d[None, :]
+        tl.store(q_at, x.to(out.dtype.element_ty), mask=inside)
+    else:
+        head = (program - Q) % KV * TILE + tl.arange(0, TILE)
+        inside = (head < KV_HEADS)[:, None] & (d < HEAD)[None, :]
+        kv_at = held + head[:, None] * (PAGE * HEAD) + d[None, :]
+        if program < Q + KV:
+            w, b = _head_weights(k_norm, k_bias, head, d, inside, HEAD, NORM, NORM_BIAS, SHARED)
+            x = _heads(parts, bias, row, rows, HEADS + head, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
+            x = _normed_heads(x, w, b, inside, eps, KV_HEADS * HEAD if WIDE else HEAD, NORM, NORM_BIAS, WIDE)
+            x = _turned(x, c, s, TURN, TILE, PADDED)
+            tl.store(keys + kv_at, x.to(keys.dtype.element_ty), mask=inside)
+        else:
+            v = HEADS + KV_HEADS + head
+            x = _heads(parts, bias, row, rows, v, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
+            tl.store(values + kv_at, x.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def silu_pairs(fused, out, columns, BN: tl.constexpr):
-    """silu(gate) * up of a product that another library computed."""
+def _heads(
+    parts, bias, row, rows, head, d, inside,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ALL_HEADS: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    """Some heads of a product's row (heads, padded head width), with its bias."""
+    at = head[:, None] * HEAD + d[None, :]
+    x = tl.load(parts + row * (ALL_HEADS * HEAD) + at, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(1, PARTS):
+        x = x + tl.load(parts + (k * rows + row) * (ALL_HEADS * HEAD) + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        x = x + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _head_weights(
+    weight, bias, head, d, inside, HEAD: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """Weight and bias of a norm of heads, one for all or one for each, where they are used."""
+    at = tl.broadcast_to(d[None, :], inside.shape) if SHARED else head[:, None] * HEAD + d[None, :]
+    return _row(weight, at, inside, NORM != "none"), _row(bias, at, inside, HAS_BIAS)
+
+
+@triton.jit
+def _normed_heads(
+    x, w, b, inside, eps, COUNT: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Heads after a norm of each, or of all of them together; COUNT values are normed together."""
+    if NORM == "layer":
+        x = tl.where(inside, x - _over_heads(x, WIDE) / COUNT, 0.0)
+    if NORM != "none":
+        x = x * (1.0 / tl.sqrt(_over_heads(x * x, WIDE) / COUNT + eps)) * w
+        if HAS_BIAS:
+            x = x + b
+    return x
+
+
+@triton.jit
+def _over_heads(x, WIDE: tl.constexpr):
+    """The sum of each head's values, or of all values."""
+    if WIDE:
+        return tl.sum(tl.sum(x, 1), 0)
+    else:
+        return tl.sum(x, 1)[:, None]
+
+
+@triton.jit
+def _angles(cos, sin, turn, HEAD: tl.constexpr, TURN: tl.constexpr, PADDED: tl.constexpr):
+    """Cosines and sines (1, pairs) of row `turn` of the tables, where heads are rotated."""
+    if TURN:
+        pair = tl.arange(0, PADDED // 2)
+        at, inside = turn.to(tl.int64) * (HEAD // 2) + pair, pair < HEAD // 2
+        return tl.load(cos + at, mask=inside, other=0.0)[None, :], tl.load(sin + at, mask=inside, other=0.0)[None, :]
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def _turned(x, c, s, TURN: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """Heads after rotary."""
+    if TURN:
+        a, b = tl.split(tl.reshape(x, (TILE, PADDED // 2, 2)))
+        x = tl.reshape(tl.join(tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)), (TILE, PADDED))
+    return x
+
+
+@triton.jit
+def activate(fused, out, columns, BN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """The activation of a product that another library computed, in pairs of gate and up or of each column."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < columns
-    gate = tl.load(fused + row * 2 * columns + 2 * column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(fused + row * 2 * columns + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+    if GATED:
+        gate = tl.load(fused + row * 2 * columns + 2 * column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(fused + row * 2 * columns + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
+        y = _activated(gate, ACTIVATION) * up
+    else:
+        y = _activated(tl.load(fused + row * columns + column, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -13,22 +15,55 @@ from outrider.ops.cuda import choice, kernels
 from outrider.ops.cuda.attention_launch import AttentionKernels
 from outrider.ops.cuda.tiles import MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
 
-__all__ = ["AttentionMetadata", "Kernels", "Shape", "pair_qkv", "pair_rows", "supported"]
+__all__ = ["AttentionMetadata", "HeadForm", "Kernels", "RowNorm", "Shape", "Turns", "pair_qkv", "pair_rows"]
 
 _SPLIT_K = 4  # parts of every inner dimension, summed in order
 _NODES = 16  # nodes of the longest chain
+_MIN_TILE = 16  # columns that the tensor cores compute together
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The sizes of a model that its kernels share."""
 
-    hidden: int
     heads: int
     kv_heads: int
     head: int
     page: int
+
+
+class RowNorm(NamedTuple):
+    """A norm with its weights on the device."""
+
+    kind: str  # "rms" or "layer"
     eps: float
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Turns(NamedTuple):
+    """Rotary tables on the device."""
+
+    cos: Tensor  # (rows, head / 2)
+    sin: Tensor
+    growth: Tensor | None = None  # (rows,) factors of queries
+    variants: bool = False  # whether sequences begin at different rows; see AttentionMetadata.starts
+
+
+class HeadForm(NamedTuple):
+    """What befalls queries and keys between their product and attention."""
+
+    turns: Turns | None
+    norms: tuple[RowNorm, RowNorm] | None = None  # of queries and of keys
+    wide: bool = False  # the norm is over all heads together
+    shared: bool = True  # one weight for all heads
+    scale: float = 1.0  # of queries
+
+    @property
+    def only_turns(self) -> bool:
+        """Whether the product's own kernel does it."""
+        t = self.turns
+        return t is not None and self.norms is None and self.scale == 1.0 and t.growth is None and not t.variants
 
 
 @dataclass(slots=True)
@@ -46,6 +81,7 @@ class AttentionMetadata:
     temperatures: Tensor  # (N,) float32, 0 for greedy
     prefixes: Tensor  # (N,) int64, of the noise key: everything but the position
     param_rows: Tensor | None = None  # (N,) the row's parameters in the PenaltyTable, -1 where it has none
+    starts: Tensor | None = None  # (sequences,) the first row of each sequence's rotary table, where it has several
     work: dict[tuple[int, int | None], tuple[Tensor, Tensor, Tensor]] | None = None  # of attention, for layers that share it
 
     def for_forward(self) -> AttentionMetadata:
@@ -57,7 +93,7 @@ class AttentionMetadata:
         return AttentionMetadata(
             self.tokens[rows], self.sequences[rows], self.positions[rows], self.roots[rows], self.firsts[rows], self.slots[rows],
             self.table, self.ancestors[rows], self.temperatures[rows], self.prefixes[rows],
-            None if self.param_rows is None else self.param_rows[rows],
+            None if self.param_rows is None else self.param_rows[rows], self.starts,
         )  # fmt: skip
 
 
@@ -74,107 +110,146 @@ def pair_qkv(fused: Tensor, turned_heads: int, head: int) -> Tensor:
     return torch.cat((pair_rows(fused[:turned], turned_heads), fused[turned:]))
 
 
-def supported(head: int, group: int) -> bool:
-    """Whether the kernels support heads of this size in groups of this many query heads per KV head."""
-    return head in (16, 32, 64, 128, 256) and group in (1, 2, 4, 8, 16)
-
-
 class Kernels:
-    """The kernels of one model."""
+    """The kernels of one model. With `exact` all products are row-invariant, otherwise they are cuBLAS's."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, future_tokens: Tensor | None = None) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, future_tokens: Tensor | None = None, exact: bool = True) -> None:
         self.shape = shape
         self.dtype = dtype
+        self.exact = exact
         self._future_tokens = future_tokens  # tokens that rows may name before the host knows them
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self._attention = AttentionKernels(shape, dtype)
         self.chunk_tokens = self._attention.chunk_tokens  # of one program of `attend_chunks`
-        kv = shape.kv_heads * shape.head
+        kv, self._padded = shape.kv_heads * shape.head, max(_power(shape.head), 16)
         self._section = kv & -kv  # the widest tile that q, k and v are whole numbers of
-        self._norm_warps = 4 if shape.hidden <= 1024 else 16 if shape.hidden <= 2048 else 32
         self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
 
-    def embed(self, meta: AttentionMetadata, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream (N, hidden) float32 of every row, and its norm."""
-        rows, width = len(meta.tokens), self.shape.hidden
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def embed(
+        self, meta: AttentionMetadata, embedding: Tensor, norm: RowNorm | None, scale: float = 1.0,
+        learned: tuple[Tensor, int] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The stream (N, hidden) float32 of every row, and its norm. `learned` are position embeddings and their offset."""
+        rows, width = len(meta.tokens), embedding.shape[1]
         stream = torch.empty(rows, width, device=embedding.device)
-        normed = torch.empty(rows, width, device=embedding.device, dtype=self.dtype)
+        read = torch.empty(rows, width, device=embedding.device, dtype=self.dtype)
         future_tokens = meta.tokens if self._future_tokens is None else self._future_tokens
-        kernels.embed_norm[(rows,)](
-            meta.tokens, future_tokens, embedding, weight, stream, normed, len(embedding), self.shape.eps, width, _power(width),
-            num_warps=self._norm_warps,
+        table, offset = learned or (embedding, 0)
+        weight, bias, eps, form = _norm_arguments(norm, stream)
+        kernels.embed[(rows,)](
+            meta.tokens, future_tokens, embedding, meta.positions, table, weight, bias, stream, read, len(embedding), scale, eps,
+            len(table), offset, width, _power(width), learned is not None, *form, num_warps=_norm_warps(width),
         )  # fmt: skip
-        return stream, normed
+        return stream, read
 
-    def norm(self, stream: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, stream: Tensor, norm: RowNorm | None) -> Tensor:
+        """Float32 rows after a norm, in the weights' dtype."""
+        return self.finish(None, None, stream, norm)
+
+    def finish(
+        self, parts: Tensor | None, bias: Tensor | None, stream: Tensor, norm: RowNorm | None, post: RowNorm | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """stream += scale * post norm of (parts in order + bias); returns the norm of the stream."""
         rows, width = stream.shape
-        normed = torch.empty(rows, width, device=stream.device, dtype=self.dtype)
-        kernels.norm[(rows,)](stream, weight, normed, self.shape.eps, width, _power(width), num_warps=self._norm_warps)
-        return normed
-
-    def add_norm(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, stream: Tensor, weight: Tensor, tile: Tile | None = None
-    ) -> Tensor:
-        """stream += x times w transposed, and its norm. For few rows split-K programs compute the product in parts."""
-        rows, (columns, inner) = len(x), w.shape
-        if rows > MAX_SPLIT_K_ROWS or inner % 64:
-            self.linear(x, w, bias, stream, "add", tile)
-            return self.norm(stream, weight)
-        partials = torch.empty(_SPLIT_K, rows, columns, device=x.device)
-        self._product(x, w, None, partials, "split_k", tile or split_tile_for(rows, columns, inner), (partials,) * 6)
-        normed = torch.empty(rows, columns, device=x.device, dtype=self.dtype)
-        kernels.add_norm[(rows,)](
-            partials, weight if bias is None else bias, stream, weight, normed, rows, self.shape.eps, columns, _power(columns),
-            SPLIT_K=_SPLIT_K, HAS_BIAS=bias is not None, num_warps=self._norm_warps,
+        read = torch.empty(rows, width, device=stream.device, dtype=self.dtype)
+        weight, norm_bias, eps, form = _norm_arguments(norm, stream)
+        post_weight, post_bias, post_eps, post_form = _norm_arguments(post, stream)
+        kernels.finish[(rows,)](
+            stream if parts is None else parts, stream if bias is None else bias, post_weight, post_bias, stream, weight,
+            norm_bias, read, rows, post_eps, scale, eps, width, _power(width), 0 if parts is None else len(parts),
+            bias is not None, *post_form, *form, num_warps=_norm_warps(width),
         )  # fmt: skip
-        return normed
+        return read
 
-    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile | None = None) -> None:
-        """out = x times w transposed ("store"), added to out ("add"), or silu of its pairs ("silu")."""
-        self._product(x, w, bias, out, form, tile or tile_for(len(x), w.shape[0], w.shape[1]), (out,) * 6)
+    # --- products -----------------------------------------------------------------------------------------------------
+
+    def parts(self, x: Tensor, w: Tensor, tile: Tile | None = None) -> Tensor:
+        """x times w transposed, in parts to be added in order: (parts, N, columns). Few rows run split-K programs."""
+        rows, (columns, inner) = len(x), w.shape
+        if not self.exact:
+            return F.linear(x, w)[None]
+        split = rows <= MAX_SPLIT_K_ROWS and inner % 64 == 0
+        out = torch.empty(_SPLIT_K if split else 1, rows, columns, device=x.device)
+        tile = tile or (split_tile_for if split else tile_for)(rows, columns, inner)
+        self._product(x, w, None, out, "split_k" if split else "store", tile)
+        return out
+
+    def linear(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None = None, scale: float = 1.0,
+        cap: float | None = None,
+    ) -> None:  # fmt: skip
+        """out = scale * (x times w transposed + bias), softly capped."""
+        tile = tile or tile_for(len(x), w.shape[0], w.shape[1])
+        self._product(x, w, bias, out, "store", tile, SCALE=scale, CAP=cap or 0.0)
+
+    def activated(self, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+        """The activation of x times w transposed, whose columns are pairs of gate and up where it is gated."""
+        rows, columns = len(x), len(w) // 2 if gated else len(w)
+        out = torch.empty(rows, columns, device=x.device, dtype=self.dtype)
+        if self.exact:
+            form, tile = "gated" if gated else "ungated", tile_for(rows, w.shape[0], w.shape[1])
+            self._product(x, w, bias, out, form, tile, ACTIVATION=activation)
+        else:
+            grid = (rows, triton.cdiv(columns, 1024))
+            kernels.activate[grid](F.linear(x, w, bias), out, columns, 1024, activation, gated)
+        return out
 
     def qkv(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata,
-        turns: tuple[Tensor, Tensor], tile: Tile | None = None,
+        self, x: Tensor, w: Tensor, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor],
+        meta: AttentionMetadata, tile: Tile | None = None,
     ) -> None:  # fmt: skip
-        """Rotated q into `q`, rotated k and v into one layer of the pool."""
-        placed = (*pool, meta.slots, meta.positions, *turns)
-        self._product(x, w, bias, q, "qkv", tile or tile_for(len(x), w.shape[0], w.shape[1], self._section), placed)
+        """Queries into `q`, keys and values into one layer of the pool."""
+        if not (self.exact and form.only_turns and self._section >= _MIN_TILE):
+            return self.place(self.parts(x, w), bias, form, q, pool, meta)
+        assert form.turns is not None
+        placed = (*pool, meta.slots, meta.positions, *form.turns[:2])
+        tile = tile or tile_for(len(x), w.shape[0], w.shape[1], self._section)
+        return self._product(x, w, bias, q, "qkv", tile, placed)
 
     def _product(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile, placed: tuple[Tensor, ...]
-    ) -> None:
+        self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile,
+        placed: tuple[Tensor, ...] | None = None, **epilogue: object,
+    ) -> None:  # fmt: skip
         rows, (columns, inner), s = len(x), w.shape, self.shape
+        heads = (s.heads, s.kv_heads, s.head, s.page) if placed else (0, 0, 0, 0)  # fewer compilations
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), _SPLIT_K if form == "split_k" else 1)
         kernels.linear[grid](
-            x, w, w if bias is None else bias, out, *placed, rows, columns,
-            INNER=inner, BM=tile.rows, BN=tile.columns, BK=tile.inner, FORM=form, HAS_BIAS=bias is not None,
-            HEADS=s.heads, KV_HEADS=s.kv_heads, HEAD=s.head, PAGE=s.page, PRECISION=self._precision,
+            x, w, w if bias is None else bias, out, *(placed or (out,) * 6), rows, columns,
+            inner, tile.rows, tile.columns, tile.inner, form, bias is not None, *heads, PRECISION=self._precision,
             SPLIT_K=_SPLIT_K if inner % 64 == 0 else 1, IN_REGISTER=tile.rows <= 16,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **epilogue,
         )  # fmt: skip
 
     def place(
-        self, fused: Tensor, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, turns: tuple[Tensor, Tensor]
+        self, parts: Tensor, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata
     ) -> None:
-        """Rotate and store the result of a q, k and v product that was computed elsewhere."""
-        s, rows = self.shape, len(fused)
-        kernels.rope_store[(triton.cdiv(rows, 16), fused.shape[1] // s.head)](
-            fused, q, *pool, meta.slots, meta.positions, *turns, rows, s.head, s.heads, s.kv_heads, s.head, s.page,
+        """What follows a q, k and v product: norms of heads, rotary and scale; k and v go to their slots."""
+        s, rows, turns = self.shape, parts.shape[1], form.turns
+        cos, sin, growth, variants = turns or (parts, parts, None, False)
+        starts = meta.sequences if meta.starts is None else meta.starts
+        weights, kind, eps = (parts,) * 4, ("none", False), 0.0
+        if form.norms is not None:
+            (q_weight, q_bias, eps, kind), (k_weight, k_bias, *_) = (_norm_arguments(norm, parts) for norm in form.norms)
+            weights = (q_weight, q_bias, k_weight, k_bias)
+        tile = _power(s.heads) if form.wide else 1
+        grid = (rows, triton.cdiv(s.heads, tile) + 2 * triton.cdiv(s.kv_heads, tile))
+        kernels.place[grid](
+            parts, parts if bias is None else bias, *weights, q, *pool, meta.slots, meta.positions, meta.sequences, starts,
+            cos, sin, cos if growth is None else growth, rows, form.scale, eps,
+            len(parts), bias is not None, *kind, form.shared, form.wide, turns is not None, growth is not None, variants,
+            s.heads, s.kv_heads, s.head, s.page, tile, self._padded, num_warps=min(max(tile * self._padded // 512, 1), 16),
         )  # fmt: skip
 
-    def silu(self, fused: Tensor) -> Tensor:
-        """silu(gate) * up of a product that was computed elsewhere."""
-        rows, columns = len(fused), fused.shape[1] // 2
-        out = torch.empty(rows, columns, device=fused.device, dtype=self.dtype)
-        kernels.silu_pairs[(rows, triton.cdiv(columns, 1024))](fused, out, columns, 1024)
-        return out
+    # --- attention ----------------------------------------------------------------------------------------------------
 
     def attend_rows(
         self, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, out: Tensor, window: int | None,
         soft_cap: float | None = None,
     ) -> None:  # fmt: skip
-        """Attention of single rows, draft nodes among them."""
+        """Attention of single rows, draft nodes among them. Scores become soft_cap * tanh(score / soft_cap)."""
         self._attention.rows(q, pool, meta, out, window, soft_cap)
 
     def attend_chunks(
@@ -183,6 +258,8 @@ class Kernels:
     ) -> None:  # fmt: skip
         """Attention of runs of tokens; `chunks` as attend_chunks reads them, at most `chunk_tokens` each."""
         self._attention.chunks(q, pool, table, chunks, out, window, soft_cap)
+
+    # --- drafts -------------------------------------------------------------------------------------------------------
 
     def choose(self, logits: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """The choice (N,) int32 of every row, -1 where there is none, and its chance as a drafter sees it."""
@@ -230,8 +307,19 @@ class Kernels:
         """Copy slots moves[0] to slots moves[1] in every layer and head."""
         s, count = self.shape, moves.shape[1]
         choice.move_slots[(len(pool), s.kv_heads)](
-            pool, moves, count, pool.stride(0), s.kv_heads, s.head, s.page, max(_power(count), 2)
+            pool, moves, count, pool.stride(0), s.kv_heads, s.head, s.page, max(_power(count), 2), self._padded
         )
+
+
+def _norm_arguments(norm: RowNorm | None, unused: Tensor) -> tuple[Tensor, Tensor, float, tuple[str, bool]]:
+    """Weight, bias and eps of a norm, and its kind and whether it has a bias; `unused` stands for tensors there are not."""
+    if norm is None:
+        return unused, unused, 0.0, ("none", False)
+    return norm.weight, unused if norm.bias is None else norm.bias, norm.eps, (norm.kind, norm.bias is not None)
+
+
+def _norm_warps(width: int) -> int:
+    return 4 if width <= 1024 else 16 if width <= 2048 else 32
 
 
 @lru_cache(maxsize=256)
