@@ -55,7 +55,7 @@ def time_rows(kernels: Kernels, contexts: list[int]) -> dict[str, Any]:
     pools = pools_of(sum(widths), size)
     order = torch.randperm(sum(widths), device="cuda").int()
     table = torch.zeros(len(contexts), 64 * 1024 // PAGE, dtype=torch.int32, device="cuda")  # a limit of 64k
-    for b, part in enumerate(order.split(widths)):
+    for b, part in enumerate(torch.split(order, widths)):
         table[b, : len(part)] = part
     positions = torch.tensor(contexts, dtype=torch.int32, device="cuda") - 1
     meta = metadata(table, torch.arange(len(contexts)), positions, positions, positions[:, None])

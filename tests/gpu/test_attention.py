@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.ops.cuda import segments
 
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter, where a row sees NaN alone
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy in the interpreter, about NaN
 INTERPRETED = True
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
