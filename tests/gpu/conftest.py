@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.engine.device import missing_gpu
@@ -17,3 +19,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if reason and "tests/gpu" in str(item.path).replace("\\", "/"):
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
+
+
+@pytest.fixture
+def products_of_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, products add their terms in order, whatever their sizes; NumPy's depend on them."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    def numbers(handle: Any) -> Any:
+        if handle.dtype.scalar.is_bf16():
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return handle.data
+
+    def dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+        left, right, total = numbers(a), numbers(b), d.data.copy()
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[None, k]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy 2.4 no longer turns arrays of one element into integers, which Triton's interpreter asks of it."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_index)

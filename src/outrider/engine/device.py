@@ -14,6 +14,7 @@ from outrider.config import EngineConfig
 from outrider.control import Costs
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
+from outrider.ops.cuda.segments import scratch_slots
 
 __all__ = ["Device", "Share", "missing_gpu", "share_memory"]
 
@@ -31,7 +32,7 @@ class Share:
 
     total: int  # that this process may take
     weights: int
-    reserve: int  # logits, the parts of attention, graphs
+    reserve: int  # logits, the scratch of attention, graphs
     page: int  # one page of every model's KV
 
     @property
@@ -117,10 +118,10 @@ def share_memory(models: Sequence[ModelSpec], total: int, page_size: int, max_mo
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
     weights = sum(2 * model.parameters for model in models)
     page = sum(2 * 2 * model.depth * model.kv_heads * model.head_dim * page_size for model in models)
-    blocks = -(-max_model_len // 64)
+    slots = scratch_slots(rows, max_model_len)
     reserve = _BASE
     for model in models:
-        reserve += 4 * 4 * rows * model.vocab + 4 * rows * model.heads * blocks * (model.head_dim + 2) + 16 * rows * model.ffn
+        reserve += 4 * 4 * rows * model.vocab + 4 * slots * model.heads * (model.head_dim + 2) + 16 * rows * model.ffn
     return Share(total, weights, reserve, page)
 
 

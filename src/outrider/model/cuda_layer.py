@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,12 @@ class CudaRows:
     chunks: Tensor | None = None
     single: slice | None = None
     from_start: bool = False  # the rows are one sequence from position 0
+    singles: AttentionMetadata | None = None  # of the rows `single`
+
+    def for_forward(self) -> CudaRows:
+        """A copy for the layers of one forward, which list the work of attention once."""
+        singles = None if self.single is None else self.meta.rows(self.single).for_forward()
+        return replace(self, meta=self.meta.for_forward(), singles=singles)
 
 
 class CudaLayer:
@@ -77,8 +83,9 @@ class CudaLayer:
             return self._torch_attention(q, kv, rows.meta)
         else:
             k.attend_chunks(q, kv, rows.meta.table, rows.chunks, mixed, a.window, a.soft_cap)
-            if (single := rows.single) is not None:
-                k.attend_rows(q[single], kv, rows.meta.rows(single), mixed[single], a.window, a.soft_cap)
+            if rows.single is not None:
+                singles = rows.singles or rows.meta.rows(rows.single)
+                k.attend_rows(q[rows.single], kv, singles, mixed[rows.single], a.window, a.soft_cap)
         return mixed
 
     def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> Tensor:

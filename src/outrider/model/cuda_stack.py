@@ -90,6 +90,7 @@ class CudaStack:
 
     def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
         """Run rows through all layers and write their KV."""
+        rows = rows.for_forward()
         scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
         stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)
         kept: dict[int, Tensor] = {}

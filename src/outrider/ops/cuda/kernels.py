@@ -1,15 +1,14 @@
 """Triton kernels of decoder layers. The bits of a row depend on that row alone.
 
 A product sums the inner dimension in a fixed number of parts, each in order, and adds the parts in order (deterministic
-split-K). Tiles change which elements are computed together, never the order of one element's additions. Attention cuts
-the keys into blocks of BLOCK by *logical* position, whatever slots they lie in, and merges the blocks in order. The tensor
-cores sum over keys in an order that does not depend on how rows are laid out over warps. Maxima have no order.
+split-K). Tiles change which elements are computed together, never the order of one element's additions. Attention is in
+`attention`.
 
 Weights of q, k, gate and up are stored with pairs side by side (`pair_rows`), so that rotary and silu(gate) * up need only
 a neighbouring column. q and k stay in that order, which does not change their dot products.
 
-Layers like Llama's need `linear` in its forms, `finish` and attention. Norms of heads, tables by request and whatever else
-befalls queries and keys is `place` (ops/cuda/place.py), after a product that was stored.
+Layers like Llama's need `linear` in its forms and `finish`. Norms of heads, tables by request and whatever else befalls
+queries and keys is `place` (ops/cuda/place.py), after a product that was stored.
 """
 
 # mypy: ignore-errors
@@ -20,9 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "activate", "attend_chunks", "attend_rows", "embed", "finish", "linear", "row_of"]
-
-BLOCK = 64  # keys of one block of the attention's reduction, by logical position
+__all__ = ["activate", "embed", "finish", "linear", "row_of"]
 
 
 @triton.jit
@@ -305,157 +302,3 @@ def activate(fused, out, columns, BN: tl.constexpr, ACTIVATION: tl.constexpr, GA
     else:
         y = _activated(tl.load(fused + row * columns + column, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
     tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _block(q, key_at, value_at, seen, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of keys for a tile of query rows: largest score, sum of weights, weighted values."""
-    k = tl.load(key_at, mask=seen[0], other=0.0)
-    v = tl.load(value_at, mask=seen[0], other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if CAP > 0.0:
-        scores = _soft_capped(scores, CAP * 1.4426950408889634)  # scores are logarithms to base 2
-    scores = tl.where(seen[1], scores, float("-inf"))
-    top = tl.max(scores, 1)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(scores - shift[:, None]).to(v.dtype)
-    total = tl.dot(weights, tl.full((k.shape[0], 16), 1.0, v.dtype), input_precision=PRECISION)
-    mixed = tl.dot(weights, v, input_precision=PRECISION)
-    total = tl.max(total, 1)  # sixteen equal columns
-    return top, total, mixed
-
-
-@triton.jit
-def _merge(top, total, mixed, top_b, total_b, mixed_b):
-    """Merge a block into the blocks before it. Where one side is empty the other stays as it is."""
-    higher = tl.maximum(top, top_b)
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    old, new = tl.exp2(top - shift), tl.exp2(top_b - shift)
-    total = tl.fma(total_b, new, total * old)
-    mixed = tl.fma(mixed_b, tl.broadcast_to(new[:, None], mixed_b.shape), mixed * old[:, None])
-    return higher, total, mixed
-
-
-@triton.jit
-def attend_rows(
-    q, keys, values, table, sequences, positions, roots, firsts, ancestors, tops, totals, mixes, arrived, out,
-    table_width, max_blocks, scale,
-    LANES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
-    PADDED: tl.constexpr,
-):  # fmt: skip
-    """Attention of single rows, draft nodes among them. Programs share the blocks of a row, and the last to finish merges.
-
-    Row r sees positions firsts[r]..positions[r] of its sequence. Those up to roots[r] lie where the page table
-    says; the ones after are its ancestors in the draft, whose slots are listed in ancestors[r]. `arrived` counts the
-    programs that are done; it is zero before and after. A program has up to 16 queries of a head of keys.
-    """
-    TILES: tl.constexpr = (GROUP + 15) // 16
-    row, lane = tl.program_id(0), tl.program_id(2)
-    head, counter = tl.program_id(1) // TILES, tl.program_id(0) * KV_HEADS * TILES + tl.program_id(1)
-    position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
-    root, first = tl.load(roots + row), tl.load(firsts + row)
-    blocks = position // BLOCK + 1
-    if lane < blocks:
-        g = tl.program_id(1) % TILES * 16 + tl.arange(0, 16)
-        d = tl.arange(0, PADDED)
-        long = row.to(tl.int64)
-        query_head = long * KV_HEADS * GROUP + head * GROUP + g
-        q_at = query_head[:, None] * HEAD + d[None, :]
-        mine = _in_head((g < GROUP)[:, None], d, HEAD, PADDED)
-        query = tl.load(q + q_at, mask=mine, other=0.0)
-        for block in range(lane, blocks, LANES):
-            j = block * BLOCK + tl.arange(0, BLOCK)
-            seen = (j <= position) & (j >= first)
-            if WINDOW > 0:
-                seen = seen & (j > position - WINDOW)
-            page = tl.load(table + sequence * table_width + j // PAGE, mask=seen & (j <= root), other=0).to(tl.int64)
-            slot = page * PAGE + j % PAGE
-            if TREE:
-                listed = tl.load(ancestors + long * TREE + (j - root - 1), mask=seen & (j > root), other=0).to(tl.int64)
-                slot = tl.where(j > root, listed, slot)
-            at = (slot // PAGE) * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + slot % PAGE * HEAD
-            at = at[:, None] + d[None, :]
-            seen_by_all = tl.broadcast_to(seen[None, :], (16, BLOCK))
-            readable = _in_head(seen[:, None], d, HEAD, PADDED)
-            top, total, mixed = _block(query, keys + at, values + at, (readable, seen_by_all), scale, CAP, PRECISION)
-            part = query_head * max_blocks + block
-            tl.store(tops + part, top, mask=g < GROUP)
-            tl.store(totals + part, total, mask=g < GROUP)
-            tl.store(mixes + part[:, None] * PADDED + d[None, :], mixed, mask=(g < GROUP)[:, None])
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + counter, 1, sem="acq_rel")
-        if before == tl.minimum(blocks, LANES) - 1:
-            y = _merged(tops, totals, mixes, query_head * max_blocks, g < GROUP, blocks, PADDED)
-            tl.store(out + q_at, y.to(out.dtype.element_ty), mask=mine)
-            tl.store(arrived + counter, 0)
-
-
-@triton.jit
-def _in_head(inside, d, HEAD: tl.constexpr, PADDED: tl.constexpr):
-    """A mask of rows (n, 1) and of the values of a padded head."""
-    if HEAD != PADDED:
-        inside = inside & (d < HEAD)[None, :]
-    return inside
-
-
-@triton.jit
-def _merged(tops, totals, mixes, part, inside, blocks, HEAD: tl.constexpr):
-    """The blocks of a row's heads, in order of logical position; other programs wrote them."""
-    d = tl.arange(0, HEAD)
-    top = tl.full((16,), float("-inf"), tl.float32)
-    total = tl.zeros((16,), tl.float32)
-    mixed = tl.zeros((16, HEAD), tl.float32)
-    for block in range(0, blocks):
-        at = part + block
-        top_b = tl.load(tops + at, mask=inside, other=0.0, cache_modifier=".cg")
-        total_b = tl.load(totals + at, mask=inside, other=1.0, cache_modifier=".cg")
-        mixed_b = tl.load(mixes + at[:, None] * HEAD + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
-    return mixed / total[:, None]
-
-
-@triton.jit
-def attend_chunks(
-    q, keys, values, table, chunks, out, table_width, scale,
-    TILE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """Attention of runs of consecutive tokens of one sequence, at most TILE / GROUP of them at a time.
-
-    chunks[t] is (first row, rows, position of the first row, sequence, first position that holds something).
-    """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    first_row = tl.load(chunks + tile * 5)
-    rows = tl.load(chunks + tile * 5 + 1)
-    start = tl.load(chunks + tile * 5 + 2)
-    sequence = tl.load(chunks + tile * 5 + 3).to(tl.int64)
-    first = tl.load(chunks + tile * 5 + 4)
-    i = tl.arange(0, TILE)
-    d = tl.arange(0, PADDED)
-    token = i // GROUP
-    inside = _in_head((token < rows)[:, None], d, HEAD, PADDED)
-    row = (first_row + token).to(tl.int64)
-    at_row = (row * KV_HEADS * GROUP + head * GROUP + i % GROUP)[:, None] * HEAD + d[None, :]
-    query = tl.load(q + at_row, mask=inside, other=0.0)
-    position = start + token
-    top = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    mixed = tl.zeros((TILE, PADDED), tl.float32)
-    last = start + rows - 1
-    for block in range(0, last // BLOCK + 1):
-        j = block * BLOCK + tl.arange(0, BLOCK)
-        readable = (j <= last) & (j >= first)
-        if WINDOW > 0:
-            readable = readable & (j > start - WINDOW)  # keys that no row sees are not read, because they may hold anything
-        page = tl.load(table + sequence * table_width + j // PAGE, mask=readable, other=0).to(tl.int64)
-        at = page * (KV_HEADS * PAGE * HEAD) + head * (PAGE * HEAD) + j % PAGE * HEAD
-        at = at[:, None] + d[None, :]
-        seen = (j[None, :] <= position[:, None]) & (j >= first)[None, :]
-        if WINDOW > 0:
-            seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        loaded = _in_head(readable[:, None], d, HEAD, PADDED)
-        top_b, total_b, mixed_b = _block(query, keys + at, values + at, (loaded, seen), scale, CAP, PRECISION)
-        top, total, mixed = _merge(top, total, mixed, top_b, total_b, mixed_b)
-    y = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at_row, y, mask=inside)

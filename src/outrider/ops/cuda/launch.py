@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,16 +12,15 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
+from outrider.ops.cuda.attention_launch import AttentionKernels
 from outrider.ops.cuda.place import place
 from outrider.ops.cuda.tiles import MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
 
-__all__ = ["BLOCK", "AttentionMetadata", "HeadForm", "Kernels", "RowNorm", "Shape", "Turns", "pair_qkv", "pair_rows"]
+__all__ = ["AttentionMetadata", "HeadForm", "Kernels", "RowNorm", "Shape", "Turns", "pair_qkv", "pair_rows"]
 
-BLOCK = kernels.BLOCK
 _SPLIT_K = 4  # parts of every inner dimension, summed in order
 _NODES = 16  # nodes of the longest chain
 _MIN_TILE = 16  # columns that the tensor cores compute together
-LANES = 16  # programs that share the blocks of one row and head
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,11 @@ class AttentionMetadata:
     prefixes: Tensor  # (N,) int64, of the noise key: everything but the position
     param_rows: Tensor | None = None  # (N,) the row's parameters in the PenaltyTable, -1 where it has none
     starts: Tensor | None = None  # (sequences,) the first row of each sequence's rotary table, where it has several
+    work: dict[tuple[int, int | None], tuple[Tensor, Tensor, Tensor]] | None = None  # of attention, for layers that share it
+
+    def for_forward(self) -> AttentionMetadata:
+        """A copy for the layers of one forward, which list the work of attention once. The rows must not change meanwhile."""
+        return replace(self, work={})
 
     def rows(self, rows: slice) -> AttentionMetadata:
         """Some of the rows."""
@@ -116,13 +120,10 @@ class Kernels:
         self.exact = exact
         self._future_tokens = future_tokens  # tokens that rows may name before the host knows them
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
-        kv, self._group, self._padded = shape.kv_heads * shape.head, shape.heads // shape.kv_heads, max(_power(shape.head), 16)
-        self.chunk_tokens = max(64 // self._group, 1)  # of one program of `attend_chunks`
+        self._attention = AttentionKernels(shape, dtype)
+        self.chunk_tokens = self._attention.chunk_tokens  # of one program of `attend_chunks`
+        kv, self._padded = shape.kv_heads * shape.head, max(_power(shape.head), 16)
         self._section = kv & -kv  # the widest tile that q, k and v are whole numbers of
-        fits = self._padded <= 128 and dtype == torch.bfloat16  # several blocks of keys and values in shared memory
-        self._stages = 3 if fits else 1
-        self._scale = float(shape.head**-0.5 * 1.4426950408889634)  # weights are powers of two
-        self._zeros: dict[int, Tensor] = {}
         self._order: dict[int, Tensor] = {}  # 0, 1, ... by count
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -250,38 +251,14 @@ class Kernels:
         soft_cap: float | None = None,
     ) -> None:  # fmt: skip
         """Attention of single rows, draft nodes among them. Scores become soft_cap * tanh(score / soft_cap)."""
-        s, rows, heads = self.shape, len(q), self.shape.kv_heads * triton.cdiv(self._group, 16)
-        width, depth = meta.table.shape[1], meta.ancestors.shape[1]
-        max_blocks = triton.cdiv(width * s.page, BLOCK)
-        parts = rows * s.heads * max_blocks
-        tops, totals = (torch.empty(parts, device=q.device) for _ in range(2))
-        mixes = torch.empty(parts, self._padded, device=q.device)
-        kernels.attend_rows[(rows, heads, min(max_blocks, LANES))](
-            q, *pool, meta.table, meta.sequences, meta.positions, meta.roots, meta.firsts, meta.ancestors,
-            tops, totals, mixes, self._counters(rows * heads, q.device), out, width, max_blocks, self._scale,
-            LANES=min(max_blocks, LANES), KV_HEADS=s.kv_heads, GROUP=self._group, HEAD=s.head, PAGE=s.page, BLOCK=BLOCK,
-            TREE=depth, WINDOW=window or 0, PRECISION=self._precision, CAP=soft_cap or 0.0, PADDED=self._padded, num_warps=4,
-        )  # fmt: skip
-
-    def _counters(self, count: int, device: torch.device) -> Tensor:
-        """Zeros that kernels count in and set back; graphs keep using what they were captured with."""
-        size = _power(count)
-        if size not in self._zeros:
-            self._zeros[size] = torch.zeros(size, dtype=torch.int32, device=device)
-        return self._zeros[size]
+        self._attention.rows(q, pool, meta, out, window, soft_cap)
 
     def attend_chunks(
         self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None,
         soft_cap: float | None = None,
     ) -> None:  # fmt: skip
         """Attention of runs of tokens; `chunks` as attend_chunks reads them, at most `chunk_tokens` each."""
-        s = self.shape
-        kernels.attend_chunks[(len(chunks), s.kv_heads)](
-            q, *pool, table, chunks, out, table.shape[1], self._scale,
-            TILE=_power(self.chunk_tokens * self._group), KV_HEADS=s.kv_heads, GROUP=self._group, HEAD=s.head,
-            PAGE=s.page, BLOCK=BLOCK, WINDOW=window or 0, PRECISION=self._precision, CAP=soft_cap or 0.0, PADDED=self._padded,
-            num_warps=4 if s.head <= 128 else 8, num_stages=self._stages,
-        )  # fmt: skip
+        self._attention.chunks(q, pool, table, chunks, out, window, soft_cap)
 
     # --- drafts -------------------------------------------------------------------------------------------------------
 
