@@ -17,11 +17,14 @@ from torch import Tensor
 
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
+from outrider.gguf import Gguf, find_gguf
 from outrider.model.decoder import Decoder
 from outrider.model.families import names_of, places_of, read_spec
 from outrider.model.families.llama import hf_config
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_headers, read_tensors, refuse_foreign
+from outrider.model.files import INDEX, SCALE, is_int8, quantised, refuse_foreign
+from outrider.model.formats.gguf_config import sampling_of
+from outrider.model.source import TensorSource, open_source
 from outrider.model.spec import ModelSpec
 from outrider.platform import memory_bytes
 from outrider.sampling.params import SamplingParams
@@ -34,7 +37,7 @@ __all__ = [
     "is_int8",
     "load_decoder",
     "locate",
-    "read_tensors",
+    "open_source",
     "save_decoder",
     "served_dtype",
     "usable_ids",
@@ -65,7 +68,7 @@ class LoadOptions:
 
 
 def locate(model: str, revision: str | None = None) -> Path:
-    """The local directory of a path or hub id."""
+    """The local directory of a path or hub id, or the GGUF file."""
     model = checks.text("model", model)
     if not model or "\0" in model:
         raise InvalidParameter("model", f"must be a directory or a hub id like 'owner/name', got {checks.shown(model)}")
@@ -76,11 +79,12 @@ def locate(model: str, revision: str | None = None) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, no permission, the home of nobody
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"{checks.shown(model)} is not a model directory: {reason}") from None
-    if is_directory:
+    if is_directory or (exists and path.suffix.lower() == ".gguf"):
         return path
-    if exists or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if exists or model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() == ".gguf":
         raise ModelError(
-            f"{checks.shown(model)} is not a model directory; pass a directory with config.json or a hub id like 'owner/name'"
+            f"{checks.shown(model)} is not a model directory; pass a directory with config.json, a GGUF file, or a hub id "
+            "like 'owner/name'"
         )
     return _fetch(model, None if revision is None else checks.text("revision", revision))
 
@@ -105,17 +109,18 @@ def _fetch(model: str, revision: str | None) -> Path:
 
 def load_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     """A decoder with its weights, ready for inference. Names, shapes and sizes are checked before it takes memory."""
-    decoder, stored = _skeleton(directory, options)
+    decoder, source = _skeleton(directory, options)
     config, dtype = decoder.spec, DTYPES.get(decoder.spec.dtype, torch.float32)
-    if options.dtype == "auto":
-        _say_narrowed(directory, stored, config.dtype)
+    if source is not None:
+        _say_how_served(directory, source, options.dtype, config.dtype)
     decoder.to_empty(device="cpu")
     decoder.make_tables()
     decoder.requires_grad_(False)
-    if options.load_format == "dummy":
+    if source is None:
         _fill_random(decoder, options.seed, dtype)
     else:
-        _fill(decoder, directory, dtype)
+        _fill(decoder, source, dtype)
+        source.close()
     return decoder.eval()
 
 
@@ -124,22 +129,30 @@ def check_model(directory: Path, options: LoadOptions = LoadOptions()) -> None:
     _skeleton(directory, options)
 
 
-def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, set[str]]:
-    """A decoder that takes no memory yet, and the dtypes that its weights are stored in."""
+def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, TensorSource | None]:
+    """A decoder that takes no memory yet, and the source of its weights; None where they are random."""
     refuse_foreign(directory)
     config = read_spec(directory)
     name = served_dtype(options.dtype, config.dtype)
     held = torch.float32 if options.widen else DTYPES.get(name, torch.float32)
-    stored, config = config.dtype, replace(config, dtype=name)
+    config = replace(config, dtype=name)
     _check_memory(config, held)
     with torch.device("meta"):
         decoder = Decoder(config, held)
-    return decoder, {stored} if options.load_format == "dummy" else _check_headers(decoder, directory)
+    if options.load_format == "dummy":
+        return decoder, None
+    source = open_source(directory, config)
+    _check_headers(decoder, source, directory)
+    return decoder, source
 
 
-def _say_narrowed(directory: Path, stored: set[str], served: str) -> None:
+def _say_how_served(directory: Path, source: TensorSource, asked: str, served: str) -> None:
     """One line where weights are served in another precision than they are stored in."""
+    if source.decoded:
+        into = f"{served}: takes the memory of the unquantised model" if served != INT8 else "int8: a byte for each weight"
+        _logger.warning("%s is stored as %s, decoded to %s", directory, ", ".join(source.decoded), into)
     narrowed = {"float16", "float64"} if served == "float32" else {"float16", "float32", "float64"}
+    stored = {header.dtype for header in source.headers().values() if len(header.shape) == 2} if asked == "auto" else set()
     for name in sorted(stored & narrowed):
         cure = "" if served == "float32" else "; dtype=float32 keeps more of it"
         _logger.warning("%s is stored as %s, served as %s%s", directory, name, served, cure)
@@ -164,12 +177,13 @@ def write_config(spec: ModelSpec, directory: Path, extra: dict[str, Any] | None 
 
 
 def generation_defaults(directory: Path, config: ModelSpec) -> tuple[dict[str, Any], frozenset[int]]:
-    """Sampling defaults and end-of-sequence ids from generation_config.json, where there is one."""
-    eos = usable_ids(config.eos_ids, config, directory / "config.json")
-    path = directory / "generation_config.json"
-    if not path.exists():
-        return {}, eos
-    data = read_json(path)
+    """Sampling defaults and end-of-sequence ids from generation_config.json, or a GGUF file's metadata, where there are any."""
+    path, data = directory / "generation_config.json", dict[str, Any]()
+    if (gguf := find_gguf(directory)) is not None:
+        path, data = gguf, sampling_of(Gguf(gguf))
+    elif path.exists():
+        data = read_json(path)
+    eos = usable_ids(config.eos_ids, config, directory if gguf else directory / "config.json")
     eos |= usable_ids(Fields(data, str(path)).ids("eos_token_id"), config, path)
     known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {key: data[key] for key in known if data.get(key) is not None}
@@ -214,13 +228,12 @@ def _check_memory(config: ModelSpec, dtype: torch.dtype) -> None:
         )
 
 
-def _check_headers(skeleton: Decoder, directory: Path) -> set[str]:
-    """Compare every stored tensor's name and shape with the config, before anything is allocated; the matrices' dtypes."""
+def _check_headers(skeleton: Decoder, source: TensorSource, directory: Path) -> None:
+    """Compare every stored tensor's name and shape with the config, before anything is allocated."""
     places = places_of(skeleton.spec)
     missing = set(places)
     parameters = dict(skeleton.named_parameters())
-    dtypes = set()
-    for name, header in read_headers(directory).items():
+    for name, header in source.headers().items():
         name = _known_name(name, skeleton.spec)
         if not name:
             continue
@@ -230,24 +243,21 @@ def _check_headers(skeleton: Decoder, directory: Path) -> set[str]:
         if header.shape != expected:
             raise ModelError(f"{header.file}: {name!r} has shape {header.shape}, config.json asks for {expected}")
         missing.discard(name)
-        if len(header.shape) == 2:
-            dtypes.add(header.dtype)
     if missing:
         raise ModelError(f"{directory} lacks {len(missing)} tensors, first {min(missing)!r}")
-    return dtypes
 
 
-def _fill(decoder: Decoder, directory: Path, dtype: torch.dtype) -> None:
+def _fill(decoder: Decoder, source: TensorSource, dtype: torch.dtype) -> None:
     """Read the weights, whose names and shapes were checked."""
     places = places_of(decoder.spec)
     parameters = dict(decoder.named_parameters())
     for name in set(parameters).difference(place.parameter for place in places.values()):
         parameters[name].fill_(1.0)  # weights of norms that have none
-    for name, tensor, _ in read_tensors(directory):
+    for name in source.headers():
         place = places.get(_known_name(name, decoder.spec))
         if place is not None:
             target = parameters[place.parameter][place.rows]
-            target.copy_(place.arrange(tensor.to(dtype) if target.dim() == 2 else tensor))
+            target.copy_(place.arrange(source.tensor(name, dtype if target.dim() == 2 else torch.float32)))
 
 
 def _known_name(name: str, spec: ModelSpec) -> str:
