@@ -23,11 +23,11 @@ gguf = pytest.importorskip("gguf", reason="the gguf package is the oracle")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES = [
-    "llama", "llama-3", "llama-biased", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-yarn", "gemma", "gemma2",
-    "gemma3", "phi3", "phi3-longrope", "phi4-mini",
+    "llama", "llama-3", "llama-biased", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-yarn", "gemma",
+    "gemma2", "gemma3", "phi3", "phi3-longrope", "phi4-mini",
 ]  # fmt: skip
 OTHER_SIZES = {
-    **dict.fromkeys(("gemma2", "gemma3"), {"query_pre_attn_scalar": 16}),  # the head's width, but in the largest models
+    **{family: {"query_pre_attn_scalar": 16} for family in ("gemma2", "gemma3")},  # the head's width, but in the largest models
     "phi3-longrope": {"hidden_size": 40, "head_dim": 10},
     "phi4-mini": {"hidden_size": 80},
 }
