@@ -160,7 +160,7 @@ def test_folders_of_other_tools_are_refused_by_name(saved: Path, tmp_path: Path)
     for path in (gguf, gguf / "model-Q4_K_M.gguf"):
         with pytest.raises(ModelError, match=r"model-Q4_K_M\.gguf is truncated or corrupt"):
             LLM(path)
-    with pytest.raises(ModelError, match=r"nowhere\.gguf"):
+    with pytest.raises(ModelError, match="pass a directory with config.json, a GGUF file"):
         LLM(tmp_path / "nowhere.gguf")
     (saved / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"LoRA adapter.*merge it .*peft"):
