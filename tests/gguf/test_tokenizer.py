@@ -125,6 +125,17 @@ def test_byte_level_tokenizers(tmp_path: Path, name: str) -> None:
     assert served.eos_id == tokenizer.token_to_id("<|end|>")
 
 
+@pytest.mark.parametrize(("pre", "ids"), [("llama-bpe", [2]), ("gpt-2", [0, 1])])
+def test_words_that_no_merge_makes(tmp_path: Path, pre: str, ids: list[int]) -> None:
+    """Llama 3 takes them from the vocabulary, GPT-2 does not."""
+    writer = write(tmp_path / "m.gguf", tokenizer_model="gpt2", tokenizer_pre=pre, add_bos_token=False, token_merges=["b a"])
+    writer.add_token_list(["a", "b", "ab", "ba"])
+    close(writer)
+    served = Served.load(tmp_path / "m.gguf")
+    assert served is not None
+    assert served.encode("ab") == ids
+
+
 def sentencepiece(prefix: bool) -> tuple[Tokenizer, list[tuple[str, float, int]]]:
     """A tokenizer as Transformers makes it of a SentencePiece model, and that model's pieces, scores and types."""
     from transformers.convert_slow_tokenizer import generate_merges

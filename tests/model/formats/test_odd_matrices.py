@@ -27,7 +27,8 @@ MISSING = [(kind, part) for kind, parts in NEEDED.items() for part in parts]
 
 # These fit together: they are a matrix of another shape.
 ANOTHER_MATRIX = {
-    ("awq", ".qweight", "shorter"), ("fp8", ".weight", "shorter"), ("fp8", ".weight", "narrower"), ("w8a8", ".weight", "narrower"),
+    ("awq", ".qweight", "shorter"), ("fp8", ".weight", "shorter"), ("fp8", ".weight", "narrower"),
+    ("w8a8", ".weight", "narrower"),
 }  # fmt: skip
 
 
