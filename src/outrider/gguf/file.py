@@ -44,10 +44,10 @@ class Strings(NamedTuple):
 
     view: memoryview
     start: int
-    count: int
+    length: int
 
     def read(self) -> list[str]:
-        return [str(self.view[at : at + size], "utf-8", "replace") for at, size in _strings(self.view, self.start, self.count)]
+        return [str(self.view[at : at + size], "utf-8", "replace") for at, size in _strings(self.view, self.start, self.length)]
 
 
 def find_gguf(path: Path) -> Path | None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.gguf import Gguf
 from outrider.model.families import names_of
 from outrider.model.files import Header
-from outrider.model.formats.gguf_blocks import DECODERS
+from outrider.model.formats.gguf_blocks import DECODERS, Floats, rounded_to_bfloat16
 from outrider.model.formats.gguf_config import architecture_of
 from outrider.model.spec import ModelSpec
 
 __all__ = ["GgufSource"]
 
-_CHUNK = 2**18  # values that are decoded at a time: they stay in the cache
+_CHUNK = 2**17  # values that are decoded at a time: they stay in the cache
+_MOST_THREADS = 16
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TENSORS = {"token_embd": "embedding", "output_norm": "norm", "output": "output", "position_embd": "positions"}
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # no weights: they are in the config
@@ -39,7 +43,7 @@ class GgufSource:
             if name not in _SETTINGS:
                 self._stored[self._family_name(name)] = name
         kinds_used = {tensor.kind.name for tensor in self._gguf.tensors.values()}
-        self.decoded = tuple(sorted(kinds_used.difference(_FLOATS)))
+        self.decoded: tuple[str, ...] = tuple(sorted(kinds_used.difference(_FLOATS)))
 
     def headers(self) -> Mapping[str, Header]:
         found = {}
@@ -54,28 +58,33 @@ class GgufSource:
         shape = self._gguf.tensors[stored].shape
         order = self._order(stored)
         if len(shape) == 1:
-            values = self._rows(stored, 0, 1)[0]
-            values = values if order is None else torch.empty_like(values).index_copy_(0, order, values)
+            vector = self._rows(stored, 0, 1)[0]
+            values = torch.from_numpy(vector if order is None else vector[order.argsort()])
             return values - names_of(self._spec).norm_offset if stored.endswith("norm.weight") else values
         decoded = torch.empty(shape, dtype=dtype)
-        rows = decoded.view(-1, shape[-1])
+        rows = decoded.view(torch.int16 if dtype == torch.bfloat16 else dtype).view(-1, shape[-1]).numpy()
         step = max(_CHUNK // shape[-1], 1)
-        for start in range(0, len(rows), step):
+
+        def decode(start: int) -> None:
             stop = min(start + step, len(rows))
+            values = self._rows(stored, start, stop)
             where = slice(start, stop) if order is None else order[start:stop]
-            rows[where] = self._rows(stored, start, stop).to(dtype)
+            rows[where] = rounded_to_bfloat16(values) if dtype == torch.bfloat16 else values
+
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:  # numpy lets go of the interpreter lock
+            list(pool.map(decode, range(0, len(rows), step)))
         return decoded
 
     def close(self) -> None:
         """The file stays mapped as long as this object lives."""
 
-    def _rows(self, stored: str, start: int, stop: int) -> Tensor:
+    def _rows(self, stored: str, start: int, stop: int) -> Floats:
         """Rows of a tensor in float32."""
         shape, kind = self._gguf.tensors[stored].shape, self._gguf.tensors[stored].kind
         row = shape[-1] // kind.values * kind.nbytes
         blocks = np.frombuffer(self._gguf.read(stored, start * row, (stop - start) * row), np.uint8).reshape(-1, kind.nbytes)
         with np.errstate(all="ignore"):  # infinities and NaN are the file's affair
-            return torch.from_numpy(DECODERS[kind.name](blocks)).view(stop - start, -1)
+            return DECODERS[kind.name](blocks).reshape(stop - start, -1)
 
     def _family_name(self, stored: str) -> str:
         """The family's name of a tensor; an unknown one keeps its name, and is refused as no part of the model."""
@@ -89,10 +98,10 @@ class GgufSource:
             return stored
         return f"{names.layer.format(int(block))}{name}.{ending}"
 
-    def _order(self, stored: str) -> Tensor | None:
+    def _order(self, stored: str) -> NDArray[np.int64] | None:
         """The family's row for each stored row of queries and keys that lie in pairs; None where rows are in order."""
         part = stored.rpartition(".")[0].rpartition(".")[2]
         if not self._architecture.paired or part not in ("attn_q", "attn_k"):
             return None
-        rows, head = torch.arange(self._gguf.tensors[stored].shape[0]), self._spec.attention.head_dim
+        rows, head = np.arange(self._gguf.tensors[stored].shape[0]), self._spec.attention.head_dim
         return rows // head * head + rows % 2 * (head // 2) + rows % head // 2

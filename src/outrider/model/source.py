@@ -77,7 +77,7 @@ class QuantisedSource:
         self._stored = stored_tensors(directory)
         self._parts: dict[str, dict[str, str]] = {}  # name of a matrix -> ending -> stored name
         self._headers: dict[str, Header] = {}
-        self.decoded = (type(quantised).__name__,)
+        self.decoded: tuple[str, ...] = (type(quantised).__name__,)
         for name, header in self._stored.items():
             self._sort(name, header)
         for name, endings in self._parts.items():

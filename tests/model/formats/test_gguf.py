@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.gguf.kinds import KINDS
 from outrider.model import Feed, LoadOptions, Runner, load_decoder
-from outrider.model.formats.gguf_blocks import DECODERS
+from outrider.model.formats.gguf_blocks import DECODERS, rounded_to_bfloat16
 from outrider.ops import Blocked
 from tests.support import make_pool
 from tests.support.families import VOCAB, build_reference
@@ -62,6 +62,16 @@ def test_blocks_are_decoded_bit_for_bit(kind: str) -> None:
     same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
     assert got.shape == (3000, size.values)
     assert same.all()
+
+
+def test_bfloat16_is_rounded_as_torch_rounds() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 400_000, dtype=np.uint32)
+    bits[:8] = [0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFF800001, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 0x80000001]
+    values = bits.view(np.float32)
+    want = torch.from_numpy(values).bfloat16()
+    got = torch.from_numpy(rounded_to_bfloat16(values)).view(torch.bfloat16)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.view(torch.int16)[~want.isnan()], want.view(torch.int16)[~want.isnan()])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

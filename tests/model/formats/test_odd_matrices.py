@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ ANOTHER_MATRIX = {
 
 def stored(kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, store = FOLDERS[kind]
-    return dict(config), {f"layer.m{ending}": part for ending, part in store(SHAPE, 0)[0].items()}
+    return deepcopy(config), {f"layer.m{ending}": part for ending, part in store(SHAPE, 0)[0].items()}
 
 
 def refused(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor], message: str = "") -> None:

@@ -123,6 +123,8 @@ def test_a_file_a_folder_and_a_split_file_are_served_alike(tmp_path: Path) -> No
     for path in (tmp_path / "folder" / "model.Q8_0.gguf", tmp_path / "folder", tmp_path / "split", tmp_path / "split" / parts[0]):
         assert text_of(path, speculation="none") == want
     assert text_of(tmp_path / "folder", speculation="ngram") == want
+    for method in ("draft_model", "auto"):
+        assert text_of(tmp_path / "split", speculation={"method": method, "model": str(tmp_path / "folder")}) == want
     spec = load_decoder(tmp_path / "folder").spec
     assert generation_defaults(tmp_path / "folder", spec) == ({"temperature": 0.25, "top_k": 7}, frozenset(spec.eos_ids))
     assert len(spec.eos_ids) == 1

@@ -88,8 +88,8 @@ class Scheme:
         return block_scaled(values, scales.float().reshape(blocks), block)
 
     def _packed_shape(self, parts: Parts) -> tuple[int, int]:
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"is packed with {self.bits} bits; known: 1, 2, 4 and 8")
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"is packed with {self.bits} bits; known: 2, 4 and 8")
         outputs, words = parts.shape(_PACKED, ("I32",))
         inputs = words * 32 // self.bits
         if _SHAPE in parts:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DECODERS"]
+__all__ = ["DECODERS", "Floats", "rounded_to_bfloat16"]
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -50,7 +50,7 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 def _fifth_bits(packed: Bytes) -> Bytes:
     """One bit for each of 32 values, in the place of the value's fifth bit."""
-    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
+    return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(blocks: Bytes) -> Floats:
@@ -88,7 +88,7 @@ def _q3_k(blocks: Bytes) -> Floats:
     """16 groups of 16 values with a scale of 6 bits; the third bits of the values lie apart and are inverted."""
     low = _fields(blocks[:, 96:104], 4).reshape(-1, 16)
     high = _fields(blocks[:, 104:108], 2).reshape(-1, 16)
-    scale = _signed(low | high << 4, 32) * _half(blocks, 108)
+    scale = _signed(low | high << np.uint8(4), 32) * _half(blocks, 108)
     values = _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     minus = (_fields(blocks[:, :32], 1).reshape(-1, 16, 16) ^ 1) << 2
     return _flat(scale[..., None] * _float(values.view(np.int8) - minus.view(np.int8)))
@@ -115,14 +115,14 @@ def _q4_k(blocks: Bytes) -> Floats:
 
 def _q5_k(blocks: Bytes) -> Floats:
     low = _fields(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return _scaled_by_eight(blocks, low | _fields(blocks[:, 16:48], 1) << 4)
+    return _scaled_by_eight(blocks, low | _fields(blocks[:, 16:48], 1) << np.uint8(4))
 
 
 def _q6_k(blocks: Bytes) -> Floats:
     """16 groups of 16 values with a scale of 8 bits."""
     low = _fields(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 8, 32)
     high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
-    values = _signed(low | high << 4, 32).reshape(-1, 16, 16)
+    values = _signed(low | high << np.uint8(4), 32).reshape(-1, 16, 16)
     scale = _half(blocks, 208) * _float(blocks[:, 192:208].view(np.int8))
     return _flat(scale[..., None] * values)
 
@@ -135,7 +135,7 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     """8 groups of 32 values of the non-linear table, with scales of 6 bits."""
     low = _flat(_fields(blocks[:, 4:8, None], 4))
     high = _flat(_fields(blocks[:, 2:4, None], 2))
-    scale = _half(blocks, 0) * _signed(low | high << 4, 32)
+    scale = _half(blocks, 0) * _signed(low | high << np.uint8(4), 32)
     values = _fields(blocks[:, 8:].reshape(-1, 8, 16), 4).reshape(-1, 8, 32)
     return _flat(scale[..., None] * _NON_LINEAR[values])
 
@@ -164,3 +164,13 @@ DECODERS: dict[str, Callable[[Bytes], Floats]] = {
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }  # fmt: skip
+
+
+def rounded_to_bfloat16(values: Floats) -> NDArray[np.int16]:
+    """The bits of the nearest bfloat16 of each value, ties to even, as torch rounds. In numpy, so that threads need not meet."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+    not_numbers = np.isnan(values)
+    if not_numbers.any():
+        rounded[not_numbers] = 0x7FC0
+    return rounded.view(np.int16)
