@@ -128,7 +128,7 @@ def _stored_dtype(gguf: Gguf) -> str:
     for tensor in gguf.tensors.values():
         if len(tensor.shape) > 1:
             name = _FLOATS.get(tensor.kind.name, "bfloat16")
-            sizes[name] = sizes.get(name, 0) + tensor.nbytes
+            sizes[name] = sizes.get(name, 0) + tensor.nbytes // tensor.kind.nbytes * tensor.kind.values
     return max(sizes, key=lambda name: sizes[name], default="float32")
 
 
