@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.errors import ModelError, OutriderError
 from outrider.model import ModelSpec, read_spec
-from outrider.model.load import read_tensors
+from outrider.model.files import read_tensors
 from outrider.text import Tokenizer
 
 __all__ = ["KINDS", "write_gguf"]

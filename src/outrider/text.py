@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
+from outrider.gguf import Gguf, find_gguf, read_tokenizer
 
 __all__ = ["Span", "StopStrings", "TextStream", "Tokenizer", "byte_letters"]
 
@@ -42,7 +43,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer | None:
-        """From a model directory; None where it holds no tokenizer."""
+        """From a model directory or a GGUF file; None where it holds no tokenizer."""
+        if (gguf := find_gguf(directory)) is not None:
+            found = read_tokenizer(Gguf(gguf))
+            return None if found is None else cls(found)
         if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
             return None
         from transformers import AutoTokenizer

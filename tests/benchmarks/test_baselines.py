@@ -16,7 +16,7 @@ from benchmarks.baselines.weights import export_model
 from outrider.bench.environment import environment
 from outrider.errors import InvalidParameter
 from outrider.model.bundled import bundled_model
-from outrider.model.load import read_tensors
+from outrider.model.files import read_tensors
 from tests.support import random_decoder, write_family
 
 PROMPTS = ["import os\n\n\ndef read(path):\n    ", "class Stack:\n", "def add(a, b):\n"]

@@ -157,9 +157,11 @@ def test_folders_of_other_tools_are_refused_by_name(saved: Path, tmp_path: Path)
     gguf = tmp_path / "gguf"
     gguf.mkdir()
     (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    for path in (gguf, gguf / "model-Q4_K_M.gguf", tmp_path / "nowhere.gguf"):
-        with pytest.raises(ModelError, match=r"is a GGUF file.*convert it"):
+    for path in (gguf, gguf / "model-Q4_K_M.gguf"):
+        with pytest.raises(ModelError, match=r"model-Q4_K_M\.gguf is truncated or corrupt"):
             LLM(path)
+    with pytest.raises(ModelError, match="pass a directory with config.json, a GGUF file"):
+        LLM(tmp_path / "nowhere.gguf")
     (saved / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"LoRA adapter.*merge it .*peft"):
         LLM(saved)

@@ -117,12 +117,12 @@ def reference_config(name: str) -> dict[str, Any]:
     return config.to_dict() | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
 
 
-def build_reference(name: str, directory: Path) -> Any:
-    """The Transformers model of a case with random weights, norms and biases included, saved in a directory."""
+def build_reference(name: str, directory: Path | None, **sizes: Any) -> Any:
+    """The Transformers model of a case with random weights, norms and biases included, saved in a directory if there is one."""
     import transformers
 
     kind, changes = CASES[name]
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes, **sizes})
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # others leave caps out
     with torch.no_grad():
@@ -130,7 +130,8 @@ def build_reference(name: str, directory: Path) -> Any:
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5))
             if parameter.dim() == 1:
                 parameter += 0.5
-    model.save_pretrained(directory)
+    if directory is not None:
+        model.save_pretrained(directory)
     return model
 
 

@@ -13,6 +13,7 @@ from outrider.draft.mixture import needs_of, scores_for
 from outrider.draft.options import WeightOptions, option
 from outrider.draft.protocol import Drafter
 from outrider.errors import InvalidParameter
+from outrider.gguf import find_gguf
 from outrider.model import locate
 from outrider.model.fields import read_json
 
@@ -48,7 +49,9 @@ def _given(config: SpeculationConfig) -> dict[str, SpeculationConfig]:
     """The draft model or head that the settings name, by its method: what its configuration says it is."""
     if config.model is None:
         return {}
-    architecture = str(read_json(locate(config.model) / "config.json").get("architectures") or "").lower()
+    path = locate(config.model)
+    data = {} if find_gguf(path) is not None else read_json(path / "config.json")
+    architecture = str(data.get("architectures") or "").lower()
     name = next((name for name in ("eagle", "medusa") if name in architecture), "draft")
     member = replace(_BESIDE_TARGET[name], model=config.model)
     return {member.method: member}

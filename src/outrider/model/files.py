@@ -1,6 +1,6 @@
 """A model's weight files, their headers and their tensors. Nothing here knows a decoder.
 
-Formats that other tools serve and Outrider does not are refused by their names, with what to do instead.
+Quantised weights of other tools are decoded in `formats`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from outrider.errors import ModelError
 from outrider.model.fields import Fields, read_json
 
 __all__ = [
-    "INDEX", "SCALE", "Header", "is_int8", "opened", "quantised", "read_headers", "read_tensor", "read_tensors",
-    "refuse_foreign", "refuse_quantised", "weight_files",
+    "FLOATS", "INDEX", "SCALE", "Header", "is_int8", "opened", "quantised", "read_headers", "read_tensor", "read_tensors",
+    "refuse_foreign", "refuse_quantised", "stored_tensors", "weight_files",
 ]  # fmt: skip
 
 INDEX = "model.safetensors.index.json"
 SCALE = ".scale"  # int8 weights carry a float32 scale per output row beside them
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _IDS = ("d2t", "t2d")  # of EAGLE heads: a map of token ids, no weights
 _METHODS = ("quant_method", "quant_algo", "quant_type", "format")
-_QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # of GPTQ, AWQ and ModelOpt
-_INSTEAD = "Outrider serves float32, bfloat16 and float16 weights and its own int8; pass the unquantised model"
+_INSTEAD = "heads are read in float32, bfloat16, float16 and Outrider's own int8; pass the unquantised one"
 
 
 class Header(NamedTuple):
@@ -98,6 +97,19 @@ def read_tensor(file: Any, name: str, dtype: str) -> Tensor:
     return tensor.float() * file.get_tensor(name + SCALE).float()[:, None] if dtype == "int8" else tensor
 
 
+def stored_tensors(directory: Path) -> dict[str, Header]:
+    """Every stored tensor, whatever its dtype, which is named as safetensors does."""
+    headers: dict[str, Header] = {}
+    for path in weight_files(directory):
+        with opened(path) as file:
+            for name in sorted(file.keys()):
+                if name in headers:
+                    raise ModelError(f"{path} holds {name!r}, and so does {headers[name].file}")
+                part = file.get_slice(name)
+                headers[name] = Header(tuple(part.get_shape()), part.get_dtype(), path.name)
+    return headers
+
+
 def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix as int8 and the scale of each row, as `read_tensors` reads them."""
     scale = (tensor.float().abs().amax(1) / 127.0).clamp_min(1e-12)
@@ -132,21 +144,21 @@ def _dtypes(file: Any, path: Path) -> dict[str, str]:
             continue
         stored, shape = part.get_dtype(), part.get_shape()
         if stored == "I8" and len(shape) == 2 and (scale := parts.get(name + SCALE)) is not None:
-            if scale.get_shape() != shape[:1] or scale.get_dtype() not in _FLOATS:
+            if scale.get_shape() != shape[:1] or scale.get_dtype() not in FLOATS:
                 raise ModelError(f"{path}: {name + SCALE!r} must be {shape[0]} floats, not {scale.get_shape()}")
             dtypes[name] = "int8"
-        elif stored in _FLOATS or name in _IDS:
-            dtypes[name] = _FLOATS.get(stored, stored)
+        elif stored in FLOATS or name in _IDS:
+            dtypes[name] = FLOATS.get(stored, stored)
         else:
             raise ModelError(
                 f"{path}: {name!r} is stored as {stored}, so the weights are quantised in a way that Outrider does not read; "
-                f"known: {', '.join(_FLOATS.values())}, and int8 with a {SCALE!r} tensor beside each matrix"
+                f"known: {', '.join(FLOATS.values())}, and int8 with a {SCALE!r} tensor beside each matrix"
             )
     return dtypes
 
 
 def refuse_quantised(data: Mapping[str, Any], where: str) -> None:
-    """Refuse weights that config.json says are quantised: read as they stand they would write garbage."""
+    """Refuse a head whose config.json says that it is quantised: read as it stands it would guess garbage."""
     for key in ("quantization_config", "compression_config"):
         settings = data.get(key)
         if settings is not None:
@@ -154,29 +166,12 @@ def refuse_quantised(data: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuse GGUF files, LoRA adapters and quantised folders, where the files show what they are."""
-    if path.suffix.lower() == ".gguf":
-        raise _gguf(path)
-    if not path.is_dir():
-        return
-    if (path / "adapter_config.json").exists():
+    """Refuse LoRA adapters, where the files show what they are."""
+    if path.is_dir() and (path / "adapter_config.json").exists():
         raise ModelError(
             f"{path} is a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model with peft "
             "(merge_and_unload, then save_pretrained) and pass that folder"
         )
-    for name in _QUANTISED_FILES:
-        if (path / name).exists():
-            raise ModelError(f"{path}: the weights are quantised ({name}); {_INSTEAD}")
-    gguf_files = sorted(path.glob("*.gguf"))
-    if gguf_files and not any(path.glob("*.safetensors")):
-        raise _gguf(gguf_files[0])
-
-
-def _gguf(path: Path) -> ModelError:
-    return ModelError(
-        f"{path} is a GGUF file, which Outrider does not read; pass the folder of the original model "
-        "(config.json and *.safetensors), or convert it with transformers (from_pretrained(..., gguf_file=...), save_pretrained)"
-    )
 
 
 def _method(settings: Any) -> str:

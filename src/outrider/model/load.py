@@ -17,11 +17,14 @@ from torch import Tensor
 
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
+from outrider.gguf import Gguf, find_gguf
 from outrider.model.decoder import Decoder
 from outrider.model.families import places_of, read_spec
 from outrider.model.families.llama import hf_config
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import INDEX, SCALE, is_int8, quantised, read_tensors, refuse_foreign
+from outrider.model.files import INDEX, SCALE, is_int8, quantised, refuse_foreign
+from outrider.model.formats.gguf_config import sampling_of
+from outrider.model.source import open_source
 from outrider.model.spec import ModelSpec
 from outrider.model.weights import Checkpoint, StoredWeights
 from outrider.platform import memory_bytes
@@ -36,7 +39,7 @@ __all__ = [
     "load_decoder",
     "locate",
     "open_decoder",
-    "read_tensors",
+    "open_source",
     "save_decoder",
     "served_dtype",
     "usable_ids",
@@ -66,7 +69,7 @@ class LoadOptions:
 
 
 def locate(model: str, revision: str | None = None) -> Path:
-    """The local directory of a path or hub id."""
+    """The local directory of a path or hub id, or the GGUF file."""
     model = checks.text("model", model)
     if not model or "\0" in model:
         raise InvalidParameter("model", f"must be a directory or a hub id like 'owner/name', got {checks.shown(model)}")
@@ -77,11 +80,12 @@ def locate(model: str, revision: str | None = None) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, no permission, the home of nobody
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"{checks.shown(model)} is not a model directory: {reason}") from None
-    if is_directory:
+    if is_directory or (exists and path.suffix.lower() == ".gguf"):
         return path
-    if exists or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if exists or model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() == ".gguf":
         raise ModelError(
-            f"{checks.shown(model)} is not a model directory; pass a directory with config.json or a hub id like 'owner/name'"
+            f"{checks.shown(model)} is not a model directory; pass a directory with config.json, a GGUF file, or a hub id "
+            "like 'owner/name'"
         )
     return _fetch(model, None if revision is None else checks.text("revision", revision))
 
@@ -120,8 +124,7 @@ def open_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decod
     if checkpoint is None:
         _fill_random(decoder, options.seed, dtype)
         return decoder.eval()
-    if options.dtype == "auto":
-        _say_narrowed(directory, checkpoint.matrix_dtypes, config.dtype)
+    _say_how_served(checkpoint, options.dtype, config.dtype)
     parameters = dict(decoder.named_parameters())
     decoder.source = StoredWeights(checkpoint, parameters, dtype)
     decoder.materialise(*(name for name in parameters if not name.startswith(("layers.", "embedding", "output"))), "output_bias")
@@ -149,10 +152,14 @@ def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, Checkpoin
     return decoder, checkpoint
 
 
-def _say_narrowed(directory: Path, stored: set[str], served: str) -> None:
+def _say_how_served(checkpoint: Checkpoint, requested: str, served: str) -> None:
     """One line where weights are served in another precision than they are stored in."""
+    directory, formats = checkpoint.directory, checkpoint.source.decoded
+    if formats:
+        into = f"{served}: takes the memory of the unquantised model" if served != INT8 else "int8: a byte for each weight"
+        _logger.warning("%s is stored as %s, decoded at load to %s", directory, ", ".join(formats), into)
     narrowed = {"float16", "float64"} if served == "float32" else {"float16", "float32", "float64"}
-    for name in sorted(stored & narrowed):
+    for name in sorted(checkpoint.matrix_dtypes & narrowed if requested == "auto" else ()):
         cure = "" if served == "float32" else "; dtype=float32 keeps more of it"
         _logger.warning("%s is stored as %s, served as %s%s", directory, name, served, cure)
 
@@ -176,12 +183,13 @@ def write_config(spec: ModelSpec, directory: Path, extra: dict[str, Any] | None 
 
 
 def generation_defaults(directory: Path, config: ModelSpec) -> tuple[dict[str, Any], frozenset[int]]:
-    """Sampling defaults and end-of-sequence ids from generation_config.json, where there is one."""
-    eos = usable_ids(config.eos_ids, config, directory / "config.json")
-    path = directory / "generation_config.json"
-    if not path.exists():
-        return {}, eos
-    data = read_json(path)
+    """Sampling defaults and end-of-sequence ids from generation_config.json, or a GGUF file's metadata, where there are any."""
+    path, data = directory / "generation_config.json", dict[str, Any]()
+    if (gguf := find_gguf(directory)) is not None:
+        path, data = gguf, sampling_of(Gguf(gguf))
+    elif path.exists():
+        data = read_json(path)
+    eos = usable_ids(config.eos_ids, config, directory if gguf else directory / "config.json")
     eos |= usable_ids(Fields(data, str(path)).ids("eos_token_id"), config, path)
     known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {key: data[key] for key in known if data.get(key) is not None}

@@ -1,14 +1,13 @@
-"""Stored weights by the decoder's names, read from mapped files when they are asked for. Strict: every tensor has a place.
+"""Stored weights by the decoder's names, read from their source when they are asked for. Strict: every tensor has a place.
 
 A tensor that is stored as a parameter holds it is not copied; fused, reordered and converted ones are, one parameter at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from outrider.errors import ModelError
 from outrider.model.families import Place, names_of, places_of
-from outrider.model.files import Header, opened, read_headers, read_tensor
+from outrider.model.files import Header
+from outrider.model.source import TensorSource, open_source
 from outrider.model.spec import ModelSpec
 
 __all__ = ["Checkpoint", "StoredWeights"]
@@ -40,14 +40,14 @@ class Checkpoint:
 
     directory: Path
     spec: ModelSpec  # tied as the files are
+    source: TensorSource
     stored: Mapping[str, str]  # family's name -> stored name
-    headers: Mapping[str, Header]  # by stored name
 
     @classmethod
     def of(cls, directory: Path, spec: ModelSpec) -> Checkpoint:
         """The checkpoint in a directory. Tensors of other parts than the text's are ignored, and said so."""
-        headers, stored, ignored = read_headers(directory), dict[str, str](), dict[str, int]()
-        for name in headers:
+        source, stored, ignored = open_source(directory, spec), dict[str, str](), dict[str, int]()
+        for name in source.headers():
             part = _other_part(name)
             if part:
                 ignored[part] = ignored.get(part, 0) + 1
@@ -55,8 +55,27 @@ class Checkpoint:
                 stored[known] = name
         for part, count in sorted(ignored.items()):
             _logger.info("%s: %d tensors of %s are ignored; only text is served", directory, count, part)
-        checkpoint = cls(directory, spec, stored, headers)
-        return replace(checkpoint, spec=replace(spec, tied=checkpoint._is_tied()))
+        checkpoint = cls(directory, spec, source, stored)
+        tied = checkpoint._is_tied()
+        source.close()
+        return replace(checkpoint, spec=replace(spec, tied=tied))
+
+    @property
+    def headers(self) -> Mapping[str, Header]:
+        """By stored name."""
+        return self.source.headers()
+
+    def read(self, stored: str, dtype: torch.dtype) -> Tensor:
+        """A stored tensor. A matrix is in a dtype, or in the narrower one that it is stored in."""
+        return self.source.tensor(stored, self.narrowest((stored,), dtype))
+
+    def narrowest(self, stored: Sequence[str], dtype: torch.dtype) -> torch.dtype:
+        """A dtype, or the narrower one that all of these are stored in. What is decoded has none."""
+        kinds = {self.headers[name].dtype for name in stored}
+        if dtype != torch.float32 or self.source.decoded or len(kinds) > 1 or "int8" in kinds:
+            return dtype
+        kind: torch.dtype = getattr(torch, kinds.pop())
+        return kind
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Compare every tensor's name and shape with the parameters."""
@@ -93,9 +112,7 @@ class Checkpoint:
             return tied or output is None
         if not tied or self.headers[embedding].shape != self.headers[output].shape:
             return tied
-        with contextlib.ExitStack() as files:
-            tensors = [read_tensor(_opened(files, self, name), name, self.headers[name].dtype) for name in (embedding, output)]
-            same = torch.equal(*tensors)
+        same = torch.equal(self.read(embedding, torch.float32), self.read(output, torch.float32))
         if not same:
             _logger.warning("%s ties the output matrix to the embedding but stores another one, which is used", self.directory)
         return same
@@ -111,8 +128,6 @@ class StoredWeights:
         self._places: dict[str, list[tuple[str, Place]]] = {}
         for name, place in places_of(checkpoint.spec).items():
             self._places.setdefault(place.parameter, []).append((checkpoint.stored[name], place))
-        self._files = contextlib.ExitStack()
-        self._open: dict[str, Any] = {}
         self._shared: dict[str, Tensor] = {}
         self._bar: Any = None
 
@@ -128,10 +143,8 @@ class StoredWeights:
         stored, place = parts[0]
         if len(parts) == 1 and place.rows == slice(None):
             return place.arrange(self._tensor(stored, parameter))
-        kinds = {self._checkpoint.headers[stored].dtype for stored, _ in parts}
         dtype = parameter.dtype if parameter.dim() == 1 else self._dtype
-        if dtype == torch.float32 and len(kinds) == 1 and kinds != {"int8"}:
-            dtype = getattr(torch, kinds.pop())  # no wider than it is stored
+        dtype = self._checkpoint.narrowest([stored for stored, _ in parts], dtype)
         last = name.rpartition(".")[2]
         whole = self._shared.get(last)
         if whole is None or whole.shape != parameter.shape or whole.dtype != dtype:
@@ -151,23 +164,16 @@ class StoredWeights:
 
     def close(self) -> None:
         """Close the files and the progress bar. Reading opens them again."""
-        self._files.close()
-        self._open.clear()
+        self._checkpoint.source.close()
         self._shared.clear()
         if self._bar is not None:
             self._bar.close()
 
     def _tensor(self, stored: str, parameter: Tensor) -> Tensor:
         """A stored tensor in the dtype that it is served in. Vectors are kept as precise as they are held."""
-        header = self._checkpoint.headers[stored]
-        file = self._open.get(header.file)
-        if file is None:
-            file = self._open[header.file] = _opened(self._files, self._checkpoint, stored)
-        tensor = read_tensor(file, stored, header.dtype)
-        self._advance(tensor.nbytes)
-        if parameter.dim() == 1:
-            return tensor.to(parameter.dtype, copy=True)
-        return tensor if self._dtype == torch.float32 else tensor.to(self._dtype)
+        tensor = self._checkpoint.read(stored, self._dtype)
+        self._advance(self._checkpoint.headers[stored].bytes)
+        return tensor.to(parameter.dtype, copy=True) if parameter.dim() == 1 else tensor
 
     def _advance(self, count: int) -> None:
         if self._bar is None:
@@ -177,10 +183,6 @@ class StoredWeights:
                 total=total, unit="B", unit_scale=True, delay=_BAR_AFTER_S, disable=not shown, leave=False, desc="loading"
             )
         self._bar.update(count)
-
-
-def _opened(files: contextlib.ExitStack, checkpoint: Checkpoint, stored: str) -> Any:
-    return files.enter_context(opened(checkpoint.directory / checkpoint.headers[stored].file))
 
 
 def _other_part(name: str) -> str:

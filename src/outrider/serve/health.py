@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from outrider.engine.outputs import StreamPiece
 from outrider.engine.worker import EngineThread
 from outrider.errors import EngineDead, ModelError, OutriderError
-from outrider.model.load import read_tensors
+from outrider.model.source import open_source
 from outrider.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def _broken_weights(llm: LLM) -> str:
     """The stored weights that hold NaN or infinity, for the end of a sentence."""
     broken: list[str] = []
     with suppress(OutriderError, OSError):  # random weights have no files
-        wanted = (name for name, tensor, _ in read_tensors(llm.directory) if not bool(tensor.isfinite().all()))
+        source = open_source(llm.directory, llm.config)
+        wanted = (name for name in source.headers() if not bool(source.tensor(name).isfinite().all()))
         broken = list(islice(wanted, _NAMED + 1))
     if not broken:
         return ""

@@ -12,6 +12,7 @@ from outrider.bench.plan.formulas import best_length, expected_tokens, survival_
 from outrider.bench.plan.subject import Prompt, Subject, learn_from
 from outrider.draft.vocabulary import SameTokens, Side, relate, shared_tokens
 from outrider.errors import InvalidParameter, ModelError
+from outrider.gguf import find_gguf
 from outrider.model import ModelSpec, compile_spec, read_spec
 from outrider.model.fields import read_json
 from outrider.sampling import SamplingParams
@@ -104,11 +105,11 @@ def rank_candidates(
 
 
 def _config(path: Path) -> ModelSpec:
-    if path.is_dir():
+    if path.is_dir() or find_gguf(path) is not None:
         return read_spec(path)
     if path.name.endswith(".json") and path.exists():
         return compile_spec(read_json(path), str(path))
-    raise InvalidParameter("--target", f"{path} is neither a model directory nor a config.json")
+    raise InvalidParameter("--target", f"{path} is neither a model directory, a GGUF file nor a config.json")
 
 
 def _fit(config: ModelSpec, target: Path, path: Path) -> Fit:
@@ -123,7 +124,7 @@ def _fit(config: ModelSpec, target: Path, path: Path) -> Fit:
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:
-    return Tokenizer.load(path if path.is_dir() else path.parent)
+    return Tokenizer.load(path if path.is_dir() or find_gguf(path) is not None else path.parent)
 
 
 def _tokens(target: Side, draft: Side) -> tuple[str, str]:

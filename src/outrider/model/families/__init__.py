@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.checks import shown
 from outrider.errors import ModelError
+from outrider.gguf import Gguf, find_gguf
 from outrider.model.families import (
     arcee,
     cohere,
@@ -42,7 +43,8 @@ from outrider.model.families.names import Names, Place, places
 from outrider.model.families.reading import STORED_DTYPES, Sizes
 from outrider.model.families.text_part import text_part
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import refuse_quantised
+from outrider.model.formats import format_of
+from outrider.model.formats.gguf_config import config_of
 from outrider.model.spec import ModelSpec
 
 __all__ = [
@@ -62,7 +64,9 @@ _REFUSED_KEYS = ("auto_map", "_attn_implementation_internal", "trust_remote_code
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """The spec of the model in a directory, from its config.json."""
+    """The spec of the model in a directory, from its config.json, or in a GGUF file."""
+    if (gguf := find_gguf(directory)) is not None:
+        return compile_spec(config_of(Gguf(gguf)), str(gguf))
     path = directory / "config.json"
     return compile_spec(read_json(path, "a model directory holds config.json and *.safetensors"), str(path))
 
@@ -72,7 +76,7 @@ def compile_spec(data: Mapping[str, Any], where: str = "config.json") -> ModelSp
     for key in _REFUSED_KEYS:
         if data.get(key):
             raise ModelError(f"{where} has {key!r}, which would run code from the model; Outrider never does")
-    refuse_quantised(data, where)
+    format_of(data, where)
     fields = Fields(data, where)
     architecture = next(iter(fields.items("architectures")), "?")
     family = family_of(architecture) if isinstance(architecture, str) else None

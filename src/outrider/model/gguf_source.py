@@ -1,0 +1,107 @@
+"""The tensors of a GGUF file under the names of its model's family, decoded when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.errors import ModelError
+from outrider.gguf import Gguf
+from outrider.model.families import names_of
+from outrider.model.files import Header
+from outrider.model.formats.gguf_blocks import DECODERS, Floats, rounded_to_bfloat16
+from outrider.model.formats.gguf_config import architecture_of
+from outrider.model.spec import ModelSpec
+
+__all__ = ["GgufSource"]
+
+_CHUNK = 2**17  # values that are decoded at a time: they stay in the cache
+_MOST_THREADS = 16
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TENSORS = {"token_embd": "embedding", "output_norm": "norm", "output": "output", "position_embd": "positions"}
+_SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # no weights: they are in the config
+
+
+class GgufSource:
+    """An open file. `decoded` names the types that are decoded: all but floats."""
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        self._gguf, self._spec = Gguf(path), spec
+        self._architecture = architecture_of(self._gguf)
+        self._stored: dict[str, str] = {}  # family's name -> name in the file
+        for name, tensor in self._gguf.tensors.items():
+            if tensor.kind.name not in DECODERS:
+                kinds = ", ".join(DECODERS)
+                raise ModelError(f"{path}: {name!r} is of the type {tensor.kind.name}, which is not decoded; known: {kinds}")
+            if name not in _SETTINGS:
+                self._stored[self._family_name(name)] = name
+        kinds_used = {tensor.kind.name for tensor in self._gguf.tensors.values()}
+        self.decoded: tuple[str, ...] = tuple(sorted(kinds_used.difference(_FLOATS)))
+
+    def headers(self) -> Mapping[str, Header]:
+        found = {}
+        for name, stored in self._stored.items():
+            tensor = self._gguf.tensors[stored]
+            found[name] = Header(tensor.shape, _FLOATS.get(tensor.kind.name, "bfloat16"), self._gguf.file_of(stored))
+        return found
+
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor. Matrices are in a dtype, vectors in float32."""
+        stored = self._stored[name]
+        shape = self._gguf.tensors[stored].shape
+        order = self._order(stored)
+        if len(shape) == 1:
+            vector = self._rows(stored, 0, 1)[0]
+            values = torch.from_numpy(vector if order is None else vector[order.argsort()])
+            return values - names_of(self._spec).norm_offset if stored.endswith("norm.weight") else values
+        decoded = torch.empty(shape, dtype=dtype)
+        rows = decoded.view(torch.int16 if dtype == torch.bfloat16 else dtype).view(-1, shape[-1]).numpy()
+        step = max(_CHUNK // shape[-1], 1)
+
+        def decode(start: int) -> None:
+            stop = min(start + step, len(rows))
+            values = self._rows(stored, start, stop)
+            where = slice(start, stop) if order is None else order[start:stop]
+            rows[where] = rounded_to_bfloat16(values) if dtype == torch.bfloat16 else values
+
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:  # numpy lets go of the interpreter lock
+            list(pool.map(decode, range(0, len(rows), step)))
+        return decoded
+
+    def close(self) -> None:
+        """The file stays mapped as long as this object lives."""
+
+    def _rows(self, stored: str, start: int, stop: int) -> Floats:
+        """Rows of a tensor in float32."""
+        shape, kind = self._gguf.tensors[stored].shape, self._gguf.tensors[stored].kind
+        row = shape[-1] // kind.values * kind.nbytes
+        blocks = np.frombuffer(self._gguf.read(stored, start * row, (stop - start) * row), np.uint8).reshape(-1, kind.nbytes)
+        with np.errstate(all="ignore"):  # infinities and NaN are the file's affair
+            return DECODERS[kind.name](blocks).reshape(stop - start, -1)
+
+    def _family_name(self, stored: str) -> str:
+        """The family's name of a tensor; an unknown one keeps its name, and is refused as no part of the model."""
+        names, (base, _, ending) = names_of(self._spec), stored.rpartition(".")
+        if base in _TENSORS:
+            known = getattr(names, _TENSORS[base])
+            return f"{known}.{ending}" if known else stored
+        block, _, part = base.removeprefix("blk.").partition(".")
+        name = names.parts.get(self._architecture.parts.get(part, ""), "")
+        if not base.startswith("blk.") or not block.isdecimal() or not name:
+            return stored
+        return f"{names.layer.format(int(block))}{name}.{ending}"
+
+    def _order(self, stored: str) -> NDArray[np.int64] | None:
+        """The family's row for each stored row of queries and keys that lie in pairs; None where rows are in order."""
+        part = stored.rpartition(".")[0].rpartition(".")[2]
+        if not self._architecture.paired or part not in ("attn_q", "attn_k"):
+            return None
+        rows, head = np.arange(self._gguf.tensors[stored].shape[0]), self._spec.attention.head_dim
+        return rows // head * head + rows % 2 * (head // 2) + rows % head // 2
