@@ -157,7 +157,7 @@ def _say_how_served(checkpoint: Checkpoint, requested: str, served: str) -> None
     directory, formats = checkpoint.directory, checkpoint.source.decoded
     if formats:
         into = f"{served}: takes the memory of the unquantised model" if served != INT8 else "int8: a byte for each weight"
-        _logger.warning("%s is stored as %s, decoded at load to %s", directory, ", ".join(formats), into)
+        _logger.warning("%s is stored as %s, decoded to %s", directory, ", ".join(formats), into)
     narrowed = {"float16", "float64"} if served == "float32" else {"float16", "float32", "float64"}
     for name in sorted(checkpoint.matrix_dtypes & narrowed if requested == "auto" else ()):
         cure = "" if served == "float32" else "; dtype=float32 keeps more of it"
