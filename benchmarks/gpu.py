@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_choice import measure_choice
-from benchmarks.synthetic import Synthetic, measure_batches, measure_engine, measure_shapes, measure_transformers
+from benchmarks.synthetic import (
+    Synthetic,
+    measure_batches,
+    measure_contexts,
+    measure_engine,
+    measure_shapes,
+    measure_transformers,
+)
 from outrider.bench.environment import environment
 from outrider.bench.workloads import find_prompts
 from outrider.engine.acceptance import loops, read_prompts
@@ -47,6 +54,8 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     yield "bundled model", measure_bundled
     yield "choice", measure_choice
     yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
+    _free()
+    yield "contexts, batch 1", measure_contexts
     _free()
     if transformers:
         yield "transformers", lambda: measure_transformers(perm, _AGREEMENT, _TOKENS, prompt)

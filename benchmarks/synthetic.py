@@ -43,7 +43,7 @@ from outrider.sampling import SamplingParams
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["SHAPES", "Synthetic", "measure_shapes", "permutations", "synthetic_decoder"]
+__all__ = ["SHAPES", "Synthetic", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder"]
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
 SHAPES: dict[str, ModelSpec] = {
@@ -110,11 +110,17 @@ class Synthetic:
     """A target of one of SHAPES, a 1B-shaped draft for the 8B-shaped one, and engines over them."""
 
     def __init__(
-        self, agreement: float = 0.8, exact: bool = True, layers: int | None = None, pages: int = 1600, shape: str = "8b"
+        self,
+        agreement: float = 0.8,
+        exact: bool = True,
+        layers: int | None = None,
+        pages: int = 1600,
+        shape: str = "8b",
+        context: int | None = None,
     ) -> None:
         from outrider.model.cuda_runner import CudaOptions  # needs Triton
 
-        self._layers, self._pages = layers, pages
+        self._layers, self._pages, self._context = layers, pages, context
         self.perm, self._drafted = permutations(SHAPES[shape].vocab, agreement)
         if SHAPES[shape].tied:
             self.perm = torch.arange(len(self.perm))
@@ -128,7 +134,8 @@ class Synthetic:
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
 
-        spec = replace(SHAPES[shape], layers=SHAPES[shape].layers[: self._layers])
+        spec = SHAPES[shape]
+        spec = replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
         return CudaRunner(synthetic_decoder(spec, perm), self._pages, _PAGE, "cuda", self.options, target)
 
     def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
@@ -261,6 +268,20 @@ def measure_shapes(shapes: Sequence[str], tokens: int, prompt: int) -> Iterator[
         del bench
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def measure_contexts(contexts: Sequence[int] = (512, 8192, 32768, 60000), tokens: int = 64) -> Iterator[dict[str, Any]]:
+    """Reading a prompt, and plain decoding after it, by its length."""
+    longest = max(contexts) + tokens
+    bench = Synthetic(pages=longest // _PAGE + 8, context=-(-longest // 1024) * 1024)
+    engine = bench.engine()
+    bench.run(engine, [bench.scattered(512, 5)], tokens)  # captures the graphs
+    for context in contexts:
+        prompt = bench.scattered(context, 5)
+        run = min((bench.run(engine, [prompt], tokens) for _ in range(2)), key=lambda run: run.seconds)
+        yield {
+            "what": f"context {context}", "tok_s": run.tok_s, "prefill_tok_s": context / run.first_s, "right": run.right
+        }  # fmt: skip
 
 
 def _plain(bench: Synthetic, text: Sequence[int], tokens: int) -> tuple[SyntheticRun, dict[str, Any]]:

@@ -54,9 +54,10 @@ def features_table() -> str:
     for name in _features():
         support = _support(name)
         rows.setdefault((support[CPU.name], support[CUDA.name]), []).append(name)
-    lines = ["| layers | CPU, native core (x86-64) | CPU, torch | NVIDIA GPU (8.0 and newer) |", "|---|---|---|---|"]
-    lines.append("| Llama's | yes | yes | yes |")
-    for (cpu, cuda), names in sorted(rows.items(), reverse=True):
+    lines = ["| | CPU, native core (x86-64) | CPU, torch | NVIDIA GPU (8.0 and newer) |", "|---|---|---|---|"]
+    everywhere = f"layers of all {len(FAMILIES)} families" if len(rows) == 1 else "Llama's layers"
+    lines.append(f"| {everywhere} | yes | yes | yes |")
+    for (cpu, cuda), names in sorted(rows.items(), reverse=True) if len(rows) > 1 else ():
         lines.append(f"| {', '.join(names)} | {'yes' if cpu else 'by torch'} | yes | {'yes' if cuda else 'not yet'} |")
     return "\n".join(lines)
 
@@ -64,7 +65,8 @@ def features_table() -> str:
 def families_page() -> str:
     """In Markdown, the tables of docs/models.md."""
     rows = [f"| `{f.name}` | {f.models} | {', '.join(f'`{name}`' for name in f.architectures)} |" for f in FAMILIES]
-    return "\n".join(["| family | models | architectures |", "|---|---|---|", *rows, "", features_table()])
+    beyond = f"What they have beyond Llama's layers: {', '.join(_features())}."
+    return "\n".join(["| family | models | architectures |", "|---|---|---|", *rows, "", beyond, "", features_table()])
 
 
 def _features() -> list[str]:
