@@ -84,7 +84,7 @@ def tests() -> dict[str, Any]:
 
 
 def pytest(name: str, chosen: str) -> subprocess.Popen[str]:
-    options = "--noconftest -p no:cacheprovider -o filterwarnings=default -o addopts=-q"
+    options = "--confcutdir=tests/gpu -p no:cacheprovider -o filterwarnings=default -o addopts=-q"
     command = [sys.executable, "-m", "pytest", *options.split()]
     command += [*(["-k", chosen] if chosen else []), f"tests/gpu/{name}"]
     # costs measured while others run are useless, and so are more threads than processors
