@@ -21,7 +21,7 @@ import typer
 from benchmarks.command import errors, run
 from outrider.bench.acceptance import EVERY_METHOD
 from outrider.bench.environment import environment
-from outrider.bench.plan.costs import steady_mean
+from outrider.control.costs import steady_mean
 from outrider.bench.plan.profile import Profile
 from outrider.bench.plan.subject import Prompt, RequestRun, Subject
 from outrider.bench.plan.trace import DraftRecord

@@ -25,8 +25,9 @@ from outrider.core import Arm, Drafts, Plan
 __all__ = ["Controller"]
 
 MARGIN = 0.04  # a draft must promise this much more than none
-SHARE = 0.005  # of the time that exploration may lose,
+SHARE = 0.008  # of the time that exploration may lose,
 GRANT = 4.0  # and plain rounds that it may lose at first, and save up
+LEAST = 0.25  # of a round, that exploration is taken to lose
 BONUS = 0.8  # standard deviation of what one round shows of a curve, against the prior curve
 SHORTEST, LONGEST = 2, 16  # rounds that a plan stands: twice as many whenever replanning changed nothing
 REST = 8  # times as many where nobody drafts
@@ -323,43 +324,46 @@ class Controller:
         return self._prices[place]
 
     def _exploration(self, load: Load, able: Seq[int], chosen: dict[int, tuple[int, int]]) -> _Exploration | None:
-        """One sequence drafts by an arm that may be better than it seems, or nobody drafts: what an arm's budget pays for.
+        """The plan with one change, which some budget pays for the soonest.
 
         Every arm may lose a share of the time, so each has its turn, however little it seems to bring: what it showed first
         may have been a slow moment of the machine, or a hard text.
         """
-        rate = self._usual = self._rate if chosen else load.emitting / self._base(load)
+        self._usual = self._rate if chosen else load.emitting / self._base(load)
         self._turn += 1
         remaining = load.remaining or load.room
         b = max(able, key=lambda one: (remaining[one], (one + self._turn) % len(load.keys)))
         unused = [arm for arm in self._allowed(load, b) if chosen.get(b, (-1, 0))[0] != arm]
-        options = [self._explored(load, b, able, arm, rate) for arm in unused]
+        options = [self._explored(load, able if self._turn % 2 else [b], arm, chosen) for arm in unused]
         if chosen:
             options.append(self._varied(load, chosen))
         return max(options, key=lambda one: self._budgets[one.budget] - one.loss, default=None)
 
+    def _explored(self, load: Load, who: Seq[int], arm: int, chosen: dict[int, tuple[int, int]]) -> _Exploration:
+        """These draft by an arm, as far as its upper confidence bound says."""
+        users = [b for b in who if arm in self._allowed(load, b)]
+        uppers = [self._acceptance.upper(load.keys[b], arm, BONUS) for b in users]
+        gains = [sum(gains) for gains in zip(*uppers, strict=True)]
+        seconds = self._each(load, arm, len(users))
+        steps = range(min(self._min_step, len(seconds) - 1), len(seconds))
+        step = max(steps, key=lambda step: gains[step] - self._usual * seconds[step] * len(users))
+        switch = sum(self._switch(load, b, arm) for b in users)
+        return self._two_rounds(load, arm, chosen | dict.fromkeys(users, (arm, step)), switch)
+
     def _varied(self, load: Load, chosen: dict[int, tuple[int, int]]) -> _Exploration:
         """Those who draft go a step further, less far, or do not draft, in turn."""
         shift = self._turn % 3 - 1
-        shifted: dict[int, tuple[int, int]] = {}
+        varied: dict[int, tuple[int, int]] = {}
         for b, (arm, step) in chosen.items():
             last = bisect(LENGTHS, self.arms[arm].most) - 1
-            shifted |= {b: (arm, min(max(step + shift, self._min_step), last))} if shift else {}
-        tokens, seconds = self._expected(load, shifted)
-        return _Exploration(-1, self._plan_of(load, shifted), 2.0 * max(seconds - tokens / self._rate, 0.1 * seconds))
+            varied |= {b: (arm, min(max(step + shift, self._min_step), last))} if shift else {}
+        return self._two_rounds(load, -1, varied)
 
-    def _explored(self, load: Load, b: int, able: Seq[int], arm: int, rate: float) -> _Exploration:
-        """A sequence drafts by an arm for two rounds. The promise is what that may bring all who can draft, at best."""
-        users = [one for one in able if arm in self._allowed(load, one)]
-        uppers = [self._acceptance.upper(load.keys[one], arm, BONUS) for one in users]
-        total = [sum(gains) for gains in zip(*uppers, strict=True)]
-        alone, shared = self._each(load, arm, 1), self._each(load, arm, len(users))
-        steps = range(min(self._min_step, len(alone) - 1), len(alone))
-        _, step = max((total[step] - rate * shared[step] * len(users), step) for step in steps)
-        base = self._standing_plan(load)
-        lengths, arms = list(base.lengths), list(base.arms)
-        lengths[b], arms[b] = min(LENGTHS[step], load.room[b]), arm
-        return _Exploration(arm, Plan(tuple(lengths), arms=tuple(arms)), 2.0 * alone[step] + self._switch(load, b, arm))
+    def _two_rounds(self, load: Load, budget: int, chosen: dict[int, tuple[int, int]], switch: float = 0.0) -> _Exploration:
+        """These draft for two rounds: one shows little where a drafter has a text to read first."""
+        tokens, seconds = self._expected(load, chosen)
+        loss = 2.0 * max(seconds - tokens / self._usual, LEAST * seconds) + switch
+        return _Exploration(budget, self._plan_of(load, chosen), loss)
 
     def _is_stale(self, key: Hashable, arm: int) -> bool:
         """Whether an arm was not used for long, or too seldom to know what it costs."""
@@ -442,7 +446,7 @@ class Controller:
         if self._exploring is not None:  # what it lost, for what it brought
             tokens = load.emitting + sum(map(len, stats.paths))
             lost = seconds + stats.think_s - tokens / self._usual
-            self._budgets[self._exploring.budget] -= min(lost, GRANT * self._plain_s)
+            self._budgets[self._exploring.budget] -= min(max(lost, self._exploring.loss / 4.0), GRANT * self._plain_s)
         often = self._exploring is not None or self._begun > 0 or self._round < 16 * SAMPLED
         if stats.rows and not overlapped and self._begun != 0 and (often or self._round % SAMPLED == 0):
             users = [(arm, len(drafting), self._proposed.get(arm, 0)) for arm, drafting in self._users.items()]
