@@ -208,7 +208,7 @@ def test_lengths_have_a_least_one_and_large_batches_may_be_left_alone() -> None:
 
 
 def ahead() -> World:
-    return World(*WORLDS["good"], policy=Controller([Arm("a", 32, ahead=True)], Costs()))
+    return World(*WORLDS["good"], policy=Controller([Arm("a", 32, can_overlap=True)], Costs()))
 
 
 def test_drafts_that_can_go_on_unseen_are_all_verified() -> None:

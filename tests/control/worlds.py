@@ -35,18 +35,18 @@ def two_cores(rows: int) -> float:
     return 0.0018 if rows <= 1 else 0.0018 + 0.00009 * (rows - 1) if rows <= 8 else 0.00245 + 0.00022 * (rows - 8)
 
 
-def undisturbed(rounds: int, clock: float) -> tuple[float, float]:  # noqa: ARG001
+def undisturbed(rounds: int, clock: float) -> tuple[float, float]:
     return 1.0, 1.0
 
 
 def first_round(forward: float, propose: float) -> Slowness:
     """Only the first round is slow: weights come from the disk, caches are cold."""
-    return lambda rounds, clock: (forward, propose) if rounds == 1 else (1.0, 1.0)  # noqa: ARG005
+    return lambda rounds, clock: (forward, propose) if rounds == 1 else (1.0, 1.0)
 
 
 def first_second(forward: float, propose: float) -> Slowness:
     """Something else keeps the machine busy for a second."""
-    return lambda rounds, clock: (forward, propose) if clock < 1.0 else (1.0, 1.0)  # noqa: ARG005
+    return lambda rounds, clock: (forward, propose) if clock < 1.0 else (1.0, 1.0)
 
 
 @dataclass(frozen=True)

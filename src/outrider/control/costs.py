@@ -134,7 +134,7 @@ class Costs:
 
     Filled by a measurement at start-up or by the rounds themselves, and refined by every round. Where
     nothing was measured the guesses are cautious: more rows cost more, a proposal costs a whole forward.
-    A machine is slower in one minute than in the next: its pace is learnt from every forward and holds for all times, so
+    A machine is slower in one minute than in the next: its drift is learnt from every forward and holds for all times, so
     that those seen now compare with those seen long ago.
     """
 

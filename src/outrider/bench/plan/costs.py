@@ -48,7 +48,7 @@ class RoundCosts:
         return proposal + self.time("forward", batch, rows) + self.time("host", batch, rows)
 
     def time(self, part: str, batch: int, size: int) -> float:
-        """Expected seconds: of a proposal of `size` nodes for each of `batch` sequences, of a forward of `size` rows, of the host."""
+        """Expected seconds of a proposal (`size` nodes for each of `batch` sequences), a forward (`size` rows) or the host."""
         if not self._seen[part]:
             return 0.0
         table = self.table
