@@ -36,18 +36,18 @@ PARAMS = {
     ),
 }
 METHODS = {
-    "ngram": {"method": "ngram", "draft_tokens": 8},
-    "suffix": {"method": "suffix", "draft_tokens": 8},
-    "recycle": {"method": "recycle", "draft_tokens": 14},
-    "draft_model": {"method": "draft_model", "draft_tokens": 5},
-    "draft_model tree": {"method": "draft_model", "draft_tokens": 16, "beam": 4, "branch": 3, "depth": 6},
-    "early_exit": {"method": "early_exit", "draft_tokens": 3, "exit_layer": 9},
-    "eagle": {"method": "eagle", "draft_tokens": 5},
-    "eagle tree": {"method": "eagle", "draft_tokens": 24, "beam": 6, "branch": 6, "depth": 7},
-    "medusa": {"method": "medusa", "draft_tokens": 24},
-    "lookahead": "lookahead:24",
-    "cascade draft": "cascade:6:levels=ngram+draft_model",
-    "mixture with eagle": "mixture:16:members=suffix+(eagle:beam=3:branch=4:depth=6)",
+    "ngram": {"method": "ngram", "draft_tokens": 8, "adaptive": False},
+    "suffix": {"method": "suffix", "draft_tokens": 8, "adaptive": False},
+    "recycle": {"method": "recycle", "draft_tokens": 14, "adaptive": False},
+    "draft_model": {"method": "draft_model", "draft_tokens": 5, "adaptive": False},
+    "draft_model tree": {"method": "draft_model", "draft_tokens": 16, "adaptive": False, "beam": 4, "branch": 3, "depth": 6},
+    "early_exit": {"method": "early_exit", "draft_tokens": 3, "adaptive": False, "exit_layer": 9},
+    "eagle": {"method": "eagle", "draft_tokens": 5, "adaptive": False},
+    "eagle tree": {"method": "eagle", "draft_tokens": 24, "adaptive": False, "beam": 6, "branch": 6, "depth": 7},
+    "medusa": {"method": "medusa", "draft_tokens": 24, "adaptive": False},
+    "lookahead": "lookahead:24:adaptive=false",
+    "cascade draft": "cascade:6:adaptive=false:levels=ngram+draft_model",
+    "mixture with eagle": "mixture:16:adaptive=false:members=suffix+(eagle:beam=3:branch=4:depth=6)",
 }
 
 

@@ -64,7 +64,7 @@ class EngineConfig:
     kv_bytes: int | None = None
     prefix_cache: bool = True  # full pages stay findable by their tokens until their memory is needed
     max_queue: int | None = None  # requests that may wait; more are refused
-    calibration_s: float = 3.0  # at a model's first start on a machine, seconds to time rounds and drafts with `auto`; 0: none
+    calibration_s: float = 3.0  # seconds to time rounds and drafts at the first start of a model and its drafter; 0: none
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_rows"):
@@ -85,7 +85,7 @@ class SpeculationConfig:
     model: str | None = None
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     rule: str = "match"
-    adaptive: bool | None = None  # at most `draft_tokens`, and none where that is faster; by default for `auto` alone
+    adaptive: bool = True  # up to `draft_tokens`, and none where that is faster; False: as many in every round
     min_draft_tokens: int = 1  # of a round that drafts at all
     disable_by_batch_size: int | None = None  # batches from this size on are decoded plainly
     options: Mapping[str, Any] = field(default_factory=dict)  # the drafter's own settings
@@ -104,8 +104,7 @@ class SpeculationConfig:
             checks.integer("disable_by_batch_size", self.disable_by_batch_size, 1, _MAX_SEQUENCES)
         words = {"false": False, "true": True, 0: False, 1: True}  # as one word of a command line spells it
         adaptive = words.get(self.adaptive, self.adaptive) if isinstance(self.adaptive, str | int) else self.adaptive
-        adaptive = self.method == "auto" if adaptive is None else checks.boolean("adaptive", adaptive)
-        object.__setattr__(self, "adaptive", adaptive)
+        object.__setattr__(self, "adaptive", checks.boolean("adaptive", adaptive))
         if self.method == "auto" and not self.adaptive:
             raise InvalidParameter("adaptive", "'auto' chooses how far to draft; name a drafter to pin its length")
 

@@ -175,8 +175,8 @@ class Arm(NamedTuple):
     """One of several ways to draft that a policy may choose."""
 
     name: str
-    most: int  # nodes it can use
-    ahead: bool = False  # the target's forward can start before the host has seen what it drafts
+    max_nodes: int
+    can_overlap: bool = False  # the target's forward can start before the host has seen what it drafts
 
 
 class Plan(NamedTuple):

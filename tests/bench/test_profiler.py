@@ -12,6 +12,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.bench.acceptance import EVERY_METHOD
 from outrider.bench.profiler import decode_rounds, profiling
+from outrider.config import pinned
 from outrider.ops import PackedLinear, Plain, Stack
 from outrider.ops.forwards import active_log
 
@@ -27,7 +28,7 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def llm(method: str) -> LLM:
-    return LLM(speculation=method, prefix_cache=False)
+    return LLM(speculation=pinned(method), prefix_cache=False)
 
 
 def test_profiled_rounds_emit_the_same_tokens(llm: LLM, method: str) -> None:
@@ -73,7 +74,7 @@ def test_every_forward_of_every_drafter_is_timed_alone(llm: LLM, method: str, mo
 
 
 def test_a_profile_ends_with_its_block() -> None:
-    llm = LLM(speculation="ngram")
+    llm = LLM(speculation="ngram:adaptive=false")
     params = SamplingParams(temperature=0.0, max_tokens=3)
     with profiling(llm, alone=True) as profiler:
         llm.generate(PROMPTS[0], params)

@@ -11,7 +11,21 @@ import pytest
 
 from outrider.control import Controller, Costs, Load, RoundStats
 from outrider.core import Arm, Drafts, Plan
-from tests.control.worlds import HEAD, MODEL, PYRITE, USELESS, WORLDS, Drafter, World, calibrated, drifting, flat, two_cores
+from tests.control.worlds import (
+    HEAD,
+    MODEL,
+    PYRITE,
+    USELESS,
+    WORLDS,
+    Drafter,
+    World,
+    calibrated,
+    drifting,
+    first_round,
+    first_second,
+    flat,
+    two_cores,
+)
 
 
 class Recorded:
@@ -61,6 +75,47 @@ def test_a_named_drafter_drafts_at_once_and_stops_soon_where_that_does_not_pay()
     assert len(good.drafted) > 45
     useless.run(50)
     assert len(useless.drafted) < 20
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("known", [True, False], ids=["calibrated", "cold"])
+def test_a_slow_first_round_is_harmless(known: bool, batch: int) -> None:
+    """Ten times slower, all of it or its drafts alone, as where weights are read for the first time."""
+    for slowness in (first_round(10.0, 10.0), first_round(1.0, 10.0)):
+        world = World(two_cores, {"m": MODEL}, batch=batch, answer=128, prompt=64, named=True, slowness=slowness)
+        if known:
+            calibrated(world)
+        world.run(400)
+        assert world.run(500) >= 0.93 * world.best()
+
+
+@pytest.mark.parametrize(("drafter", "batch"), [(MODEL, 1), (Drafter(0.85, 0.85, 0.0003), 1), (Drafter(0.85, 0.85, 0.0003), 4)])
+def test_a_machine_that_is_slow_for_a_second_recovers(drafter: Drafter, batch: int) -> None:
+    world = World(two_cores, {"m": drafter}, batch=batch, answer=128, prompt=64, named=True, slowness=first_second(4.0, 4.0))
+    calibrated(world).run(1500)
+    assert world.run(500) >= 0.9 * world.best()
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_good_drafter_that_starts_badly_is_tried_again(named: bool, batch: int) -> None:
+    world = World(two_cores, {"m": MODEL}, batch=batch, answer=128, prompt=64, named=named, bad_rounds=60)
+    calibrated(world).run(600)
+    assert world.run(500) >= 0.93 * world.best()
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_times_that_calibration_took_on_a_busy_machine_are_corrected(batch: int) -> None:
+    world = World(two_cores, {"m": MODEL}, batch=batch, answer=128, prompt=64, named=True)
+    calibrated(world, slow=4.0).run(1500)
+    assert world.run(500) >= 0.9 * world.best()
+
+
+def test_exploring_a_useless_drafter_costs_less_than_its_budget() -> None:
+    for batch in (1, 8):
+        world = calibrated(World(two_cores, {"m": USELESS}, batch=batch, answer=128, prompt=64, named=True))
+        world.run(300)
+        assert world.run(3000) >= 0.99 * world.plain()
 
 
 @pytest.mark.parametrize(("answer", "prompt"), [(4, 64), (16, 64), (32, 64), (4, 2000), (16, 2000), (32, 2000)])
@@ -153,7 +208,7 @@ def test_lengths_have_a_least_one_and_large_batches_may_be_left_alone() -> None:
 
 
 def ahead() -> World:
-    return World(*WORLDS["good"], policy=Controller([Arm("a", 32, ahead=True)], Costs()))
+    return World(*WORLDS["good"], policy=Controller([Arm("a", 32, can_overlap=True)], Costs()))
 
 
 def test_drafts_that_can_go_on_unseen_are_all_verified() -> None:

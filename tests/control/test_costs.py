@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.control import Costs
-from outrider.control.costs import Curve
+from outrider.control.costs import Curve, Typical
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-5, 1.0)), min_size=1, max_size=40), st.data())
@@ -87,9 +87,11 @@ def test_the_table_survives_and_a_broken_file_is_no_table(tmp_path: Path) -> Non
     costs = Costs()
     costs.observe_forward(3, 100, 0.002)
     costs.observe_proposal("suffix", 2, 8, 0.0001)
+    costs.observe_switch("suffix", 100, 0.001)
     path = tmp_path / "deep" / "costs.json"
     costs.save(path)
     assert Costs.load(path).as_dict() == costs.as_dict()
+    assert Costs.load(path).switch("suffix", 200) == pytest.approx(0.002)
     for text in ("", "[]", "{}", '{"forward": 3, "propose": {}}', '{"forward": {"x": {}}, "propose": {}}'):
         path.write_text(text)
         assert Costs.load(path).as_dict() == Costs().as_dict()
@@ -137,3 +139,22 @@ def test_a_drafter_is_known_well_after_a_few_proposals_or_from_an_earlier_start(
     once = Costs()
     once.observe_proposal("a", 1, 4, 0.001)
     assert Costs.from_dict(once.as_dict()).knows_proposal("a", well=True)
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_one_slow_time_counts_little_wherever_it_stands(slow: int) -> None:
+    costs = Costs()
+    for place in range(4):
+        costs.observe_proposal("a", 1, 4, 0.010 if place == slow else 0.001)
+        costs.observe_switch("a", 100, 0.010 if place == slow else 0.001)
+    assert costs.proposal("a", 1, 4) < 0.0013
+    assert costs.switch("a", 100) < 0.0013
+
+
+def test_times_that_changed_for_good_are_followed_at_once() -> None:
+    typical = Typical([0.001] * 16)
+    for seconds in (0.003, 0.003):
+        typical.observe(seconds)
+    assert typical.mean < 0.0013
+    typical.observe(0.003)
+    assert typical.mean == pytest.approx(0.003)

@@ -18,6 +18,7 @@ from outrider.control import Controller, Costs, Load, RoundStats
 from outrider.core import Arm, Drafts
 
 Seconds = Callable[[int], float]
+Slowness = Callable[[int, float], tuple[float, float]]  # of forwards and of proposals, by round and by seconds since the start
 SPREAD = (0.05, 0.4, 0.8, 0.95)  # chances of easy and hard texts
 
 
@@ -32,6 +33,20 @@ def linear(rows: int) -> float:
 def two_cores(rows: int) -> float:
     """Pyrite's forward in bf16 on two Zen 4 cores."""
     return 0.0018 if rows <= 1 else 0.0018 + 0.00009 * (rows - 1) if rows <= 8 else 0.00245 + 0.00022 * (rows - 8)
+
+
+def undisturbed(rounds: int, clock: float) -> tuple[float, float]:
+    return 1.0, 1.0
+
+
+def first_round(forward: float, propose: float) -> Slowness:
+    """Only the first round is slow: weights come from the disk, caches are cold."""
+    return lambda rounds, clock: (forward, propose) if rounds == 1 else (1.0, 1.0)
+
+
+def first_second(forward: float, propose: float) -> Slowness:
+    """Something else keeps the machine busy for a second."""
+    return lambda rounds, clock: (forward, propose) if clock < 1.0 else (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,8 @@ class World:
     after: float = 0.0  # more, where something was drafted
     seed: int = 0
     named: bool = False
+    slowness: Slowness = undisturbed
+    bad_rounds: int = 0  # first rounds in which hardly anything is accepted
     policy: Any = None
 
     def __post_init__(self) -> None:
@@ -83,7 +100,7 @@ class World:
             self.policy = Controller([Arm(name, 32) for name in self.names], Costs(), self.named)
         self.made = 0
         self.texts = [self.text() for _ in range(self.batch)]
-        self.thinking, self.rounds = 0.0, 0
+        self.thinking, self.rounds, self.clock = 0.0, 0, 0.0
         self.drafted: list[tuple[str, int]] = []
 
     def text(self) -> Text:
@@ -96,7 +113,7 @@ class World:
         return Text(self.answer, self.prompt, odds * (self.hot if bucket else 1.0), bucket)
 
     def chance(self, name: str, text: Text) -> float:
-        p = self.drafters[name].chance
+        p = self.drafters[name].chance if self.rounds > self.bad_rounds else 0.02
         return p * text.difficulty / (1 - p + p * text.difficulty)
 
     def resize(self, batch: int) -> None:
@@ -139,7 +156,10 @@ class World:
         accepted = [self._accepted(p, n) for p, n in zip(chances, counts, strict=True)]
         propose = sum(self._propose([(n, text) for own, n, text in users if own == name], name) for name in {u[0] for u in users})
         rows = self.batch + sum(counts)
-        forward, rest = self.forward(rows), self.rest + self.after * bool(users)
+        slow, slow_proposals = self.slowness(self.rounds, self.clock)
+        propose *= slow_proposals
+        forward, rest = slow * self.forward(rows), self.rest + self.after * bool(users)
+        self.clock += propose + forward + rest
         noise = self.random.uniform(0.9, 1.1)
         stats = RoundStats(counts, [range(n) for n in accepted], rows, propose, forward * noise, rest)
         began = time.thread_time()
@@ -196,14 +216,14 @@ HEAD, USELESS = Drafter(0.6, 0.6, 0.0006, 0.0003, 0.000005), Drafter(0.01, 0.5, 
 PYRITE = (two_cores, {"suffix": LOOKUP, "draft_model": MODEL, "eagle": HEAD, "medusa": Drafter(0.3, 0.4, 0.0003, 0.001)})
 
 
-def calibrated(world: World) -> World:
-    """The world with its costs known, as after a calibration."""
+def calibrated(world: World, slow: float = 1.0) -> World:
+    """The world with its costs known, as after a calibration; where something slowed the machine down, proposals seem slower."""
     costs = world.policy.costs
     for _ in range(4):
         for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
             costs.observe_forward(rows, 64, world.forward(rows))
         for (name, drafter), batch, n in product(world.drafters.items(), (1, 8), (2, 8)):
-            costs.observe_proposal(name, batch, n, drafter.per_call + drafter.per_token * n)
+            costs.observe_proposal(name, batch, n, slow * (drafter.per_call + drafter.per_token * n))
     return world
 
 

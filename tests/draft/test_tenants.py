@@ -80,9 +80,9 @@ def test_sharing_is_what_the_settings_and_the_key_allow(tmp_path: Path) -> None:
     write_family(tmp_path, "llama2", max_position_embeddings=128)
     params = SamplingParams(temperature=0.0, max_tokens=20)
     for settings, tenant, kept in (
-        ("suffix", "a", 0),
-        ("suffix:shared_tokens=30", None, 0),
-        ("suffix:shared_tokens=30", "a", 15),
+        ("suffix:adaptive=false", "a", 0),
+        ("suffix:shared_tokens=30:adaptive=false", None, 0),
+        ("suffix:shared_tokens=30:adaptive=false", "a", 15),
     ):
         llm = LLM(tmp_path, load_format="dummy", speculation=settings)
         for _ in range(3):

@@ -265,7 +265,7 @@ def test_too_little_in_common_goes_by_text_or_not_at_all(root: Path, tmp_path: P
 
 @pytest.mark.parametrize("way", ["auto", "shared", "text"])
 def test_through_the_front_door(root: Path, way: str) -> None:
-    speculation = {"method": "draft_model", "model": str(root / "draft"), "draft_tokens": 4, "vocabulary": way}
+    speculation = {"method": "draft_model", "model": str(root / "draft"), "draft_tokens": 4, "vocabulary": way, "adaptive": False}
     llm = LLM(root / "target", load_format="dummy", speculation=speculation)
     plain = LLM(root / "target", speculation="none", load_format="dummy")
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
@@ -277,7 +277,7 @@ def test_through_the_front_door(root: Path, way: str) -> None:
 def test_a_table_with_one_token_more_still_drafts(root: Path, tmp_path: Path) -> None:
     target = write_family(write_tokenizer(tmp_path / "target"), "llama2", vocab_size=300)
     other = write_family(write_tokenizer(tmp_path / "other", 300, extra=("<|odd|>",)), "llama2", vocab_size=300)
-    llm = LLM(target, load_format="dummy", speculation={"method": "draft_model", "model": str(other)})
+    llm = LLM(target, load_format="dummy", speculation={"method": "draft_model", "model": str(other), "adaptive": False})
     assert isinstance(llm.engine.drafter.drafter, DraftModel)
     out = llm.generate("the lazy", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
     assert out.speculation["drafted"] > 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.config import RequestSpeculation
-from outrider.control import Controller, Costs
+from outrider.config import RequestSpeculation, speculation_of_flags
+from outrider.control import Controller, Costs, FixedLength
 from outrider.engine.costs_file import ACCEPTANCE, known_acceptance
 from outrider.errors import InvalidParameter
 from outrider.model.bundled import bundled_model
@@ -146,3 +146,49 @@ def test_auto_verifies_by_match_alone() -> None:
 def test_a_request_s_settings_are_read_once() -> None:
     assert RequestSpeculation.parse(None) == RequestSpeculation.parse(True) == RequestSpeculation()
     assert RequestSpeculation.parse({"num_speculative_tokens": 4}).draft_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculation": "draft_model:4"},
+        {"speculation": {"method": "eagle", "draft_tokens": 4}},
+        {"speculative_config": {"method": "medusa", "num_speculative_tokens": 4}},
+        {"speculation": "suffix", "num_speculative_tokens": 4},
+        {"speculative_model": str(bundled_model() / "draft"), "num_speculative_tokens": 4},
+    ],
+)
+def test_a_named_method_drafts_up_to_its_tokens_or_none_and_is_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    llm = LLM(max_model_len=512, **settings)
+    policy = llm.engine.policy
+    assert isinstance(policy, Controller)
+    (arm,) = policy.arms
+    assert policy.costs.knows_forward
+    assert policy.costs.knows_proposal(arm.name, well=True)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    output = llm.generate(PROMPTS[1], params)[0].outputs[0]
+    assert output.token_ids == llm.generate(PROMPTS[1], params, speculation=False)[0].outputs[0].token_ids
+    assert len(output.speculation["drafted_by_position"]) <= 4
+
+
+def test_a_pinned_method_has_no_controller() -> None:
+    assert isinstance(LLM(speculation="suffix:4:adaptive=false").engine.policy, FixedLength)
+    assert isinstance(LLM(speculation={"method": "suffix", "rule": "rejection"}).engine.policy, FixedLength)
+
+
+def test_auto_may_be_given_a_draft_model_or_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--method auto --draft-model DIR`: what DIR holds takes the place of what lies beside the target."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    for folder, method in (("draft", "draft_model"), ("eagle", "eagle")):
+        speculation = speculation_of_flags("auto", str(bundled_model() / folder), None)
+        llm = LLM(speculation=speculation, max_model_len=512, calibration_s=0)
+        assert isinstance(llm.engine.policy, Controller)
+        assert {"suffix", method} <= {arm.name for arm in llm.engine.policy.arms}
+        member = next(one for one in llm.speculation.nested() if one.method == method)
+        assert member.model == str(bundled_model() / folder)
+        params = SamplingParams(temperature=0, max_tokens=20)
+        named = llm.generate(PROMPTS[1], params, speculation={"method": method})[0].outputs[0]
+        assert named.token_ids == llm.generate(PROMPTS[1], params, speculation=False)[0].outputs[0].token_ids

@@ -111,7 +111,8 @@ PERSON = Structured(
 )
 
 
-METHODS = ["none", "suffix:8", "eagle:12:beam=3:depth=5", "draft_model:5", "recycle:12", "medusa:16", "lookahead:24", "auto"]
+NAMED = ["suffix:8", "eagle:12:beam=3:depth=5", "draft_model:5", "recycle:12", "medusa:16", "lookahead:24"]
+METHODS = ["none", *(f"{method}:adaptive=false" for method in NAMED), "auto"]
 
 
 def lose_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.control import Controller
 from outrider.errors import InvalidParameter, ModelError, OutriderError, UnknownMethod
 from outrider.model.load import INT8
 from outrider.ops.native import find_core
@@ -157,8 +158,8 @@ def test_more_requests_than_slots(model: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"speculation": {"method": "draft_model", "model": "SELF", "draft_tokens": 3}},
-        {"speculative_config": {"method": "draft_model", "model": "SELF", "num_speculative_tokens": 3}},
+        {"speculation": {"method": "draft_model", "model": "SELF", "draft_tokens": 3, "adaptive": False}},
+        {"speculative_config": {"method": "draft_model", "model": "SELF", "num_speculative_tokens": 3, "adaptive": False}},
         {"speculative_model": "SELF", "num_speculative_tokens": 3},
         {"speculation": "ngram", "num_speculative_tokens": 3},
     ],
@@ -174,7 +175,8 @@ def test_spellings_of_speculation(model: Path, arguments: dict) -> None:  # type
     output = llm.generate([[1, 2, 3]], params)[0].outputs[0]
     assert llm.speculation.draft_tokens == 3
     assert output.token_ids == llm.generate([[1, 2, 3]], params, speculation=False)[0].outputs[0].token_ids
-    if llm.speculation.method == "draft_model":
+    assert llm.speculation.adaptive == isinstance(llm.engine.policy, Controller)
+    if not llm.speculation.adaptive:
         assert output.speculation["accepted"] == output.speculation["drafted"] > 0
 
 

@@ -25,10 +25,10 @@ from tests.support.examples import thinned
 from tests.support.schemas import random_schema
 
 METHODS = {
-    "suffix": {"method": "suffix", "draft_tokens": 8},
-    "eagle tree": {"method": "eagle", "draft_tokens": 12, "beam": 3, "branch": 3, "depth": 5},
-    "draft_model": {"method": "draft_model", "draft_tokens": 5},
-    "mixture": "mixture:10:members=suffix+(eagle:beam=2:branch=3:depth=5)",
+    "suffix": {"method": "suffix", "draft_tokens": 8, "adaptive": False},
+    "eagle tree": {"method": "eagle", "draft_tokens": 12, "adaptive": False, "beam": 3, "branch": 3, "depth": 5},
+    "draft_model": {"method": "draft_model", "draft_tokens": 5, "adaptive": False},
+    "mixture": "mixture:10:adaptive=false:members=suffix+(eagle:beam=2:branch=3:depth=5)",
 }
 PROMPT = "import json\n\nrecord = "
 PERSON = Structured(
@@ -96,12 +96,12 @@ def test_random_schemas(number: int) -> None:
 @pytest.mark.parametrize(
     "speculation",
     [
-        "ngram:6",
-        "recycle:12",
-        "medusa:16",
-        "lookahead:24",
-        "cascade:6:levels=ngram+draft_model",
-        "early_exit:3:exit_layer=9",
+        "ngram:6:adaptive=false",
+        "recycle:12:adaptive=false",
+        "medusa:16:adaptive=false",
+        "lookahead:24:adaptive=false",
+        "cascade:6:adaptive=false:levels=ngram+draft_model",
+        "early_exit:3:adaptive=false:exit_layer=9",
         "auto",
     ],
 )

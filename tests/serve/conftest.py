@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    return LLM(speculation="eagle:4", max_num_seqs=4, max_batch_rows=128)
+    return LLM(speculation="eagle:4:adaptive=false", max_num_seqs=4, max_batch_rows=128)
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,12 @@ class _Estimate:
             self.curves[difficulty] = list(accumulate(_shifted(self.gains, math.exp(difficulty / _FINEST))))
         return self.curves[difficulty]
 
+    def fade(self, share: float) -> None:
+        """What was seen long ago counts for less."""
+        self.rounds *= share
+        for counts in self.judged.values():
+            counts[:] = (count * share for count in counts)
+
     def recalled(self, rounds: float) -> _Estimate:
         """A copy that counts for at most so many rounds."""
         judged = {confidence: [count / 2 for count in counts] for confidence, counts in self.judged.items()}
@@ -183,9 +189,11 @@ class Acceptance:
     def learn(self) -> None:
         """From the verdicts observed so far."""
         for pending in self._heard:
+            estimate, asked = pending.estimate, min(pending.asked, LENGTHS[-1])
+            if self.now > estimate.at:
+                estimate.fade(_STALE ** (self.now - estimate.at))
             _count(pending)
             pending.evidence[pending.arm].at = self.now
-            estimate, asked = pending.estimate, min(pending.asked, LENGTHS[-1])
             estimate.rounds = min(estimate.rounds + 1.0, MEMORY)
             estimate.at = self.now
             gains = sorted(pending.usual, reverse=True)[:asked]

@@ -81,7 +81,7 @@ class Calibration:
         return Plan(lengths, arms=(arm or 0,) * len(load.room), verify_all=self._verifies_all(arm), may_overlap=may_overlap)
 
     def _verifies_all(self, arm: int | None) -> bool:
-        return arm is not None and self.arms[arm].ahead
+        return arm is not None and self.arms[arm].can_overlap
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:
         if self._current is not None and self._verifies_all(self._current.arm):
@@ -121,5 +121,5 @@ class Calibration:
 def _sizes(arms: Seq[Arm], forwards: bool) -> list[tuple[int, int | None]]:
     """(nodes, arm) of one pass, in the order in which they are timed."""
     nodes = [(count, None) for count in _NODES] if forwards else []
-    long, short = ([(min(count, arm.most), i) for i, arm in enumerate(arms)] for count in _PROPOSALS)
+    long, short = ([(min(count, arm.max_nodes), i) for i, arm in enumerate(arms)] for count in _PROPOSALS)
     return [*nodes[:_FIRST_FORWARDS], *long, *nodes[_FIRST_FORWARDS:], *short]

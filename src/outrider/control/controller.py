@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect, bisect_left
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from operator import ge, is_
@@ -24,16 +24,26 @@ from outrider.core import Arm, Drafts, Plan
 
 __all__ = ["Controller"]
 
-MARGIN = 0.06  # a draft must promise this much more than none, and as much again for each doubling of the batch
-SHARE = 0.002  # of the time that exploration may lose,
-GRANT = 4.0  # and plain rounds that it may lose at first, and save up
+MARGIN = 0.04  # a draft must promise this much more than none
+SHARE = 0.008  # of the time that exploration may lose: in tests/control/worlds.py 0.012 costs useless drafters 0.5 % more, and
+#     with 0.004 a good drafter that starts badly is found again too late
+GRANT = 4.0  # plain rounds that exploration may lose at first, and save up
+LEAST = 0.25  # of a round, that an explored one is taken to lose: with 0.1 what brings nothing is explored in each tenth round
 BONUS = 0.8  # standard deviation of what one round shows of a curve, against the prior curve
 SHORTEST, LONGEST = 2, 16  # rounds that a plan stands: twice as many whenever replanning changed nothing
 REST = 8  # times as many where nobody drafts
 OVERHEAD = 0.005  # of the time that replanning may take
 SAMPLED = 4  # rounds of which one is timed, once many have been
 LEARNT_FROM = 8  # sequences whose verdicts a round learns from, in turn
-_NOBODY = (0, 0)
+_NOBODY = (0, -1)  # arm and step of a sequence that does not draft
+
+
+class _Exploration(NamedTuple):
+    """A plan that may be better than the standing one."""
+
+    budget: int  # that pays for it: the arm's, or -1 for another length of the arms in use, and for none
+    plan: Plan
+    loss: float  # seconds
 
 
 class _Timed(NamedTuple):
@@ -65,7 +75,7 @@ class Controller:
         self._load: Load | None = None
         # the standing plan
         self._plan = Plan(())
-        self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and length of everyone planned for
+        self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and step of everyone planned for
         self._keys: Seq[Hashable] = ()  # the sequences of the last round
         self._age, self._interval = 0, 0  # in rounds
         self._rate = 1.0  # tokens per second that it promises
@@ -75,12 +85,12 @@ class Controller:
         self._met: dict[Hashable, set[int]] = {}  # arms that a sequence has used
         self._begun = 0  # sequences that use theirs for the first time; -1: this round is like the one before
         # exploration
-        self._budget = math.nan  # seconds that may be lost; not a number: not granted yet
+        self._budgets: dict[int, float] = {}  # seconds that exploration may lose: for each unused arm, and -1 for those in use
         self._last = 0.0  # seconds of the last round
-        self._candidate: tuple[float, Plan] | None = None  # what to explore next, and the seconds that it may lose
-        self._exploring = False
+        self._plain_s = 0.0  # of a plain round
+        self._candidate: _Exploration | None = None  # what to explore next
+        self._exploring: _Exploration | None = None
         self._turn = 0
-        self._plain_at = 0  # the round in which plain decoding was timed last
         # measurements
         self._round = 0
         self._timed: list[_Timed] = []
@@ -117,9 +127,10 @@ class Controller:
         else:
             if self._is_due(load):
                 self._replan(load)
-            if self._candidate is not None and self._budget >= self._candidate[0] and not self._exploring:
-                self._plan, self._exploring, self._age, self._interval = self._candidate[1], True, 0, 2
-            elif not self._exploring:
+            if self._may_explore():
+                assert self._candidate is not None
+                self._plan, self._exploring, self._age, self._interval = self._candidate.plan, self._candidate, 0, 2
+            elif self._exploring is None:
                 self._plan = self._standing_plan(load)
             self._keys = tuple(load.keys)
             self._note_users(load)
@@ -129,16 +140,23 @@ class Controller:
         """Whether the last round's plan is this one's too: the same sequences, and nothing to plan or to explore."""
         if self._age >= self._interval or len(self._standing) < len(load.keys) or not self._is_same(load.keys):
             return False  # it is old, somebody was reading a prompt when it was made, or others run
-        if self._candidate is not None and self._budget >= self._candidate[0] and not self._exploring:
+        if self._may_explore():
             return False
         return not self._users or all(map(ge, load.room, self._plan.lengths))
+
+    def _may_explore(self, more: float = 0.0) -> bool:
+        """Whether the budget pays for the next exploration, with so many seconds more."""
+        one = self._candidate
+        if one is None or self._exploring is not None:
+            return False
+        return self._budgets[one.budget] + more >= one.loss
 
     def _is_same(self, keys: Seq[Hashable]) -> bool:
         return len(keys) == len(self._keys) and all(map(is_, keys, self._keys))
 
     def _is_due(self, load: Load) -> bool:
         """Whether to plan again: the plan is old, was made for more sequences, or somebody could draft who is not in it."""
-        if self._age >= self._interval or self._exploring or 4 * len(load.keys) < 3 * len(self._standing):
+        if self._age >= self._interval or self._exploring is not None or 4 * len(load.keys) < 3 * len(self._standing):
             return True
         new = sum(room > 0 and key not in self._standing for key, room in zip(load.keys, load.room, strict=True))
         return new > 0 and (4 * new >= len(load.keys) or self._age >= LONGEST // 2)
@@ -147,15 +165,18 @@ class Controller:
         """Whether the next round's plan will be this one's too, as far as can be told."""
         if self._age + 1 >= self._interval and not (self._plan.verify_all and self._steady):
             return False
-        explores = self._candidate is not None and self._budget + SHARE * self._last >= self._candidate[0]
-        return not self._exploring and not explores and len(self._standing) == len(self._keys)
+        return self._exploring is None and not self._may_explore(SHARE * self._last) and len(self._standing) == len(self._keys)
 
     def _standing_plan(self, load: Load) -> Plan:
-        """The plan that was made, for those who run now, as far as they have room."""
-        if not any(length for _, length in self._standing.values()):
+        """The plan that was made, for those who run now."""
+        return self._plan_of(load, {b: self._standing.get(key, _NOBODY) for b, key in enumerate(load.keys)})
+
+    def _plan_of(self, load: Load, chosen: Mapping[int, tuple[int, int]]) -> Plan:
+        """Arm and step by sequence as a plan, as far as there is room."""
+        settings = [chosen.get(b, _NOBODY) for b in range(len(load.keys))]
+        if all(step < 0 for _, step in settings):
             return _nothing(len(load.keys))
-        settings = [self._standing.get(key, _NOBODY) for key in load.keys]
-        lengths = tuple(min(length, room) for (_, length), room in zip(settings, load.room, strict=True))
+        lengths = tuple(min(LENGTHS[step], room) if step >= 0 else 0 for (_, step), room in zip(settings, load.room, strict=True))
         return self._flagged(load, Plan(lengths, arms=tuple(arm for arm, _ in settings)))
 
     def _flagged(self, load: Load, plan: Plan) -> Plan:
@@ -166,7 +187,9 @@ class Controller:
         few, more = self.costs.proposals(self.arms[arm].name, len(drafting), (2, 8), load.context)
         short, long = (self.costs.forward(load.rows + n * len(drafting), load.context) for n in (2, 8))
         node = (more - few + long - short) / (6 * len(drafting))  # seconds to draw and to verify one more
-        return plan._replace(verify_all=self.arms[arm].ahead, confidence_threshold=min(self._rate * node, 0.7), may_overlap=True)
+        return plan._replace(
+            verify_all=self.arms[arm].can_overlap, confidence_threshold=min(self._rate * node, 0.7), may_overlap=True
+        )
 
     def _note_users(self, load: Load) -> None:
         """Who drafts by which arm in this round, and who of them for the first time."""
@@ -180,7 +203,7 @@ class Controller:
     def _replan(self, load: Load) -> None:
         """Choose for everyone, and for how long that shall stand."""
         self._learn()
-        self._replanned, self._exploring, self._candidate = True, False, None
+        self._replanned, self._exploring, self._candidate = True, None, None
         self._acceptance.now = self._round
         self._acceptance.meet(load.keys, load.temperature_buckets or [0] * len(load.keys))
         if self._round >= self._reprice_at:
@@ -190,8 +213,7 @@ class Controller:
         before, batch = self._standing, len(load.keys)
         able = [b for b, room in enumerate(load.room) if room > 0] if batch < self._disable_at and self.arms else []
         chosen = self._best(load, able)
-        settings = {b: (arm, LENGTHS[step]) for b, (arm, step) in chosen.items()}
-        self._standing = {key: settings.get(b, _NOBODY) for b, key in enumerate(load.keys) if load.room[b]}
+        self._standing = {key: chosen.get(b, _NOBODY) for b, key in enumerate(load.keys) if load.room[b]}
         self._steady = before == self._standing
         shortest = self._overhead.get((batch, True), 0.0) / (OVERHEAD * self._base(load))
         longest = LONGEST if chosen else REST * LONGEST
@@ -199,16 +221,22 @@ class Controller:
         if self._named and chosen and any(self._acceptance.is_unseen(load.keys[b], arm) for b, (arm, _) in chosen.items()):
             self._interval = 1  # to stop soon where it does not pay
         self._age = 0
+        if able and not self._budgets:
+            new = [arm for arm in range(len(self.arms)) if self._is_stale(load.keys[able[0]], arm)]
+            self._budgets = dict.fromkeys(range(-1, len(self.arms)), 0.0)
+            self._budgets |= dict.fromkeys(new, GRANT * self._base(load) / len(self.arms))
+        self._plain_s = self._base(load)
         if able:
             self._candidate = self._exploration(load, able, chosen)
 
     def _best(self, load: Load, able: Seq[int]) -> dict[int, tuple[int, int]]:
         """Arm and step by sequence: the options that make tokens over seconds largest (Dinkelbach's iteration)."""
         plain = load.emitting / self._base(load)
-        self._rate = plain * (1.0 + MARGIN * (1.0 + math.log2(len(load.keys))))  # what a second must bring, at least
+        self._rate = plain * (1.0 + MARGIN)  # what a second must bring, at least
         best: dict[int, tuple[int, int]] = {}
         while chosen := self._assigned(load, able):
-            rate = self._rate_of(load, chosen)
+            tokens, seconds = self._expected(load, chosen)
+            rate = tokens / seconds
             if rate <= self._rate:
                 break
             best, self._rate, able = chosen, rate, list(chosen)
@@ -256,21 +284,21 @@ class Controller:
             return 0.0
         return self.costs.switch(self.arms[arm].name, load.context / len(load.keys))
 
-    def _rate_of(self, load: Load, chosen: dict[int, tuple[int, int]]) -> float:
-        """Tokens per second when these draft."""
+    def _expected(self, load: Load, chosen: dict[int, tuple[int, int]]) -> tuple[float, float]:
+        """Tokens and seconds of a round in which these draft."""
         tokens, rows = float(load.emitting), 0.0
-        longest: dict[int, tuple[float, int]] = {}  # by arm: most nodes of a sequence, how many sequences
+        longest: dict[int, tuple[float, int]] = {}  # by arm: nodes of the longest draft, how many sequences
         for b, (arm, step) in chosen.items():
             key = load.keys[b]
             nodes = self._acceptance.nodes(key, arm)[step]
             tokens += self._curve(key, arm)[step]
             rows += nodes
-            most, count = longest.get(arm, (0.0, 0))
-            longest[arm] = max(most, nodes), count + 1
+            length, count = longest.get(arm, (0.0, 0))
+            longest[arm] = max(length, nodes), count + 1
         seconds = self._base(load) + self._extra_rows(load, rows) + self._thinking(len(load.keys))
         for arm, (nodes, count) in longest.items():
             seconds += self.costs.proposal(self.arms[arm].name, count, nodes, load.context)
-        return tokens / seconds
+        return tokens, seconds
 
     def _base(self, load: Load) -> float:
         """Seconds of a plain round of those who emit. Prompts read beside them make no draft worth more."""
@@ -289,7 +317,7 @@ class Controller:
         bucket = load.temperature_buckets[0] if load.temperature_buckets else 0
         place = (arm, users, load.rows, len(load.keys), load.context.bit_length(), bucket)
         if place not in self._prices:
-            nodes = self._acceptance.nodes(load.keys[0], arm)[: bisect(LENGTHS, self.arms[arm].most)]
+            nodes = self._acceptance.nodes(load.keys[0], arm)[: bisect(LENGTHS, self.arms[arm].max_nodes)]
             drafts = self.costs.proposals(self.arms[arm].name, users, nodes, load.context)
             fixed = self._thinking(len(load.keys))
             self._prices[place] = [
@@ -297,54 +325,56 @@ class Controller:
             ]
         return self._prices[place]
 
-    def _exploration(self, load: Load, able: Seq[int], chosen: dict[int, tuple[int, int]]) -> tuple[float, Plan] | None:
-        """The option whose upper confidence bound promises most for the seconds it may lose, as a plan with one change."""
-        if math.isnan(self._budget):
-            known = [self.costs.knows_proposal(arm.name, well=True) for arm in self.arms]
-            new = [self._acceptance.is_unseen(load.keys[able[0]], arm) for arm in range(len(self.arms))]
-            share = sum(not timed or unseen for timed, unseen in zip(known, new, strict=True)) / len(known)
-            self._budget = GRANT * share * self._base(load)
-        rate = self._usual = self._rate if chosen else load.emitting / self._base(load)
+    def _exploration(self, load: Load, able: Seq[int], chosen: dict[int, tuple[int, int]]) -> _Exploration | None:
+        """The plan with one change, which some budget pays for the soonest.
+
+        Every arm may lose a share of the time, so each has its turn, however little it seems to bring: what it showed first
+        may have been a slow moment of the machine, or a hard text.
+        """
+        self._usual = self._rate if chosen else load.emitting / self._base(load)
         self._turn += 1
         remaining = load.remaining or load.room
         b = max(able, key=lambda one: (remaining[one], (one + self._turn) % len(load.keys)))
-        key, allowed = load.keys[b], load.arms[b] if load.arms else None
-        options: list[tuple[bool, float, float, int, int, Seq[int]]] = []  # unseen, promise over loss, loss, arm, step, who
-        for arm in range(len(self.arms)) if allowed is None else allowed:
-            untimed = not self.costs.knows_proposal(self.arms[arm].name, well=True)
-            unseen = self._acceptance.is_unseen(key, arm)
-            together = len(able) > 1 and not load.arms and self.costs.knows_switch(self.arms[arm].name)
-            for who in ([b], able) if together else ([b],):
-                if all(one in chosen and chosen[one][0] == arm for one in who):
-                    continue
-                promise, loss, step = self._promise(load, who, arm, rate)
-                if promise > 0.0 or untimed:
-                    options.append((unseen, promise / (loss + 1e-9), loss, arm, step, who))
-        if chosen:  # how much plain rounds take may have changed since they were seen
-            stale = 0.2 * (1.0 - 0.99 ** (self._round - self._plain_at))
-            plain = load.emitting / self._base(load)
-            loss = 2.0 * (rate / plain - 1.0) * self._base(load)
-            if plain * (1.0 + stale) > rate:
-                options.append((False, plain * (1.0 + stale) / rate - 1.0, loss, -1, 0, ()))
-        if not options:
-            return None
-        _, _, loss, arm, step, who = max(options)
-        if arm < 0:
-            return loss, _nothing(len(load.keys))
-        base = self._standing_plan(load)
-        lengths, arms = list(base.lengths), list(base.arms)
-        for one in who:
-            lengths[one], arms[one] = min(LENGTHS[step], load.room[one]), arm
-        return loss, Plan(tuple(lengths), arms=tuple(arms))
+        unused = [arm for arm in self._allowed(load, b) if chosen.get(b, (-1, 0))[0] != arm]
+        options = [self._explored(load, able if self._turn % 2 else [b], arm, chosen) for arm in unused]
+        if chosen:
+            options.append(self._varied(load, chosen))
+        return max(options, key=lambda one: self._budgets[one.budget] - one.loss, default=None)
 
-    def _promise(self, load: Load, who: Seq[int], arm: int, rate: float) -> tuple[float, float, int]:
-        """Tokens that an arm may bring these at best, seconds of two such rounds, and the step that promises most."""
-        seconds = self._each(load, arm, len(who))
-        uppers = [self._acceptance.upper(load.keys[b], arm, BONUS) for b in who]
-        total = [sum(gains) for gains in zip(*uppers, strict=True)]
+    def _explored(self, load: Load, who: Seq[int], arm: int, chosen: dict[int, tuple[int, int]]) -> _Exploration:
+        """These draft by an arm, as far as its upper confidence bound says."""
+        users = [b for b in who if arm in self._allowed(load, b)]
+        uppers = [self._acceptance.upper(load.keys[b], arm, BONUS) for b in users]
+        gains = [sum(gains) for gains in zip(*uppers, strict=True)]
+        seconds = self._each(load, arm, len(users))
         steps = range(min(self._min_step, len(seconds) - 1), len(seconds))
-        promise, step = max((total[step] - rate * seconds[step] * len(who), step) for step in steps)
-        return promise, 2.0 * seconds[step] * len(who) + sum(self._switch(load, b, arm) for b in who), step
+        step = max(steps, key=lambda step: gains[step] - self._usual * seconds[step] * len(users))
+        switch = sum(self._switch(load, b, arm) for b in users)
+        return self._two_rounds(load, arm, chosen | dict.fromkeys(users, (arm, step)), switch)
+
+    def _varied(self, load: Load, chosen: dict[int, tuple[int, int]]) -> _Exploration:
+        """Those who draft go a step further, less far, or do not draft, in turn."""
+        shift = self._turn % 3 - 1
+        varied: dict[int, tuple[int, int]] = {}
+        for b, (arm, step) in chosen.items():
+            last = bisect(LENGTHS, self.arms[arm].max_nodes) - 1
+            varied |= {b: (arm, min(max(step + shift, self._min_step), last))} if shift else {}
+        return self._two_rounds(load, -1, varied)
+
+    def _two_rounds(self, load: Load, budget: int, chosen: dict[int, tuple[int, int]], switch: float = 0.0) -> _Exploration:
+        """These draft for two rounds: one shows little where a drafter has a text to read first."""
+        tokens, seconds = self._expected(load, chosen)
+        loss = 2.0 * max(seconds - tokens / self._usual, LEAST * seconds) + switch
+        return _Exploration(budget, self._plan_of(load, chosen), loss)
+
+    def _is_stale(self, key: Hashable, arm: int) -> bool:
+        """Whether an arm was not used for long, or too seldom to know what it costs."""
+        return arm >= 0 and (self._acceptance.rounds(key, arm) < 1.0 or not self.costs.knows_proposal(self.arms[arm].name, True))
+
+    def _allowed(self, load: Load, b: int) -> Seq[int]:
+        """Arms that a sequence may use."""
+        allowed = load.arms[b] if load.arms else None
+        return range(len(self.arms)) if allowed is None else allowed
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:
         """Keep the nodes whose tokens pay for their rows, over all sequences at once."""
@@ -369,7 +399,7 @@ class Controller:
             return drafts
         pool.sort()
         count = self._paying([-node[0] for node in pool], load)
-        if self._exploring:  # it shows something only where a node is judged
+        if self._exploring is not None:  # it shows something only where a node is judged
             count = max(count, min(len(pool), 1))
         if count == len(pool):
             return drafts
@@ -405,23 +435,24 @@ class Controller:
         if load is None:
             return
         seconds = self._last = stats.propose_s + stats.forward_s + stats.rest_s
-        if self._budget == self._budget:
-            self._budget = min(self._budget + SHARE * seconds, GRANT * seconds)
+        most = max(GRANT * self._plain_s, self._candidate.loss if self._candidate is not None else 0.0)
+        for arm, budget in self._budgets.items():
+            share = SHARE / (2 if arm < 0 else len(self.arms))
+            self._budgets[arm] = min(budget + share * seconds, most)
         overlapped, self._overlapped = self._overlapped, False
         replanned, self._replanned = self._replanned, False
         batch = len(load.keys)
         if self._users or replanned:
             usual = self._overhead.get((batch, replanned), 0.0)  # at first it is taken to cost nothing
             self._overhead[batch, replanned] = usual + (stats.think_s - usual) / 32
-        if self._exploring:  # what it lost, for what it brought
+        if self._exploring is not None:  # what it lost, for what it brought
             tokens = load.emitting + sum(map(len, stats.paths))
-            self._budget -= seconds + stats.think_s - tokens / self._usual
-        often = self._exploring or self._begun > 0 or self._round < 16 * SAMPLED
+            lost = seconds + stats.think_s - tokens / self._usual
+            self._budgets[self._exploring.budget] -= min(max(lost, self._exploring.loss / 4.0), GRANT * self._plain_s)
+        often = self._exploring is not None or self._begun > 0 or self._round < 16 * SAMPLED
         if stats.rows and not overlapped and self._begun != 0 and (often or self._round % SAMPLED == 0):
             users = [(arm, len(drafting), self._proposed.get(arm, 0)) for arm, drafting in self._users.items()]
             self._timed.append(_Timed(stats, load.context, batch, users, self._begun))
-            if not users:
-                self._plain_at = self._round
         if self._users:
             for key, path in zip(load.keys, stats.paths, strict=True):
                 self._acceptance.observe(key, path)

@@ -111,8 +111,6 @@ class LLM:
             return
         if self.device.is_gpu:
             self.measure_costs()
-        elif self.speculation.method != "auto":
-            return  # a drafter that was named drafts at once, and its first rounds are timed
         elif not policy.costs.knows_forward or not all(map(policy.costs.knows_proposal, (arm.name for arm in policy.arms))):
             _progress.info(
                 "first start of %s on this machine: timing rounds and drafts, %g s at most", self.directory.name, seconds

@@ -1,28 +1,28 @@
-"""What the parts of a round cost, measured or given. The only file of the planner that knows the controller's cost model."""
+"""What the parts of a round cost, measured or assumed: samples by size, summed up in the controller's cost table."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from outrider.bench.plan.trace import RecordedRound
 from outrider.control import Costs
-from outrider.control.costs import Curve
+from outrider.control.costs import steady_mean
 from outrider.core import Arm
 
-__all__ = ["RoundCosts", "controller_costs", "steady_mean"]
+__all__ = ["RoundCosts", "controller_costs"]
 
 _PROMPT_ROWS = 64  # rows above which a forward that reads prompts is learned from
-_STALL = 5.0  # a time this many times the median counts as this many: a stall is not a cost
+_DRAFTER = "drafter"  # the name of the only one in a method's table
+_SHORTEST = 1e-12  # seconds: a table has no time of 0
 
 
 class RoundCosts:
-    """Seconds of a round's parts: forwards by rows, proposals by length and the host by rows, each at batches seen."""
+    """Seconds of a round's parts under one method: forwards by rows, proposals by batch and length, the host by batch."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[int, dict[int, list[float]]]] = {part: {} for part in ("propose", "forward", "host")}
-        self._curves: dict[str, dict[int, Curve]] | None = None
+        self._table: Costs | None = None
 
     def learn(self, rounds: Iterable[RecordedRound]) -> None:
         """Add measured rounds; of those that read prompts, only forwards of many rows: they are no round's rows."""
@@ -39,7 +39,7 @@ class RoundCosts:
     def add(self, part: str, batch: int, size: int, seconds: float) -> None:
         batch = 1 if part == "forward" else batch  # a forward depends on its rows, not on whose they are
         self._seen[part].setdefault(batch, {}).setdefault(size, []).append(seconds)
-        self._curves = None
+        self._table = None
 
     def round_s(self, length: int, nodes: int, batch: int = 1) -> float:
         """A round that drafts up to `length` nodes and verifies `nodes`, for each of `batch` sequences."""
@@ -48,23 +48,20 @@ class RoundCosts:
         return proposal + self.time("forward", batch, rows) + self.time("host", batch, rows)
 
     def time(self, part: str, batch: int, size: int) -> float:
-        """Between batches that were seen it is interpolated; beyond, a proposal grows with the batch."""
-        if self._curves is None:
-            self._curves = {name: {b: _curve(sizes) for b, sizes in batches.items()} for name, batches in self._seen.items()}
-        curves = self._curves[part]
-        if not curves:
+        """Expected seconds of a proposal (`size` nodes for each of `batch` sequences), a forward (`size` rows) or the host."""
+        if not self._seen[part]:
             return 0.0
+        table = self.table
         if part == "forward":
-            return _at(curves[1], size)
-        known = sorted(curves)
-        low = max((b for b in known if b <= batch), default=known[0])
-        high = min((b for b in known if b >= batch), default=known[-1])
-        first, second = (
-            _at(curves[b], size) if part == "propose" else _within(curves[b], size * b // batch) for b in (low, high)
-        )
-        if low == high:
-            return first * (batch / low if batch > low else 1.0)
-        return first + (second - first) * (batch - low) / (high - low)
+            return table.forward(size, 0)
+        return table.rest(batch) if part == "host" else table.proposal(_DRAFTER, batch, size)
+
+    @property
+    def table(self) -> Costs:
+        """The controller's table, as if it had measured these costs."""
+        if self._table is None:
+            self._table = _table_of(self.as_dict(), {_DRAFTER: self})
+        return self._table
 
     @classmethod
     def forwards(cls, tables: Iterable[RoundCosts]) -> RoundCosts:
@@ -98,35 +95,17 @@ class RoundCosts:
 
 def controller_costs(arms: Iterable[Arm], plain: str, costs: Mapping[str, RoundCosts]) -> Costs:
     """The controller's table, as if it had measured these costs earlier; `plain` names plain decoding's."""
-    table = Costs()
-    for rows, seconds in RoundCosts.forwards(costs.values()).as_dict()["forward"].get("1", {}).items():
-        table.observe_forward(int(rows), 0, seconds)
-    for batch in (1, 8):
-        table.observe_rest(batch, costs[plain].time("host", batch, batch))
-    for arm in arms:
-        for batch, sizes in costs[arm.name].as_dict()["propose"].items():
-            for length, seconds in sizes.items():
-                table.observe_proposal(arm.name, int(batch), int(length), seconds)
-    return table
+    shared = RoundCosts.forwards(costs.values()).as_dict() | {"host": costs[plain].as_dict()["host"]}
+    return _table_of(shared, {arm.name: costs[arm.name] for arm in arms})
 
 
-def _at(curve: Curve, size: int) -> float:
-    return curve.time(size) or 0.0
+def _table_of(shared: Mapping[str, Any], drafters: Mapping[str, RoundCosts]) -> Costs:
+    """A cost table from the forwards and the host's time of one table, and from the proposals of several."""
+    rest = {batch: max(steady_mean(list(sizes.values())), _SHORTEST) for batch, sizes in shared["host"].items()}
+    propose = {name: {b: _positive(sizes) for b, sizes in one.as_dict()["propose"].items()} for name, one in drafters.items()}
+    forward = _positive(shared["forward"].get("1", {}))
+    return Costs.from_dict({"forward": forward, "context": {}, "rest": rest, "propose": propose})
 
 
-def _within(curve: Curve, size: int) -> float:
-    """At the nearest size seen, where the size lies beyond them: the host's time need not grow with it."""
-    return _at(curve, min(max(size, min(curve.means)), max(curve.means)))
-
-
-def _curve(sizes: Mapping[int, Sequence[float]]) -> Curve:
-    return Curve(
-        {size: steady_mean(times) for size, times in sizes.items()},
-        {size: float(len(times)) for size, times in sizes.items()},
-    )
-
-
-def steady_mean(times: Sequence[float]) -> float:
-    """The mean, a stall counting for little more than any other time."""
-    limit = _STALL * statistics.median(times)
-    return statistics.fmean(min(time, limit) for time in times)
+def _positive(times: Mapping[str, float]) -> dict[str, float]:
+    return {size: max(seconds, _SHORTEST) for size, seconds in times.items()}

@@ -95,7 +95,7 @@ def _policy(name: str, arms: Sequence[Arm], costs: Mapping[str, RoundCosts]) -> 
         return FixedLength(0), 0
     for i, arm in enumerate(arms):
         if arm.name == name:
-            return FixedLength(arm.most), i
+            return FixedLength(arm.max_nodes), i
     raise InvalidParameter("--policy", f"unknown {name!r}; known: auto, none, {', '.join(arm.name for arm in arms)}")
 
 
