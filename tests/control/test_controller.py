@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,23 @@ class Recorded:
 def recorded(world: World) -> Recorded:
     world.policy = Recorded(world.policy)
     return world.policy
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("named", [False, True])
+def test_a_plan_is_for_those_who_run_and_within_their_room(named: bool, seed: int) -> None:
+    """Also where an exploration waits for its budget while sequences end, join and come to their last tokens."""
+    world = World(two_cores, {"m": MODEL, "h": HEAD}, batch=5, answer=60, named=named, seed=seed)
+    policy = recorded(world)
+    rng = random.Random(seed)
+    for _ in range(1500):
+        if rng.random() < 0.2:
+            world.resize(rng.randrange(1, 9))
+        room = [min(40, text.left - 1) for text in world.texts]
+        world.round()
+        lengths = policy.plans[-1].lengths
+        assert len(lengths) == len(room)
+        assert all(length <= left for length, left in zip(lengths, room, strict=True))
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])

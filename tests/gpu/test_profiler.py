@@ -42,7 +42,7 @@ def test_forwards_on_the_device_are_timed_and_change_no_token(method: str) -> No
 
 
 def test_a_draft_models_chain_is_among_them() -> None:
-    llm = LLM(speculation="draft_model:3", device="cuda", prefix_cache=False)
+    llm = LLM(speculation="draft_model:3:adaptive=false", device="cuda", prefix_cache=False)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     llm.generate(PROMPT, params)
     counts.clear()

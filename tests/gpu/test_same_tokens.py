@@ -40,7 +40,7 @@ def plain() -> list[list[int]]:
     return [llm.generate(prompt, p)[0].outputs[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model:5", "suffix:12", "auto"])
+@pytest.mark.parametrize("method", ["none", "draft_model:5", "draft_model:5:adaptive=false", "suffix:12", "auto"])
 def test_speculation_changes_no_token(plain: list[list[int]], method: str) -> None:
     llm = LLM(device="cuda", speculation=method, max_num_seqs=32)
     prompts, params = requests(32, 512)

@@ -125,6 +125,8 @@ class Controller:
         if self._stands(load):
             self._begun = -1
         else:
+            if self._candidate is not None and not self._is_for(self._candidate.plan, load):
+                self._candidate = None
             if self._is_due(load):
                 self._replan(load)
             if self._may_explore():
@@ -150,6 +152,10 @@ class Controller:
         if one is None or self._exploring is not None:
             return False
         return self._budgets[one.budget] + more >= one.loss
+
+    def _is_for(self, plan: Plan, load: Load) -> bool:
+        """Whether a plan that was made before the last round is for the sequences that run now, and they have room for it."""
+        return self._is_same(load.keys) and all(map(ge, load.room, plan.lengths))
 
     def _is_same(self, keys: Seq[Hashable]) -> bool:
         return len(keys) == len(self._keys) and all(map(is_, keys, self._keys))
