@@ -66,3 +66,4 @@ def test_what_was_loaded_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.L
 
 def test_amounts_have_three_digits() -> None:
     assert [amount(n) for n in (7, 1234, 39_600_000, 999_700_000, 8.03e9)] == ["7", "1.23k", "39.6M", "1G", "8.03G"]
+    assert amount(8.03e9, "B") == "8.03B"

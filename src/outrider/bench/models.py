@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from outrider.bench.feature_specs import FEATURE_SPECS
+from outrider.errors import ModelError
 from outrider.model import locate, read_spec
 from outrider.model.backends import BACKENDS, CPU, CUDA
 from outrider.model.families import FAMILIES
 from outrider.model.listing import Wants, amount
+from outrider.model.source import open_source
 from outrider.terminal import PlainConsole
 
 __all__ = ["as_dict", "families_page", "features_table", "show_directory", "show_families"]
@@ -37,15 +41,27 @@ def show_families(console: PlainConsole) -> None:
 
 def show_directory(model: str, console: PlainConsole) -> dict[str, Any]:
     """What a model needs; also printed where there is a console."""
-    wants = Wants(read_spec(locate(model)))
+    path = locate(model)
+    wants, stored = Wants(read_spec(path)), _stored(path)
     s, table = wants.spec, Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("family", f"{s.family} ({s.architecture})")
-    table.add_row("size", f"{amount(s.parameters)} parameters, {amount(wants.weight_bytes)}B as {s.dtype}, {s.depth} layers")
+    table.add_row("size", f"{amount(s.parameters, 'B')} parameters, {amount(wants.weight_bytes)}B as {s.dtype}, {s.depth} layers")
+    if stored:
+        table.add_row("stored", f"{', '.join(stored)}, decoded when it is loaded")
     table.add_row("context", f"{s.context:,} positions; rotary: {wants.rotary}; windows: {wants.windows}")
     table.add_row("features", ", ".join(sorted(s.features())) or "those of a Llama layer")
     table.add_row("verdict", wants.verdict)
     console.print(table)
-    return wants.as_dict()
+    return wants.as_dict() | {"quantised": stored}
+
+
+def _stored(path: Path) -> list[str]:
+    """The quantised formats of a model's weights, where there are weights."""
+    with contextlib.suppress(ModelError):
+        source = open_source(path, read_spec(path))
+        source.close()
+        return list(source.decoded)
+    return []
 
 
 def features_table() -> str:

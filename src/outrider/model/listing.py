@@ -66,15 +66,15 @@ def loaded_line(runner: Runner) -> str:
     size = runner.weight_bytes or sum(parameter.nbytes for parameter in runner.decoder.parameters())
     features = ", ".join(sorted(spec.features())) or "those of a Llama layer"
     return (
-        f"{spec.family} ({spec.architecture}), {amount(spec.parameters)} parameters, {amount(size)}B of weights as {spec.dtype}; "
-        f"features by {backend.runs_on}: {features}"
+        f"{spec.family} ({spec.architecture}), {amount(spec.parameters, 'B')} parameters, "
+        f"{amount(size)}B of weights as {spec.dtype}; features by {backend.runs_on}: {features}"
     )
 
 
-def amount(count: float) -> str:
-    """A count with three digits and its power of a thousand."""
-    for unit in ("", "k", "M"):
+def amount(count: float, giga: str = "G") -> str:
+    """A count with three digits and its power of a thousand; billions of parameters are called B."""
+    for unit in ("", "k", "M", giga):
         if count < 999.5:
             return f"{count:.3g}{unit}"
         count /= 1000
-    return f"{count:.3g}G" if count < 999.5 else f"{count / 1000:.3g}T"
+    return f"{count:.3g}T"

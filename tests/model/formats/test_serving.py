@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
+from outrider.cli import app
 from outrider.errors import ModelError
 from outrider.model import Decoder, LoadOptions, load_decoder
 from outrider.model.load import generation_defaults
@@ -131,6 +133,13 @@ def test_a_file_a_folder_and_a_split_file_are_served_alike(tmp_path: Path) -> No
     with pytest.raises(ModelError, match=r"is part 2 of .*; pass the first: m-00001"):
         load_decoder(tmp_path / "split" / parts[1])
     assert gguf.GGUFReader(tmp_path / "folder" / "model.Q8_0.gguf").tensors
+
+
+@pytest.mark.parametrize(("kind", "name"), [("gptq", "GPTQ"), ("Q4_0", "Q4_0")])
+def test_the_models_command_names_the_format(tmp_path: Path, kind: str, name: str) -> None:
+    path, _ = written(tmp_path, kind)
+    result = CliRunner().invoke(app, ["models", str(path), "--json"], catch_exceptions=False)
+    assert json.loads(result.stdout)["quantised"] == [name]
 
 
 def test_a_folder_with_several_models_asks_for_one(tmp_path: Path) -> None:
