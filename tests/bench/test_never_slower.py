@@ -42,7 +42,7 @@ def test_paired_runs_of_the_same_requests(tmp_path: object, monkeypatch: pytest.
 
 def test_whoever_is_behind_goes_on_and_all_share_weights_and_pages() -> None:
     plain = LLM(speculation="none", max_num_seqs=4, prefix_cache=False)
-    fast = plain.beside("suffix:8")
+    fast = plain.beside("suffix:8:adaptive=false")
     assert fast.engine.runner is plain.engine.runner
     prompts, params = (
         ["x = [1, 2, 3]\nx = [1, 2, 3]\nx = [", "def f("],

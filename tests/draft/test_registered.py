@@ -84,7 +84,7 @@ def tokens(model: Path, speculation: object) -> tuple[list[int], dict[str, objec
 def test_a_class_by_its_path(model: Path) -> None:
     plain, _ = tokens(model, None)
     for back in (1, 2):
-        fast, stats = tokens(model, {"method": ECHO, "back": back, "draft_tokens": 4})
+        fast, stats = tokens(model, {"method": ECHO, "back": back, "draft_tokens": 4, "adaptive": False})
         assert fast == plain
         assert stats["method"] == ECHO
         assert stats["fallback_reason"] is None
@@ -95,7 +95,7 @@ def test_a_class_by_its_path(model: Path) -> None:
 def test_a_registered_name(model: Path, forgetful: None) -> None:
     outrider.register_drafter("echo", lambda context: Echo(**context.config.options))
     assert "echo" in method_names()
-    fast, stats = tokens(model, {"method": "echo", "back": 1})
+    fast, stats = tokens(model, {"method": "echo", "back": 1, "adaptive": False})
     assert fast == tokens(model, None)[0]
     assert stats["method"] == "echo"
     assert stats["accepted"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import SpeculationConfig, parse_method
+from outrider.config import SpeculationConfig, parse_method, pinned
 from outrider.draft.resolve import resolve_drafters
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidParameter
@@ -62,7 +62,7 @@ def test_they_draft_and_the_tokens_are_the_same(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     outputs = {}
     for method in ("none", "cascade", "mixture", "early_exit"):
-        llm = LLM(directory, load_format="dummy", speculation=method)
+        llm = LLM(directory, load_format="dummy", speculation=method if method == "none" else pinned(method))
         outputs[method] = llm.generate([[1, 2, 3] * 4], params)[0].outputs[0]
         assert outputs[method].speculation["fallback_reason"] is None
         assert outputs[method].token_ids == outputs["none"].token_ids

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.config import pinned
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
 from outrider.sampling import Grammars, Guide, Structured, matcher
@@ -20,7 +21,7 @@ AMBIGUOUS = 'start: a\na: a a | "x" | "x" a "x" | b\nb: b b | "x" | a b | b a'
 
 @functools.cache
 def loaded(method: str) -> LLM:
-    return LLM(speculation=method)
+    return LLM(speculation=pinned(method))
 
 
 def random_grammar(rng: random.Random) -> str:
@@ -111,8 +112,7 @@ PERSON = Structured(
 )
 
 
-NAMED = ["suffix:8", "eagle:12:beam=3:depth=5", "draft_model:5", "recycle:12", "medusa:16", "lookahead:24"]
-METHODS = ["none", *(f"{method}:adaptive=false" for method in NAMED), "auto"]
+METHODS = ["none", "suffix:8", "eagle:12:beam=3:depth=5", "draft_model:5", "recycle:12", "medusa:16", "lookahead:24", "auto"]
 
 
 def lose_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

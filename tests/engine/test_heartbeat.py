@@ -11,7 +11,7 @@ from outrider.engine.tally import Heartbeat
 
 
 def test_throughput_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    llm, now = LLM(speculation="suffix:8", max_model_len=256), [0.0]
+    llm, now = LLM(speculation="suffix:8:adaptive=false", max_model_len=256), [0.0]
     heart = Heartbeat(llm.engine, lambda: now[0])
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with caplog.at_level(logging.INFO, "outrider"):
@@ -35,7 +35,7 @@ def test_throughput_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture
 
 
 def test_an_output_states_why_nothing_was_drafted() -> None:
-    llm = LLM(speculation="suffix:8", max_model_len=256)
+    llm = LLM(speculation="suffix:8:adaptive=false", max_model_len=256)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     drafted = llm.generate("x = 1\nx = 1\nx = 1\n", params)[0].outputs[0].speculation
     off = llm.generate("x = 1\nx = 1\nx = 1\n", params, speculation=False)[0].outputs[0].speculation
