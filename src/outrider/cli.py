@@ -18,6 +18,7 @@ from outrider.bench.plan.cli import plan
 from outrider.environment import known_variables, tidy
 from outrider.errors import EngineDead, InvalidParameter, OutriderError
 from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, set_threads, spread
+from outrider.other_engines import refuse_foreign_flags
 from outrider.serve.chat import chat
 from outrider.serve.cli import register as register_serve
 from outrider.terminal import PlainConsole, print_checks, print_error
@@ -108,6 +109,7 @@ def main() -> None:
     try:
         if any(name.startswith("OUTRIDER_") for name in os.environ):
             tidy(os.environ, known_variables(typer.main.get_command(app)))
+        refuse_foreign_flags(sys.argv[1:])
         app()
     except OutriderError as error:
         print_error(error)

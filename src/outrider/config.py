@@ -11,6 +11,7 @@ from outrider import checks
 from outrider.errors import InvalidParameter, UnknownMethod
 
 __all__ = [
+    "ALIASES",
     "FIELDS",
     "METHODS",
     "RULES",
@@ -44,6 +45,18 @@ SPELLINGS = {  # other engines' names for settings of speculation, and ours
     "max_matching_ngram_size": "ngram_max",
 }
 _IMPLIED = {"prompt_lookup_num_tokens": "ngram"}  # spellings that name a method too
+ALIASES: Mapping[str, Mapping[str, Any]] = {  # other names of methods, with the settings that they stand for
+    "standard": {"method": "draft_model"},  # the temperature decides whether a draft is greedy or sampled
+    "sampling": {"method": "draft_model"},
+    "stochastic": {"method": "draft_model"},
+    "self": {"method": "early_exit"},
+    "self_speculative": {"method": "early_exit"},
+    "hierarchical": {"method": "cascade"},
+    "prompt_lookup": {"method": "ngram"},
+    "[ngram]": {"method": "ngram"},
+    "eagle2": {"method": "eagle", "draft_tokens": 24, "beam": 3, "branch": 6, "depth": 9},  # a tree
+    "eagle3": {"method": "eagle"},
+}
 FIELDS = ("method", "model", "draft_tokens", "rule", "adaptive", "min_draft_tokens", "disable_by_batch_size")
 METHODS = (  # built in; draft/registry.py has their classes
     "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa",
@@ -148,10 +161,11 @@ class SpeculationConfig:
 
     @classmethod
     def _from_settings(cls, settings: dict[str, Any]) -> SpeculationConfig:
-        model = settings.get("model")
-        if model in ("ngram", "[ngram]"):  # vLLM's older spelling
+        if settings.get("model") in ("ngram", "[ngram]"):  # vLLM's older spelling
             settings |= {"method": "ngram", "model": None}
-        method = checks.text("method", settings.setdefault("method", "draft_model" if settings.get("model") else "auto"))
+        settings.setdefault("method", "draft_model" if settings.get("model") else "auto")
+        settings = _without_alias(settings)
+        method = settings["method"]
         if method == "auto":
             settings.setdefault("draft_tokens", MAX_DRAFT_TOKENS)
         options = {key: value for key, value in settings.items() if key not in FIELDS and value is not None}
@@ -192,6 +206,8 @@ class RequestSpeculation:
         if not isinstance(settings, Mapping):
             raise InvalidParameter("speculation", f"must be True, False or a mapping, got {type(settings).__name__}")
         settings = _settings("speculation", settings, SPELLINGS | {"max_tokens": "draft_tokens"})
+        if isinstance(settings.get("method"), str):
+            settings["method"] = _without_alias(settings)["method"]
         for name in settings:
             if name not in ("enabled", "method", "draft_tokens", "return_rejected"):
                 allowed = ("enabled", "method", "max_tokens", "return_rejected")
@@ -245,7 +261,7 @@ def parse_method(text: str) -> dict[str, Any]:
     "mixture:24:members=(suffix:min_match=2)+eagle". A class is named with its module: "package.module:Class".
     """
     method, *parts = _split(checks.text("method", text), ":")
-    if parts and parts[0].isidentifier() and method not in METHODS:
+    if parts and parts[0].isidentifier() and method not in (*METHODS, *ALIASES):
         method = f"{method}:{parts.pop(0)}"
     settings: dict[str, Any] = {"method": method}
     for part in parts:
@@ -258,7 +274,7 @@ def parse_method(text: str) -> dict[str, Any]:
             raise InvalidParameter(
                 "method", f"{checks.shown(part)} in {checks.shown(text)} is neither a number of draft tokens nor name=value"
             )
-    return settings
+    return _without_alias(settings)
 
 
 def pinned(text: str) -> dict[str, Any]:
@@ -282,6 +298,15 @@ def _settings(name: str, settings: Any, spellings: Mapping[str, str] = SPELLINGS
         if key in _IMPLIED and value is not None:
             out.setdefault("method", _IMPLIED[key])
     return out
+
+
+def _without_alias(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings whose method has its name here. Settings that an alias stands for are defaults."""
+    method = checks.text("method", settings["method"])
+    if method not in ALIASES:
+        return settings
+    passed = {name: value for name, value in settings.items() if name != "method" and value is not None}
+    return {**ALIASES[method], **passed}
 
 
 def _value(text: str) -> Any:

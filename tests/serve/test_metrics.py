@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import LLM
 from outrider._version import __version__
-from outrider.serve.metrics import bucket_quantile
+from outrider.serve.metrics import Metrics, bucket_quantile
 from outrider.serve.settings import ServerSettings
 from outrider.serve.trace import Tracer
 from tests.support.server import Running
@@ -58,9 +59,23 @@ def test_metrics_have_vllm_s_names_and_add_up(server: Running) -> None:
     assert 0 < accepted < drafted
     assert sum(grown(f"spec_decode_num_accepted_tokens_per_pos_total{{position={i}}}") for i in range(4)) == accepted
     assert grown("spec_decode_accepted_tokens_by_method_total{method=eagle}") == accepted
+    totals = [now[f"outrider:spec_decode_num_{name}_tokens_total"] for name in ("accepted", "draft")]
+    assert now["outrider:spec_decode_acceptance_rate"] == totals[0] / totals[1]
     assert grown("inter_token_latency_seconds_count") == tokens + 4 - 7, "all but the first of each"
     assert grown("inter_token_latency_seconds_bucket{le=+Inf}") == tokens + 4 - 7
     assert now["outrider:num_requests_running"] == now["outrider:kv_cache_usage_perc"] == 0
+
+
+def test_metrics_of_speculation_have_vllm_s_prefix_too(server: Running) -> None:
+    server.post("/v1/completions", prompt="def main(", max_tokens=24)
+    now = read(server)
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total", "acceptance_rate")
+    for name in (*names, "num_accepted_tokens_per_pos_total{position=0}"):
+        assert now[f"vllm:spec_decode_{name}"] == now[f"outrider:spec_decode_{name}"]
+    assert all(name.startswith("vllm:spec_decode_") for name in now if name.startswith("vllm:"))
+    ours_alone = generate_latest(Metrics("pyrite", vllm_names=False).registry).decode()
+    assert "outrider:spec_decode_num_drafts" in ours_alone
+    assert "vllm:" not in ours_alone
 
 
 def test_answers_are_counted_by_route_and_status(server: Running) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
+from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServerSettings
 from tests.support.server import Running
 
@@ -67,6 +69,16 @@ def test_prometheus_scrapes_the_default_address() -> None:
     settings = ServerSettings()
     assert job["metrics_path"] == "/metrics"
     assert job["static_configs"] == [{"targets": [f"{settings.host}:{settings.port}"]}]
+
+
+def test_alerts_use_metrics_that_exist() -> None:
+    names = set(re.findall(r"(outrider:spec_decode_\w+)", generate_latest(Metrics("pyrite").registry).decode()))
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    assert config["rule_files"] == ["alerts.yml"]
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    recorded, *alerts = group["rules"]
+    assert set(re.findall(r"outrider:\w+", recorded["expr"])) <= names
+    assert [alert["expr"] for alert in alerts] == [f"{recorded['record']} < {share}" for share in (0.2, 0.1)]
 
 
 def _cells(place: dict[str, int]) -> list[tuple[int, int]]:

@@ -20,6 +20,9 @@ __all__ = ["GAP_BOUNDS", "Heartbeat", "Tally"]
 
 _log = logging.getLogger("outrider")
 _EVERY = 10.0  # seconds
+_LOW_ACCEPTANCE = 0.1  # a drafter that is accepted less often does not fit its target or the text
+_LOW_FOR = 6  # log lines in a row with so low an acceptance before a warning: one minute
+_ENOUGH_DRAFTED = 200  # tokens between two log lines that say something about acceptance
 
 GAP_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds
 
@@ -38,6 +41,11 @@ class Tally:
     gap_s: float = 0.0
     _deepest: list[int] = field(default_factory=lambda: [0] * 257)
     _reached: list[int] = field(default_factory=lambda: [0] * 257)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted ÷ drafted tokens; 0 before anything was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
 
     def observe(self, report: RoundReport) -> None:
         """Count a round."""
@@ -103,6 +111,7 @@ class Heartbeat:
         self._engine = engine
         self._clock = clock
         self._last = self._read_counters()
+        self._low = 0  # log lines in a row with a low acceptance
 
     def beat(self) -> None:
         if self._clock() - self._last.at < _EVERY:
@@ -127,6 +136,19 @@ class Heartbeat:
                 "Per-position acceptance rate: %s, Avg draft acceptance rate: %.1f%%",
                 1.0 + accepted / drafts, accepted / seconds, drafted / seconds, accepted, drafted,
                 ", ".join(f"{rate:.3f}" for rate in rates[:8]), 100.0 * accepted / drafted,
+            )  # fmt: skip
+        self._warn_of_low_acceptance(accepted, drafted)
+
+    def _warn_of_low_acceptance(self, accepted: int, drafted: int) -> None:
+        """Warn once whenever acceptance has stayed low for a minute of drafting."""
+        if drafted < _ENOUGH_DRAFTED:
+            return
+        self._low = self._low + 1 if accepted < _LOW_ACCEPTANCE * drafted else 0
+        if self._low == _LOW_FOR:
+            _log.warning(
+                "Fewer than %.0f%% of the drafted tokens have been accepted for %.0f s: the drafter may not fit this model "
+                "or text. `outrider bench acceptance` compares methods; --method none decodes plainly",
+                100 * _LOW_ACCEPTANCE, _LOW_FOR * _EVERY,
             )  # fmt: skip
 
     def _read_counters(self) -> _Counters:

@@ -9,7 +9,7 @@ from collections import Counter as Counts
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 from platform import python_version
@@ -46,6 +46,11 @@ _MAX_REASONS = 32  # label values; further reasons are counted as `other`
 _RECENT = 512  # number of sequences in the percentiles of the dashboard
 _QUANTILES = {"p50": 0.5, "p95": 0.95}
 _P = "outrider:"
+_VLLM = "vllm:"  # the prefix of vLLM's metrics
+_VLLM_METRICS = {  # ours that vLLM's dashboards read too
+    f"{_P}spec_decode_{name}"
+    for name in ("acceptance_rate", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,9 @@ def snapshot_of(engine: Engine) -> Snapshot:
 class Metrics(Collector):
     """Counts of requests, kept here, and of rounds, from the engine's last snapshot."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, vllm_names: bool = True) -> None:
         self.registry = CollectorRegistry()
+        self._vllm_names = vllm_names
         self.snapshot = Snapshot()
         self.off_reasons: Counts[str] = Counts()
         self.finish_reasons: Counts[str] = Counts()
@@ -168,12 +174,22 @@ class Metrics(Collector):
         return Counter(_P + name, text, ("model_name", *labels), registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The last snapshot as metrics."""
+        """The last snapshot as metrics, those of speculation under vLLM's names too if that is set."""
+        for metric in self._snapshot_metrics():
+            yield metric
+            if self._vllm_names and metric.name in _VLLM_METRICS:
+                twin = copy(metric)
+                twin.name = _VLLM + metric.name.removeprefix(_P)
+                twin.samples = [sample._replace(name=_VLLM + sample.name.removeprefix(_P)) for sample in metric.samples]
+                yield twin
+
+    def _snapshot_metrics(self) -> Iterator[Metric]:
         now, tally = self.snapshot, self.snapshot.tally
         for name, text, value in (
             ("num_requests_running", "Sequences in the running batch.", now.running),
             ("num_requests_waiting", "Sequences in the queue.", now.waiting),
             ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", now.kv_usage),
+            ("spec_decode_acceptance_rate", "Share of drafted tokens accepted since the start.", tally.acceptance_rate),
         ):
             yield self._family(GaugeMetricFamily, name, text, {"": value})
         for name, text, value in (

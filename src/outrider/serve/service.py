@@ -121,7 +121,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings, load: Callable[[], LLM], announce: Callable[[LLM], None] | None = None) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.model_name)
+        self.metrics = Metrics(settings.model_name, not settings.no_vllm_metrics)
         self.started = time.time()
         self.failure: BaseException | None = None  # why the model could not be loaded or the engine cannot continue
         self.llm: LLM | None = None

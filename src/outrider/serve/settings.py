@@ -87,6 +87,7 @@ class ServerSettings:
         min=0,
     )
     log_requests: bool = flag(False, "Log request bodies, including prompts.")
+    no_vllm_metrics: bool = flag(False, "List speculation's metrics under our names alone, not as vllm:spec_decode_* too.")
     access_log: bool = flag(False, "Log a line for each request: client, path, status and time.")
     limits: Limits = field(default_factory=Limits)
 
