@@ -211,6 +211,16 @@ class Tree(NamedTuple):
         """Tokens from the root down to a node."""
         return [self.tokens[above] for above in ancestors(self.parents, node)]
 
+    def find(self, path: Seq[int]) -> int | None:
+        """The node at the end of a path of tokens; ROOT for an empty one, None where no node has it."""
+        node = ROOT
+        for token in path:
+            child = next((i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] == token), None)
+            if child is None:
+                return None
+            node = child
+        return node
+
     def paths(self) -> list[list[int]]:
         """The path of the root, which is empty, and of every node."""
         return paths(self.tokens, self.parents)

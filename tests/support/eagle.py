@@ -7,7 +7,6 @@ import torch
 from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead
 from outrider.model import Decoder, LlamaShape
 from outrider.ops import Plain
-from tests.support.models import VOCAB
 
 FORMS = {
     "eagle3": {"form": EAGLE3},
@@ -30,7 +29,7 @@ def random_head(decoder: Decoder, form: str) -> EagleHead:
         scale = 1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.copy_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype))
     if config.draft_vocab:
-        head.vocab_ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab].sort().values
+        head.vocab_ids = torch.randperm(config.shape.vocab, generator=generator)[: config.draft_vocab].sort().values
     return head.eval()
 
 

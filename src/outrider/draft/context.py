@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.config import SpeculationConfig
 from outrider.draft.options import declared, read_options
@@ -28,7 +28,7 @@ class DraftContext:
     config: SpeculationConfig
     target: Runner
     directory: Path  # of the target
-    load_options: LoadOptions
+    read_as: Callable[[Path, Mapping[str, Any]], LoadOptions]  # how the weights in a directory are read, by settings
     load_model: Callable[[Path], Runner]  # a draft model, its KV in as many pages as the target's
     tokenizer: Tokenizer | None = None  # the target's
 
@@ -49,6 +49,10 @@ class DraftContext:
     def weights(self, folder: str) -> Path:
         """The directory that the settings name, or the one that lies beside the target's weights."""
         return weights_directory(self.config, self.directory, folder)
+
+    def weight_options(self, directory: Path) -> LoadOptions:
+        """How to read the weights in a directory for this drafter."""
+        return self.read_as(directory, self.config.options)
 
 
 def weights_directory(config: SpeculationConfig, target: Path, folder: str) -> Path:

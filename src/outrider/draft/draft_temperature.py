@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,11 +13,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.core import Batch, Scores, Sequence, Verdict
+from outrider.core import ROOT, Batch, Scores, Sequence, Tree, Verdict
 from outrider.sampling import Row, SamplingParams, process
 from outrider.sampling.noise import Key, bits, gumbel, keys_of
 
-__all__ = ["TEMPERATURES", "DraftLogits", "DraftTemperature", "LogitsAt", "hits", "likelihood", "logits_of_chain"]
+__all__ = [
+    "TEMPERATURES",
+    "DraftLogits",
+    "DraftTemperature",
+    "LogitsAt",
+    "hits",
+    "likelihood",
+    "logits_of_chain",
+    "logits_of_tree",
+]
 
 TEMPERATURES = (1.0, 0.9, 1.15, 0.8, 0.7, 1.3, 0.6, 0.5, 0.4)  # nearest to no change first: the first wins a tie
 _TOKENS = 32  # of q, the most probable
@@ -52,6 +62,17 @@ def logits_of_chain(tokens: list[int], logits: Tensor, sequence: int, row: Row) 
     def at(path: tuple[int, ...]) -> DraftLogits | None:
         depth = len(path)
         return DraftLogits(logits[depth, sequence], row) if depth < len(tokens) and list(path) == tokens[:depth] else None
+
+    return at
+
+
+def logits_of_tree(tree: Tree, root: int, places: Seq[int], logits_at: Callable[[int], Tensor], row: Row) -> LogitsAt:
+    """From logits (V,) by place: `root` is that of the logits after the root, `places` those of the nodes, -1 for none."""
+
+    def at(path: tuple[int, ...]) -> DraftLogits | None:
+        node = tree.find(path)
+        place = -1 if node is None else root if node == ROOT else places[node]
+        return None if place < 0 else DraftLogits(logits_at(place), row)
 
     return at
 

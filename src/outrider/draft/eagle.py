@@ -11,11 +11,12 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
-from outrider.draft.draft_temperature import DraftTemperature
+from outrider.draft.draft_temperature import DraftTemperature, logits_of_tree
 from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, grow
+from outrider.draft.options import DtypeOptions
 from outrider.draft.reader import PageBook, committed_rows
 from outrider.errors import DrafterFault
-from outrider.heads import EagleHead, EagleNetwork, EagleRunner, eagle_network, load_eagle
+from outrider.heads import EagleHead, EagleNetwork, EagleRunner, Growth, eagle_network, load_eagle
 from outrider.model import Feed
 from outrider.ops import Ops
 from outrider.sampling import Row
@@ -33,6 +34,11 @@ class _Features:
     hidden: dict[int, Tensor] = field(default_factory=dict)  # of the draft: node (or ROOT) -> the head's output there
 
 
+@dataclass(frozen=True)
+class EagleOptions(TreeShape, DtypeOptions):
+    """The shape of the draft, and how the head is read."""
+
+
 class EagleDrafter:
     """Drafts with an EAGLE head.
 
@@ -47,7 +53,7 @@ class EagleDrafter:
     Reference: Li et al. 2401.15077, 2406.16858, 2503.01840.
     """
 
-    Options = TreeShape
+    Options = EagleOptions
 
     def __init__(
         self,
@@ -69,10 +75,11 @@ class EagleDrafter:
     @classmethod
     def build(cls, context: DraftContext) -> EagleDrafter:
         target = context.target
-        head = load_eagle(context.weights("eagle"), target.decoder, context.load_options)
+        directory = context.weights("eagle")
+        head = load_eagle(directory, target.decoder, context.weight_options(directory))
         c, pages = head.config.shape, target.pool.pages
         pool = KVPool(1, pages, c.kv_heads, target.pool.page_size, c.head_dim)  # one layer, under the target's page ids
-        return cls(head, pool, target.ops, context.options(TreeShape), eagle_network(head, pool, target))
+        return cls(head, pool, target.ops, context.options(EagleOptions), eagle_network(head, pool, target))
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence. Where its pages are filled already, the last feature in them is enough to go on."""
@@ -103,6 +110,9 @@ class EagleDrafter:
         if self._runner.drafts_chains and self._shape.is_chain and plan.rule == "match":
             return drafts_for(batch, self._chains([draft for draft in growing if draft.room > 0]))
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
+        if self._runner.grows_trees and not any(draft.seq.request.params.adjusts for draft in growing):
+            active = [draft for draft in growing if draft.room > 0]
+            return drafts_for(batch, self._in_one_call(active, shape, plan.confidence_threshold))
         return drafts_for(batch, grow(growing, shape, self._catch_up, self._extend, self._draft_temperature))
 
     def _sprout(self, seq: Sequence, planned: int) -> Growing:
@@ -120,6 +130,27 @@ class EagleDrafter:
         drawn = self._runner.draft(feeds, taps, [Row.at(draft.seq) for draft in active], length)
         rows = zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True)
         return {draft.seq: chain_of(tokens[: draft.room], chances[: draft.room]) for draft, tokens, chances in rows}
+
+    def _in_one_call(self, active: Seq[Growing], shape: TreeShape, floor: float) -> dict[Sequence, Tree]:
+        """What `grow` gives, by one call of the head's runner."""
+        if not active:
+            return {}
+        feeds, taps = self._waiting(active)
+        rows, rooms = [Row.at(draft.seq) for draft in active], [draft.room for draft in active]
+        temperatures = [self._draft_temperature.temperature(row.params) for row in rows]
+        growth = Growth(shape.depth or max(rooms), shape.beam, shape.branch, floor)
+        grown, logits = self._runner.grow(feeds, self._runner.fuse(torch.cat(taps)), rows, rooms, temperatures, growth)
+        if not grown:
+            raise DrafterFault("the draft's logits are not finite")
+        trees = {draft.seq: Tree(*nodes[:3]) for draft, nodes in zip(active, grown, strict=True)}
+        self._draft_temperature.last = {
+            draft.seq: logits_of_tree(
+                trees[draft.seq], i, grown[i].places, lambda place: self._over_target(logits[place]), rows[i]
+            )
+            for i, draft in enumerate(active)
+            if not rows[i].params.greedy
+        }
+        return trees
 
     def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:
         """Rows for all features the target has given since the last draft, and those; the last sees the newest token."""
@@ -161,11 +192,13 @@ class EagleDrafter:
         return self._logits(hidden[: len(grown)])
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        return self._over_target(self._runner.logits(hidden))
+
+    def _over_target(self, logits: Tensor) -> Tensor:
         """Scores over the target's vocabulary, -inf for tokens the head does not have."""
-        logits = self._runner.logits(hidden)
         ids = self._head.vocab_ids
         if ids is None:
             return logits
-        over_target = torch.full((len(hidden), self._head.config.shape.vocab), float("-inf"))
-        over_target[:, ids] = logits
+        over_target = torch.full((*logits.shape[:-1], self._head.config.shape.vocab), float("-inf"))
+        over_target[..., ids] = logits
         return over_target

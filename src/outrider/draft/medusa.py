@@ -70,7 +70,8 @@ class MedusaDrafter:
     @classmethod
     def build(cls, context: DraftContext) -> MedusaDrafter:
         target, options = context.target, context.options(MedusaOptions)
-        heads = load_medusa(context.weights("medusa"), target.decoder, context.load_options)
+        directory = context.weights("medusa")
+        heads = load_medusa(directory, target.decoder, context.weight_options(directory))
         return cls(heads, target.ops, options.dynamic, target.pool.page_size, medusa_network(heads, target))
 
     def begin(self, seq: Sequence) -> None:

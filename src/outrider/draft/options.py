@@ -16,7 +16,10 @@ from outrider import checks
 from outrider.config import FIELDS, SPELLINGS
 from outrider.errors import InvalidParameter
 
-__all__ = ["Option", "Reads", "WeightOptions", "check_names", "declared", "describe", "option", "parameters", "read_options"]
+__all__ = [
+    "DtypeOptions", "Option", "Reads", "WeightOptions", "check_names", "declared", "describe", "option", "parameters",
+    "read_options",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -56,12 +59,18 @@ class Option:
 
 
 @dataclass(frozen=True)
-class WeightOptions:
-    """Options of methods that load a model of their own."""
+class DtypeOptions:
+    """Options of methods with weights of their own."""
 
     dtype: str | None = option(
-        None, "of the draft model's weights", choices=("auto", "float32", "bfloat16", "int8")
+        None, "of the drafter's weights", choices=("auto", "float32", "bfloat16", "int8")
     )  # None: the target's, or int8 where the weights are stored so
+
+
+@dataclass(frozen=True)
+class WeightOptions(DtypeOptions):
+    """Options of methods that load a model of their own."""
+
     load_format: str | None = option(None, "`dummy`: random weights", choices=("dummy", "safetensors"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,14 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
     """An engine for the target. With `pages` it shares the KV memory of another, whose graphs are captured already."""
     speculation = resolve_drafters(speculation, target.directory, target.device.is_gpu)
     draft_runners: list[Runner] = []
+    read_as = partial(_weight_options, target, speculation.options)
 
     def load_model(directory: Path) -> Runner:
-        draft_runners.append(_draft_runner(target, speculation, directory))
+        draft_runners.append(_draft_runner(target, directory, read_as(directory, {})))
         return draft_runners[-1]
 
     runner, device = target.runner, target.device
-    context = DraftContext(speculation, runner, target.directory, target.load_options, load_model, target.tokenizer)
+    context = DraftContext(speculation, runner, target.directory, read_as, load_model, target.tokenizer)
     drafter = build_drafter(context)
     if speculation.method in METHODS and speculation.method not in ("none", "auto") and not speculation.is_pinned:
         drafter = AutoDrafter([drafter])  # which takes no time while nothing is drafted
@@ -143,17 +145,21 @@ def _policy(target: Target, speculation: SpeculationConfig, measured: Costs) -> 
     return Controller(arms, costs, named=named, min_length=least, disable_at=disable_at), path
 
 
-def _draft_runner(target: Target, speculation: SpeculationConfig, directory: Path) -> Runner:
-    """Load a draft model, its KV in as many pages as the target's.
+def _weight_options(target: Target, of_all: Mapping[str, Any], directory: Path, of_drafter: Mapping[str, Any]) -> LoadOptions:
+    """How to read a drafter's weights: by its own settings, those of the whole method, and the target's.
 
-    Stored in int8 it is served so where it can: it only guesses, and the target decides.
+    Weights stored in int8 are served so where they can be: a drafter only guesses, and the target decides.
     """
-    changes = {key: speculation.options[key] for key in ("dtype", "load_format") if key in speculation.options}
-    options, device = target.load_options, target.device
-    if options.dtype == "auto" and not device.is_gpu and find_core()[0] is not None and is_int8(directory):
-        changes = {"dtype": INT8} | changes
-    decoder = open_decoder(directory, replace(options, **changes))
-    return _runner(decoder, device, target.pages, target.sizes.page_size, target.runner)
+    settings = {key: value for key, value in {**of_all, **of_drafter}.items() if key in ("dtype", "load_format")}
+    options = target.load_options
+    if options.dtype == "auto" and not target.device.is_gpu and find_core()[0] is not None and is_int8(directory):
+        settings = {"dtype": INT8} | settings
+    return replace(options, **settings)
+
+
+def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runner:
+    """Load a draft model, its KV in as many pages as the target's."""
+    return _runner(open_decoder(directory, options), target.device, target.pages, target.sizes.page_size, target.runner)
 
 
 def _runner(decoder: Decoder, device: Device, pages: int, page_size: int, target: Runner | None = None) -> Runner:

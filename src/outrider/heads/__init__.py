@@ -5,7 +5,7 @@ from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
-from outrider.heads.runners import EagleNetwork, EagleRunner, MedusaNetwork, MedusaRunner, eagle_network, medusa_network
+from outrider.heads.runners import EagleNetwork, EagleRunner, Growth, MedusaNetwork, MedusaRunner, eagle_network, medusa_network
 from outrider.heads.stored import SaveOptions
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "EagleHead",
     "EagleNetwork",
     "EagleRunner",
+    "Growth",
     "MedusaConfig",
     "MedusaHeads",
     "MedusaNetwork",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,7 @@ class CudaEagleRunner:
     """An EAGLE head over its layer of KV, on its target's device."""
 
     drafts_chains = CHAIN_LENGTHS[-1]
+    grows_trees = False
 
     def __init__(self, head: EagleHead, target: CudaRunner) -> None:
         c = head.config.shape
@@ -104,6 +106,9 @@ class CudaEagleRunner:
         self._forward = _Network("EAGLE", target, self._run)
         self._logits = _Network("EAGLE's logits", target, lambda rows, _: head.logits(rows, self._ops))
         self._chains: dict[tuple[int, int], _Network] = {}
+
+    def grow(self, *_: object) -> NoReturn:
+        raise NotImplementedError("grows_trees is False")
 
     @torch.inference_mode()
     def fuse(self, taps: Tensor) -> Tensor:

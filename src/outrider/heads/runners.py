@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -21,6 +22,8 @@ from outrider.ops import (
     JOINED,
     Core,
     Epilogue,
+    GrownTree,
+    GrowthParams,
     NormWeights,
     Ops,
     PackedLinear,
@@ -30,11 +33,22 @@ from outrider.ops import (
 )
 from outrider.ops.forwards import network
 from outrider.sampling import Row
+from outrider.sampling.choice import noise_along, shape_of
+from outrider.sampling.noise import token_words
 
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["DraftedChains", "EagleNetwork", "EagleRunner", "MedusaNetwork", "MedusaRunner", "eagle_network", "medusa_network"]
+__all__ = [
+    "DraftedChains",
+    "EagleNetwork",
+    "EagleRunner",
+    "Growth",
+    "MedusaNetwork",
+    "MedusaRunner",
+    "eagle_network",
+    "medusa_network",
+]
 
 _NO_WINDOW: frozenset[int | None] = frozenset({None})
 _SILU = Epilogue("silu")
@@ -48,14 +62,30 @@ class DraftedChains(NamedTuple):
     chances: npt.NDArray[np.float64]  # (sequences, length)
 
 
+class Growth(NamedTuple):
+    """How trees grow: at each of `levels` the `beam` best nodes are run and get `branch` children each."""
+
+    levels: int
+    beam: int
+    branch: int
+    floor: float = 0.0  # growth ends where the survival of every node to run is below it
+
+
 class EagleNetwork(Protocol):
     """What the drafter asks of an EAGLE head; the logits are on the host."""
+
+    grows_trees: bool  # whether `grow` is supported
 
     @property
     def drafts_chains(self) -> int:
         """The longest chain that `draft` can draw; 0 where it is not supported."""
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains: ...
+
+    def grow(
+        self, feeds: Sequence[Feed], features: Tensor, rows: Sequence[Row], rooms: Sequence[int],
+        draft_temperatures: Sequence[float], growth: Growth,
+    ) -> tuple[list[GrownTree], Tensor]: ...  # fmt: skip
 
     def fuse(self, taps: Tensor) -> Tensor: ...
 
@@ -92,6 +122,7 @@ class EagleRunner:
     """An EAGLE head over its layer of KV."""
 
     drafts_chains = 0
+    grows_trees = False
 
     def __init__(self, head: EagleHead, pool: KVPool, ops: Ops) -> None:
         self.head = head
@@ -104,7 +135,11 @@ class EagleRunner:
             then = Epilogue() if head.config.own_output else logit_epilogue(head.target)
             self._output = PackedLinear(ops.core, kind, head.output, then=then)
             self._output_norm = NormWeights() if head.config.norm_output else _last_norm(head)
-            self._stack = _eagle_stack(head, pool, ops.core, self._fc)
+            self._stack = _eagle_stack(head, pool, ops.core, self._fc, self._output)
+            self._draft_ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
+            words = token_words(head.config.shape.vocab)
+            self._words = words if head.vocab_ids is None else words[head.vocab_ids.numpy()]
+            self.grows_trees = True
 
     @network
     def fuse(self, taps: Tensor) -> Tensor:
@@ -132,6 +167,30 @@ class EagleRunner:
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         raise NotImplementedError("drafts_chains is 0")
+
+    @network
+    def grow(
+        self, feeds: Sequence[Feed], features: Tensor, rows: Sequence[Row], rooms: Sequence[int],
+        draft_temperatures: Sequence[float], growth: Growth,
+    ) -> tuple[list[GrownTree], Tensor]:  # fmt: skip
+        """Run the feeds and grow a tree after each in one call, by temperature, filters and noise alone.
+
+        Returns the trees and the logits (places, outputs) behind them, or no trees where logits leave no choice.
+        """
+        assert self._stack is not None
+        levels, beam, branch, floor = growth
+        params = GrowthParams(
+            levels, beam, branch,
+            rooms=array("i", rooms),
+            shapes=array("d", [part for row in rows for part in shape_of(row.params)]),
+            draft_temperatures=array("f", draft_temperatures),
+            keys=noise_along(rows, levels),
+            words=self._words.ctypes.data,
+            ids=self._draft_ids,
+            feeds_back_normed=self.head.config.norm_output,
+            floor=floor,
+        )  # fmt: skip
+        return self._stack.grow(lay_out_rows(feeds), params, features, _PLACED)
 
     @network
     def logits(self, hidden: Tensor) -> Tensor:
@@ -174,7 +233,7 @@ class MedusaRunner:
         return self._outputs[0](x.reshape(-1, c.hidden)).view(c.heads, rows, c.vocab)
 
 
-def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear) -> Stack:
+def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear) -> Stack:
     c = head.config
     return layer_stack(
         pool, core, c.shape, _kind(head), [head.layer], [head.rope],
@@ -183,6 +242,7 @@ def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear
         norm=_last_norm(head),
         form=BESIDE if c.wide else JOINED,
         joined=joined,
+        output=output,
         norm_hidden=norm_weights(head.layer.spec.norm_in, head.layer.norm_hidden),
         residual_normed=c.norm_before_residual,
     )  # fmt: skip

@@ -24,8 +24,8 @@ from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_atte
 from outrider.ops.forwards import network
 from outrider.ops.native import ChainParams, StackSpan, find_core
 from outrider.sampling import Row
-from outrider.sampling.choice import shape_of
-from outrider.sampling.noise import Key, token_words_at, words_of
+from outrider.sampling.choice import noise_along, shape_of
+from outrider.sampling.noise import token_words_at
 
 __all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes", "lay_out"]
 
@@ -259,17 +259,11 @@ class Runner:
         places = range(len(feeds))
         order = sorted(places, key=lengths.__getitem__, reverse=True)  # the core wants the longest first
         steps = lengths[order[0]]
-        keys = array("I", bytes(8 * steps * len(feeds)))
-        for place, i in enumerate(order):
-            seed, first, sample = rows[i].seed, rows[i].position, rows[i].sample
-            for step in range(0 if rows[i].params.greedy else lengths[i]):
-                at = 2 * (step * len(feeds) + place)
-                keys[at : at + 2] = array("I", words_of(Key(seed, first + step, sample)))
         chains = ChainParams(
             wanted=array("i", [lengths[i] for i in order]),
             shapes=array("d", [part for i in order for part in shape_of(rows[i].params)]),
             draft_temperatures=array("f", [draft_temperatures[i] for i in order]),
-            keys=keys,
+            keys=noise_along([rows[i] for i in order], steps),
             words=token_words_at(self.decoder.spec.vocab),
             floor=floor,
         )

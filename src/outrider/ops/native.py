@@ -35,6 +35,8 @@ __all__ = [
     "ChainParams",
     "Core",
     "Epilogue",
+    "GrownTree",
+    "GrowthParams",
     "LayerWeights",
     "NormWeights",
     "PackedLinear",
@@ -76,6 +78,7 @@ _SIGNATURES = {
     "outrider_multiply_add": [_int, _int, _int],
     "outrider_forward": [_pointer, _pointer],
     "outrider_draft": [_pointer, _pointer, _pointer],
+    "outrider_grow": [_pointer, _pointer, _pointer],
     "outrider_choose": [_pointer, _int],
     "outrider_pack": [_pointer, _int],
 }
@@ -100,7 +103,7 @@ class Core:
         for name, types in _SIGNATURES.items():
             getattr(library, name).argtypes = types
         self.linear, self.read, self.pack = library.outrider_linear, library.outrider_read, library.outrider_pack
-        self.forward, self.draft = library.outrider_forward, library.outrider_draft
+        self.forward, self.draft, self.grow = library.outrider_forward, library.outrider_draft, library.outrider_grow
         self._choose, self._multiply_add = library.outrider_choose, library.outrider_multiply_add
         self._multiply_add.restype = _float
 
@@ -340,6 +343,31 @@ class ChainParams(NamedTuple):
     floor: float = 0.0  # drafting ends where the survival of every chain is below it
 
 
+class GrowthParams(NamedTuple):
+    """The trees that a network is to draft."""
+
+    levels: int
+    beam: int  # nodes of a level that are run
+    branch: int  # children of each of them
+    rooms: array[int]  # (sequences,) nodes that are kept, int32
+    shapes: array[float]  # (sequences, 4); see Core.draw
+    draft_temperatures: array[float]  # (sequences,) float32
+    keys: array[int]  # (levels, sequences, 2) of the noise, unsigned
+    words: int  # address of the words of every output
+    ids: Tensor | None = None  # (outputs,) int32: the token of each output, where it is not its number
+    feeds_back_normed: bool = False  # a node's row after the last norm, not before it, is the feature of its children
+    floor: float = 0.0  # growth ends where the survival of every node to run is below it
+
+
+class GrownTree(NamedTuple):
+    """The nodes kept of one sequence's tree, parents before children."""
+
+    tokens: list[int]
+    parents: list[int]  # -1: the root
+    survival: list[float]
+    places: list[int]  # of the logits after each node; -1 where it was not run. Those after the root come first, by sequence
+
+
 class LayerWeights(NamedTuple):
     """One decoder layer, in the order of LayerSpec in core.cpp. Matrices are (out, in)."""
 
@@ -481,6 +509,45 @@ class Stack:
         self._chain_threads.run(sequences, draft)
         columns = [slice(s, min(length, drawn[0]) * sequences, sequences) for s, length in enumerate(wanted)]
         return [tokens[column].tolist() for column in columns], [chances[column].tolist() for column in columns], logits
+
+    def grow(self, layout: array[int], growth: GrowthParams, features: Tensor, span: StackSpan) -> tuple[list[GrownTree], Tensor]:
+        """Grow a tree after each of the layout's feeds; see GrowthSpec in core.cpp. Returns them and the logits (places, V).
+
+        `features` (N, hidden) are those of the feeds' rows; of nodes they are the rows of their parents. The feeds' pages must
+        have room for the nodes that are kept. No trees are returned where a row of logits leaves no choice.
+        """
+        assert self._weights.output is not None
+        rooms, (levels, beam, branch) = growth.rooms, growth[:3]
+        sequences, capacity, outputs = len(rooms), max(rooms, default=0), self._weights.output.columns
+        sizes = {"shapes": 4 * sequences, "draft_temperatures": sequences, "keys": 2 * levels * sequences}
+        if min(rooms, default=0) < 1 or any(len(getattr(growth, name)) != size for name, size in sizes.items()):
+            raise ValueError(f"trees of {list(rooms)} nodes need {sizes}")
+        if features.dtype != torch.float32 or features.shape != (layout[1], self._weights.hidden):
+            raise ValueError(f"features are {tuple(features.shape)} {features.dtype} for {layout[1]} rows")
+        features = features.contiguous()
+        logits = torch.empty(sequences + min(sum(rooms), levels * beam * sequences), outputs)
+        counts, done, survival = array("i", bytes(4 * sequences)), array("q", (0,)), array("d", bytes(8 * sequences * capacity))
+        tokens, parents, places = (array("i", bytes(4 * sequences * capacity)) for _ in range(3))
+        first, end, lag = span
+        spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
+            _address(features), *[0] * 9))  # fmt: skip
+        addresses = [values.buffer_info()[0] for values in (growth.shapes, growth.draft_temperatures, growth.keys)]
+        results = [values.buffer_info()[0] for values in (counts, tokens, parents, places)]
+        growth_spec = array("q", _words((
+            levels, beam, branch, rooms.buffer_info()[0], float(growth.floor), growth.feeds_back_normed, growth.ids, *addresses,
+            growth.words, logits, capacity, *results, survival.buffer_info()[0], done.buffer_info()[0],
+        )))  # fmt: skip
+
+        def grow(threads: int) -> int:
+            self._call(self._core.grow, threads, spec, growth_spec)
+            return done[0]
+
+        self._chain_threads.run(sequences * beam, grow)
+        if min(counts) < 0:
+            return [], logits
+        parts = (tokens, parents, survival, places)
+        kept = [slice(s * capacity, s * capacity + count) for s, count in enumerate(counts)]
+        return [GrownTree._make(part[rows].tolist() for part in parts) for rows in kept], logits
 
     def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> int:
         """Call the core with a ForwardSpec of core.cpp and further specs, whose fields all have 64 bits. It is one step."""

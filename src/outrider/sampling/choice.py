@@ -6,6 +6,7 @@ verification emit the same tokens whatever was drafted.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from outrider.sampling.distribution import Row, adjust, process
 from outrider.sampling.noise import Key, bits, gumbel, token_words_at, words_of
 from outrider.sampling.params import SamplingParams
 
-__all__ = ["CORRUPTED", "Ranked", "choose", "draw", "rank"]
+__all__ = ["CORRUPTED", "Ranked", "choose", "draw", "noise_along", "rank"]
 
 CORRUPTED = -1  # returned where the logits hold NaN or leave nothing to choose
 _Floats = npt.NDArray[np.float32]
@@ -104,6 +105,16 @@ def _words(keys: Sequence[Key], shapes: Sequence[Shape]) -> list[int]:
     if not any(shape[0] for shape in shapes):
         return [0] * (2 * len(shapes))
     return [word for key in keys for word in words_of(key)]
+
+
+def noise_along(rows: Sequence[Row], steps: int) -> array[int]:
+    """Words of the noise at each row's position and those after it: (steps, rows, 2), zero where a row needs none."""
+    words = array("I", bytes(8 * steps * len(rows)))
+    for i, row in enumerate(rows):
+        for step in range(0 if row.params.greedy else steps):
+            at = 2 * (step * len(rows) + i)
+            words[at : at + 2] = array("I", words_of(Key(row.seed, row.position + step, row.sample)))
+    return words
 
 
 def _word_pairs(words: Sequence[int]) -> Words:

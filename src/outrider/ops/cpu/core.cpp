@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "growth.h"
 #include "pack.h"
 
 namespace outrider {
@@ -185,7 +186,7 @@ class Forward {
             leave();
         }
         if (!f.wants) return;
-        const Input ends{dense(f.last, s.hidden), static_cast<int>(f.wants), {}, f.wanted};
+        const Input ends{dense(f.last ? f.last : f.stream, s.hidden), static_cast<int>(f.wants), {}, f.wanted};
         multiply(*s.output, ends, dense(f.logits, s.output->columns), Then::kStore);
     }
 
@@ -438,6 +439,119 @@ bool draft_chains(const StackSpec& stack, ForwardSpec forward, const ChainSpec& 
     return true;
 }
 
+// Trees drafted by a network: the layout's feeds are run, then the best nodes of every sequence's tree, level by level.
+struct GrowthSpec {
+    int64_t levels, beam, branch;  // `beam` nodes of a level are run, and each has `branch` children
+    const int32_t* rooms;          // nodes of each sequence that are kept
+    double floor;                  // growth ends where the survival of every node to run is below it
+    int64_t feeds_back_normed;     // a node's row after the last norm, not before it, is the feature of its children
+    const int32_t* ids;            // the token of each output; null: the same number
+    const Shape* shapes;           // of each sequence
+    const float* draft_temperatures;
+    const uint32_t* keys;          // (levels, sequences, 2)
+    const uint32_t* words;         // of every output
+    float* logits;                 // (sequences + nodes that are run, outputs): after the roots, then after nodes
+    int64_t capacity;              // nodes of a sequence in what follows
+    int32_t* counts;               // of kept nodes of each sequence; -1: logits left no choice
+    int32_t *tokens, *parents, *places;  // (sequences, capacity); the place of the logits after a node, or -1
+    double* survival;              // (sequences, capacity)
+    int64_t* done;                 // levels that were run
+};
+
+// The frontier's nodes as the rows of the next forward, with the features of their parents' rows where rows have features.
+void lay_out_frontier(std::vector<Draft>& drafts, Layout& l, std::vector<int32_t>& tokens, const float* rows, int64_t hidden,
+                      std::vector<float>& features) {
+    size_t steps = 0;
+    for (const Draft& draft : drafts)
+        for (int node : draft.frontier) steps += draft.at(node).depth;
+    l.row.clear(), l.paths.clear(), l.paths.reserve(steps), tokens.clear(), features.clear();
+    for (Draft& draft : drafts) {
+        for (int node : draft.frontier) {
+            const float* feature = rows + draft.at(draft.at(node).parent).row * hidden;
+            if (rows) features.insert(features.end(), feature, feature + hidden);
+        }
+        draft.lay_out(l.row, tokens, l.paths);
+    }
+    l.tokens = tokens.data();
+}
+
+void write_kept(const Draft& draft, int64_t sequence, const GrowthSpec& g) {
+    const std::vector<int> kept = draft.kept();
+    const int64_t first = sequence * g.capacity;
+    g.counts[sequence] = static_cast<int32_t>(kept.size());
+    for (size_t i = 0; i < kept.size(); i++) {
+        const Node& node = draft.nodes[kept[i]];
+        const auto above = std::lower_bound(kept.begin(), kept.end(), node.parent);
+        g.tokens[first + i] = node.token, g.survival[first + i] = node.survival, g.places[first + i] = node.place;
+        g.parents[first + i] = node.parent == kRoot ? kRoot : static_cast<int32_t>(above - kept.begin());
+    }
+}
+
+bool grow_trees(const StackSpec& stack, ForwardSpec forward, const GrowthSpec& g) {
+    Workspace& w = workspace();
+    Layout& l = w.layout;
+    if (!read_layout(forward.layout, forward.page_size, l)) return false;
+    const int sequences = static_cast<int>(l.feeds.size()), branch = static_cast<int>(g.branch);
+    const int64_t hidden = stack.hidden, outputs = stack.output->columns, most = sequences * std::max<int64_t>(g.beam, 1);
+    std::vector<Draft> drafts;
+    std::vector<int32_t> ends, tokens;
+    for (Feed& feed : l.feeds) {
+        if (feed.fed < 1 || feed.nodes) return false;
+        ends.push_back((ends.empty() ? -1 : ends.back()) + feed.fed);
+        drafts.emplace_back(&feed, g.rooms[drafts.size()], ends.back(), static_cast<int>(drafts.size()));
+    }
+    const size_t widest = std::max<size_t>(l.row.size(), most) * hidden;
+    std::vector<float> stream(widest), last(stack.norm.weight ? widest : 0), features;
+    forward.stream = stream.data(), forward.last = stack.norm.weight ? last.data() : nullptr;
+    const float* fed_back = !forward.features ? nullptr : g.feeds_back_normed ? forward.last : forward.stream;
+    std::vector<Shape> shapes;
+    std::vector<float> draft_temperatures;
+    std::vector<uint32_t> keys;
+    std::vector<int64_t> chosen(most * branch);
+    std::vector<double> chances(most * branch);
+    forward.logits = g.logits;
+    for (int64_t level = 0; level < g.levels; level++) {
+        if (level) {
+            lay_out_frontier(drafts, l, tokens, fed_back, hidden, features);
+            ends.resize(l.row.size()), std::iota(ends.begin(), ends.end(), 0);
+            if (fed_back) forward.features = features.data();
+        }
+        forward.wanted = ends.data(), forward.wants = static_cast<int64_t>(ends.size());
+        if (!run_rows(stack, forward, w)) return false;
+        *g.done = level + 1;
+        shapes.clear(), draft_temperatures.clear(), keys.clear();
+        for (int s = 0; s < sequences; s++)
+            for (int node : drafts[s].frontier) {
+                drafts[s].at(node).place = static_cast<int>((forward.logits - g.logits) / outputs + shapes.size());
+                shapes.push_back(g.shapes[s]), draft_temperatures.push_back(g.draft_temperatures[s]);
+                const uint32_t* key = g.keys + 2 * (level * sequences + s);
+                keys.push_back(key[0]), keys.push_back(key[1]);
+            }
+        const ChoiceSpec choice{forward.logits, forward.wants, outputs, shapes.data(), draft_temperatures.data(),
+                                keys.data(), g.words, branch, chosen.data(), chances.data()};
+        flushing([&] { choose(choice, {nullptr, 0, 1}); });
+        forward.logits += forward.wants * outputs;
+        const int64_t* token = chosen.data();
+        const double* chance = chances.data();
+        double best = 0.0;
+        for (int s = 0; s < sequences; s++) {
+            Draft& draft = drafts[s];
+            std::vector<int> parents;
+            parents.swap(draft.frontier);
+            for (int parent : parents) {
+                if (*token < 0) return g.counts[s] = -1, true;
+                for (int i = 0; i < branch; i++, token++, chance++)  // filters may leave fewer choices than branches
+                    if (*token >= 0 && *chance > 0.0) draft.put(parent, g.ids ? g.ids[*token] : static_cast<int32_t>(*token), *chance);
+            }
+            draft.narrow(static_cast<int>(g.beam));
+            for (int node : draft.frontier) best = std::max(best, draft.at(node).survival);
+        }
+        if (best == 0.0 || best < g.floor) break;
+    }
+    for (int s = 0; s < sequences; s++) write_kept(drafts[s], s, g);
+    return true;
+}
+
 #if defined(__AMX_TILE__)
 // Tiles against vectors, with values whose sums are exact in every order.
 template <class K>
@@ -552,6 +666,11 @@ OUTRIDER_API int32_t outrider_forward(const StackSpec* stack, const ForwardSpec*
 // chain are not written.
 OUTRIDER_API int32_t outrider_draft(const StackSpec* stack, const ForwardSpec* forward, const ChainSpec* chain) {
     return status_of([&] { return draft_chains(*stack, *forward, *chain); });
+}
+
+// Returns the codes of outrider_forward. A count below 0 says that a row of logits left no choice; nothing else is written.
+OUTRIDER_API int32_t outrider_grow(const StackSpec* stack, const ForwardSpec* forward, const GrowthSpec* growth) {
+    return status_of([&] { return grow_trees(*stack, *forward, *growth); });
 }
 
 // By a team, or by this thread without waking anybody.
