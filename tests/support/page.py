@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from tests.support.server import Running
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Response
 
 PROMPT = 'def load_config(path):\n    """Read settings from a JSON file."""\n'
 
@@ -63,6 +64,20 @@ def chat(page: Page) -> Page:
     """Switch to the chat."""
     page.get_by_text("Chat", exact=True).click()
     return page
+
+
+def answers(page: Page) -> list[Response]:
+    """The streams of all completions that follow."""
+    responses: list[Response] = []
+    page.on("response", lambda response: response.url.endswith("/v1/completions") and responses.append(response))
+    return responses
+
+
+def received(response: Response) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The tokens of a stream that has ended, and its metrics. Drafts may differ in another run of the same request."""
+    events = [json.loads(event[6:]) for event in response.text().split("\n\n") if event.startswith("data: {")]
+    tokens = [token for event in events for choice in event["choices"] for token in choice.get("token_details", ())]
+    return tokens, next(event["metrics"] for event in events if "metrics" in event)
 
 
 def sent(page: Page) -> list[Any]:
