@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.draft.registry import method_names
-from tests.support.page import answers, ask, ended, ready, received, sent, shown
+from tests.support.page import RECORD, ask, ended, ready, received, sent, shown
 from tests.support.server import Running
 
 if TYPE_CHECKING:
@@ -61,16 +61,15 @@ def acceptance(tokens: list[dict[str, Any]]) -> list[float]:
 
 
 def test_the_chart_is_the_same_during_and_after_a_run(server: Running, opened: Open) -> None:
-    page = ready(opened(server))
+    page = ready(opened(server, script=RECORD))
     page.evaluate(
         "charts = []; new MutationObserver(() => charts.push([document.querySelectorAll('.token').length,"
         " [...document.querySelectorAll('#positions .bar')].map(bar => Number(bar.dataset.percent))]))"
         ".observe(document.getElementById('positions'), {childList: true})"
     )
-    streams = answers(page)
     ask(page, max_tokens=64)
     ended(page)
-    tokens, metrics = received(*streams)
+    tokens, metrics = received(page)
     charts = page.evaluate("charts")
     assert len({count for count, _ in charts}) > 5
     for count, bars in charts:
@@ -150,11 +149,11 @@ def test_the_idle_page_offers_examples_and_compares(server: Running, opened: Ope
 
 
 def test_rejected_guesses_are_shown_on_demand(server: Running, opened: Open, keep: Callable[..., None]) -> None:
-    page = ready(opened(server))
-    bodies, streams = sent(page), answers(page)
+    page = ready(opened(server, script=RECORD))
+    bodies = sent(page)
     ask(page, max_tokens=48)
     ended(page)
-    tokens, _ = received(*streams)
+    tokens, _ = received(page)
     expected, depth = [], 0
     for token in tokens:
         depth = depth + 1 if token["position"] is not None else depth
