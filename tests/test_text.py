@@ -52,6 +52,17 @@ def test_long_lists_of_ids_are_decoded_without_the_interpreter_lock(tokenizer: T
     assert other.decode(ids, skip) == tokenizer.fast.decode(ids, skip_special_tokens=skip)
 
 
+def test_a_token_is_decoded_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log probabilities of a long prompt name tens of thousands of tokens."""
+    wanted = [tokenizer.decode([token], skip_special_tokens=False) for token in range(300)]
+    decoded: list[int] = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **how: decoded.extend(ids) or decode(ids, **how))
+    for _ in range(3):
+        assert [tokenizer.token_text(token) for token in range(300)] == wanted
+    assert decoded == list(range(300))
+
+
 @given(ids=st.lists(st.integers(1, 299), max_size=30))
 def test_any_ids_stream_to_what_they_decode_to(tokenizer: Tokenizer, ids: list[int]) -> None:
     stream = TextStream(tokenizer, [], True)

@@ -40,6 +40,7 @@ class Tokenizer:
         self._hf = hf_tokenizer
         self.fast = hf_tokenizer.backend_tokenizer
         self._plain: Any = None  # a copy that knows no control tokens
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer | None:
@@ -132,6 +133,13 @@ class Tokenizer:
         if len(ids) > _LONG:
             return self.fast.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # type: ignore[no-any-return]
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+    def token_text(self, token: int) -> str:
+        """The text of a single token, special ones included. Each is decoded once: log probabilities name very many."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self.decode([token], skip_special_tokens=False)
+        return text
 
     def to_json(self) -> str:
         """The whole tokenizer as tokenizers' JSON, without padding and truncation."""

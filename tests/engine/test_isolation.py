@@ -12,7 +12,7 @@ import pytest
 from outrider.core import Request
 from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.engine.worker import EngineThread, Job
-from outrider.errors import OutriderError, RequestFailed
+from outrider.errors import OutriderError, QueueFull, RequestFailed
 from outrider.model import Decoder
 from outrider.sampling import SamplingParams
 from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family
@@ -122,3 +122,16 @@ def test_a_failure_among_samples_fails_that_sample(decoder: Decoder, thread: Eng
     assert output is not None
     assert output.finish_reason == "error"
     assert "IndexError" in str(output.stop_reason)
+
+
+def test_a_refused_batch_disturbs_nobody(decoder: Decoder) -> None:
+    """It is refused before anything changes: a half-done change would make every sequence read its text again."""
+    engine = make_engine(decoder, max_queue=2)
+    running = engine.submit(good(1), "none")
+    engine.round()
+    cached = running.seq.cached
+    with pytest.raises(QueueFull):
+        engine.admit([engine.prepare(good(i), "none") for i in range(2, 5)])
+    assert engine.scheduler.waiting == 0
+    engine.round()
+    assert running.seq.cached > cached > 0

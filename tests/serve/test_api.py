@@ -173,17 +173,29 @@ def test_token_details_name_the_source_of_every_token(server: Running, path: str
     body = chat_body if "chat" in path else {"prompt": PROMPT, "logprobs": 2}
     body |= {"max_tokens": 24, "temperature": 0, "return_token_details": True, "return_token_ids": True}
     choice = server.post(path, **body).json()["choices"][0]
-    details = choice["token_details"]
-    assert [detail["id"] for detail in details] == choice["token_ids"]
-    assert "".join(detail["text"] for detail in details) == (choice["text"] if "text" in choice else choice["message"]["content"])
-    assert {detail["source"] for detail in details} == {"eagle", "target"}
-    for detail in details:
-        assert detail["accepted"] == (detail["source"] == "eagle") == (detail["position"] is not None)
-        assert detail["logprob"] == detail["top"][0]["logprob"]
-        assert len(detail["top"]) == 2
-    streamed = server.events(path, **body)
-    assert [detail for event in streamed[:-1] for detail in event["choices"][0].get("token_details", [])] == details
-    assert streamed[-2]["metrics"]["speculative_decoding"]["method"] == "eagle"
+    whole = choice["token_details"]
+    assert [detail["id"] for detail in whole] == choice["token_ids"]
+    assert "".join(detail["text"] for detail in whole) == (choice["text"] if "text" in choice else choice["message"]["content"])
+    events = server.events(path, **body)
+    streamed = streamed_details(events)
+    assert promised(streamed) == promised(whole)
+    for details in (whole, streamed):
+        assert {detail["source"] for detail in details} == {"eagle", "target"}
+        for detail in details:
+            assert detail["accepted"] == (detail["source"] == "eagle") == (detail["position"] is not None)
+            assert detail["logprob"] == detail["top"][0]["logprob"]
+            assert len(detail["top"]) == 2
+    assert events[-2]["metrics"]["speculative_decoding"]["method"] == "eagle"
+
+
+def streamed_details(events: list[Any]) -> list[dict[str, Any]]:
+    return [detail for event in events[:-1] for detail in event["choices"][0].get("token_details", [])]
+
+
+def promised(details: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is the same in every run of a request. Drafts may differ."""
+    of_drafts = ("source", "accepted", "position", "drafter", "rejected")
+    return [{name: value for name, value in detail.items() if name not in of_drafts} for detail in details]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -192,18 +204,20 @@ def test_rejected_draft_tokens_are_returned_on_request(server: Running, path: st
     body = prompt | {"max_tokens": 24, "temperature": 0, "return_token_details": True}
     silent = server.post(path, **body).json()["choices"][0]["token_details"]
     assert not any("rejected" in detail for detail in silent)
-    answer = server.post(path, **body, speculation={"return_rejected": True}).json()
-    details, spec = answer["choices"][0]["token_details"], answer["metrics"]["speculative_decoding"]
-    rejected = [node for detail in details for node in detail.get("rejected", ())]
-    assert len(rejected) == spec["num_draft_tokens"] - spec["num_accepted_draft_tokens"] > 0
-    assert [detail["id"] for detail in details] == [detail["id"] for detail in silent]
-    for detail in details:
-        for i, node in enumerate(detail.get("rejected", ())):
-            assert node.keys() == {"id", "text", "position", "parent"}
-            assert server.post("/detokenize", tokens=[node["id"]]).json()["prompt"] == node["text"]
-            assert -1 <= node["parent"] < i
-    streamed = server.events(path, **body, speculation={"return_rejected": True})
-    assert [detail for event in streamed[:-1] for detail in event["choices"][0].get("token_details", [])] == details
+    body |= {"speculation": {"return_rejected": True}}
+    answer, events = server.post(path, **body).json(), server.events(path, **body)
+    runs = [(answer["choices"][0]["token_details"], answer), (streamed_details(events), events[-2])]
+    for details, ending in runs:
+        spec = ending["metrics"]["speculative_decoding"]
+        rejected = [node for detail in details for node in detail.get("rejected", ())]
+        assert len(rejected) == spec["num_draft_tokens"] - spec["num_accepted_draft_tokens"] > 0
+        assert promised(details) == promised(silent)
+        for detail in details:
+            for i, node in enumerate(detail.get("rejected", ())):
+                assert node.keys() == {"id", "text", "position", "parent"}
+                assert -1 <= node["parent"] < i
+        for token in {node["id"]: node for node in rejected}.values():
+            assert server.post("/detokenize", tokens=[token["id"]]).json()["prompt"] == token["text"]
 
 
 def test_parameters_reach_the_engine(server_with: Callable[..., Running], solo: Any) -> None:

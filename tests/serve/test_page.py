@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider import LLM
-from tests.support.page import ask, chat, details, ended, ready, sent, shown
+from tests.support.page import RECORD, ask, chat, details, ended, ready, received, sent, shown
 from tests.support.server import Running, until
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ def falsify(route: Route, event: int, change: Callable[[dict[str, Any], dict[str
 
 
 def test_tokens_stream_in_with_their_sources(server: Running, opened: Callable[..., Page], keep: Callable[..., None]) -> None:
-    page = ready(opened(server))
+    page = ready(opened(server, script=RECORD))
     page.evaluate(
         "batches = 0; new MutationObserver(() => batches++)"
         ".observe(document.getElementById('turns'), {childList: true, subtree: true})"
     )
     ask(page, temperature=0.6)
     ended(page)
-    received = details(server)
-    tokens, expected = shown(page), received["choices"][0]["token_details"]
+    tokens, (expected, metrics) = shown(page), received(page)
+    assert [token["text"] for token in tokens] == [token["text"] for token in details(server)["choices"][0]["token_details"]]
     assert [(token["text"], token["source"]) for token in tokens] == [(token["text"], token["source"]) for token in expected]
     assert page.evaluate("batches") > 5  # the answer was streamed
 
@@ -51,7 +51,7 @@ def test_tokens_stream_in_with_their_sources(server: Running, opened: Callable[.
     legend = page.locator("#legend").inner_text().split("\n")
     assert legend == ["target's own", "guessed by eagle", "a draft begins", "abc", "rejected guess"]
 
-    speculation = received["metrics"]["speculative_decoding"]
+    speculation = metrics["speculative_decoding"]
     assert page.inner_text("#per-round") == f"{speculation['tokens_per_round']:.2f}"
     assert float(page.inner_text("#tok-s")) > 0
     assert page.locator("#positions .bar").count() == len(speculation["acceptance_by_position"])
@@ -61,10 +61,10 @@ def test_tokens_stream_in_with_their_sources(server: Running, opened: Callable[.
 def test_a_token_s_card_shows_probability_and_alternatives(
     server: Running, opened: Callable[..., Page], keep: Callable[..., None]
 ) -> None:
-    page = ready(opened(server))
+    page = ready(opened(server, script=RECORD))
     ask(page)
     ended(page)
-    expected = details(server)["choices"][0]["token_details"]
+    expected, _ = received(page)
     at = next(i for i, detail in enumerate(expected) if detail["position"] == 1)
     card = page.locator("#token-card")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.draft.registry import method_names
-from tests.support.page import ask, details, ended, ready, sent, shown
+from tests.support.page import RECORD, ask, ended, ready, received, sent, shown
 from tests.support.server import Running
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ Open = Callable[..., "Page"]
 NO_CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', {value: undefined});"
 REFUSED = "Object.defineProperty(navigator, 'clipboard', {value: {writeText: () => Promise.reject(new Error('no'))}});"
 UNABLE = "document.execCommand = () => false;"
-REJECTED = {"speculation": {"return_rejected": True}}
 
 
 @pytest.mark.parametrize("script", [NO_CLIPBOARD, REFUSED])
@@ -62,7 +61,7 @@ def acceptance(tokens: list[dict[str, Any]]) -> list[float]:
 
 
 def test_the_chart_is_the_same_during_and_after_a_run(server: Running, opened: Open) -> None:
-    page = ready(opened(server))
+    page = ready(opened(server, script=RECORD))
     page.evaluate(
         "charts = []; new MutationObserver(() => charts.push([document.querySelectorAll('.token').length,"
         " [...document.querySelectorAll('#positions .bar')].map(bar => Number(bar.dataset.percent))]))"
@@ -70,13 +69,12 @@ def test_the_chart_is_the_same_during_and_after_a_run(server: Running, opened: O
     )
     ask(page, max_tokens=64)
     ended(page)
-    answer = details(server, max_tokens=64, **REJECTED)
-    tokens = answer["choices"][0]["token_details"]
+    tokens, metrics = received(page)
     charts = page.evaluate("charts")
     assert len({count for count, _ in charts}) > 5
     for count, bars in charts:
         assert bars == acceptance(tokens[:count])
-    final = [round(100 * share, 2) for share in answer["metrics"]["speculative_decoding"]["acceptance_by_position"]]
+    final = [round(100 * share, 2) for share in metrics["speculative_decoding"]["acceptance_by_position"]]
     assert charts[-1] == [64, final]
     chart = page.locator("figure")
     assert "100 %" in chart.inner_text()
@@ -151,11 +149,11 @@ def test_the_idle_page_offers_examples_and_compares(server: Running, opened: Ope
 
 
 def test_rejected_guesses_are_shown_on_demand(server: Running, opened: Open, keep: Callable[..., None]) -> None:
-    page = ready(opened(server))
+    page = ready(opened(server, script=RECORD))
     bodies = sent(page)
     ask(page, max_tokens=48)
     ended(page)
-    tokens = details(server, max_tokens=48, **REJECTED)["choices"][0]["token_details"]
+    tokens, _ = received(page)
     expected, depth = [], 0
     for token in tokens:
         depth = depth + 1 if token["position"] is not None else depth

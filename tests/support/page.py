@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from tests.support.server import Running
@@ -10,6 +11,17 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 PROMPT = 'def load_config(path):\n    """Read settings from a JSON file."""\n'
+
+# For `opened`: keeps a copy of every streamed answer. The browser itself may forget the body of an answer that was read.
+RECORD = """
+    const send = fetch;
+    window.streams = [];
+    window.fetch = async (...request) => {
+        const answer = await send(...request);
+        if (answer.url.endsWith("/v1/completions")) streams.push(answer.clone().text());
+        return answer;
+    };
+"""
 
 
 def ready(page: Page) -> Page:
@@ -63,6 +75,14 @@ def chat(page: Page) -> Page:
     """Switch to the chat."""
     page.get_by_text("Chat", exact=True).click()
     return page
+
+
+def received(page: Page) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The tokens of the only answer of a page opened with RECORD, and its metrics. In another run drafts may differ."""
+    (stream,) = page.evaluate("Promise.all(streams)")
+    events = [json.loads(event[6:]) for event in stream.split("\n\n") if event.startswith("data: {")]
+    tokens = [token for event in events for choice in event["choices"] for token in choice.get("token_details", ())]
+    return tokens, next(event["metrics"] for event in events if "metrics" in event)
 
 
 def sent(page: Page) -> list[Any]:

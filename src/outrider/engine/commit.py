@@ -232,4 +232,4 @@ def settle_kv(pool: KVPool, batch: Batch, verdicts: list[Verdict], reports: list
 def _named(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     if tokenizer is None:
         return logprobs
-    return {t: Logprob(p.logprob, p.rank, tokenizer.decode([t], skip_special_tokens=False)) for t, p in logprobs.items()}
+    return {t: Logprob(p.logprob, p.rank, tokenizer.token_text(t)) for t, p in logprobs.items()}

@@ -180,8 +180,9 @@ def logprobs_of(logits: Tensor, token: int, top: int) -> dict[int, Logprob]:
     Ranks are by logit, because rounding can make log probabilities equal.
     """
     logs = torch.log_softmax(logits, -1)
-    best = _rank(logits, top)[0][:top].tolist() if top else []
-    out = {i: Logprob(float(logs[i]), rank) for rank, i in enumerate(best, 1)}
+    best = _rank(logits, top)[0][:top] if top else torch.empty(0, dtype=torch.int64)
+    values = zip(best.tolist(), logs[best].tolist(), strict=True)
+    out = {i: Logprob(log, rank) for rank, (i, log) in enumerate(values, 1)}
     if token not in out:
         logit = logits[token]
         rank = int((logits > logit).sum()) + int((logits[:token] == logit).sum()) + 1
