@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.bench.profiler import ProfiledRound, decode_rounds
-from outrider.engine.acceptance import accepted_by_position, loops
+from outrider.engine.acceptance import acceptance_totals, accepted_by_position, loops
 from outrider.engine.outputs import CompletionOutput
 from outrider.quantiles import quantile
 
@@ -24,6 +24,9 @@ MEANING = {
     "no loops": "The same without outputs in which some 8-gram occurs more than three times. Small models loop when greedy, and "
     "loops are easy to guess.",
     "tokens / round": "Tokens a round emits, the round that reads the prompt left out.",
+    "acceptance rate": "Accepted over drafted tokens; every node of a tree is a drafted token.",
+    "acceptance length": "Mean over rounds that drafted: the accepted tokens and the bonus token.",
+    "conversion": "Speed-up over tokens / round: the part of the drafter's merit that the engine turns into time.",
     "draft, verify, choose, host": "Per round in which nobody reads a prompt: proposing and the drafter's commit; the "
     "target's forward; the target's choices and the walk; everything else (scheduling, planning, commit, text).",
     "TTFT, ITL, TPOT": "Time to the first token; between rounds that bring a request tokens, as a reader sees them arrive; per "
@@ -88,6 +91,8 @@ def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
     steady = [i for i, group in enumerate(result.groups) if not group.looping]
     wall = sum(one.wall for one in rounds)
     per_round = {name: _ms(sum(getattr(one, name) for one in rounds) / len(rounds)) for name in _PHASES} if rounds else {}
+    speedup, tokens_per_round = _ratio(result.groups, plain.groups), _per_round(outputs)
+    speeds = [output.timings.decode_tokens_per_s for output in outputs if output.timings.decode_tokens_per_s]
     steady_outputs = [output for output in outputs if not loops(output.token_ids)]
     return {
         "requests": len(outputs),
@@ -95,22 +100,23 @@ def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
         "skipped": result.skipped,
         "tok_s": _speed(result.groups),
         "tok_s_quartiles": _quartiles(result.groups),
-        "speedup": _ratio(result.groups, plain.groups),
+        "speedup": speedup,
         "speedup_interval": _interval(result.groups, plain.groups),
         "speedup_steady": _ratio([result.groups[i] for i in steady], [plain.groups[i] for i in steady]) if steady else None,
-        "tokens_per_round": _per_round(outputs),
+        "tokens_per_round": tokens_per_round,
         "tokens_per_round_steady": _per_round(steady_outputs),
         "looping": 1 - len(steady_outputs) / len(outputs),
         "accepted_by_position": accepted_by_position(outputs),
-        "drafted": sum(output.speculation["drafted"] for output in outputs),
-        "accepted": sum(output.speculation["accepted"] for output in outputs),
+        **acceptance_totals(outputs),
+        "conversion": speedup / tokens_per_round if tokens_per_round else None,
+        "tok_s_per_user": statistics.fmean(speeds) if speeds else None,
         "ms_per_round": per_round,
         "share_of_round": {name: sum(getattr(one, name) for one in rounds) / wall for name in _PHASES if name != "wall"}
         if rounds
         else {},
         "ttft_ms": _spread(result.first),
         "itl_ms": _spread(result.gaps),
-        "tpot_ms": _spread(1 / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s),
+        "tpot_ms": _spread(1 / speed for speed in speeds),
         "efficiency": statistics.median(one.alone / one.wall for one in alone) if alone else None,
         "compared": sum(group.compared for group in result.groups),
         "equal": sum(group.equal for group in result.groups) / max(sum(group.compared for group in result.groups), 1),

@@ -20,6 +20,7 @@ from outrider import checks
 from outrider.config import SpeculationConfig, resolve_speculation
 from outrider.control import Controller, Policy
 from outrider.draft import check_speculation
+from outrider.engine.benchmark import BenchmarkResult, benchmark
 from outrider.engine.build import Built, Settings, build_engine, load_target
 from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
@@ -240,6 +241,27 @@ class LLM:
         job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant))
         with self.thread.running(job):
             yield from job.chunks()
+
+    def benchmark(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        baseline_time: float | None = None,
+        *,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        repeats: int = 3,
+        **sampling: Any,
+    ) -> BenchmarkResult:
+        """The speed-up, tokens per second, acceptance rate and token equality of these prompts, run as one batch.
+
+        The prompts are run with and without speculation, interleaved. With `baseline_time`, the seconds that the same
+        prompts took without speculation, they are run with speculation only, and no tokens are compared.
+        """
+        self._check_open()
+        checks.integer("repeats", repeats, 1)
+        if baseline_time is not None:
+            checks.real("baseline_time", baseline_time, 0.0, low_open=True)
+        batch = prompts_of(prompts)
+        return benchmark(self, batch, params_for(len(batch), params, self.default_params(), sampling), baseline_time, repeats)
 
     @property
     def intake(self) -> Intake:
