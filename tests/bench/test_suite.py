@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from outrider.bench.record import read_rows, record_suite
 from outrider.bench.suite import Suite, expand_methods, run_suite
+from outrider.bench.validity import meets, read_schema
 from outrider.bench.workloads import BUNDLED, Conversation, TurnReader, load_prompts
 from outrider.cli import app
 from outrider.engine import llm as llm_module
@@ -135,7 +136,9 @@ def test_what_is_no_workload(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InvalidParameter, match="holds no prompts"):
         load_prompts(str(tmp_path / "empty.jsonl"))
-    with pytest.raises(InvalidParameter, match=r"neither a workload \(code, editing, json, random\) nor a JSONL file"):
+    with pytest.raises(
+        InvalidParameter, match=r"neither a workload \(code, .*constrained, random\) nor"
+    ):
         load_prompts("cod")
     with pytest.raises(InvalidParameter, match="random:256"):
         load_prompts("random:x", 100)
@@ -240,6 +243,32 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path: Path) -> None
     rows = rows_of(small("ngram", [str(path)]))
     assert {(row["skipped"], row["requests"]) for row in rows} == {(1, 1)}
     assert all("no prompt leaves room" in row["failed"] for row in rows_of(small("ngram", ["random:2040"])))
+
+
+def test_a_schema_constrains_with_and_without_speculation(tmp_path: Path) -> None:
+    rows = rows_of(small("ngram,auto", ["constrained"], limit=2, max_tokens=100))
+    assert [row["method"] for row in rows] == ["none", "ngram", "auto"]
+    assert all(row["failed"] is None and row["equal"] == row["complete"] == row["valid"] == 1.0 for row in rows)
+    assert all(row["speedup"] > 0 for row in rows)
+    (path := tmp_path / "schema.json").write_text('{"type": "integer", "minimum": 10, "maximum": 99}')
+    rows = rows_of(small("ngram", ["code"], schema=read_schema(path), limit=1))
+    assert [(row["valid"], row["tokens"] <= 3) for row in rows] == [(1.0, True), (1.0, True)]
+    assert all("valid" not in row for row in rows_of(small("none", ["code"], limit=1)))
+
+
+def test_validity_is_of_the_outputs_that_ended() -> None:
+    schema = {"type": "integer", "minimum": 10}
+    assert [meets(text, schema) for text in ("12", "9", '"12"', "1 2", "")] == [True, False, False, False, False]
+
+
+def test_a_schema_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content, message in (("[1]", "an object"), ("{", "cannot be read")):
+        (path := tmp_path / "schema.json").write_text(content)
+        with pytest.raises(InvalidParameter, match=message):
+            CliRunner().invoke(app, ["bench", "run", "--schema", str(path)], catch_exceptions=False)
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(InvalidParameter, match=r"outrider\[bench\]"):
+        record_suite(small("none", ["constrained"]), tmp_path / "out", Console(file=io.StringIO()))
 
 
 SPEC_BENCH = (

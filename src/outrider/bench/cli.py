@@ -55,8 +55,9 @@ def bench_run(
     workloads: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: code, editing, json, random or random:TOKENS, or JSONL files (HumanEval, Spec-Bench, MT-bench "
-            "or yours: lines with turns, prompt or text, and category where there are several). Default: code,editing."
+            help="Comma-separated: code, editing, json, constrained, random or random:TOKENS, or files (Spec-Bench, MT-bench, "
+            "HumanEval, GSM8K, SPEED-Bench, or yours: rows with turns, messages, prompt, question or text, and category where "
+            "there are several). Default: code,editing."
         ),
     ] = None,
     lengths: Annotated[
@@ -72,6 +73,9 @@ def bench_run(
     ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    schema: Annotated[
+        Path | None, typer.Option(help="A JSON schema that every output must meet. The workload `constrained` has one.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first request; the others count up.")] = 0,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "safetensors",
@@ -88,6 +92,7 @@ def bench_run(
     """
     from outrider.bench.record import record_suite
     from outrider.bench.suite import Suite, expand_methods
+    from outrider.bench.validity import read_schema
 
     set_threads(threads)
     usual = "ngram,suffix,recycle,auto" if model else "ngram,draft_model,eagle,auto"
@@ -103,6 +108,7 @@ def bench_run(
         seed=seed,
         chat=chat,
         ignore_eos=ignore_eos,
+        schema=None if schema is None else read_schema(schema),
         load={"dtype": dtype, "load_format": load_format},
     )
     code = record_suite(suite, output, _errors)

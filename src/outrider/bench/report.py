@@ -179,6 +179,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("conversion", lambda row: _number(row.get("conversion"))),
     ("efficiency", lambda row: _number(row["efficiency"])),
     ("looping", lambda row: f"{row['looping']:.0%}"),
+    ("valid", lambda row: _number(row.get("valid"))),
     ("equal", lambda row: f"{row['equal']:.0%}"),
 )
 

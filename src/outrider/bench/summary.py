@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.bench.profiler import ProfiledRound, decode_rounds
+from outrider.bench.validity import meets
 from outrider.engine.acceptance import acceptance_totals, accepted_by_position, loops
 from outrider.engine.outputs import CompletionOutput
 from outrider.quantiles import quantile
@@ -35,6 +36,7 @@ MEANING = {
     "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's; on a "
     "GPU it is the time between events before and after each. The median round of a separate pass over the first two groups. "
     "It is the engine's merit; tokens per round are the drafter's.",
+    "valid": "Where a schema constrains the outputs: of those that came to their end, the share that is JSON of this schema.",
     "equal": "Share of outputs whose token ids are those of plain decoding, one request at a time; every repeat is compared.",
 }
 
@@ -67,6 +69,7 @@ class MethodResult:
     first: list[float] = field(default_factory=list)  # seconds to the first token
     alone: list[ProfiledRound] = field(default_factory=list)  # of the pass whose forwards ran again alone
     skipped: int = 0  # prompts that do not fit the context
+    schema: dict[str, Any] | None = None  # that the outputs had to meet
     failed: str | None = None
 
 
@@ -75,6 +78,7 @@ def combined(results: Sequence[MethodResult]) -> MethodResult:
     whole = MethodResult(
         skipped=sum(result.skipped for result in results),
         failed=next((result.failed for result in results if result.failed), None),
+        schema=results[0].schema,
     )
     for result in results:
         for name in ("groups", "rounds", "gaps", "first", "alone"):
@@ -110,6 +114,7 @@ def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
         **acceptance_totals(outputs),
         "conversion": speedup / tokens_per_round if tokens_per_round else None,
         "tok_s_per_user": statistics.fmean(speeds) if speeds else None,
+        **_validity(result.schema, outputs),
         "ms_per_round": per_round,
         "share_of_round": {name: sum(getattr(one, name) for one in rounds) / wall for name in _PHASES if name != "wall"}
         if rounds
@@ -126,6 +131,15 @@ def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
 
 
 _PHASES = ("wall", "draft", "verify", "choose", "host")
+
+
+def _validity(schema: dict[str, Any] | None, outputs: Sequence[CompletionOutput]) -> dict[str, float | None]:
+    """The share of outputs that came to their end, and of those the share that is JSON of this schema."""
+    if schema is None:
+        return {}
+    ended = [output.text for output in outputs if output.finish_reason == "stop"]
+    valid = statistics.fmean(meets(text, schema) for text in ended) if ended else None
+    return {"complete": len(ended) / len(outputs), "valid": valid}
 
 
 def cost_points(result: MethodResult) -> dict[str, list[list[float]]]:
