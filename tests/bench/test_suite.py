@@ -136,9 +136,7 @@ def test_what_is_no_workload(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InvalidParameter, match="holds no prompts"):
         load_prompts(str(tmp_path / "empty.jsonl"))
-    with pytest.raises(
-        InvalidParameter, match=r"neither a workload \(code, .*constrained, random\) nor"
-    ):
+    with pytest.raises(InvalidParameter, match=r"neither a workload \(code, .*constrained, random\) nor"):
         load_prompts("cod")
     with pytest.raises(InvalidParameter, match="random:256"):
         load_prompts("random:x", 100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,6 +155,14 @@ def bench_serve(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds without a byte from the server after which a request has failed.")
     ] = 300.0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Alternate speculation on and off at each load, and print the load where they meet.")
+    ] = False,
+    plain_url: Annotated[
+        str | None,
+        typer.Option(help="With --compare: a second server, without speculation. Default: this one, told per request."),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="GPUs or machines behind the server, for tokens per second of each.")] = 1,
     output: Annotated[Path | None, typer.Option(help="File for the result, as JSON.")] = None,
 ) -> None:
     """Load a running OpenAI-compatible server and report TTFT, TPOT, ITL, throughput, goodput and failures.
@@ -163,7 +171,7 @@ def bench_serve(
     OUTRIDER_API_KEY is sent as a bearer token. Prints one JSON line last; exits with 1 if a request failed, 130 after Ctrl-C.
     """
     from outrider.bench.client import Endpoint, Level
-    from outrider.bench.serve import bench_server, parse_goodput
+    from outrider.bench.serve import ServerLoads, bench_server, parse_goodput
     from outrider.bench.workloads import Conversation, load_prompts
 
     if rate is not None and concurrency is not None:
@@ -174,6 +182,8 @@ def bench_serve(
     levels = levels or [Level(concurrency=value) for value in numbers("--concurrency", concurrency or "1", int)]
     if any((value.rate or value.concurrency or 0) <= 0 for value in levels):
         raise InvalidParameter("--rate" if rate else "--concurrency", "must be above 0")
+    if plain_url is not None and not compare:
+        raise InvalidParameter("--plain-url", "is for --compare")
     items = [item for prompts in load_prompts(workload).categories.values() for item in prompts]
     texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
@@ -182,11 +192,18 @@ def bench_serve(
         | ({"ignore_eos": True} if ignore_eos else {})
         | json_object("--extra-body", extra_body or "{}")
     )
-    endpoint = Endpoint(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
+    endpoint = Endpoint(_base(url), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
+    plain = replace(endpoint, url=_base(plain_url)) if plain_url else replace(endpoint, body=body | {"speculation": False})
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
-    code = bench_server(endpoint, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
+    loads = ServerLoads(levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, devices)
+    code = bench_server(endpoint, loads, _errors, output, plain if compare else None)
     if code:
         raise typer.Exit(code)
+
+
+def _base(url: str) -> str:
+    """A server's address up to and without /v1."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 @app.command("acceptance")
