@@ -172,7 +172,7 @@ def bench_serve(
     """
     from outrider.bench.client import Endpoint, Level
     from outrider.bench.serve import ServerLoads, bench_server, parse_goodput
-    from outrider.bench.workloads import Conversation, load_prompts
+    from outrider.bench.workloads import first_turns
 
     if rate is not None and concurrency is not None:
         raise InvalidParameter("--rate", "and --concurrency are two ways to load a server; give one")
@@ -184,18 +184,12 @@ def bench_serve(
         raise InvalidParameter("--rate" if rate else "--concurrency", "must be above 0")
     if plain_url is not None and not compare:
         raise InvalidParameter("--plain-url", "is for --compare")
-    items = [item for prompts in load_prompts(workload).categories.values() for item in prompts]
-    texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
-    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    body |= (
-        ({"seed": seed} if seed is not None else {})
-        | ({"ignore_eos": True} if ignore_eos else {})
-        | json_object("--extra-body", extra_body or "{}")
-    )
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": ignore_eos or None}
+    body = {name: value for name, value in body.items() if value is not None} | json_object("--extra-body", extra_body or "{}")
     endpoint = Endpoint(_base(url), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
     plain = replace(endpoint, url=_base(plain_url)) if plain_url else replace(endpoint, body=body | {"speculation": False})
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
-    loads = ServerLoads(levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, devices)
+    loads = ServerLoads(levels, first_turns(workload, num_prompts), limits, devices)
     code = bench_server(endpoint, loads, _errors, output, plain if compare else None)
     if code:
         raise typer.Exit(code)

@@ -13,7 +13,7 @@ from outrider.engine.acceptance import read_items
 from outrider.errors import InvalidParameter
 from outrider.text import Tokenizer
 
-__all__ = ["BUNDLED", "Conversation", "PromptSet", "TurnReader", "find_prompts", "is_random", "load_prompts"]
+__all__ = ["BUNDLED", "Conversation", "PromptSet", "TurnReader", "find_prompts", "first_turns", "is_random", "load_prompts"]
 
 BUNDLED = {
     "code": "beginnings of Python functions and classes",
@@ -105,6 +105,13 @@ def load_prompts(name: str, vocab: int | None = None) -> PromptSet:
         shown = published.get(category or "", category or stem)
         categories.setdefault(shown, []).append(turns[0] if len(turns) == 1 else Conversation(turns))
     return PromptSet(stem, dict(categories), _RECORD if name == "constrained" else None)
+
+
+def first_turns(name: str, count: int) -> list[str]:
+    """As many texts: the first turns of a workload, from the beginning again where it has fewer."""
+    items = [item for prompts in load_prompts(name).categories.values() for item in prompts]
+    texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
+    return [texts[i % len(texts)] for i in range(count)]
 
 
 def _interleaved(items: Sequence[Item]) -> list[Item]:
