@@ -80,7 +80,9 @@ class ServeFlags(ServerSettings):
     method: str | None = flag(
         None, 'How to draft: auto, none, ngram, suffix, eagle, ..., with settings as in "eagle:24". Default: auto.'
     )
-    draft_model: str | None = flag(None, "Directory or hub id of the drafter's weights.", "--speculative-model")
+    draft_model: str | None = flag(
+        None, "Directory or hub id of the drafter's weights, or auto: a published one in the local cache.", "--speculative-model"
+    )
     draft_tokens: int | None = flag(None, "Maximum number of draft tokens per round.", "--num-speculative-tokens", min=0, max=256)
     speculative_config: str | None = flag(
         None, 'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.'
