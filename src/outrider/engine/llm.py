@@ -35,6 +35,7 @@ from outrider.engine.intake import (
     params_for,
     prompts_of,
     split_keywords,
+    vllm_keywords,
 )
 from outrider.engine.outputs import RequestOutput, StreamPiece
 from outrider.engine.worker import EngineHost, EngineThread, Job
@@ -58,7 +59,8 @@ class LLM:
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda". On a GPU, `memory` is the share of it that
     weights, KV and graphs may take, and `numerics="fast"` gives up the same-tokens promise for other kernels.
     Further keywords are sizes of the engine (`max_num_seqs`, `max_model_len`, ...: config.EngineConfig) and other engines'
-    names for speculation (`speculative_config`, `num_speculative_tokens`, `assistant_model`, ...: config.SPELLINGS).
+    names for speculation (`speculative_config`, `num_speculative_tokens`, `assistant_model`, ...: config.SPELLINGS). Of vLLM's
+    other keywords, `gpu_memory_utilization` is `memory`, and sizes of parallelism must be 1.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class LLM:
         memory: float = 0.9,
         **keywords: Any,
     ) -> None:
+        keywords = vllm_keywords(keywords)
+        memory = keywords.pop("gpu_memory_utilization", memory)
         sizes, spellings = split_keywords(keywords)
         wanted = resolve_speculation(speculation, spellings)
         check_speculation(wanted)

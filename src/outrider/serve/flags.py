@@ -93,7 +93,9 @@ class ServeFlags(ServerSettings):
         None,
         "Memory for KV, such as 4GiB, or the share of a GPU that weights, KV and graphs may take, such as 0.9. "
         "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
+        "--gpu-memory-utilization",
     )
+    tensor_parallel_size: int = flag(1, "Must be 1: the model runs on one device.", "-tp")
     device: str = flag("auto", "auto (a GPU if there is one), cpu or cuda.")
     dtype: str = flag("auto", "auto, bfloat16, float32 or int8.")
     load_format: str = flag("safetensors", "safetensors, or dummy for random weights from config.json.")
