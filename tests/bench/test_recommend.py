@@ -199,6 +199,15 @@ def test_the_formulas_from_python() -> None:
     assert [round(expected_speedup(0.4, 5, ratio), 2) for ratio in (0.1, 0.05)] == [1.11, 1.33]
 
 
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, {})
+    assert "Qwen/Qwen3-1.7B" in capsys.readouterr().out
+
+
 def test_the_command_takes_a_size_and_a_hub_id() -> None:
     for target, count in (("34b", 1), ("google/gemma-2-27b-it", 1), ("27B", 2)):
         arguments = ["plan", "--target", target, "--device-memory", "160", "--ridge", "295", "--json"]
