@@ -31,6 +31,7 @@ def test_generate_json(outrider: Command, model: list[str]) -> None:
     assert set(results[1]) >= {"text", "token_ids", "finish_reason", "seed", "speculation", "timings"}
     assert results[1]["seed"] == 7
     assert results[1]["speculation"]["method"] == "ngram"
+    assert all("acceptance_rate" in result["speculation"] for result in results)
 
 
 def test_generate_streams_and_reads_standard_input(outrider: Command, model: list[str]) -> None:
@@ -40,12 +41,14 @@ def test_generate_streams_and_reads_standard_input(outrider: Command, model: lis
     assert whole.code == streamed.returncode == 0
     assert streamed.stdout == whole.out
     assert "tokens per round" in whole.err
+    assert "acceptance rate" in whole.err
 
 
 def test_compare(outrider: Command, model: list[str]) -> None:
     done = outrider("compare", "def main", *model, "--max-tokens", "16", "--repeats", "1")
     assert done.code == 0, done.err
     assert "identical: yes" in done.out
+    assert "acceptance rate" in done.out
     result = json.loads(outrider("compare", "def main", *model, "--max-tokens", "16", "--repeats", "1", "--json").out)
     assert result["identical"] is True
     assert result["plain"]["token_ids"] == result["speculative"]["token_ids"]

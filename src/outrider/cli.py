@@ -62,7 +62,11 @@ class DecodingFlags:
         ),
     ] = None
     draft_model: Annotated[
-        str | None, typer.Option(help="Directory or hub id of the drafter's weights. Default: those in the model's folder.")
+        str | None,
+        typer.Option(
+            help="Directory or hub id of the drafter's weights, or auto: a published sibling or head of the model, if it is in "
+            "the local cache. Default: those in the model's folder."
+        ),
     ] = None
     draft_tokens: Annotated[int | None, typer.Option(min=0, max=256, help="Maximum tokens drafted per round. Default: 5.")] = None
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
@@ -251,7 +255,7 @@ def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:
 
 def _default_method(flags: DecodingFlags, rule: str) -> str:
     """`auto`, unless an option needs another method."""
-    if flags.draft_model is not None:
+    if flags.draft_model is not None and (flags.draft_model != "auto" or rule != "match"):
         return "draft_model"
     if rule != "match":
         return "ngram" if flags.model else "eagle"

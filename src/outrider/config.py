@@ -247,7 +247,7 @@ def speculation_of_flags(
     method: str | None, draft_model: str | None, draft_tokens: int | None, rule: str | None = None
 ) -> SpeculationConfig:
     """The settings of speculation from the command line's flags, None where one is not set."""
-    settings = parse_method(method or ("draft_model" if draft_model else "auto"))
+    settings = parse_method(method or ("draft_model" if draft_model and draft_model != "auto" else "auto"))
     if draft_model is not None and settings["method"] not in (*WITH_WEIGHTS, "auto"):
         raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {settings['method']!r} has none")
     flags = {"model": draft_model, "draft_tokens": draft_tokens, "rule": rule}

@@ -38,6 +38,7 @@ __all__ = [
     "SpeculationStats",
     "Tree",
     "Verdict",
+    "acceptance_rate",
     "ancestors",
     "depths",
     "integers",
@@ -68,6 +69,11 @@ class Request:
     client: str | None = None  # who sent it: slots and prompt rows are shared fairly between clients
 
 
+def acceptance_rate(accepted: int, drafted: int) -> float | None:
+    """The acceptance rate everywhere: accepted over drafted tokens, every node of a tree a drafted one; None without drafts."""
+    return round(accepted / drafted, 4) if drafted else None
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """What speculation did for one sequence."""
@@ -95,6 +101,11 @@ class SpeculationStats:
         """Mean number of tokens a round emitted."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None where nothing was drafted."""
+        return acceptance_rate(self.accepted, self.drafted)
+
     def record(self, depths: Seq[int], accepted: int, emitted: int) -> None:
         """Count a round that drafted: the depth (from 0) of every drafted node, and what came of it."""
         self.rounds += 1
@@ -120,6 +131,7 @@ class SpeculationStats:
             "accepted": self.accepted,
             "accepted_by_position": self.accepted_by_position,
             "drafted_by_position": self.drafted_by_position,
+            "acceptance_rate": self.acceptance_rate,
             "tokens_per_round": round(self.tokens_per_round, 4),
             "fallback_reason": self.fallback_reason,
             "off_reason": self.off_reason,

@@ -29,9 +29,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class ModelFirst(TyperCommand):
-    """A command whose first argument, the model, may be passed as --model too, as other engines have it."""
+    """A command whose first argument, the model, may be passed as --model too, as other engines have it.
+
+    Options may be written with underscores, as vLLM allows.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = [_hyphenated(word) for word in args]
         for place, word in enumerate(args):
             name, is_joined, value = word.partition("=")
             if word == "--":
@@ -41,6 +45,11 @@ class ModelFirst(TyperCommand):
                 args = [*args[:place], *args[after:], value if is_joined else args[place + 1]]
                 break
         return super().parse_args(ctx, args)
+
+
+def _hyphenated(word: str) -> str:
+    name, joined, value = word.partition("=")
+    return name.replace("_", "-") + joined + value if name.startswith("--") else word
 
 
 def spread(work: Callable[..., None]) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from outrider.bench.plan.costs import RoundCosts
 from outrider.bench.plan.planner import assumed_costs, plan_chain, plan_rows, read_costs
 from outrider.bench.plan.profile import Profile
-from outrider.bench.plan.recommend import rank_candidates, recommend
+from outrider.bench.plan.recommend import Machine, rank_candidates, recommend
 from outrider.bench.plan.simulate import Traffic, simulate
 from outrider.bench.plan.subject import Subject
 from outrider.bench.plan.trace import DraftRecord, Trace, read_traces, write_traces
@@ -64,6 +65,28 @@ def test_rows_that_cost_end_it_at_some_batch() -> None:
     assert 0 < few < many
     free, base = assumed_costs(draft=0.0, row=0.0, host=0.0)
     assert plan_chain(free, base, 0.5, max_length=4)["break_even_batch"] >= 4096
+
+
+def test_a_proposal_for_more_sequences_costs_more() -> None:
+    costs, _ = assumed_costs(draft=0.05, row=0.02, host=0.05)
+    times = [costs.time("propose", batch, 4) for batch in (1, 16, 193, 1024, 4096)]
+    assert times == sorted(times)
+    assert times[1] == pytest.approx(4 * 0.05 * (1 + 0.02 * 15), rel=0.01)
+    assert times[-1] > 3 * times[-2]
+    for measured in ((0.004, 0.008), (0.004, 0.004)):  # at batches 4 and 16, the second in a moment of quiet
+        costs = RoundCosts()
+        for batch, seconds in zip((4, 16), measured, strict=True):
+            costs.add("propose", batch, 4, seconds)
+        grown = [costs.time("propose", batch, 4) for batch in (16, 64, 256, 2048)]
+        assert all(b >= 1.9 * a for a, b in pairwise(grown))
+
+
+def test_drafting_is_not_said_to_pay_where_proposals_cost_as_they_do() -> None:
+    costs, plain = assumed_costs(draft=0.05, row=0.02, host=0.05)
+    last = plan_chain(costs, plain, 0.8, max_length=32)["break_even_batch"]
+    assert last < 193  # with proposals that cost the same for any batch
+    assert max(plan_chain(costs, plain, 0.8, 32, batch=last)["speedup"][1:]) > 1.0
+    assert max(plan_chain(costs, plain, 0.8, 32, batch=last + 1)["speedup"][1:]) <= 1.0
 
 
 def test_a_profile_expects_what_its_traces_say() -> None:
@@ -148,8 +171,8 @@ def test_what_a_drafter_needs_beside_the_target() -> None:
 
 def test_the_adviser_reads_configurations_and_tokenizers() -> None:
     pyrite = bundled_model()
-    advice = recommend(pyrite, [pyrite / "draft", pyrite], bandwidth=20e9)
-    assert advice.sizes == (advice.parameters // 100, advice.parameters // 10)
+    (advice,) = recommend(pyrite, [pyrite / "draft", pyrite], Machine(bandwidth=20e9))
+    assert advice.sizes == (advice.parameters // 200, int(advice.parameters / 2.5))
     draft, itself = advice.fits
     assert draft.tokens == itself.tokens == "same"
     assert 10 < draft.times_smaller < 12
@@ -162,20 +185,20 @@ def test_the_adviser_reads_configurations_and_tokenizers() -> None:
 def test_the_adviser_tells_tokenizers_apart(tmp_path: Path) -> None:
     pyrite = bundled_model()
     part = _other_tokenizer(tmp_path / "part", keep=6000)
-    fits = recommend(pyrite, [part], bandwidth=20e9).fits
+    fits = recommend(pyrite, [part], Machine(bandwidth=20e9))[0].fits
     assert fits[0].tokens == "shared"
     assert "of 8192 tokens" in fits[0].says
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text(json.dumps(json.loads((pyrite / "config.json").read_text()) | {"vocab_size": 77}))
-    fit = recommend(pyrite, [bare], bandwidth=20e9).fits[0]
+    fit = recommend(pyrite, [bare], Machine(bandwidth=20e9))[0].fits[0]
     assert fit.tokens == "none"
     assert "holds no tokenizer" in fit.says
 
 
 def test_candidates_are_ranked_by_a_run() -> None:
     pyrite = bundled_model()
-    advice = recommend(pyrite, [pyrite, pyrite / "draft"], bandwidth=20e9)
+    (advice,) = recommend(pyrite, [pyrite, pyrite / "draft"], Machine(bandwidth=20e9))
     ranked = rank_candidates(pyrite, advice.fits, PROMPTS[:1], 12, lambda _: None)
     by_path = {row["path"]: row for row in ranked}
     assert by_path[str(pyrite)]["by_position"][0] == 1.0  # no drafter agrees with it more

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.bench.client import Client, Endpoint, Level, ServedAnswer
-from outrider.bench.serve import bench_server, parse_goodput, summarise_level
+from outrider.bench.serve import ServerLoads, bench_server, crossover, parse_goodput, summarise_level
 from outrider.cli import app
 from outrider.errors import InvalidParameter, OutriderError
 from tests.support.openai_server import stand_in
@@ -131,7 +131,48 @@ def test_nobody_there_is_one_line() -> None:
     with stand_in() as server:
         url = server.url
     with pytest.raises(OutriderError, match="is a server running and ready there"):
-        bench_server(Endpoint(url), [Level(concurrency=1)], ["x"], {}, QUIET)
+        bench_server(Endpoint(url), ServerLoads([Level(concurrency=1)], ["x"], {}), QUIET)
+
+
+def test_speculation_on_and_off_take_turns_at_each_load() -> None:
+    with stand_in() as server:
+        code, result = serve(
+            "--url", server.url, "--compare", "--concurrency", "1,2", "--num-prompts", "2", "--max-tokens", "8", "--devices", "2"
+        )
+    assert code == 0
+    off = [body.get("speculation") is False for body in server.bodies]
+    assert off == [False, True, *2 * [*2 * [False], *4 * [True], *2 * [False]]]  # one each to warm up
+    rows = result["rows"]
+    assert [(row["max_concurrency"], row["speculation"]) for row in rows] == [(1, True), (1, False), (2, True), (2, False)]  # type: ignore[index]
+    for fast, plain in zip(rows[::2], rows[1::2], strict=True):  # type: ignore[index]
+        assert fast["speedup"] == pytest.approx(fast["output_throughput"] / plain["output_throughput"])
+        assert fast["completed"] == plain["completed"] == 4
+        assert fast["output_throughput_per_device"] == pytest.approx(fast["output_throughput"] / 2)
+        assert fast["output_throughput_per_user"] > 0
+    assert result["crossover"] == crossover(rows)  # type: ignore[arg-type]
+
+
+def test_a_second_server_may_be_the_one_without_speculation() -> None:
+    with stand_in() as server, stand_in() as plain:
+        arguments = ["--url", server.url, "--compare", "--plain-url", plain.url, "--num-prompts", "1", "--max-tokens", "4"]
+        code, _ = serve(*arguments)
+    assert code == 0
+    assert len(server.bodies) == len(plain.bodies) == 1 + 2
+    assert not any("speculation" in body for body in [*server.bodies, *plain.bodies])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "meeting"),
+    [
+        ([(1, 2.0), (4, 1.5), (16, 0.5)], 8.0),
+        ([(1, 1.2), (8, 1.1)], None),
+        ([(2, 0.9), (4, 1.3)], 0.0),
+        ([(4, 0.9), (1, 1.1)], 2.0),
+    ],
+)
+def test_the_load_where_they_meet(ratios: list[tuple[int, float]], meeting: float | None) -> None:
+    rows = [{"max_concurrency": load, "speculation": on, "speedup": ratio} for load, ratio in ratios for on in (True, False)]
+    assert crossover(rows) == (meeting if meeting is None else pytest.approx(meeting))
 
 
 def test_goodput_counts_requests_within_every_limit() -> None:
@@ -159,6 +200,7 @@ def test_goodput_counts_requests_within_every_limit() -> None:
         (["tpot:50"], "follows no --goodput"),
         (["--rate", "2", "--concurrency", "2"], "two ways"),
         (["--rate", "0"], "above 0"),
+        (["--plain-url", "http://127.0.0.1:9"], "is for --compare"),
         (["--concurrency", "x"], "numbers separated by commas"),
         (["--extra-body", "[]"], "JSON object"),
         (["--workload", "random"], "need a model at hand"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib
 import io
 import json
 import os
@@ -17,12 +19,17 @@ from typer.testing import CliRunner
 
 from outrider.bench.record import read_rows, record_suite
 from outrider.bench.suite import Suite, expand_methods, run_suite
+from outrider.bench.validity import meets, read_schema
 from outrider.bench.workloads import BUNDLED, Conversation, TurnReader, load_prompts
 from outrider.cli import app
 from outrider.engine import llm as llm_module
+from outrider.engine.acceptance import read_items
 from outrider.errors import InvalidParameter
 
-REQUIRED = {"method", "workload", "batch", "tok_s", "speedup", "tokens_per_round", "efficiency", "equal"}
+REQUIRED = {
+    "method", "workload", "batch", "tok_s", "tok_s_per_user", "speedup", "tokens_per_round", "mean_acceptance_length",
+    "acceptance_rate", "accepted_by_position", "conversion", "efficiency", "equal",
+}  # fmt: skip
 
 
 def small(methods: str, workloads: list[str], **changes: Any) -> Suite:
@@ -64,6 +71,56 @@ def test_files_by_category_and_plain_fields(mixed: Path, tmp_path: Path) -> None
     assert load_prompts(str(simple)).categories == {"own": ["def f():\n", "import os\n"]}
 
 
+def test_files_of_other_benchmarks_are_read_as_they_are(tmp_path: Path) -> None:
+    rows = {
+        "mt": {"question_id": 1, "category": "math", "turns": ["a", "b"], "reference": ["x"]},
+        "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": "t", "canonical_solution": "s"},
+        "gsm8k": {"question": "How many?", "answer": "Two. #### 2"},
+        "speed": {"question_id": "q", "category": "rag", "sub_category": "s", "turns": ["a", "b"], "difficulty": "low"},
+        "chat": {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "category": "rag"},
+    }
+    expected = {"mt": ("math", ("a", "b")), "humaneval": (None, ("def f():",)), "gsm8k": (None, ("How many?",)),
+                "speed": ("rag", ("a", "b")), "chat": ("rag", ("a",))}  # fmt: skip
+    for name, row in rows.items():
+        (path := tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        (packed := tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+        assert read_items(path) == read_items(packed) == [expected[name]]
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InvalidParameter, match="cannot be read"):
+        read_items(tmp_path / "broken.jsonl.gz")
+
+
+def test_placeholders_of_speed_bench_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "speed.jsonl"
+    text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    path.write_text(json.dumps({"turns": ["fine"]}) + "\n" + json.dumps({"turns": [text]}))
+    with pytest.raises(InvalidParameter, match=r"speed\.jsonl:2 is a placeholder .* prepare_data\.py"):
+        read_items(path)
+
+
+def test_parquet_is_read_where_pyarrow_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "test.parquet"
+    path.write_bytes(b"")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(InvalidParameter, match="pip install pyarrow"):
+            read_items(path)
+    arrow = pytest.importorskip("pyarrow", reason="reads a parquet file: pip install pyarrow")
+    importlib.import_module("pyarrow.parquet").write_table(
+        arrow.Table.from_pylist([{"category": "rag", "turns": ["a", "b"]}, {"category": "math", "turns": ["c"]}]), path
+    )
+    assert read_items(path) == [("rag", ("a", "b")), ("math", ("c",))]
+
+
+@pytest.mark.parametrize(("name", "rows", "categories"), [("spec_bench", 480, 6), ("humaneval", 82, 1)])
+def test_the_published_files_are_read(name: str, rows: int, categories: int) -> None:
+    path = Path(os.environ.get("OUTRIDER_TEST_DATA", "data")) / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here; OUTRIDER_TEST_DATA names the folder that holds it")
+    loaded = load_prompts(str(path)).categories
+    assert (sum(map(len, loaded.values())), len(loaded)) == (rows, categories)
+
+
 @pytest.mark.parametrize(
     "line", [b"{", b'{"turns": []}', b'{"prompt": 5}', b'{"other": "x"}', b'["x"]', b'{"text": ""}', b'{"text": "\xff"}', b"7"]
 )
@@ -79,7 +136,7 @@ def test_what_is_no_workload(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InvalidParameter, match="holds no prompts"):
         load_prompts(str(tmp_path / "empty.jsonl"))
-    with pytest.raises(InvalidParameter, match=r"neither a workload \(code, editing, json, random\) nor a JSONL file"):
+    with pytest.raises(InvalidParameter, match=r"neither a workload \(code, .*constrained, random\) nor"):
         load_prompts("cod")
     with pytest.raises(InvalidParameter, match="random:256"):
         load_prompts("random:x", 100)
@@ -130,6 +187,16 @@ def test_rows_by_category_and_batch(mixed: Path) -> None:
     plain = [row for row in rows if row["method"] == "none"]
     assert {row["speedup"] for row in plain} == {1.0}
     assert {row["tokens_per_round"] for row in plain} == {1.0}
+    for row in rows:
+        rate = row["accepted"] / row["drafted"] if row["drafted"] else None
+        assert row["acceptance_rate"] == pytest.approx(rate, abs=1e-4)
+        assert row["conversion"] == pytest.approx(row["speedup"] / row["tokens_per_round"])
+        assert (row["mean_acceptance_length"] is None) == (rate is None)
+        if rate is not None:
+            drafts = row["accepted"] / (row["mean_acceptance_length"] - 1) if row["accepted"] else 1.0
+            assert drafts == pytest.approx(round(drafts), rel=1e-3)
+            assert row["drafted"] <= 5 * round(drafts) or not row["accepted"]  # up to five tokens each
+        assert row["tok_s_per_user"] > 0
     guessing = [row for row in rows if row["method"] == "eagle" and row["category"] is None]
     assert all(row["tokens_per_round"] > 1.0 and len(row["accepted_by_position"]) == 5 for row in guessing)
 
@@ -174,6 +241,32 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path: Path) -> None
     rows = rows_of(small("ngram", [str(path)]))
     assert {(row["skipped"], row["requests"]) for row in rows} == {(1, 1)}
     assert all("no prompt leaves room" in row["failed"] for row in rows_of(small("ngram", ["random:2040"])))
+
+
+def test_a_schema_constrains_with_and_without_speculation(tmp_path: Path) -> None:
+    rows = rows_of(small("ngram,auto", ["constrained"], limit=2, max_tokens=100))
+    assert [row["method"] for row in rows] == ["none", "ngram", "auto"]
+    assert all(row["failed"] is None and row["equal"] == row["complete"] == row["valid"] == 1.0 for row in rows)
+    assert all(row["speedup"] > 0 for row in rows)
+    (path := tmp_path / "schema.json").write_text('{"type": "integer", "minimum": 10, "maximum": 99}')
+    rows = rows_of(small("ngram", ["code"], schema=read_schema(path), limit=1))
+    assert [(row["valid"], row["tokens"] <= 3) for row in rows] == [(1.0, True), (1.0, True)]
+    assert all("valid" not in row for row in rows_of(small("none", ["code"], limit=1)))
+
+
+def test_validity_is_of_the_outputs_that_ended() -> None:
+    schema = {"type": "integer", "minimum": 10}
+    assert [meets(text, schema) for text in ("12", "9", '"12"', "1 2", "")] == [True, False, False, False, False]
+
+
+def test_a_schema_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content, message in (("[1]", "an object"), ("{", "cannot be read")):
+        (path := tmp_path / "schema.json").write_text(content)
+        with pytest.raises(InvalidParameter, match=message):
+            CliRunner().invoke(app, ["bench", "run", "--schema", str(path)], catch_exceptions=False)
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(InvalidParameter, match=r"outrider\[bench\]"):
+        record_suite(small("none", ["constrained"]), tmp_path / "out", Console(file=io.StringIO()))
 
 
 SPEC_BENCH = (

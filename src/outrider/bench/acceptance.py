@@ -120,7 +120,7 @@ def _fitting(workload: Workload, folder: Path) -> tuple[Workload, int]:
 
 def show_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """The rows as a table."""
-    table = Table("method", "T", "batch", "tokens/round", "all", "loop", "accepted by position", "propose ms", "equal")
+    table = Table("method", "T", "batch", "tokens/round", "all", "loop", "accept", "accepted by position", "propose ms", "equal")
     for row in rows:
         if "missing" in row:
             table.add_row(row["method"], f"{row['temperature']:g}", str(row["batch"]), Text("missing", style="yellow"))
@@ -132,6 +132,7 @@ def show_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
             _number(row["tokens_per_round"]),
             _number(row["tokens_per_round_all"]),
             f"{row['looping']:.0%}",
+            _number(row["acceptance_rate"]),
             " ".join(f"{share:.2f}" for share in row["by_position"][:6]),
             _number(row["propose_ms"]),
             f"{row['equal']:.0%}" if "equal" in row else "-",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,8 +55,9 @@ def bench_run(
     workloads: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: code, editing, json, random or random:TOKENS, or JSONL files (HumanEval, Spec-Bench, MT-bench "
-            "or yours: lines with turns, prompt or text, and category where there are several). Default: code,editing."
+            help="Comma-separated: code, editing, json, constrained, random or random:TOKENS, or files (Spec-Bench, MT-bench, "
+            "HumanEval, GSM8K, SPEED-Bench, or yours: rows with turns, messages, prompt, question or text, and category where "
+            "there are several). Default: code,editing."
         ),
     ] = None,
     lengths: Annotated[
@@ -72,6 +73,9 @@ def bench_run(
     ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    schema: Annotated[
+        Path | None, typer.Option(help="A JSON schema that every output must meet. The workload `constrained` has one.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first request; the others count up.")] = 0,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "safetensors",
@@ -88,6 +92,7 @@ def bench_run(
     """
     from outrider.bench.record import record_suite
     from outrider.bench.suite import Suite, expand_methods
+    from outrider.bench.validity import read_schema
 
     set_threads(threads)
     usual = "ngram,suffix,recycle,auto" if model else "ngram,draft_model,eagle,auto"
@@ -103,6 +108,7 @@ def bench_run(
         seed=seed,
         chat=chat,
         ignore_eos=ignore_eos,
+        schema=None if schema is None else read_schema(schema),
         load={"dtype": dtype, "load_format": load_format},
     )
     code = record_suite(suite, output, _errors)
@@ -149,6 +155,14 @@ def bench_serve(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds without a byte from the server after which a request has failed.")
     ] = 300.0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Alternate speculation on and off at each load, and print the load where they meet.")
+    ] = False,
+    plain_url: Annotated[
+        str | None,
+        typer.Option(help="With --compare: a second server, without speculation. Default: this one, told per request."),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="GPUs or machines behind the server, for tokens per second of each.")] = 1,
     output: Annotated[Path | None, typer.Option(help="File for the result, as JSON.")] = None,
 ) -> None:
     """Load a running OpenAI-compatible server and report TTFT, TPOT, ITL, throughput, goodput and failures.
@@ -157,8 +171,8 @@ def bench_serve(
     OUTRIDER_API_KEY is sent as a bearer token. Prints one JSON line last; exits with 1 if a request failed, 130 after Ctrl-C.
     """
     from outrider.bench.client import Endpoint, Level
-    from outrider.bench.serve import bench_server, parse_goodput
-    from outrider.bench.workloads import Conversation, load_prompts
+    from outrider.bench.serve import ServerLoads, bench_server, parse_goodput
+    from outrider.bench.workloads import first_turns
 
     if rate is not None and concurrency is not None:
         raise InvalidParameter("--rate", "and --concurrency are two ways to load a server; give one")
@@ -168,19 +182,22 @@ def bench_serve(
     levels = levels or [Level(concurrency=value) for value in numbers("--concurrency", concurrency or "1", int)]
     if any((value.rate or value.concurrency or 0) <= 0 for value in levels):
         raise InvalidParameter("--rate" if rate else "--concurrency", "must be above 0")
-    items = [item for prompts in load_prompts(workload).categories.values() for item in prompts]
-    texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
-    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    body |= (
-        ({"seed": seed} if seed is not None else {})
-        | ({"ignore_eos": True} if ignore_eos else {})
-        | json_object("--extra-body", extra_body or "{}")
-    )
-    endpoint = Endpoint(url.rstrip("/").removesuffix("/v1"), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
+    if plain_url is not None and not compare:
+        raise InvalidParameter("--plain-url", "is for --compare")
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": ignore_eos or None}
+    body = {name: value for name, value in body.items() if value is not None} | json_object("--extra-body", extra_body or "{}")
+    endpoint = Endpoint(_base(url), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
+    plain = replace(endpoint, url=_base(plain_url)) if plain_url else replace(endpoint, body=body | {"speculation": False})
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
-    code = bench_server(endpoint, levels, [texts[i % len(texts)] for i in range(num_prompts)], limits, _errors, output)
+    loads = ServerLoads(levels, first_turns(workload, num_prompts), limits, devices)
+    code = bench_server(endpoint, loads, _errors, output, plain if compare else None)
     if code:
         raise typer.Exit(code)
+
+
+def _base(url: str) -> str:
+    """A server's address up to and without /v1."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 @app.command("acceptance")

@@ -21,22 +21,27 @@ from outrider.bench.environment import environment
 from outrider.bench.report import render_report
 from outrider.bench.suite import Suite, run_suite
 from outrider.bench.summary import MEANING
+from outrider.bench.validity import require_validator
 from outrider.bench.workloads import is_random, load_prompts
 from outrider.errors import InvalidParameter
 from outrider.ops import find_core
 
 __all__ = ["read_rows", "record_suite", "write_report"]
 
-_SHOWN = ("method", "workload", "temperature", "batch", "tok_s", "speedup", "tokens_per_round", "efficiency", "equal", "failed")
+_SHOWN = (
+    "method", "workload", "temperature", "batch", "tok_s", "tok_s_per_user", "speedup", "tokens_per_round",
+    "mean_acceptance_length", "acceptance_rate", "accepted_by_position", "conversion", "efficiency", "complete", "valid",
+    "equal", "failed",
+)  # fmt: skip
 _INTERRUPTED = 130
 _LIVE_ROWS = 12  # newest rows shown while it runs
 _EVERY_S = 0.25
-_WIDE = 130  # columns of a terminal that shows everything
+_WIDE = 145  # columns of a terminal that shows everything
 _PHASES = "dr/ve/ch/ho %"  # draft, verify, choose, host: shares of a round
 _COLUMNS = (  # and whether they are details
     ("workload", False), ("T", False), ("batch", False), ("method", False), ("tok/s", False), ("speed-up", False),
-    ("95 %", False), ("tok/round", False), (_PHASES, True), ("TTFT ms", True), ("ITL ms", True),
-    ("efficiency", True), ("loop", True), ("equal", False),
+    ("95 %", False), ("tok/round", False), ("accept", False), (_PHASES, True), ("TTFT ms", True), ("ITL ms", True),
+    ("conv", True), ("effic", True), ("loop", True), ("valid", True), ("equal", False),
 )  # fmt: skip
 
 
@@ -45,6 +50,8 @@ def record_suite(suite: Suite, folder: Path | None, console: Console) -> int:
     for name in suite.workloads:
         if not is_random(name):
             load_prompts(name)  # bad files fail before anything is loaded or written
+    if suite.schema or "constrained" in suite.workloads:
+        require_validator()
     begun = datetime.now(UTC)
     folder = folder or Path("outrider-bench") / begun.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,11 +186,14 @@ def _cells(row: dict[str, Any]) -> list[str | Text]:
         Text(f"{row['speedup']:.2f}", style=better),
         "-" if low == high else f"{low:.2f} to {high:.2f}",
         _number(row["tokens_per_round"]),
+        _share(row.get("acceptance_rate")),
         shares,
         _number(row["ttft_ms"] and row["ttft_ms"]["median"], 1),
         _number(row["itl_ms"] and row["itl_ms"]["median"], 1),
+        _number(row.get("conversion")),
         _number(row["efficiency"]),
         f"{row['looping']:.0%}",
+        _share(row.get("valid")),
         Text(f"{row['equal']:.0%}", style="green" if row["equal"] == 1.0 else "bold red"),
     ]
 
@@ -195,7 +205,12 @@ def _line(row: dict[str, Any]) -> str:
         return f"{head}failed: {row['failed']}"
     rate = f"{row['tok_s']:.0f} tok/s, speed-up {row['speedup']:.2f}, {_number(row['tokens_per_round'])} tokens per round"
     left_out = f", without {' and '.join(row['left_out'])}, which do not fit the context" if row.get("left_out") else ""
-    return f"{head}{rate}, {row['equal']:.0%} equal{left_out}"
+    valid = f", {_share(row['valid'])} valid" if "valid" in row else ""
+    return f"{head}{rate}, acceptance rate {_share(row.get('acceptance_rate'))}, {row['equal']:.0%} equal{valid}{left_out}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -170,12 +170,16 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("no loops", lambda row: _number(row["speedup_steady"])),
     ("tokens / round", lambda row: _number(row["tokens_per_round"])),
     ("no loops", lambda row: _number(row["tokens_per_round_steady"])),
+    ("acceptance length", lambda row: _number(row.get("mean_acceptance_length"))),
+    ("acceptance rate", lambda row: _number(row.get("acceptance_rate"))),
     *((f"{phase} ms", lambda row, phase=phase: _number(row["ms_per_round"].get(phase))) for phase in _PHASES),
     ("TTFT ms", lambda row: _number((row["ttft_ms"] or {}).get("median"))),
     ("ITL ms", lambda row: _number((row["itl_ms"] or {}).get("median"))),
     ("TPOT ms", lambda row: _number((row["tpot_ms"] or {}).get("median"))),
+    ("conversion", lambda row: _number(row.get("conversion"))),
     ("efficiency", lambda row: _number(row["efficiency"])),
     ("looping", lambda row: f"{row['looping']:.0%}"),
+    ("valid", lambda row: _number(row.get("valid"))),
     ("equal", lambda row: f"{row['equal']:.0%}"),
 )
 

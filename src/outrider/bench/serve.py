@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from outrider.bench.environment import environment
 from outrider.errors import InvalidParameter
 from outrider.quantiles import quantile
 
-__all__ = ["bench_server", "parse_goodput", "summarise_level"]
+__all__ = ["ServerLoads", "bench_server", "crossover", "parse_goodput", "summarise_level"]
 
 _LIMITS = ("ttft", "tpot", "e2el")
 _INTERRUPTED = 130
@@ -42,29 +42,33 @@ def parse_goodput(terms: Sequence[str]) -> dict[str, float]:
     return limits
 
 
+@dataclass(frozen=True, slots=True)
+class ServerLoads:
+    """What a server is loaded with, and what is counted."""
+
+    levels: Sequence[Level]
+    prompts: Sequence[str]
+    goodput: dict[str, float]
+    devices: int = 1  # that the server runs on
+
+
 def bench_server(
-    endpoint: Endpoint,
-    levels: Sequence[Level],
-    prompts: Sequence[str],
-    goodput: dict[str, float],
-    console: Console,
-    output: Path | None = None,
+    endpoint: Endpoint, loads: ServerLoads, console: Console, output: Path | None = None, plain: Endpoint | None = None
 ) -> int:
-    """Load the server level by level, show a table, print one JSON line last; the exit code."""
+    """Load the server level by level, show a table, print one JSON line last; the exit code.
+
+    With `plain`, where the same requests are decoded without speculation, the two take turns at each level.
+    """
     rows: list[dict[str, Any]] = []
     interrupted = False
     try:
         if not endpoint.model:
             endpoint = replace(endpoint, model=asyncio.run(find_model(endpoint)))
-        asyncio.run(run_level(endpoint, Level(concurrency=1), prompts[:1], 0, lambda _: None))  # connections, lazy loading
-        for number, level in enumerate(levels):
-            with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-                task = progress.add_task(str(level), total=len(prompts))
-                answers, seconds = asyncio.run(
-                    run_level(endpoint, level, prompts, number, lambda _: progress.advance(task))  # noqa: B023
-                )
-            rows.append(summarise_level(level, answers, seconds, goodput))
-            _print_level(rows[-1], str(level), console)
+        sides = [endpoint] if plain is None else [endpoint, replace(plain, model=plain.model or endpoint.model)]
+        for side in sides:  # connections, lazy loading
+            asyncio.run(run_level(side, Level(concurrency=1), loads.prompts[:1], 0, lambda _: None))
+        for number, level in enumerate(loads.levels):
+            rows += _measure(sides, level, loads, number, console)
     except KeyboardInterrupt:
         interrupted = True
     console.print(_table(rows))
@@ -75,6 +79,9 @@ def bench_server(
         "chat": endpoint.chat,
         "request": endpoint.body,
     } | environment()
+    if plain is not None:
+        result["crossover"] = meeting = crossover(rows)
+        console.print(_verdict(rows, meeting), highlight=False)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -82,9 +89,66 @@ def bench_server(
     return _INTERRUPTED if interrupted else int(any(row["failed"] for row in rows))
 
 
-def summarise_level(level: Level, answers: Sequence[ServedAnswer], seconds: float, goodput: dict[str, float]) -> dict[str, Any]:
+def _measure(sides: Sequence[Endpoint], level: Level, loads: ServerLoads, number: int, console: Console) -> list[dict[str, Any]]:
+    """A row for each side: all prompts once, or twice each in the order on, off, off, on."""
+    answers: list[list[ServedAnswer]] = [[] for _ in sides]
+    seconds = [0.0] * len(sides)
+    turns = [0] if len(sides) == 1 else [0, 1, 1, 0]
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(str(level), total=len(loads.prompts) * len(turns))
+        for side in turns:
+            got, spent = asyncio.run(run_level(sides[side], level, loads.prompts, number, lambda _: progress.advance(task)))
+            answers[side] += got
+            seconds[side] += spent
+    rows = [summarise_level(level, *each, loads.goodput, loads.devices) for each in zip(answers, seconds, strict=True)]
+    if len(sides) > 1:
+        ratio = rows[0]["output_throughput"] / rows[1]["output_throughput"] if rows[1]["output_throughput"] else None
+        rows = [{"speculation": True, "speedup": ratio} | rows[0], {"speculation": False, "speedup": 1.0} | rows[1]]
+    for row in rows:
+        _print_level(row, str(level), console)
+    return rows
+
+
+def crossover(rows: Sequence[dict[str, Any]]) -> float | None:
+    """The load above which speculation is no longer quicker, on the line between two measured loads in their logarithm.
+
+    None where it is quicker at all of them, 0 where at none, both up to the first load that is not.
+    """
+    last = None
+    for load, ratio in _ratios(rows):
+        if ratio <= 1.0:
+            if last is None:
+                return 0.0
+            low, above = last
+            return math.exp(math.log(low) + (above - 1.0) / (above - ratio) * (math.log(load) - math.log(low)))
+        last = load, ratio
+    return None
+
+
+def _ratios(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Loads in rising order, and the throughput with speculation over that without."""
+    loads = [(float(row["max_concurrency"] or row["request_rate"]), row["speedup"]) for row in rows if row.get("speculation")]
+    return sorted((load, ratio) for load, ratio in loads if ratio is not None and math.isfinite(load))
+
+
+def _verdict(rows: Sequence[dict[str, Any]], meeting: float | None) -> str:
+    ratios = _ratios(rows)
+    if not ratios:
+        return "no load was measured with and without speculation"
+    unit = "requests per second" if rows[0]["max_concurrency"] is None else "requests at once"
+    if meeting is None:
+        return f"speculation is quicker at every load measured, up to {ratios[-1][0]:g} {unit}"
+    if meeting == 0.0:
+        return f"speculation is no quicker at {ratios[0][0]:g} {unit}, the smallest load measured"
+    return f"speculation and plain decoding meet at about {meeting:.3g} {unit}"
+
+
+def summarise_level(
+    level: Level, answers: Sequence[ServedAnswer], seconds: float, goodput: dict[str, float], devices: int = 1
+) -> dict[str, Any]:
     """The numbers of one load, named as vLLM's benchmark names them."""
     good = [answer for answer in answers if answer.failed is None]
+    users = [1.0 / each for answer in good if (each := answer.per_token_s)]
     row: dict[str, Any] = {
         "load": str(level),
         "request_rate": level.rate if level.rate is None or math.isfinite(level.rate) else str(level.rate),
@@ -99,6 +163,8 @@ def summarise_level(level: Level, answers: Sequence[ServedAnswer], seconds: floa
         "tokens_counted_by": "server" if all(answer.counted for answer in good) else "pieces",
         "request_throughput": len(good) / seconds,
         "output_throughput": sum(answer.tokens for answer in good) / seconds,
+        "output_throughput_per_device": sum(answer.tokens for answer in good) / seconds / devices,
+        "output_throughput_per_user": statistics.fmean(users) if users else None,
         "total_token_throughput": sum(answer.tokens + answer.prompt_tokens for answer in good) / seconds,
     }
     if goodput:
@@ -136,20 +202,29 @@ def _print_level(row: dict[str, Any], name: str, console: Console) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    columns = ("load", "done", "req/s", "tok/s", "good/s", *(f"{name} ms\np50/p99" for name in ("TTFT", "TPOT", "ITL")))
+    compared = any("speculation" in row for row in rows)
+    sides = ("speculation", "speed-up") if compared else ()
+    times = (f"{name} ms\np50/p99" for name in ("TTFT", "TPOT", "ITL"))
+    columns = ("load", *sides, "done", "req/s", "tok/s", "tok/s\nper user", "good/s", *times)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["load"],
+            *(("on" if row["speculation"] else "off", _number(row["speedup"])) if compared else ()),
             f"{row['completed']}/{row['num_prompts']}",
             f"{row['request_throughput']:.2f}",
             f"{row['output_throughput']:.0f}",
+            _number(row["output_throughput_per_user"]),
             f"{row['request_goodput']:.2f}" if "request_goodput" in row else "-",
             *(_pair(row, name) for name in ("ttft", "tpot", "itl")),
         )
     return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _pair(row: dict[str, Any], name: str) -> str:

@@ -17,7 +17,7 @@ from outrider.draft import check_speculation
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
-from outrider.sampling import SamplingParams
+from outrider.sampling import SamplingParams, Structured
 
 __all__ = ["PLAIN", "Suite", "expand_methods", "run_suite"]
 
@@ -44,6 +44,7 @@ class Suite:
     seed: int = 0
     chat: bool = False
     ignore_eos: bool = False
+    schema: dict[str, Any] | None = None  # that every output must meet; None: the workload's, if it has one
     load: dict[str, Any] = field(default_factory=dict)  # dtype, load_format
 
     def __post_init__(self) -> None:
@@ -104,6 +105,7 @@ class _Texts:
 
     items: list[list[Ids]]  # those that fit
     skipped: int  # turns that do not fit
+    schema: dict[str, Any] | None = None
 
     def requests(self, prompts: int) -> list[Ids]:
         """All turns of the first `prompts` prompts."""
@@ -118,7 +120,7 @@ class _Bench:
         self._say = say
         self._engines: dict[str, LLM] = {}
         self._failures: dict[str, str] = {}  # of loading
-        self._references: dict[tuple[Ids, float, int], list[int]] = {}
+        self._references: dict[tuple[Ids, SamplingParams], list[int]] = {}
         say(f"loading {PLAIN}")
         self.plain = self._engines[PLAIN] = self._load(PLAIN)
         for method in suite.methods[1:]:
@@ -158,18 +160,21 @@ class _Bench:
                 skipped += too_long
                 if requests:
                     fitting.append(requests)
-            texts[category] = _Texts(fitting, skipped)
+            texts[category] = _Texts(fitting, skipped, suite.schema or prompts.schema)
         return prompts.name, texts
 
     def measure(self, case: _SuiteCase, texts: _Texts) -> dict[str, MethodResult]:
         """All methods on one category: a pass to warm up and to time the forwards alone, then the repeats."""
         suite = self._suite
-        results = {method: MethodResult(skipped=texts.skipped, failed=self._failures.get(method)) for method in suite.methods}
+        results = {
+            method: MethodResult(skipped=texts.skipped, schema=texts.schema, failed=self._failures.get(method))
+            for method in suite.methods
+        }
         if not texts.items:
             for result in results.values():
                 result.failed = f"no prompt leaves room for {suite.max_tokens} tokens in a context of {self.plain.max_model_len}"
             return results
-        groups = self._groups(case, texts.requests(max(suite.limit, case.batch)))
+        groups = self._groups(case, texts)
         for method, result in results.items():
             self._say(f"{case}: warm-up, {method}")
             result.groups = [Group() for _ in groups]
@@ -183,10 +188,12 @@ class _Bench:
                     self._timed(method, results[method], place, group)
         return results
 
-    def _groups(self, case: _SuiteCase, prompts: Sequence[Ids]) -> list[Requests]:
-        suite = self._suite
+    def _groups(self, case: _SuiteCase, texts: _Texts) -> list[Requests]:
+        suite, prompts = self._suite, texts.requests(max(self._suite.limit, case.batch))
         count = -(-len(prompts) // case.batch) * case.batch
         params: dict[str, Any] = {"temperature": case.temperature, "max_tokens": suite.max_tokens, "ignore_eos": suite.ignore_eos}
+        if texts.schema is not None:
+            params["structured"] = Structured("json_schema", texts.schema)
         requests = [(prompts[i % len(prompts)], SamplingParams(seed=suite.seed + i, **params)) for i in range(count)]
         return [requests[i : i + case.batch] for i in range(0, count, case.batch)]
 
@@ -230,7 +237,7 @@ class _Bench:
                 result.failed = result.failed or f"the drafter was set aside: {output.speculation['fallback_reason']}"
 
     def _reference(self, ids: Ids, params: SamplingParams) -> list[int]:
-        key = (ids, params.temperature, params.seed or 0)
+        key = (ids, params)
         if key not in self._references:
             self._references[key] = self.plain.generate([ids], params)[0].outputs[0].token_ids
         return self._references[key]

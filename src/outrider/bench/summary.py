@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.bench.profiler import ProfiledRound, decode_rounds
-from outrider.engine.acceptance import accepted_by_position, loops
+from outrider.bench.validity import meets
+from outrider.engine.acceptance import acceptance_totals, accepted_by_position, loops
 from outrider.engine.outputs import CompletionOutput
 from outrider.quantiles import quantile
 
@@ -24,6 +25,9 @@ MEANING = {
     "no loops": "The same without outputs in which some 8-gram occurs more than three times. Small models loop when greedy, and "
     "loops are easy to guess.",
     "tokens / round": "Tokens a round emits, the round that reads the prompt left out.",
+    "acceptance rate": "Accepted over drafted tokens; every node of a tree is a drafted token.",
+    "acceptance length": "Mean over rounds that drafted: the accepted tokens and the bonus token.",
+    "conversion": "Speed-up over tokens / round: the part of the drafter's merit that the engine turns into time.",
     "draft, verify, choose, host": "Per round in which nobody reads a prompt: proposing and the drafter's commit; the "
     "target's forward; the target's choices and the walk; everything else (scheduling, planning, commit, text).",
     "TTFT, ITL, TPOT": "Time to the first token; between rounds that bring a request tokens, as a reader sees them arrive; per "
@@ -32,6 +36,7 @@ MEANING = {
     "forwards run once more on the same inputs with nothing between them, and that extra time is left out of the round's; on a "
     "GPU it is the time between events before and after each. The median round of a separate pass over the first two groups. "
     "It is the engine's merit; tokens per round are the drafter's.",
+    "valid": "Where a schema constrains the outputs: of those that came to their end, the share that is JSON of this schema.",
     "equal": "Share of outputs whose token ids are those of plain decoding, one request at a time; every repeat is compared.",
 }
 
@@ -64,6 +69,7 @@ class MethodResult:
     first: list[float] = field(default_factory=list)  # seconds to the first token
     alone: list[ProfiledRound] = field(default_factory=list)  # of the pass whose forwards ran again alone
     skipped: int = 0  # prompts that do not fit the context
+    schema: dict[str, Any] | None = None  # that the outputs had to meet
     failed: str | None = None
 
 
@@ -72,6 +78,7 @@ def combined(results: Sequence[MethodResult]) -> MethodResult:
     whole = MethodResult(
         skipped=sum(result.skipped for result in results),
         failed=next((result.failed for result in results if result.failed), None),
+        schema=results[0].schema,
     )
     for result in results:
         for name in ("groups", "rounds", "gaps", "first", "alone"):
@@ -88,6 +95,8 @@ def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
     steady = [i for i, group in enumerate(result.groups) if not group.looping]
     wall = sum(one.wall for one in rounds)
     per_round = {name: _ms(sum(getattr(one, name) for one in rounds) / len(rounds)) for name in _PHASES} if rounds else {}
+    speedup, tokens_per_round = _ratio(result.groups, plain.groups), _per_round(outputs)
+    speeds = [output.timings.decode_tokens_per_s for output in outputs if output.timings.decode_tokens_per_s]
     steady_outputs = [output for output in outputs if not loops(output.token_ids)]
     return {
         "requests": len(outputs),
@@ -95,22 +104,24 @@ def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
         "skipped": result.skipped,
         "tok_s": _speed(result.groups),
         "tok_s_quartiles": _quartiles(result.groups),
-        "speedup": _ratio(result.groups, plain.groups),
+        "speedup": speedup,
         "speedup_interval": _interval(result.groups, plain.groups),
         "speedup_steady": _ratio([result.groups[i] for i in steady], [plain.groups[i] for i in steady]) if steady else None,
-        "tokens_per_round": _per_round(outputs),
+        "tokens_per_round": tokens_per_round,
         "tokens_per_round_steady": _per_round(steady_outputs),
         "looping": 1 - len(steady_outputs) / len(outputs),
         "accepted_by_position": accepted_by_position(outputs),
-        "drafted": sum(output.speculation["drafted"] for output in outputs),
-        "accepted": sum(output.speculation["accepted"] for output in outputs),
+        **acceptance_totals(outputs),
+        "conversion": speedup / tokens_per_round if tokens_per_round else None,
+        "tok_s_per_user": statistics.fmean(speeds) if speeds else None,
+        **_validity(result.schema, outputs),
         "ms_per_round": per_round,
         "share_of_round": {name: sum(getattr(one, name) for one in rounds) / wall for name in _PHASES if name != "wall"}
         if rounds
         else {},
         "ttft_ms": _spread(result.first),
         "itl_ms": _spread(result.gaps),
-        "tpot_ms": _spread(1 / o.timings.decode_tokens_per_s for o in outputs if o.timings.decode_tokens_per_s),
+        "tpot_ms": _spread(1 / speed for speed in speeds),
         "efficiency": statistics.median(one.alone / one.wall for one in alone) if alone else None,
         "compared": sum(group.compared for group in result.groups),
         "equal": sum(group.equal for group in result.groups) / max(sum(group.compared for group in result.groups), 1),
@@ -120,6 +131,15 @@ def summary(result: MethodResult, plain: MethodResult) -> dict[str, Any]:
 
 
 _PHASES = ("wall", "draft", "verify", "choose", "host")
+
+
+def _validity(schema: dict[str, Any] | None, outputs: Sequence[CompletionOutput]) -> dict[str, float | None]:
+    """The share of outputs that came to their end, and of those the share that is JSON of this schema."""
+    if schema is None:
+        return {}
+    ended = [output.text for output in outputs if output.finish_reason == "stop"]
+    valid = statistics.fmean(meets(text, schema) for text in ended) if ended else None
+    return {"complete": len(ended) / len(outputs), "valid": valid}
 
 
 def cost_points(result: MethodResult) -> dict[str, list[list[float]]]:

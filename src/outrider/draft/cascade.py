@@ -16,7 +16,8 @@ from outrider.draft.growth import chain_of, draw_apart, stack_q
 from outrider.draft.options import WeightOptions, option
 from outrider.draft.protocol import Lookup
 from outrider.draft.reader import Reader, Text
-from outrider.draft.vocabulary import SameTokens, load_related
+from outrider.draft.related import load_related
+from outrider.draft.vocabulary import SameTokens
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Runner
 from outrider.sampling import CORRUPTED, Row, rank

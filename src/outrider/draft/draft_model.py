@@ -13,8 +13,9 @@ from outrider.draft.draft_temperature import DraftTemperature, logits_of_chain
 from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, draw_apart, grow, stack_q
 from outrider.draft.options import WeightOptions, option
 from outrider.draft.reader import Chains, Reader, Text
+from outrider.draft.related import load_related
 from outrider.draft.retokenized import RetokenizedModel
-from outrider.draft.vocabulary import WAYS, SameTokens, Vocabulary, load_related
+from outrider.draft.vocabulary import WAYS, SameTokens, Vocabulary
 from outrider.errors import DrafterFault
 from outrider.model import Runner
 from outrider.sampling import CORRUPTED, Row

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from outrider.config import SpeculationConfig
 from outrider.draft.auto import resolve_auto
+from outrider.draft.siblings import resolve_sibling
 from outrider.errors import InvalidParameter
 
 __all__ = ["resolve_drafters"]
@@ -14,6 +15,7 @@ __all__ = ["resolve_drafters"]
 
 def resolve_drafters(config: SpeculationConfig, directory: Path, on_gpu: bool = False) -> SpeculationConfig:
     """The same settings with every drafter named: a mixture's members and a cascade's levels, or `auto`'s."""
+    config = resolve_sibling(config, directory)
     if config.method == "auto":
         return resolve_auto(config, directory, on_gpu)
     if config.method == "cascade":

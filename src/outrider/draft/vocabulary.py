@@ -12,13 +12,11 @@ from torch import Tensor
 
 from outrider import checks
 from outrider.core import Sequence, integers
-from outrider.draft.context import DraftContext
 from outrider.draft.reader import Text
 from outrider.errors import ModelError
-from outrider.model import Runner
 from outrider.text import Span, TextStream, Tokenizer
 
-__all__ = ["Related", "SameTokens", "SharedTokens", "Side", "Transcript", "Vocabulary", "load_related", "relate", "shared_tokens"]
+__all__ = ["WAYS", "SameTokens", "SharedTokens", "Side", "Transcript", "Vocabulary", "relate", "shared_tokens"]
 
 WAYS = ("auto", "shared", "text")
 ENOUGH_SHARED = 0.5  # of the smaller vocabulary
@@ -101,22 +99,6 @@ def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
             shared[i] = draft_id
             taken.add(draft_id)
     return shared
-
-
-class Related(NamedTuple):
-    """A draft model that was loaded, and how its tokens become the target's (None: by way of text)."""
-
-    runner: Runner
-    tokenizer: Tokenizer | None
-    vocabulary: Vocabulary | None
-
-
-def load_related(context: DraftContext, way: str = "auto") -> Related:
-    """The draft model that the settings name."""
-    directory = context.weights("draft")
-    runner, tokenizer = context.load_model(directory), Tokenizer.load(directory)
-    target = Side(str(context.directory), context.tokenizer, context.target.decoder.spec.vocab)
-    return Related(runner, tokenizer, relate(target, Side(str(directory), tokenizer, runner.decoder.spec.vocab), way))
 
 
 class Side(NamedTuple):

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.engine.llm import LLM
+from outrider.core import acceptance_rate
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter
 from outrider.sampling import SamplingParams
 
-__all__ = ["Acceptance", "accepted_by_position", "loops", "measure_acceptance", "read_items", "read_prompts", "summarise"]
+if TYPE_CHECKING:
+    from outrider.engine.llm import LLM
+
+__all__ = [
+    "Acceptance",
+    "acceptance_totals",
+    "accepted_by_position",
+    "loops",
+    "measure_acceptance",
+    "read_items",
+    "read_prompts",
+    "summarise",
+]
 
 _GRAM, _TIMES = 8, 3
+_TEXTS = ("prompt", "question", "text")  # fields of a row that hold its only turn
+_UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what SPEED-Bench publishes in place of texts it may not pass on
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +45,7 @@ class Acceptance:
     looping: float  # share of outputs in which some 8-gram occurs more than three times
     tokens_per_round: float | None  # over rounds that could draft, without looping outputs; None if all outputs loop
     tokens_per_round_all: float | None
+    acceptance_rate: float | None  # as `core.acceptance_rate` defines it
     by_position: list[float]  # of the drafts at least this long, the share accepted up to this position
     tok_s: float
 
@@ -50,6 +68,7 @@ def summarise(outputs: Sequence[CompletionOutput], temperature: float) -> Accept
         looping=1 - len(steady) / len(outputs),
         tokens_per_round=_rate(steady),
         tokens_per_round_all=_rate(outputs),
+        acceptance_rate=acceptance_totals(steady)["acceptance_rate"],
         by_position=accepted_by_position(steady),
         tok_s=sum(len(o.token_ids) - 1 for o in outputs) / decode if decode else 0.0,
     )
@@ -67,35 +86,81 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
 
 
 def read_items(path: Path) -> list[tuple[str | None, tuple[str, ...]]]:
-    """The category (or None) and turns of every line of a JSONL file. A line has `turns`, `prompt` or `text`."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InvalidParameter("data", f"{path} cannot be read: {error.strerror}") from None
-    items = [_item(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    """The category (or None) and the user's turns of every row of a JSONL file (perhaps in gzip), or of a parquet file.
+
+    A row has `turns` (Spec-Bench, MT-bench, SPEED-Bench), `messages`, `prompt` (HumanEval), `question` (GSM8K) or `text`.
+    """
+    rows = _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+    items = [_item(f"{path}:{number}", row) for number, row in rows]
     if not items:
         raise InvalidParameter("data", f"{path} holds no prompts")
     return items
 
 
-def _item(path: Path, number: int, line: bytes) -> tuple[str | None, tuple[str, ...]]:
+def _jsonl(path: Path) -> list[tuple[int, bytes]]:
     try:
-        item = json.loads(line)
-        turns = item["turns"] if "turns" in item else [item.get("prompt") or item["text"]]
+        data = path.read_bytes()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidParameter("data", f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parquet(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise InvalidParameter("data", f"{path} needs pyarrow: pip install pyarrow; or pass the rows as JSONL") from None
+    try:
+        return list(enumerate(parquet.read_table(path).to_pylist(), 1))
+    except (OSError, arrow.ArrowException) as error:
+        raise InvalidParameter("data", f"{path} cannot be read: {error}") from None
+
+
+def _item(place: str, row: bytes | dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+    try:
+        item = json.loads(row) if isinstance(row, bytes) else row
+        turns, category = _turns(item), item.get("category")
         if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
             raise TypeError
-        category = item.get("category")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        keys = ", ".join(f'"{key}"' for key in _TEXTS)
         raise InvalidParameter(
-            "data", f'{path}:{number} is not {{"turns": [...]}}, {{"prompt": ...}} or {{"text": ...}} with text in it'
+            "data", f'{place} is not a row with "turns" or "messages" (lists), or a text in one of {keys}'
         ) from None
+    if any(_UNRESOLVED in turn for turn in turns):
+        raise InvalidParameter(
+            "data", f"{place} is a placeholder of SPEED-Bench, not a prompt; write the file with its prepare_data.py first"
+        )
     return None if category is None else str(category), tuple(turns)
+
+
+def _turns(item: dict[str, Any]) -> Any:
+    """The user's turns of one row."""
+    if "turns" in item:
+        return item["turns"]
+    if item.get("messages"):
+        return [message["content"] for message in item["messages"] if message["role"] == "user"]
+    return [item[key] for key in _TEXTS if item.get(key)][:1]
 
 
 def _rate(outputs: Sequence[CompletionOutput]) -> float | None:
     """Tokens per round. The round that reads the prompt drafts nothing and is not counted."""
     rounds = sum(o.speculation["rounds"] - 1 for o in outputs)
     return sum(len(o.token_ids) - 1 for o in outputs) / rounds if rounds else None
+
+
+def acceptance_totals(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+    """Counts, the acceptance rate and the mean acceptance length (tokens of a round that drafted, the bonus token included).
+
+    The last two are None where nothing was drafted.
+    """
+    stats = [output.speculation for output in outputs]
+    drafted, accepted = (sum(row[name] for row in stats) for name in ("drafted", "accepted"))
+    drafts = sum(sum(row["drafted_by_position"][:1]) for row in stats)  # rounds of a sequence that drafted
+    length = round(1 + accepted / drafts, 4) if drafts else None
+    rates = {"acceptance_rate": acceptance_rate(accepted, drafted), "mean_acceptance_length": length}
+    return {"drafted": drafted, "accepted": accepted} | rates
 
 
 def accepted_by_position(outputs: Sequence[CompletionOutput]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def print_summary(output: CompletionOutput) -> None:
     stats, speed = output.speculation, output.timings.decode_tokens_per_s
     line = f"{len(output.token_ids)} tokens, {speed:.1f} tok/s, {output.finish_reason}, seed {output.seed}"
     if stats["method"] != "none":
-        line += f"; {stats['method']}: {stats['tokens_per_round']:.2f} tokens per round"
+        line += f"; {stats['method']}: {stats['tokens_per_round']:.2f} tokens per round, acceptance rate {_share(stats)}"
     if stats["fallback_reason"]:
         line += f"; speculation was set aside: {stats['fallback_reason']}"
     PlainConsole(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -94,6 +95,7 @@ def print_comparison(result: Comparison, llm: LLM, svg: Path | None = None) -> N
     table.add_row("tokens per second", f"{result.plain_tok_s:.1f}", f"{result.fast_tok_s:.1f}")
     table.add_row("tokens per round", "1.00", f"{stats['tokens_per_round']:.2f}")
     table.add_row("drafted / accepted", "-", f"{stats['drafted']} / {stats['accepted']}")
+    table.add_row("acceptance rate", "-", _share(stats))
     table.add_row("finish", str(result.plain.finish_reason), str(result.fast.finish_reason))
     console.print(table)
     console.print(Text.assemble("speed-up: ", (f"{result.speedup:.2f}x", "bold"), f"   seed: {result.fast.seed}"))
@@ -102,6 +104,11 @@ def print_comparison(result: Comparison, llm: LLM, svg: Path | None = None) -> N
     console.print(Text.assemble("identical: ", ("yes", "bold green") if result.identical else ("NO", "bold red")))
     if svg is not None:
         _save_svg(console, svg)
+
+
+def _share(stats: Mapping[str, Any]) -> str:
+    """The acceptance rate as a text."""
+    return "-" if stats["acceptance_rate"] is None else f"{stats['acceptance_rate']:.0%}"
 
 
 def _save_svg(console: PlainConsole, path: Path) -> None:

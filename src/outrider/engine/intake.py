@@ -25,11 +25,13 @@ __all__ = [
     "Prepared",
     "Prompt",
     "WantedSpeculation",
+    "check_parallel",
     "conversations",
     "model_name",
     "params_for",
     "prompts_of",
     "split_keywords",
+    "vllm_keywords",
 ]
 
 Prompt = str | Sequence[int]
@@ -158,6 +160,30 @@ def model_name(model: object) -> str:
     return checks.text("model", os.fspath(model))
 
 
+_ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_WITHOUT_EFFECT = ("enforce_eager", "use_v2_block_manager", "disable_log_stats", "trust_remote_code")
+_RENAMED = {"enable_prefix_caching": "prefix_cache"}
+
+
+def check_parallel(name: str, value: object) -> None:
+    """Refuse a model spread over several devices."""
+    if value != 1 or isinstance(value, bool):
+        raise InvalidParameter(name, f"must be 1, because the model runs on one device; got {checks.shown(value)}")
+
+
+def vllm_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """LLM's further keywords without those of vLLM that change nothing here, which are checked, and with our names."""
+    kept = {}
+    for name, value in keywords.items():
+        if name in _ONE_DEVICE:
+            check_parallel(name, value)
+        elif name in _WITHOUT_EFFECT:
+            checks.boolean(name, value)
+        else:
+            kept[_RENAMED.get(name, name)] = value
+    return kept
+
+
 def split_keywords(keywords: Mapping[str, Any]) -> tuple[EngineConfig, dict[str, Any]]:
     """LLM's further keywords: the engine's sizes, and what other engines call settings of speculation."""
     sizes = [field.name for field in fields(EngineConfig)]
@@ -205,6 +231,11 @@ def conversations(messages: Any) -> list[Messages]:
 
 def params_for(count: int, params: Any, default: SamplingParams, changes: Mapping[str, Any]) -> list[SamplingParams]:
     """Parameters of each prompt, from one for all or one each, with changes that were passed by keyword."""
+    changes = dict(changes)
+    if (others := changes.pop("sampling_params", None)) is not None:  # as vLLM calls them
+        if params is not None:
+            raise InvalidParameter("sampling_params", "was given beside params; pass one of them")
+        params = others
     known = [field.name for field in fields(SamplingParams) if field.init]
     for name in changes:
         if name not in known:

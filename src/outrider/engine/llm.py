@@ -20,6 +20,7 @@ from outrider import checks
 from outrider.config import SpeculationConfig, resolve_speculation
 from outrider.control import Controller, Policy
 from outrider.draft import check_speculation
+from outrider.engine.benchmark import BenchmarkResult, benchmark
 from outrider.engine.build import Built, Settings, build_engine, load_target
 from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
@@ -34,6 +35,7 @@ from outrider.engine.intake import (
     params_for,
     prompts_of,
     split_keywords,
+    vllm_keywords,
 )
 from outrider.engine.outputs import RequestOutput, StreamPiece
 from outrider.engine.worker import EngineHost, EngineThread, Job
@@ -57,7 +59,8 @@ class LLM:
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda". On a GPU, `memory` is the share of it that
     weights, KV and graphs may take, and `numerics="fast"` gives up the same-tokens promise for other kernels.
     Further keywords are sizes of the engine (`max_num_seqs`, `max_model_len`, ...: config.EngineConfig) and other engines'
-    names for speculation (`speculative_config`, `num_speculative_tokens`, `assistant_model`, ...: config.SPELLINGS).
+    names for speculation (`speculative_config`, `num_speculative_tokens`, `assistant_model`, ...: config.SPELLINGS). Of vLLM's
+    other keywords, `gpu_memory_utilization` is `memory`, and sizes of parallelism must be 1.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class LLM:
         memory: float = 0.9,
         **keywords: Any,
     ) -> None:
+        keywords = vllm_keywords(keywords)
+        memory = keywords.pop("gpu_memory_utilization", memory)
         sizes, spellings = split_keywords(keywords)
         wanted = resolve_speculation(speculation, spellings)
         check_speculation(wanted)
@@ -240,6 +245,27 @@ class LLM:
         job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant))
         with self.thread.running(job):
             yield from job.chunks()
+
+    def benchmark(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        baseline_time: float | None = None,
+        *,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        repeats: int = 3,
+        **sampling: Any,
+    ) -> BenchmarkResult:
+        """The speed-up, tokens per second, acceptance rate and token equality of these prompts, run as one batch.
+
+        The prompts are run with and without speculation, interleaved. With `baseline_time`, the seconds that the same
+        prompts took without speculation, they are run with speculation only, and no tokens are compared.
+        """
+        self._check_open()
+        checks.integer("repeats", repeats, 1)
+        if baseline_time is not None:
+            checks.real("baseline_time", baseline_time, 0.0, low_open=True)
+        batch = prompts_of(prompts)
+        return benchmark(self, batch, params_for(len(batch), params, self.default_params(), sampling), baseline_time, repeats)
 
     @property
     def intake(self) -> Intake:

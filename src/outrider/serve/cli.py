@@ -40,6 +40,7 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     """Serve a model over HTTP, with OpenAI's API. Every flag is also a variable: --max-queue is OUTRIDER_MAX_QUEUE."""
     _take_signals()
     configure(flags.log_format)
+    _check_devices(flags)
     settings = settings_of(flags)
     speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
     template = None if flags.chat_template is None else flags.chat_template.read_text(encoding="utf-8")
@@ -110,6 +111,13 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
         folder = locate(model)
         check_model(folder, options)
         check_weights(resolve_drafters(speculation, folder, device.is_gpu), folder, options)
+
+
+def _check_devices(flags: ServeFlags) -> None:
+    if flags.tensor_parallel_size != 1:
+        from outrider.engine.intake import check_parallel
+
+        check_parallel("--tensor-parallel-size", flags.tensor_parallel_size)
 
 
 def _load(flags: ServeFlags, speculation: SpeculationConfig, sizes: dict[str, Any], template: str | None) -> LLM:

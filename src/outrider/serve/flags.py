@@ -80,7 +80,9 @@ class ServeFlags(ServerSettings):
     method: str | None = flag(
         None, 'How to draft: auto, none, ngram, suffix, eagle, ..., with settings as in "eagle:24". Default: auto.'
     )
-    draft_model: str | None = flag(None, "Directory or hub id of the drafter's weights.", "--speculative-model")
+    draft_model: str | None = flag(
+        None, "Directory or hub id of the drafter's weights, or auto: a published one in the local cache.", "--speculative-model"
+    )
     draft_tokens: int | None = flag(None, "Maximum number of draft tokens per round.", "--num-speculative-tokens", min=0, max=256)
     speculative_config: str | None = flag(
         None, 'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.'
@@ -91,7 +93,9 @@ class ServeFlags(ServerSettings):
         None,
         "Memory for KV, such as 4GiB, or the share of a GPU that weights, KV and graphs may take, such as 0.9. "
         "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
+        "--gpu-memory-utilization",
     )
+    tensor_parallel_size: int = flag(1, "Must be 1: the model runs on one device.", "-tp")
     device: str = flag("auto", "auto (a GPU if there is one), cpu or cuda.")
     dtype: str = flag("auto", "auto, bfloat16, float32 or int8.")
     load_format: str = flag("safetensors", "safetensors, or dummy for random weights from config.json.")

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from outrider._version import __version__
 from outrider.core import Request
+from outrider.engine.acceptance import acceptance_totals
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput, Timings
 from outrider.engine.tally import GAP_BOUNDS, Tally
@@ -253,16 +254,16 @@ def metrics_of(outputs: Sequence[CompletionOutput], draft_tokens: int) -> dict[s
         [sum(counts) for counts in zip_longest(*(row[f"{kind}_by_position"] for row in stats), fillvalue=0)]
         for kind in ("drafted", "accepted")
     )
-    drafted, accepted = sum(row["drafted"] for row in stats), sum(row["accepted"] for row in stats)
-    steps = drafted_at[0] if drafted_at else 0
+    totals = acceptance_totals(outputs)
+    drafted, accepted, steps = totals["drafted"], totals["accepted"], sum(drafted_at[:1])
     rounds, tokens = sum(row["rounds"] for row in stats), sum(len(output.token_ids) for output in outputs)
     reached = [steps, *accepted_at, 0]
     first = stats[0] if stats else {}
     total = max((output.timings.total_s for output in outputs), default=0.0)
     return {
         "speculative_decoding": {
-            "mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 0.0,
-            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
+            "mean_acceptance_length": totals["mean_acceptance_length"] or 0.0,
+            "draft_acceptance_rate": totals["acceptance_rate"] or 0.0,
             "acceptance_histogram": [a - b for a, b in pairwise(reached)] if steps else [],
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,

@@ -46,11 +46,21 @@ def plan(
     draft_cost: Annotated[float, typer.Option(help="Without --costs: a draft token, in plain forwards.")] = 0.05,
     row_cost: Annotated[float, typer.Option(help="Without --costs: a further row of the forward, likewise.")] = 0.02,
     host_cost: Annotated[float, typer.Option(help="Without --costs: the rest of a round, likewise.")] = 0.05,
-    target: Annotated[Path | None, typer.Option(help="Advise on draft models for this directory or config.json.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Advise on draft models for this directory, config.json, hub id, or size (70B, 8x7B)."),
+    ] = None,
     candidates: Annotated[
         list[Path] | None, typer.Option(help="With --target: a draft model's directory; may be options several times.")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="With --target: GB/s of memory. Default: measured.")] = None,
+    device_memory: Annotated[
+        float | None, typer.Option(help="With --target: GB for weights and KV. Default: the GPU's, or the machine's.")
+    ] = None,
+    ridge: Annotated[
+        float | None,
+        typer.Option(help="With --target: rows whose arithmetic takes as long as reading the weights. Default: 295 on a GPU, 8."),
+    ] = None,
     simulate: Annotated[
         Path | None, typer.Option(help="Replay traces of --record through the controller; needs --costs.")
     ] = None,
@@ -193,19 +203,22 @@ def _chances(option: str, text: str) -> list[float]:
 
 def _recommend(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.bench.plan import show
-    from outrider.bench.plan.recommend import rank_candidates, recommend
+    from outrider.bench.plan.recommend import Machine, rank_candidates, recommend
 
-    path: Path = options["target"]
+    path = Path(options["target"])
     beside = [path / "draft"] if (path / "draft" / "config.json").exists() else []
     candidates = options["candidates"] or beside
-    recommendation = recommend(path, candidates, options["bandwidth"] and options["bandwidth"] * 1e9)
-    show.recommendation(recommendation, console)
+    gigabytes = {name: options[name] and options[name] * 1e9 for name in ("bandwidth", "device_memory")}
+    machine = Machine(gigabytes["bandwidth"], gigabytes["device_memory"], options["ridge"])
+    advice = recommend(options["target"], candidates, machine)
+    for recommendation in advice:
+        show.recommendation(recommendation, console)
     ranked: list[dict[str, Any]] = []
     if candidates and path.is_dir() and any(path.glob("*.safetensors")):
         with _errors.status("measuring") as status:
-            ranked = rank_candidates(path, recommendation.fits, _prompts(options, 6), options["tokens"], status.update)
+            ranked = rank_candidates(path, advice[0].fits, _prompts(options, 6), options["tokens"], status.update)
         show.ranking(ranked, console)
-    return recommendation.as_dict() | {"ranking": ranked}
+    return {"targets": [recommendation.as_dict() for recommendation in advice], "ranking": ranked}
 
 
 def _simulate(options: dict[str, Any], console: Console) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ __all__ = ["RoundCosts", "controller_costs"]
 
 _PROMPT_ROWS = 64  # rows above which a forward that reads prompts is learned from
 _DRAFTER = "drafter"  # the name of the only one in a method's table
+_LARGEST_BATCH = 1024  # that the controller's table tells from larger ones
 _SHORTEST = 1e-12  # seconds: a table has no time of 0
 
 
@@ -54,7 +56,16 @@ class RoundCosts:
         table = self.table
         if part == "forward":
             return table.forward(size, 0)
-        return table.rest(batch) if part == "host" else table.proposal(_DRAFTER, batch, size)
+        return table.rest(batch) if part == "host" else self._proposal(batch, size)
+
+    def _proposal(self, batch: int, size: int) -> float:
+        """Beyond the largest batch that was timed a proposal grows as between the last two, or with the root of the batch."""
+        largest = max(self._seen["propose"])
+        seconds = self.table.proposal(_DRAFTER, min(batch, _LARGEST_BATCH), size)
+        if batch <= largest:
+            return seconds
+        guess = self.table.proposal(_DRAFTER, largest, size) * math.sqrt(batch / largest)
+        return max(seconds * max(batch / _LARGEST_BATCH, 1.0), guess)
 
     @property
     def table(self) -> Costs:

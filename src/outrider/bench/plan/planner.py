@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,8 @@ def assumed_costs(draft: float, row: float, host: float, knee: int = 1) -> tuple
     for batch in (1, 4096):  # shared by all sequences
         for table in (plain, drafter):
             table.add("host", batch, batch, host)
-        for length in (1, 64):
-            drafter.add("propose", batch, length, draft * length)
+    for batch, length in product(sorted({1, knee, knee + 1023}), (1, 64)):  # a draft token is a forward over all sequences
+        drafter.add("propose", batch, length, draft * length * (1.0 + row * max(batch - knee, 0)))
     return drafter, plain
 
 

@@ -73,22 +73,49 @@ def chain(result: Mapping[str, Any], name: str, console: Console) -> None:
 
 def recommendation(result: Recommendation, console: Console) -> None:
     low, high = result.sizes
+    pass_ms = "" if result.pass_ms is None else f", a pass takes at least {result.pass_ms:.2f} ms here"
     console.print(
-        f"{result.target}: {_count(result.parameters)} weights, a pass takes at least {result.pass_ms:.2f} ms here. "
-        f"A draft model should have {_count(low)} to {_count(high)} weights and the same tokenizer.",
+        f"{result.target}: {_count(result.parameters)} weights{pass_ms}; beside them in bfloat16 there is room for "
+        f"{result.concurrency} sequences of 4,096 tokens. A draft model should have {_count(low)} to {_count(high)} weights and "
+        "the same tokenizer.",
         highlight=False,
+        soft_wrap=True,
     )
-    if result.family:
-        named = ", ".join(f"{name} ({millions}M)" for name, millions in result.known.items()) or "none of a fitting size"
-        console.print(f"by its vocabulary it is one of {result.family}; published: {named}", highlight=False)
-    else:
-        console.print("its vocabulary is of no family known here: train one with `outrider train draft`", highlight=False)
+    _show_drafts(result, console)
+    lookups = ", ".join(result.lookups)
+    without = "" if result.drafts else "; or train a draft model or head with `outrider train`"
+    console.print(f"without weights: --method {lookups}{without}", highlight=False)
     if result.fits:
         table = Table("candidate", "weights", "smaller", "tokens", "speed-up (length) at acceptance 0.6, 0.7, 0.8, 0.9", "")
         for fit in result.fits:
             estimates = "  ".join(f"{speedup:.2f} ({length})" for length, speedup in fit.estimates.values())
             table.add_row(fit.path, _count(fit.parameters), f"{fit.times_smaller:.1f} x", fit.tokens, estimates, fit.says)
         console.print(table)
+
+
+def _show_drafts(result: Recommendation, console: Console) -> None:
+    """Published siblings and heads, and where their acceptance comes from."""
+    if result.family is None:
+        console.print("its tokenizer is of no family known here", highlight=False)
+        return
+    if not result.drafts:
+        console.print(f"no smaller model with the tokenizer of {result.family} is in the table", highlight=False)
+        return
+    table = Table()
+    for name in ("draft", "method", "smaller", "chance", "speed-up\n(length)", "pays at\nbatch", "weights\nof both",
+                 "KV per\ntoken", "concur-\nrency"):  # fmt: skip
+        table.add_column(name, no_wrap=True)
+    for option in result.drafts:
+        first, last = option.pays
+        table.add_row(
+            option.name, option.method, f"{option.times_smaller:g} x", f"{option.chance:.2f}{' (guess)' * option.is_guess}",
+            f"{option.speedup:.2f} ({option.best_length})", f"{first} to {last}" if first else "none",
+            f"{option.weights_bytes / 1e9:.1f} GB", f"{option.kv_bytes_per_token / 1024:.0f} KiB", str(option.concurrency),
+        )  # fmt: skip
+    console.print(table)
+    for option in result.drafts:
+        if not option.is_guess:
+            console.print(f"{option.name}: {option.basis}", highlight=False, markup=False, soft_wrap=True)
 
 
 def ranking(ranked: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -7,17 +7,36 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.engine.acceptance import read_items
 from outrider.errors import InvalidParameter
 from outrider.text import Tokenizer
 
-__all__ = ["BUNDLED", "Conversation", "PromptSet", "TurnReader", "find_prompts", "is_random", "load_prompts"]
+__all__ = ["BUNDLED", "Conversation", "PromptSet", "TurnReader", "find_prompts", "first_turns", "is_random", "load_prompts"]
 
 BUNDLED = {
     "code": "beginnings of Python functions and classes",
     "editing": "code, then a comment that asks for it again with a small change, and the beginning of the copy",
     "json": "JSON documents and Python dictionaries, cut in the middle",
+    "constrained": "requests for a JSON record, whose output a schema constrains",
+}
+_RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["file", "user", "service", "other"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "active": {"type": "boolean"},
+        "owner": {
+            "type": "object",
+            "properties": {"id": {"type": "integer", "minimum": 0, "maximum": 99}, "role": {"enum": ["admin", "guest"]}},
+            "required": ["id", "role"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "kind", "size", "active", "owner"],
+    "additionalProperties": False,
 }
 Ids = tuple[int, ...]
 Item = tuple[str | None, tuple[str, ...]]  # category and turns
@@ -51,6 +70,7 @@ class PromptSet:
 
     name: str
     categories: dict[str, Sequence[Prompt]]
+    schema: dict[str, Any] | None = None  # that every output must meet
 
 
 def find_prompts(name: str) -> Path:
@@ -82,9 +102,16 @@ def load_prompts(name: str, vocab: int | None = None) -> PromptSet:
     published = _SPEC_BENCH if {category for category, _ in items} == set(_SPEC_BENCH) else {}
     categories: dict[str, list[Prompt]] = {}
     for category, turns in _interleaved(items) if published else items:
-        name = published.get(category or "", category or stem)
-        categories.setdefault(name, []).append(turns[0] if len(turns) == 1 else Conversation(turns))
-    return PromptSet(stem, dict(categories))
+        shown = published.get(category or "", category or stem)
+        categories.setdefault(shown, []).append(turns[0] if len(turns) == 1 else Conversation(turns))
+    return PromptSet(stem, dict(categories), _RECORD if name == "constrained" else None)
+
+
+def first_turns(name: str, count: int) -> list[str]:
+    """As many texts: the first turns of a workload, from the beginning again where it has fewer."""
+    items = [item for prompts in load_prompts(name).categories.values() for item in prompts]
+    texts = [item.turns[0] if isinstance(item, Conversation) else item for item in items if not isinstance(item, tuple)]
+    return [texts[i % len(texts)] for i in range(count)]
 
 
 def _interleaved(items: Sequence[Item]) -> list[Item]:
