@@ -233,6 +233,28 @@ def models(
         print(json.dumps(found))
 
 
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+    model: Annotated[str | None, typer.Argument(help="Model directory or hub id. Default: the bundled model.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, of the matrices; vectors keep theirs.")] = "bfloat16",
+    layout: Annotated[
+        str, typer.Option(help="Of EAGLE and Medusa heads: published (as their authors' code writes them) or vllm.")
+    ] = "published",
+    as_json: AsJson = False,
+) -> None:
+    """Write a model and its drafters as Transformers and other engines read them: plain safetensors, config.json, tokenizer."""
+    from outrider.heads.export import ExportOptions, export_folder
+    from outrider.model import locate
+    from outrider.model.bundled import bundled_model
+
+    options = ExportOptions(dtype, layout)
+    source = bundled_model() if model is None else locate(model)
+    with _errors.status("exporting"):
+        folders = [str(folder) for folder in export_folder(source, out, options)]
+    print(json.dumps({"folders": folders, "dtype": dtype}) if as_json else "\n".join(folders))
+
+
 def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:
     from outrider.bench.costs import measured_costs, show_costs, write_plot
 
