@@ -1,4 +1,4 @@
-"""The command line: generate, chat, compare, doctor, bench, train."""
+"""The command line: generate, chat, compare, doctor, bench, audit, train."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider._version import __version__
+from outrider.bench.audit.cli import audit
 from outrider.bench.cli import app as bench_app
 from outrider.bench.plan.cli import plan
 from outrider.environment import known_variables, tidy
@@ -41,6 +42,7 @@ app.add_typer(train_app, name="train")
 app.command()(chat)
 register_serve(app)
 app.command()(plan)
+app.command()(audit)
 add_moved(app, "peers", "benchmarks.baselines")
 _errors = PlainConsole(stderr=True)
 
