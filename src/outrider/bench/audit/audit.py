@@ -56,7 +56,7 @@ async def run_audit(plain: Side, speculative: Side, plan: AuditPlan, progress: P
     runner = Runner(plain, speculative, budget, plan.size.at_once, lambda: progress(stage, budget.sent))
     collected, before = _Collected(), await speculative.counters()
     try:
-        cases = [case for case in build_cases(plan.prompts, plan.size, plan.seed) if runner.parallel or not case.concurrent]
+        cases = build_cases(plan.prompts, plan.size, plan.seed, runner.parallel)
         await runner.warm_up([case.request.prompt for case in cases])
         for i, case in enumerate(case for case in cases if not case.concurrent):
             stage = case.kind

@@ -44,10 +44,10 @@ class AuditSize:
     prompts: int = 12
     few: int = 6  # prompts of the kinds beyond plain greedy and seeded decoding
     tokens: int = 128
-    concurrent: int = 56  # requests in flight groups
+    concurrent: int = 56  # requests that are sent several at a time
     at_once: int = 8
     sampled_prompts: int = 4
-    samples: int = 250  # of each sampled prompt, from each side
+    samples: int = 400  # of each sampled prompt, from each side
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -76,8 +76,11 @@ class Case:
         return r.temperature == 0 and r.repetition_penalty == 1 and not (r.frequency_penalty or r.presence_penalty or r.schema)
 
 
-def build_cases(prompts: Sequence[str], size: AuditSize, seed: int) -> list[Case]:
-    """Every case, those that are sent alone first. Prompts come again where there are too few."""
+def build_cases(prompts: Sequence[str], size: AuditSize, seed: int, parallel: bool = True) -> list[Case]:
+    """Every case, those that are sent alone first. Prompts come again where there are too few.
+
+    Where requests cannot overlap, the greedy ones that would are sent alone: it takes their tokens to see rare faults.
+    """
 
     def prompt(i: int) -> str:
         return prompts[i % len(prompts)]
@@ -99,8 +102,9 @@ def build_cases(prompts: Sequence[str], size: AuditSize, seed: int) -> list[Case
             Case("json", AuditRequest(_JSON_PROMPT + prompt(i)[:80] + "\n", 96, schema=SCHEMA)),
         ]
     for i in range(size.concurrent):
-        cases.append(Case("concurrent", AuditRequest(prompt(i), size.tokens)))
-    for i in range(size.concurrent // 4):
+        request = AuditRequest(prompt(size.prompts + i), size.tokens)
+        cases.append(Case("concurrent" if parallel else "greedy", request))
+    for i in range(size.concurrent // 4 if parallel else 0):
         request = AuditRequest(prompt(i), size.tokens // 2, temperature=_WARM, seed=seed + 1000 + i)
         cases.append(Case("seeded concurrent", request))
     return sorted(cases, key=lambda case: list(KINDS).index(case.kind))

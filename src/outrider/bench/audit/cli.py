@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,7 +163,8 @@ def _transformers_sides(options: dict[str, Any]) -> tuple[Side, Side, str]:
     with _errors.status("loading"):
         plain, other = load_sides(options["transformers"], options["assistant"], options["prompt_lookup"], options["dtype"])
     how = f"prompt lookup of {options['prompt_lookup']}" if options["assistant"] is None else "assistant_model"
-    plain.name, other.name = "plain: Transformers generate", f"speculative: Transformers generate with {how}"
+    engine = f"Transformers {version('transformers')} generate, {options['transformers'].name}, {options['dtype']}"
+    plain.name, other.name = f"plain: {engine}", f"speculative: {engine}, {how}"
     return plain, other, f"Transformers, {how}"
 
 

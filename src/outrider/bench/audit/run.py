@@ -89,10 +89,13 @@ class Runner:
         return self._at_once > 1
 
     async def send(self, side: Side, request: AuditRequest) -> Answer:
-        """One request, within the budget."""
-        self._budget.take()
-        answer = await side.answer(request)
-        self._advance()
+        """One request, within the budget. One that fails is sent once more: a lost connection says nothing of the engine."""
+        for _ in range(2):
+            self._budget.take()
+            answer = await side.answer(request)
+            self._advance()
+            if answer.failed is None:
+                break
         return answer
 
     async def warm_up(self, prompts: Sequence[str]) -> None:

@@ -114,7 +114,7 @@ def _special(good: Sequence[Outcome], pairs: Sequence[tuple[Choice, Choice]]) ->
         return {}
     request, out = good[0].case.request, dict[str, Any]()
     if schema := request.schema:
-        ended = [pair for pair in pairs if "length" not in (pair[0].finish, pair[1].finish)]
+        ended = [pair for pair in pairs if pair[0].finish != "length"]
         out["valid_plain"] = sum(fits_schema(plain.text, schema) for plain, _ in ended)
         out["valid_speculative"] = sum(fits_schema(other.text, schema) for _, other in ended)
         out["ended"] = len(ended)
