@@ -1,4 +1,4 @@
-"""The command line: generate, chat, compare, doctor, bench, train."""
+"""The command line: generate, chat, compare, doctor, bench, audit, train."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider._version import __version__
+from outrider.bench.audit.cli import audit
 from outrider.bench.cli import app as bench_app
 from outrider.bench.plan.cli import plan
 from outrider.environment import known_variables, tidy
@@ -42,6 +43,7 @@ app.add_typer(train_app, name="train")
 app.command()(chat)
 register_serve(app)
 app.command()(plan)
+app.command()(audit)
 add_moved(app, "peers", "benchmarks.baselines")
 _errors = PlainConsole(stderr=True)
 
@@ -237,6 +239,28 @@ def models(
             listing.show_families(console)
     if as_json:
         print(json.dumps(found))
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+    model: Annotated[str | None, typer.Argument(help="Model directory or hub id. Default: the bundled model.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, of the matrices; vectors keep theirs.")] = "bfloat16",
+    layout: Annotated[
+        str, typer.Option(help="Of EAGLE and Medusa heads: published (as their authors' code writes them) or vllm.")
+    ] = "published",
+    as_json: AsJson = False,
+) -> None:
+    """Write a model and its drafters as Transformers and other engines read them: plain safetensors, config.json, tokenizer."""
+    from outrider.heads.export import ExportOptions, export_folder
+    from outrider.model import locate
+    from outrider.model.bundled import bundled_model
+
+    options = ExportOptions(dtype, layout)
+    source = bundled_model() if model is None else locate(model)
+    with _errors.status("exporting"):
+        folders = [str(folder) for folder in export_folder(source, out, options)]
+    print(json.dumps({"folders": folders, "dtype": dtype}) if as_json else "\n".join(folders))
 
 
 def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:

@@ -102,6 +102,21 @@ class Client:
         answer = await self._http.post(self.endpoint.url + path, content=body, headers={"Content-Type": "application/json"})
         return int(answer.status_code)
 
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What a request raises where there is no answer."""
+        return (self._httpx.HTTPError, self._httpx.InvalidURL)
+
+    async def complete(self, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """Status and body of a completion that is not streamed."""
+        answer = await self._http.post(self.endpoint.url + self.endpoint.path, json=dict(body))
+        return answer.status_code, answer.content
+
+    @staticmethod
+    def message(raw: bytes) -> str:
+        """The message of an error's body."""
+        return _message(raw)
+
     async def stream(self, body: Mapping[str, Any], leave_after: int | None = None) -> ServedAnswer:
         """A streamed completion, read to its end, or left after `leave_after` chunks."""
         answer, url = ServedAnswer(), self.endpoint.url + self.endpoint.path

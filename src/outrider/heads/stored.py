@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outrider.errors import ModelError, UnknownMethod
 from outrider.model.families import Place
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import SCALE, quantised, read_tensors, refuse_quantised
+from outrider.model.files import SCALE, int8_mark, quantised, read_tensors, refuse_quantised
 
 __all__ = ["SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "write"]
 
@@ -109,7 +109,8 @@ def write(directory: Path, tensors: dict[str, Tensor], data: dict[str, Any]) -> 
     """model.safetensors and config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(data, indent=2) + "\n")
+    mark = int8_mark() if any(name.endswith(SCALE) for name in tensors) else {}
+    (directory / "config.json").write_text(json.dumps(data | mark, indent=2) + "\n")
 
 
 def require_layout(layout: str, known: Iterable[str]) -> None:

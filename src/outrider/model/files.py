@@ -20,12 +20,14 @@ from outrider.errors import ModelError
 from outrider.model.fields import Fields, read_json
 
 __all__ = [
-    "FLOATS", "INDEX", "SCALE", "Header", "is_int8", "opened", "quantised", "read_headers", "read_tensor", "read_tensors",
-    "refuse_foreign", "refuse_quantised", "stored_tensors", "weight_files",
+    "ELSEWHERE", "FLOATS", "INDEX", "SCALE", "Header", "int8_mark", "is_int8", "opened", "quantised", "read_headers",
+    "read_tensor", "read_tensors", "refuse_foreign", "refuse_quantised", "stored_tensors", "weight_files",
 ]  # fmt: skip
 
 INDEX = "model.safetensors.index.json"
 SCALE = ".scale"  # int8 weights carry a float32 scale per output row beside them
+ELSEWHERE = "transformers_weights"  # the field of config.json by which Transformers looks for weights
+_EXPORT_FIRST = "int8-of-outrider--run-outrider-export-to-load-this-in-transformers.safetensors"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _IDS = ("d2t", "t2d")  # of EAGLE heads: a map of token ids, no weights
 _METHODS = ("quant_method", "quant_algo", "quant_type", "format")
@@ -114,6 +116,11 @@ def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix as int8 and the scale of each row, as `read_tensors` reads them."""
     scale = (tensor.float().abs().amax(1) / 127.0).clamp_min(1e-12)
     return (tensor.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def int8_mark() -> dict[str, str]:
+    """A field of config.json with which Transformers refuses int8 weights, whose scales it would leave out."""
+    return {ELSEWHERE: _EXPORT_FIRST}
 
 
 def is_int8(directory: Path) -> bool:

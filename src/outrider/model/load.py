@@ -164,8 +164,8 @@ def _say_how_served(checkpoint: Checkpoint, requested: str, served: str) -> None
         _logger.warning("%s is stored as %s, served as %s%s", directory, name, served, cure)
 
 
-def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:
-    """Write weights under Hugging Face names, in shards; `int8` stores matrices per output channel."""
+def save_decoder(decoder: Decoder, directory: Path, int8: bool = False, dtype: torch.dtype | None = None) -> None:
+    """Write weights under Hugging Face names, in shards; `int8` stores matrices per output channel, `dtype` in this one."""
     tensors: dict[str, Tensor] = {}
     parameters = dict(decoder.named_parameters())
     for name, place in places_of(decoder.spec).items():
@@ -173,7 +173,7 @@ def save_decoder(decoder: Decoder, directory: Path, int8: bool = False) -> None:
         if int8 and tensor.dim() == 2:
             tensors[name], tensors[name + SCALE] = quantised(tensor)
         else:
-            tensors[name] = tensor.clone()
+            tensors[name] = (tensor if dtype is None or tensor.dim() < 2 else tensor.to(dtype)).clone()
     _write_shards(tensors, directory)
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.model import Decoder, save_decoder, write_config
+from outrider.model.files import int8_mark
 from outrider.train.corpus import copy_tokenizer
 
 __all__ = ["export_model", "replaced", "require_replaceable", "save_model"]
@@ -24,7 +25,7 @@ def save_model(decoder: Decoder, folder: Path, tokenizer: Path) -> None:
     eos = config.eos_ids[0]
     generation = {"eos_token_id": list(config.eos_ids), "pad_token_id": eos, "do_sample": False}
     save_decoder(decoder, folder, int8=True)
-    write_config(config, folder, {"bos_token_id": None, "pad_token_id": eos})
+    write_config(config, folder, {"bos_token_id": None, "pad_token_id": eos} | int8_mark())
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     copy_tokenizer(tokenizer, folder)
 

@@ -1,0 +1,110 @@
+"""Two answers to one request: whether they are equal, where they part, and by how much the plain side held its token likelier."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.bench.audit.records import Choice
+
+__all__ = ["Divergence", "Margin", "divergence", "equal", "fits_schema", "logprob_gap", "margin_at"]
+
+_SNIPPET = 24
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """Log probability of the plain side's token less that of the other's, in nats; `at_least` where only a bound is known."""
+
+    nats: float
+    at_least: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first character at which two texts differ, and what follows there."""
+
+    character: int
+    plain: str
+    speculative: str
+
+
+def equal(plain: Choice, other: Choice) -> bool:
+    """The same text, and the same token ids where both have them."""
+    return plain.text == other.text and (plain.ids is None or other.ids is None or plain.ids == other.ids)
+
+
+def divergence(plain: Choice, other: Choice) -> Divergence:
+    place = _common(plain.text, other.text)
+    return Divergence(place, plain.text[place : place + _SNIPPET], other.text[place : place + _SNIPPET])
+
+
+def margin_at(again: Choice, plain: Choice, other: Choice) -> Margin | None:
+    """The margin where two texts part, from the plain answer sent again with log probabilities. None: it cannot be told."""
+    place = _common(plain.text, other.text)
+    if again.tokens is None or not again.text.startswith(plain.text[:place]):
+        return None
+    begin = 0
+    for token in again.tokens:
+        if begin + len(token.text) > place:
+            if not plain.text[begin:].startswith(token.text):
+                return Margin(0.0)  # the plain side itself chose another token this time
+            return _margin(token.logprob, token.text, token.top, other.text[begin:])
+        begin += len(token.text)
+    return None  # the plain text ended there, and no engine says how likely that was
+
+
+def _common(a: str, b: str) -> int:
+    """The number of leading characters that two texts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _margin(logprob: float, text: str, top: Mapping[str, float], rest: str) -> Margin | None:
+    """The other side's token is the longest of the likeliest ones with which its text goes on."""
+    fitting = [name for name in top if name and name != text and rest.startswith(name)]
+    if fitting:
+        return Margin(logprob - top[max(fitting, key=len)])
+    if not rest:  # it ended: by a token without text, or by none that is known
+        ends = [value for name, value in top.items() if not name or name.startswith("<")]
+        return Margin(logprob - max(ends)) if ends else _bound(logprob, top)
+    return _bound(logprob, top)
+
+
+def _bound(logprob: float, top: Mapping[str, float]) -> Margin | None:
+    return Margin(logprob - min(top.values()), at_least=True) if len(top) > 1 else None
+
+
+def logprob_gap(plain: Choice, other: Choice) -> tuple[float, int]:
+    """The largest difference of log probabilities over the leading tokens that both have, and how many those are."""
+    largest, count = 0.0, 0
+    for a, b in zip(plain.tokens or (), other.tokens or (), strict=False):
+        if a.text != b.text:
+            break
+        largest, count = max(largest, abs(a.logprob - b.logprob)), count + 1
+    return largest, count
+
+
+def fits_schema(text: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a text is JSON that fits a schema of types, properties, required, items and enum."""
+    try:
+        return _fits(json.loads(text), schema)
+    except ValueError:
+        return False
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    kind = schema.get("type")
+    if kind is not None and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        complete = all(name in value for name in schema.get("required", ()))
+        return complete and all(_fits(value[name], part) for name, part in known.items() if name in value)
+    return not isinstance(value, list) or all(_fits(item, schema.get("items", {})) for item in value)

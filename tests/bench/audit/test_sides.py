@@ -1,0 +1,197 @@
+"""The sides of an audit beyond servers that run: Transformers, commands that are started, and the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.bench.audit.audit import AuditPlan, audit
+from outrider.bench.audit.cases import SCHEMA, AuditSize
+from outrider.bench.audit.http_side import HttpSide
+from outrider.bench.audit.launched import launched
+from outrider.bench.audit.records import AuditRequest
+from outrider.bench.audit.transformers_side import TransformersSide, load_sides
+from outrider.bench.audit.verdict import DIFFERENT, LOSSLESS, SAME
+from outrider.bench.client import Endpoint
+from outrider.cli import app
+from outrider.errors import InvalidParameter, ModelError, OutriderError
+from outrider.heads.export import ExportOptions, export_folder
+from outrider.model.bundled import bundled_model
+from tests.support.openai_server import stand_in
+
+PROMPTS = ["def load(path):\n", "import os\nimport sys\n\n\nclass Config:\n"]
+SMALL = AuditSize(prompts=2, few=1, tokens=24, concurrent=4, samples=0)
+# A server that answers /v1/models, and says where its child process is.
+SERVER = """
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+open(sys.argv[2], "w").write(str(child.pid))
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The draft model, which is small, as Transformers loads it."""
+    out = tmp_path_factory.mktemp("export") / "draft"
+    export_folder(bundled_model() / "draft", out, ExportOptions("float32"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def sides(folder: Path) -> tuple[TransformersSide, TransformersSide]:
+    return load_sides(folder, None, 4, "float32")
+
+
+def test_prompt_lookup_of_transformers_is_lossless(sides: tuple[TransformersSide, TransformersSide]) -> None:
+    result = audit(*sides, AuditPlan(PROMPTS, SMALL))
+    assert result["verdict"] in (SAME, LOSSLESS), result["reasons"]
+    assert result["kinds"]["greedy"]["equal"] == result["kinds"]["greedy"]["compared"] == 2 + 4
+    assert result["kinds"]["concurrent"]["not_supported"] == "these sides take one request at a time"
+    assert "presence_penalty" in next(iter(result["kinds"]["penalties"]["not_supported"]))
+    assert result["kinds"]["logprobs"]["largest_logprob_gap"] < 1e-3
+    assert result["acceptance"] is None
+    assert set(result["speed"]) == {"greedy", "seeded"}
+
+
+def test_a_model_that_says_something_else_is_detected(sides: tuple[TransformersSide, TransformersSide]) -> None:
+    plain, other = sides
+    wrong = TransformersSide("wrong", other._model, other._tokenizer, {"suppress_tokens": list(range(200, 400))})
+    result = audit(plain, wrong, AuditPlan(PROMPTS, SMALL))
+    assert result["verdict"] == DIFFERENT
+    assert any(reason.startswith("greedy") for reason in result["reasons"])
+
+
+def test_what_generate_returns(sides: tuple[TransformersSide, TransformersSide]) -> None:
+    plain, lookup = sides
+
+    def ask(side: TransformersSide, **changes: Any) -> Any:
+        return asyncio.run(side.answer(AuditRequest(PROMPTS[0], 12, **changes)))
+
+    (choice,) = ask(plain, logprobs=3).choices
+    assert choice.tokens is not None
+    assert choice.ids is not None
+    assert len(choice.tokens) == len(choice.ids) == 12
+    assert "".join(token.text for token in choice.tokens) == choice.text
+    assert all(token.logprob == max(token.top.values()) for token in choice.tokens)
+    seeded = [ask(plain, temperature=1.0, seed=seed, n=2) for seed in (1, 1, 2)]
+    assert seeded[0].choices == seeded[1].choices != seeded[2].choices
+    assert len({choice.text for choice in seeded[0].choices}) == 2
+    stop = choice.text.split()[1]
+    stopped = ask(plain, stop=(stop,)).choices[0]
+    assert (stopped.text, stopped.finish) == (choice.text.partition(stop)[0], "stop")
+    assert ask(lookup, temperature=1.0, n=2).refused is not None
+    assert ask(plain, schema=SCHEMA).refused == "generate takes no JSON schema"
+
+
+def test_folders_that_transformers_cannot_load(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="Transformers cannot load"):
+        load_sides(tmp_path, None, 4, "auto")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "server.py").write_text(SERVER)
+    return f"{sys.executable} {tmp_path / 'server.py'} {{port}} {tmp_path / 'pid'}"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_server_that_is_started_ends_with_its_children(script: str, tmp_path: Path) -> None:
+    with launched(script, 30) as url:
+        assert url.startswith("http://127.0.0.1:")
+        pid = int((tmp_path / "pid").read_text())
+        assert is_running(pid)
+    for _ in range(500):
+        if not is_running(pid):
+            break
+        os.sched_yield()
+        asyncio.run(asyncio.sleep(0.01))
+    assert not is_running(pid)
+
+
+def test_servers_that_do_not_start() -> None:
+    with pytest.raises(InvalidParameter, match=r"\{port\}"), launched("true", 1):
+        pass
+    with pytest.raises(OutriderError, match="cannot be started"), launched("/nowhere/server {port}", 1):
+        pass
+    command = f"""{sys.executable} -c "import sys; print('no model'); sys.exit(3)" {{port}}"""
+    with pytest.raises(OutriderError, match="ended with 3 before it served: no model"), launched(command, 30):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs one of --self, --url, --command and --transformers"),
+        (["--self", "--url", "http://x"], "needs one of"),
+        (["--url", "http://127.0.0.1:1"], "--plain-url: is missing"),
+        (["--url", "http://127.0.0.1:1", "--plain-body", "[]"], "JSON object"),
+        (["--transformers", "x"], "needs one of --assistant and --prompt-lookup"),
+        (["--command", "serve", "--plain-body", "{}"], "must hold"),
+        (["--self", "--workload", "nothing"], "neither a workload"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["audit", *arguments])
+    assert isinstance(result.exception, OutriderError)
+    assert message in str(result.exception)
+
+
+def test_nobody_there_is_one_error() -> None:
+    with stand_in() as server:
+        url = server.url
+    side = HttpSide("nobody", Endpoint(url))
+    with pytest.raises(OutriderError, match="is a server running and ready there"):
+        audit(side, side, AuditPlan(PROMPTS, SMALL))
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_card_and_one_json_line(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "outrider.cli", "audit", "--transformers", str(folder), "--prompt-lookup", "3", "--quick"]
+    more = ["--max-requests", "24", "--output", str(tmp_path / "card"), "--name", "A name"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line) == json.loads((tmp_path / "card" / "audit.json").read_text())
+    assert json.loads(line)["cut_short"] == "24 requests were sent"
+    assert "# Audit: A name" in (tmp_path / "card" / "audit.md").read_text()
+    assert "warming up" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_killed_audit_ends_its_servers(script: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "outrider.cli", "audit", "--plain-body", "{}", "--command", script]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert process.poll() is None
+            asyncio.run(asyncio.sleep(0.05))
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(1000):
+        if not is_running(pid):
+            break
+        asyncio.run(asyncio.sleep(0.01))
+    assert not is_running(pid)
