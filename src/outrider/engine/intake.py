@@ -61,6 +61,7 @@ class Intake:
         speculation: WantedSpeculation = None,
         tenant: str | None = None,
         priority: int = 0,
+        lora: str | None = None,
     ) -> Prepared:
         """Check one prompt with its parameters; nothing is queued yet."""
         if tenant is not None:
@@ -88,6 +89,7 @@ class Intake:
             method=wanted.method,
             draft_tokens=wanted.draft_tokens,
             return_rejected=wanted.return_rejected,
+            adapter=None if lora is None else self.target.adapters.get(lora),
         )
         method = (wanted.method or self.speculation.method) if wanted.enabled else "none"
         return Prepared([replace(request, index=index) for index in range(params.n)], method)
