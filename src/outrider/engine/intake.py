@@ -24,8 +24,10 @@ __all__ = [
     "Messages",
     "Prepared",
     "Prompt",
+    "WantedLora",
     "WantedSpeculation",
     "conversations",
+    "loras_for",
     "model_name",
     "params_for",
     "prompts_of",
@@ -34,6 +36,7 @@ __all__ = [
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+WantedLora = str | Sequence[str | None] | None
 WantedSpeculation = bool | Mapping[str, Any] | RequestSpeculation | None
 _PROMPT = "must be a text or token ids"
 
@@ -218,6 +221,15 @@ def params_for(count: int, params: Any, default: SamplingParams, changes: Mappin
     if len(several) != count:
         raise InvalidParameter("params", f"{len(several)} sets of parameters for {count} prompts")
     return [replace(one, **changes) for one in several] if changes else list(several)
+
+
+def loras_for(count: int, lora: Any) -> list[str | None]:
+    """The adapter of each prompt, from one for all or one each."""
+    if not _is_list(lora):
+        return [lora] * count
+    if len(lora) != count:
+        raise InvalidParameter("lora", f"{len(lora)} adapters for {count} prompts")
+    return list(lora)
 
 
 def _is_list(value: object) -> bool:

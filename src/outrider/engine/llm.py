@@ -29,8 +29,10 @@ from outrider.engine.intake import (
     Intake,
     Messages,
     Prompt,
+    WantedLora,
     WantedSpeculation,
     conversations,
+    loras_for,
     model_name,
     params_for,
     prompts_of,
@@ -208,7 +210,7 @@ class LLM:
         speculation: WantedSpeculation = None,
         tenant: str | None = None,
         use_tqdm: UseTqdm = None,
-        lora: str | None = None,
+        lora: WantedLora = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text or token ids). `params` is one for all, or one each.
@@ -218,14 +220,16 @@ class LLM:
         `speculation=False` decodes plainly, and {"method": "suffix", "max_tokens": 8} limits how these requests
         are drafted for; the tokens are the same. `tenant` says whose texts these are:
         a drafter set to share earlier outputs does so within one tenant, and never without a key.
-        `lora` names the adapter that the model runs with.
+        `lora` names the adapter that the model runs with: one for all prompts, or one each (None: without).
         `use_tqdm` shows a progress bar, or takes tqdm's place; by default several prompts on a terminal have one.
         All prompts are queued, or none is. Any number of threads may call this and `stream` at the same time.
         """
         self._check_open()
         batch = prompts_of(prompts)
         each = params_for(len(batch), params, self.default_params(), sampling)
-        prepared = [self._intake.prepare(*one, speculation, tenant, lora=lora) for one in zip(batch, each, strict=True)]
+        chosen = loras_for(len(batch), lora)
+        rows = zip(batch, each, chosen, strict=True)
+        prepared = [self._intake.prepare(prompt, one, speculation, tenant, lora=name) for prompt, one, name in rows]
         requests = [request for one in prepared for request in one.requests]
         job = Job(self.engine, requests, prepared[-1].method if prepared else "none", wants=lambda _: False)
         with _progress_bar(use_tqdm, len(requests)) as bar, self.thread.running(job):
@@ -241,7 +245,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         tenant: str | None = None,
         use_tqdm: UseTqdm = None,
-        lora: str | None = None,
+        lora: WantedLora = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template. Keywords are those of `generate`."""

@@ -73,8 +73,8 @@ def _panels_of_up(
     rows, width, values = int(columns.max()) + 1, firsts[-1], 4 // dtype.itemsize
     up, part_of = torch.zeros(rows + 1, width, dtype=dtype), torch.full((rows + 1,), -1)
     for i, part in enumerate(parts):
-        up[part.columns, firsts[i] : firsts[i] + len(part.down)] = part.up.to(dtype)
-        part_of[part.columns] = i
+        up[:rows][part.columns, firsts[i] : firsts[i] + len(part.down)] = part.up.to(dtype)
+        part_of[:rows][part.columns] = i
     reached = part_of[columns]  # the last row, where columns are -1, stays empty
     begins, ends = torch.tensor([*firsts[:-1], width]), torch.tensor([*firsts[1:], 0])
     low, high = begins[reached].amin(1), ends[reached].amax(1)
