@@ -78,9 +78,11 @@ class EngineConfig:
     prefix_cache: bool = True  # full pages stay findable by their tokens until their memory is needed
     max_queue: int | None = None  # requests that may wait; more are refused
     calibration_s: float = 3.0  # seconds to time rounds and drafts at the first start of a model and its drafter; 0: none
+    max_loras: int = 32  # LoRA adapters that may be loaded at once
+    max_lora_rank: int = 256  # of each of them
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_batch_rows"):
+        for name in ("max_num_seqs", "max_batch_rows", "max_loras", "max_lora_rank"):
             checks.integer(name, getattr(self, name), 1, _MAX_SEQUENCES)
         checks.integer("page_size", self.page_size, 1, _MAX_PAGE)
         for name, low in (("max_model_len", 2), ("kv_bytes", 1), ("max_queue", 0)):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ROOT",
+    "Adapter",
     "Arm",
     "Batch",
     "Drafts",
@@ -49,6 +50,14 @@ T = TypeVar("T")
 ROOT = -1  # parent index of a node that hangs from the last committed token
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that is loaded, as requests refer to it."""
+
+    name: str
+    number: int  # which the runner knows it by, from 1 on
+    serial: int  # of its loading; no other adapter of this process has it, whatever its name
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the user asked, with every default resolved."""
@@ -67,6 +76,7 @@ class Request:
     draft_tokens: int | None = None  # most nodes a round may draft for it
     return_rejected: bool = False  # keep the drafted nodes that were not accepted, to show them
     client: str | None = None  # who sent it: slots and prompt rows are shared fairly between clients
+    adapter: Adapter | None = None  # the LoRA adapter that the target runs with
 
 
 def acceptance_rate(accepted: int, drafted: int) -> float | None:
@@ -158,6 +168,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
         self.order = (self.request.priority, 0)
+
+    @property
+    def adapter(self) -> int:
+        """The number of its adapter; 0 where it has none."""
+        return 0 if self.request.adapter is None else self.request.adapter.number
 
     @property
     def prompt_len(self) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import platform
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from outrider.model import Decoder, Feed
 from outrider.model.load import DTYPES
 from outrider.model.spec import ACTIVATIONS
 from outrider.ops import Core, Epilogue, NormWeights, PackedLinear, Plain, find_core, serving_ops
-from outrider.ops.native import Threads, load_build, usable_builds
+from outrider.ops.native import Threads
 from tests.support.native import make_decoder, make_runner
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
@@ -28,27 +25,6 @@ SHAPES = [(16, 16), (1, 1), (77, 33), (60, 100), (130, 257), (512, 704), (2048, 
 LONG = 70
 PAGES = [3, 9, 1, 7, 4, 12, 0, 5, 8, 11]
 TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4), (9, 6), (9, 4), (3, -1)]
-
-
-def _cores() -> dict[str, Core]:
-    """Every build that runs here, or the one the environment names."""
-    if "OUTRIDER_CORE" in os.environ:
-        return {"chosen": Core(Path(os.environ["OUTRIDER_CORE"]))}
-    cores = {}
-    for name in usable_builds():
-        with contextlib.suppress(OSError):
-            cores[name] = load_build(name)
-    return cores
-
-
-CORES = _cores()
-
-
-@pytest.fixture(params=CORES, scope="module")
-def core(request: pytest.FixtureRequest) -> Core:
-    chosen = CORES[request.param]
-    chosen.threads = 1
-    return chosen
 
 
 def test_the_core_is_built_where_it_can_be() -> None:

@@ -20,10 +20,15 @@ class OutOfPages(OutriderError):
     """More pages were requested than are free."""
 
 
-def root_key(tenant: str | None, rotary_start: int = 0) -> Key:
-    """The key before the first page. Tenants never share pages of the prefix cache, nor do requests with other rotary tables."""
+def root_key(tenant: str | None, rotary_start: int = 0, adapter: int = 0) -> Key:
+    """The key before the first page.
+
+    Tenants never share pages of the prefix cache, nor do requests with other rotary tables or other adapters. `adapter` is the
+    serial number of its loading, 0 where there is none.
+    """
     named = b"" if tenant is None else blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16, person=b"tenant").digest()
-    return named if rotary_start == 0 else named + rotary_start.to_bytes(8, "little")
+    turned = named if rotary_start == 0 else named + rotary_start.to_bytes(8, "little")
+    return turned if adapter == 0 else turned + b"lora" + adapter.to_bytes(8, "little")
 
 
 def next_key(previous: Key, tokens: Sequence[int]) -> Key:

@@ -55,7 +55,7 @@ class EarlyExit:
     When it helps: where no head can be had, and best with models trained for it; a model that was
         not says little of its choice before its last layers.
     Cost: E layers and the output matrix per drafted token, of which verification saves the E layers.
-    Needs: nothing beside the target; no memory of its own.
+    Needs: nothing beside the target; no memory of its own. A sequence's LoRA adapter drafts with it.
     Reference: Elhoushi et al. 2404.16710 (LayerSkip); Zhang et al. 2309.08168 (skipped layers).
     """
 
@@ -104,7 +104,7 @@ class EarlyExit:
         if exit_layer is None:
             return Drafts.empty(len(batch.sequences))
         growing = [
-            Growing(seq, self._length(exit_layer, n), seq.pages, len(seq.tokens), seq.rotary_start)
+            Growing(seq, self._length(exit_layer, n), seq.pages, len(seq.tokens), seq.rotary_start, seq.adapter)
             for seq, n in zip(batch.sequences, plan.lengths, strict=True)
         ]
         hidden: dict[Sequence, list[Tensor]] = {seq: [] for seq in batch.sequences}
@@ -208,7 +208,9 @@ def measure_costs(runner: Runner, repeats: int = 3) -> LayerCosts:
 
 def _root(draft: Growing) -> Feed:
     """The row of the newest token."""
-    return Feed(draft.pages, draft.size - 1, draft.seq.tokens[-1:], rotary_start=draft.rotary_start)
+    return Feed(
+        draft.pages, draft.size - 1, draft.seq.tokens[-1:], rotary_start=draft.rotary_start, adapter=draft.adapter
+    )
 
 
 def _exits(before: int) -> tuple[int, ...]:

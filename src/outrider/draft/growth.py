@@ -49,6 +49,7 @@ class Growing:
     pages: Seq[int]
     size: int  # slots taken by the text; nodes come after them
     rotary_start: int = 0  # see Feed
+    adapter: int = 0  # of the network that drafts; see Feed
     tree: Tree = field(default_factory=lambda: Tree([], [], []))  # survival: chance that the whole path is accepted
     frontier: list[int] = field(default_factory=lambda: [ROOT])  # nodes to put children under
     logits: dict[tuple[int, ...], DraftLogits] = field(default_factory=dict)  # path -> the draft's logits after it
@@ -80,9 +81,8 @@ class Growing:
         for slot, node in enumerate(self.frontier, known):
             self._slot_of[node] = slot
         slot_parents = [self._slot_of.get(parents[node], ROOT) for node in self._slot_of]
-        return Feed(
-            self.pages, self.size, (), [tokens[node] for node in self.frontier], slot_parents, known, 0, self.rotary_start
-        )
+        nodes = [tokens[node] for node in self.frontier]
+        return Feed(self.pages, self.size, (), nodes, slot_parents, known, 0, self.rotary_start, self.adapter)
 
     def _rank_key(self, node: int) -> tuple[float, int]:
         return -self.tree.survival[node], node

@@ -70,7 +70,7 @@ class PageBook:
         known, size = self._hashes[seq], self.page_size
         while len(known) <= index:
             place = len(known) * size
-            known.append(hash((known[-1] if known else 0, *seq.tokens[place : place + size])))
+            known.append(hash((known[-1] if known else seq.request.adapter, *seq.tokens[place : place + size])))
         return known[index]
 
 

@@ -18,6 +18,7 @@ from outrider.control import Controller, Costs, FixedLength, Policy
 from outrider.draft import DraftContext, build_drafter
 from outrider.draft.auto import AutoDrafter, arms_of
 from outrider.draft.resolve import resolve_drafters
+from outrider.engine.adapters import Adapters
 from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
@@ -62,6 +63,7 @@ class Target:
     tokenizer: Tokenizer | None
     defaults: Mapping[str, Any]  # sampling parameters of its generation_config.json
     eos: frozenset[int]
+    adapters: Adapters
 
     @property
     def config(self) -> ModelSpec:
@@ -101,7 +103,8 @@ def load_target(settings: Settings) -> Target:
     if not device.is_gpu and (missing := missing_core()) is not None:
         _log.warning("the native core is not in use, so torch decodes, slower and with the same promises: %s", missing)
     _log.info("%s: %s", directory, loaded_line(runner))
-    return Target(directory, device, options, sizes, pages, runner, tokenizer, defaults, eos)
+    adapters = Adapters(runner, sizes, str(directory))
+    return Target(directory, device, options, sizes, pages, runner, tokenizer, defaults, eos, adapters)
 
 
 def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTable | None = None) -> Built:
@@ -124,7 +127,8 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
         length = max(config.draft_tokens if config.method != "none" else 0 for config in speculation.flat())
         measured = device.warm_up(runner, draft_runners, drafter.needs.taps, target.sizes.max_num_seqs, length)
     policy, path = _policy(target, speculation, measured)
-    return Built(Engine(runner, target.tokenizer, drafter, policy, target.sizes, pages), speculation, draft_runners, path)
+    engine = Engine(runner, target.tokenizer, drafter, policy, target.sizes, pages, target.adapters)
+    return Built(engine, speculation, draft_runners, path)
 
 
 def _policy(target: Target, speculation: SpeculationConfig, measured: Costs) -> tuple[Policy, Path | None]:

@@ -27,6 +27,7 @@ from outrider.core import (
     Verdict,
 )
 from outrider.draft import Drafter
+from outrider.engine.adapters import Adapters
 from outrider.engine.commit import OutputProcessor, emit, note_prompt, settle_kv
 from outrider.engine.guard import GuardedDrafter
 from outrider.engine.scheduler import Scheduler
@@ -56,6 +57,7 @@ class Engine:
         policy: Policy,
         config: EngineConfig,
         pages: PageTable | None = None,  # of another engine on the same runner
+        adapters: Adapters | None = None,  # that requests may name
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
@@ -63,6 +65,7 @@ class Engine:
         self.policy = policy
         self.context = config.max_model_len or runner.decoder.spec.context
         self.pages = PageTable(runner.pool.pages - 1, config.page_size) if pages is None else pages
+        self.adapters = adapters or Adapters(runner, config)
         self.scheduler = Scheduler(self.pages, config)
         self.tally = Tally()
         vocab = runner.decoder.spec.vocab
@@ -102,6 +105,7 @@ class Engine:
         """Queue all of them, or raise and queue none."""
         self._restart_if_interrupted()
         self.scheduler.check_queue(len(processors))
+        self.adapters.acquire([processor.seq for processor in processors])
         self._mid_change = True
         for processor in processors:
             self.scheduler.submit(processor.seq)
@@ -328,6 +332,7 @@ class Engine:
         self.policy.forget(seq)
         if queued and self.scheduler.remove(seq):
             self._end_drafting(seq)
+        self.adapters.release(seq)
 
     def _end_drafting(self, seq: Sequence) -> None:
         self._drafting.discard(seq)

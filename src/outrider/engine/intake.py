@@ -24,9 +24,11 @@ __all__ = [
     "Messages",
     "Prepared",
     "Prompt",
+    "WantedLora",
     "WantedSpeculation",
     "check_parallel",
     "conversations",
+    "loras_for",
     "model_name",
     "params_for",
     "prompts_of",
@@ -36,6 +38,7 @@ __all__ = [
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+WantedLora = str | Sequence[str | None] | None
 WantedSpeculation = bool | Mapping[str, Any] | RequestSpeculation | None
 _PROMPT = "must be a text or token ids"
 
@@ -63,6 +66,7 @@ class Intake:
         speculation: WantedSpeculation = None,
         tenant: str | None = None,
         priority: int = 0,
+        lora: str | None = None,
     ) -> Prepared:
         """Check one prompt with its parameters; nothing is queued yet."""
         if tenant is not None:
@@ -90,6 +94,7 @@ class Intake:
             method=wanted.method,
             draft_tokens=wanted.draft_tokens,
             return_rejected=wanted.return_rejected,
+            adapter=None if lora is None else self.target.adapters.get(lora),
         )
         method = (wanted.method or self.speculation.method) if wanted.enabled else "none"
         return Prepared([replace(request, index=index) for index in range(params.n)], method)
@@ -247,6 +252,15 @@ def params_for(count: int, params: Any, default: SamplingParams, changes: Mappin
     if len(several) != count:
         raise InvalidParameter("params", f"{len(several)} sets of parameters for {count} prompts")
     return [replace(one, **changes) for one in several] if changes else list(several)
+
+
+def loras_for(count: int, lora: Any) -> list[str | None]:
+    """The adapter of each prompt, from one for all or one each."""
+    if not _is_list(lora):
+        return [lora] * count
+    if len(lora) != count:
+        raise InvalidParameter("lora", f"{len(lora)} adapters for {count} prompts")
+    return list(lora)
 
 
 def _is_list(value: object) -> bool:

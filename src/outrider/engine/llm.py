@@ -20,6 +20,7 @@ from outrider import checks
 from outrider.config import SpeculationConfig, resolve_speculation
 from outrider.control import Controller, Policy
 from outrider.draft import check_speculation
+from outrider.engine.adapters import check_adapters
 from outrider.engine.benchmark import BenchmarkResult, benchmark
 from outrider.engine.build import Built, Settings, build_engine, load_target
 from outrider.engine.calibrate import calibrate
@@ -29,8 +30,10 @@ from outrider.engine.intake import (
     Intake,
     Messages,
     Prompt,
+    WantedLora,
     WantedSpeculation,
     conversations,
+    loras_for,
     model_name,
     params_for,
     prompts_of,
@@ -58,6 +61,7 @@ class LLM:
     controller chooses round by round among what the model has to draft with; "none" or False turns it off.
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda". On a GPU, `memory` is the share of it that
     weights, KV and graphs may take, and `numerics="fast"` gives up the same-tokens promise for other kernels.
+    `lora` are adapters by name: {"sql": folder}; `generate(..., lora="sql")` chooses one.
     Further keywords are sizes of the engine (`max_num_seqs`, `max_model_len`, ...: config.EngineConfig) and other engines'
     names for speculation (`speculative_config`, `num_speculative_tokens`, `assistant_model`, ...: config.SPELLINGS). Of vLLM's
     other keywords, `gpu_memory_utilization` is `memory`, and sizes of parallelism must be 1.
@@ -74,6 +78,7 @@ class LLM:
         device: str = "auto",
         numerics: str = "exact",
         memory: float = 0.9,
+        lora: Mapping[str, str | Path] | None = None,
         **keywords: Any,
     ) -> None:
         keywords = vllm_keywords(keywords)
@@ -82,7 +87,11 @@ class LLM:
         wanted = resolve_speculation(speculation, spellings)
         check_speculation(wanted)
         place = Device.resolve(device, numerics, memory)
+        if lora is not None:
+            check_adapters(lora, place.name)
         target = load_target(Settings(model_name(model), wanted, sizes, place, dtype, load_format, revision))
+        for name, path in (lora or {}).items():
+            target.adapters.load(name, path)
         built = build_engine(target, wanted)
         self._target, self._owns_host = target, True
         self.directory, self.device, self.config = target.directory, target.device, target.config
@@ -149,6 +158,22 @@ class LLM:
         self._check_open()
         return self._host.thread
 
+    @property
+    def loras(self) -> dict[str, Path]:
+        """The folders of the LoRA adapters that requests may name."""
+        self._check_open()
+        return self._target.adapters.folders()
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a PEFT folder, beside what runs."""
+        self._check_open()
+        self._target.adapters.load(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget a LoRA adapter. What runs with it goes on to its end; its memory is free after that."""
+        self._check_open()
+        self._target.adapters.unload(name)
+
     def close(self) -> None:
         """End what runs, save what was measured and free the memory. Closing again does nothing."""
         if self.closed:
@@ -190,6 +215,7 @@ class LLM:
         speculation: WantedSpeculation = None,
         tenant: str | None = None,
         use_tqdm: UseTqdm = None,
+        lora: WantedLora = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text or token ids). `params` is one for all, or one each.
@@ -199,13 +225,16 @@ class LLM:
         `speculation=False` decodes plainly, and {"method": "suffix", "max_tokens": 8} limits how these requests
         are drafted for; the tokens are the same. `tenant` says whose texts these are:
         a drafter set to share earlier outputs does so within one tenant, and never without a key.
+        `lora` names the adapter that the model runs with: one for all prompts, or one each (None: without).
         `use_tqdm` shows a progress bar, or takes tqdm's place; by default several prompts on a terminal have one.
         All prompts are queued, or none is. Any number of threads may call this and `stream` at the same time.
         """
         self._check_open()
         batch = prompts_of(prompts)
         each = params_for(len(batch), params, self.default_params(), sampling)
-        prepared = [self._intake.prepare(*one, speculation, tenant) for one in zip(batch, each, strict=True)]
+        chosen = loras_for(len(batch), lora)
+        rows = zip(batch, each, chosen, strict=True)
+        prepared = [self._intake.prepare(prompt, one, speculation, tenant, lora=name) for prompt, one, name in rows]
         requests = [request for one in prepared for request in one.requests]
         job = Job(self.engine, requests, prepared[-1].method if prepared else "none", wants=lambda _: False)
         with _progress_bar(use_tqdm, len(requests)) as bar, self.thread.running(job):
@@ -221,12 +250,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         tenant: str | None = None,
         use_tqdm: UseTqdm = None,
+        lora: WantedLora = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template. Keywords are those of `generate`."""
         self._check_open()
         encoded = [self._intake.tokenizer.chat(conversation) for conversation in conversations(messages)]
-        return self.generate(encoded, params, tenant=tenant, use_tqdm=use_tqdm, **sampling)
+        return self.generate(encoded, params, tenant=tenant, use_tqdm=use_tqdm, lora=lora, **sampling)
 
     def stream(
         self,
@@ -234,6 +264,7 @@ class LLM:
         params: SamplingParams | None = None,
         tenant: str | None = None,
         speculation: WantedSpeculation = None,
+        lora: str | None = None,
         **sampling: Any,
     ) -> Iterator[StreamPiece]:
         """Complete one prompt piece by piece; leaving the loop early aborts the request. Keywords are those of `generate`.
@@ -242,7 +273,7 @@ class LLM:
         """
         self._check_open()
         each = params_for(1, params, self.default_params(), sampling)
-        job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant))
+        job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant, lora=lora))
         with self.thread.running(job):
             yield from job.chunks()
 

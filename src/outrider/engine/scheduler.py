@@ -6,7 +6,7 @@ from bisect import insort
 from itertools import count
 from typing import NamedTuple
 
-from outrider.cache import OutOfPages, PageTable, next_key, root_key
+from outrider.cache import Key, OutOfPages, PageTable, next_key, root_key
 from outrider.config import EngineConfig
 from outrider.core import Batch, Sequence
 from outrider.engine.fairness import FairQueue
@@ -264,10 +264,16 @@ class Scheduler:
     def _extend_keys(self, seq: Sequence, pages: int) -> None:
         size = self.pages.page_size
         while len(seq.keys) < pages:
-            previous = seq.keys[-1] if seq.keys else root_key(seq.request.tenant, seq.rotary_start)
+            previous = seq.keys[-1] if seq.keys else _first_key(seq)
             seq.keys.append(next_key(previous, seq.tokens[len(seq.keys) * size : (len(seq.keys) + 1) * size]))
 
     def _release(self, seq: Sequence) -> None:
         self.pages.release(seq.pages)
         seq.pages = []
         seq.cached = seq.named = 0
+
+
+def _first_key(seq: Sequence) -> Key:
+    """What the key of its first page depends on beside its tokens."""
+    adapter = seq.request.adapter
+    return root_key(seq.request.tenant, seq.rotary_start, 0 if adapter is None else adapter.serial)

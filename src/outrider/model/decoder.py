@@ -22,6 +22,7 @@ from outrider.ops import Ops
 __all__ = [
     "Attend",
     "Decoder",
+    "Deltas",
     "Hidden",
     "Layer",
     "RopeTable",
@@ -35,6 +36,8 @@ __all__ = [
 # (layer, q (N, H, d), k (N, KV, d), v (N, KV, d)) -> (N, H, d), all float32. It scales scores by
 # d ** -0.5, and applies the window and the soft cap of the layer's spec.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, product, its input x, its result y) -> y with what adapters add to it. Products are qkv, out, gate_up and down.
+Deltas = Callable[[int, str, Tensor, Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -138,21 +141,22 @@ class Layer(nn.Module):
         self.k_norm, self.k_norm_bias = norm_weights(qk_norm, k_width)
         self._query_scale = a.scale * math.sqrt(a.head_dim)
 
-    def forward(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None) -> Tensor:
         s = self.spec
         read = normed(x, s.norm_in, self.norm_in, self.norm_in_bias, ops)
-        mixed = self.attention(read, turn, attend, ops)
+        mixed = self.attention(read, turn, attend, ops, deltas)
         if not s.parallel:
             x = self._add(x, normed(mixed, s.norm_attn_out, self.norm_attn_out, self.norm_attn_out_bias, ops))
             read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
-            return self._add(x, normed(self.mlp(read, ops), s.norm_mlp_out, self.norm_mlp_out, self.norm_mlp_out_bias, ops))
+            made = self.mlp(read, ops, deltas)
+            return self._add(x, normed(made, s.norm_mlp_out, self.norm_mlp_out, self.norm_mlp_out_bias, ops))
         if s.norm_mlp is not None:
             read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
-        return self._add(self._add(x, mixed), self.mlp(read, ops))
+        return self._add(self._add(x, mixed), self.mlp(read, ops, deltas))
 
-    def attention(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops) -> Tensor:
+    def attention(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None) -> Tensor:
         a = self.spec.attention
-        rows = ops.linear(x, self.qkv, self.qkv_bias).float().view(-1, a.heads + 2 * a.kv_heads, a.head_dim)
+        rows = self._product("qkv", x, ops, deltas).float().view(-1, a.heads + 2 * a.kv_heads, a.head_dim)
         qk, v = rows.tensor_split((a.heads + a.kv_heads,), 1)
         if a.qk_norm is not None:
             qk = self._qk_normed(qk, ops)
@@ -161,12 +165,16 @@ class Layer(nn.Module):
             q = q * self._query_scale
         if turn is not None and turn.growth is not None:
             q = q * turn.growth[:, None, None]
-        return ops.linear(attend(self.index, q, k, v).reshape(x.shape[0], -1), self.out, self.out_bias)
+        return self._product("out", attend(self.index, q, k, v).reshape(x.shape[0], -1), ops, deltas)
 
-    def mlp(self, x: Tensor, ops: Ops) -> Tensor:
+    def mlp(self, x: Tensor, ops: Ops, deltas: Deltas | None = None) -> Tensor:
         m = self.spec.mlp
-        inner = ops.activate(ops.linear(x, self.gate_up, self.gate_up_bias), m.activation, m.gated)
-        return ops.linear(inner, self.down, self.down_bias)
+        inner = ops.activate(self._product("gate_up", x, ops, deltas), m.activation, m.gated)
+        return self._product("down", inner, ops, deltas)
+
+    def _product(self, name: str, x: Tensor, ops: Ops, deltas: Deltas | None) -> Tensor:
+        y = ops.linear(x, getattr(self, name), getattr(self, f"{name}_bias"))
+        return y if deltas is None else deltas(self.index, name, x, y)
 
     def _add(self, x: Tensor, part: Tensor) -> Tensor:
         scale = self.spec.residual_scale
@@ -272,11 +280,12 @@ class Decoder(nn.Module):
         layers: range | None = None,
         x: Tensor | None = None,
         rotary_rows: Tensor | None = None,
+        deltas: Deltas | None = None,
     ) -> Hidden:
         """Hidden rows of flat tokens; `taps` are layers whose input rows are wanted too.
 
         `layers` runs only some of the stack, on the rows `x` that enter it. `rotary_rows` are rows of the rotary tables, where
-        they are not the positions.
+        they are not the positions. `deltas` are of rows that have adapters.
         """
         x = self.embed(tokens, positions) if x is None else x
         rows = positions if rotary_rows is None else rotary_rows
@@ -287,7 +296,7 @@ class Decoder(nn.Module):
             if i in taps:
                 kept[i] = x
             rope = self._rope_of[i]
-            x = layer(x, None if rope is None else turns[rope], attend, ops)
+            x = layer(x, None if rope is None else turns[rope], attend, ops, deltas)
         kept[layers.stop] = x
         return Hidden(self.last(x, ops), [kept[i] for i in taps])
 

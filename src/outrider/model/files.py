@@ -176,8 +176,8 @@ def refuse_foreign(path: Path) -> None:
     """Refuse LoRA adapters, where the files show what they are."""
     if path.is_dir() and (path / "adapter_config.json").exists():
         raise ModelError(
-            f"{path} is a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model with peft "
-            "(merge_and_unload, then save_pretrained) and pass that folder"
+            f"{path} is a LoRA adapter (adapter_config.json), not a whole model; pass its base model, and the adapter "
+            f"with --lora {path.name}={path} or LLM(lora={{{path.name!r}: {str(path)!r}}})"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.cache import KVPool, Slots
 from outrider.core import Batch, Drafts, Resume, Scores, integers
 from outrider.errors import InvalidParameter
+from outrider.model.adapters import AdapterRows, AdapterSlots
 from outrider.model.backends import cpu_ops
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT8
@@ -47,6 +48,7 @@ class Feed(NamedTuple):
     known: int = 0  # leading nodes that were fed before; they are in `parents` but not in `nodes`
     first_key: int = 0  # the first slot with a key; those before are empty
     rotary_start: int = 0  # the first row of the rotary table that its request uses; see Decoder.rotary_start
+    adapter: int = 0  # number of the LoRA adapter that its rows go through; 0: none
 
 
 class PendingChains(NamedTuple):
@@ -64,6 +66,7 @@ class Rows(NamedTuple):
     slots: Slots  # of each row's KV
     plan: AttentionPlan
     rotary_rows: Tensor | None = None  # (N,) rows of the rotary tables, where they are not the positions
+    adapters: AdapterRows = ()  # of rows that have one
 
 
 class Round(NamedTuple):
@@ -83,6 +86,7 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None])
     pages: list[int] = []
     offsets: list[int] = []
     segments: list[Segment] = []
+    adapters: list[tuple[slice, int]] = []
     size = pool.page_size
     for feed in feeds:
         segment = Segment(len(tokens), feed.start, len(feed.tokens), feed.pages, feed.parents, feed.known, feed.first_key)
@@ -90,15 +94,17 @@ def lay_out(feeds: Sequence[Feed], pool: KVPool, windows: frozenset[int | None])
         tokens += feed.tokens
         tokens += feed.nodes
         positions += segment.positions()
+        if feed.adapter:
+            adapters.append((slice(segment.first_row, len(tokens)), feed.adapter))
         for slot in segment.slots():
             pages.append(feed.pages[slot // size])
             offsets.append(slot % size)
     plan = plan_attention(segments, size, windows)
     rotary = _rotary_rows(feeds, segments, positions)
     if len(tokens) == 1:
-        return Rows(torch.tensor(tokens), torch.tensor(positions), (pages[0], offsets[0]), plan, rotary)
+        return Rows(torch.tensor(tokens), torch.tensor(positions), (pages[0], offsets[0]), plan, rotary, adapters)
     ids, where, page, offset = integers([tokens, positions, pages, offsets]).unbind()
-    return Rows(ids, where, (page, offset), plan, rotary)
+    return Rows(ids, where, (page, offset), plan, rotary, adapters)
 
 
 def _rotary_rows(feeds: Sequence[Feed], segments: Sequence[Segment], positions: Sequence[int]) -> Tensor | None:
@@ -139,6 +145,7 @@ class Runner:
         if core is None:
             decoder.materialise()
         self.stack = None if core is None else decoder_stack(decoder, pool, core)
+        self.adapters = AdapterSlots(decoder, self.ops, self.stack)
         self._distinct_windows = frozenset(config.windows)
 
     @property
@@ -185,7 +192,8 @@ class Runner:
             a = self.decoder.spec.layers[layer].attention
             return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap)
 
-        hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows)
+        deltas = self.adapters.deltas(rows.adapters)
+        hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows, deltas)
         hidden.logits = self._logits_by_torch(hidden.last, wanted)
         return hidden
 
@@ -225,7 +233,8 @@ class Runner:
             tree = drafts.per_sequence[b]
             n = len(tree.tokens)
             start, end = seq.cached, seq.cached + fed
-            feeds.append(Feed(seq.pages, start, seq.tokens[start:end], tree.tokens, tree.parents, 0, 0, seq.rotary_start))
+            tokens, nodes = seq.tokens[start:end], tree.tokens
+            feeds.append(Feed(seq.pages, start, tokens, nodes, tree.parents, 0, 0, seq.rotary_start, seq.adapter))
             first_rows.append(row)
             samples = batch.samples(b)
             roots.append(len(wanted) if samples else -1)

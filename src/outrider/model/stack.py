@@ -30,8 +30,8 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
     pages: list[int] = []
     parents: list[int] = []
     for feed in feeds:
-        start, rotary_start = feed.start, feed.rotary_start
-        heads += (start, len(feed.tokens), len(feed.parents), feed.known, feed.first_key, len(feed.pages), rotary_start)
+        sizes = (feed.start, len(feed.tokens), len(feed.parents), feed.known, feed.first_key, len(feed.pages))
+        heads += (*sizes, feed.rotary_start, feed.adapter)
         tokens += feed.tokens
         tokens += feed.nodes
         pages += feed.pages

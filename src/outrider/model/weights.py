@@ -22,7 +22,7 @@ from outrider.model.files import Header
 from outrider.model.source import TensorSource, open_source
 from outrider.model.spec import ModelSpec
 
-__all__ = ["Checkpoint", "StoredWeights"]
+__all__ = ["Checkpoint", "StoredWeights", "known_name"]
 
 _IGNORED = ("rotary_emb.inv_freq",)
 _TEXT_PART = ("language_model.", "text_model.")  # of models that read images too
@@ -51,7 +51,7 @@ class Checkpoint:
             part = _other_part(name)
             if part:
                 ignored[part] = ignored.get(part, 0) + 1
-            elif known := _known_name(name, spec):
+            elif known := known_name(name, spec):
                 stored[known] = name
         for part, count in sorted(ignored.items()):
             _logger.info("%s: %d tensors of %s are ignored; only text is served", directory, count, part)
@@ -191,7 +191,7 @@ def _other_part(name: str) -> str:
     return first if first in _OTHER_PARTS else ""
 
 
-def _known_name(name: str, spec: ModelSpec) -> str:
+def known_name(name: str, spec: ModelSpec) -> str:
     """The name that a family gives to a stored tensor; "" where it holds no weights of the model."""
     names = names_of(spec)
     for part in _TEXT_PART:

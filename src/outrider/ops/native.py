@@ -22,16 +22,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
-from outrider.ops.packing import KINDS, pack
+from outrider.ops.packing import KINDS, PANEL, Arena, pack
 from outrider.platform import cpu_flags
 
 __all__ = [
     "BESIDE",
     "JOINED",
     "TOKENS",
+    "AdapterTable",
     "ChainParams",
     "Core",
     "Epilogue",
@@ -304,12 +306,14 @@ class PackedLinear:
         then: Epilogue = _STORED,
         pack_12bit: bool = True,
         order: Tensor | None = None,
+        arena: Arena | None = None,
     ) -> None:
         columns, self.inner = weight.shape
+        self._order, self._halves = order, 2 if then.paired else 1
         self.columns = columns // 2 if then.paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit, order)
+        self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit, order, arena)
         panels, steps, *parts = self._packed
         sizes = (KINDS[kind], self.columns, self.inner, panels, steps, then.paired)
         self._spec = array("q", _words((*sizes, *parts, then.function, float(then.scale), float(then.cap or 0.0))))
@@ -319,6 +323,12 @@ class PackedLinear:
     def bytes(self) -> int:
         """Bytes that a product reads."""
         return self._packed.weights.nbytes + self._packed.raw_blocks.nbytes
+
+    def columns_in_panels(self) -> Tensor:
+        """The weight's row of each column by panel (panels, 16), -1 past the end of a panel's half."""
+        rows = torch.arange(self.columns * self._halves) if self._order is None else self._order
+        rows = F.pad(rows.view(self._halves, -1), (0, -self.columns % PANEL), value=-1)
+        return rows.view(self._halves, -1, PANEL).transpose(0, 1).flatten(0, 1)
 
     def __call__(self, x: Tensor, norm: NormWeights = _NO_NORM) -> Tensor:
         """(rows, columns) float32 of rows (rows, inner) float32, which `norm` norms first."""
@@ -434,6 +444,19 @@ class StackRows(NamedTuple):
     logits: Tensor | None = None  # (wanted rows, V)
 
 
+class AdapterTable(NamedTuple):
+    """The LoRA adapters that rows may have, by number from 1 on; ops/adapters.py packs them."""
+
+    addresses: array[int] = array("q")  # of the LayerLoras in lora.h, 0 where there is no adapter of that number
+    rank_words: int = 0  # words of a row's ranks in the widest product of any adapter
+    held: tuple[object, ...] = ()  # what must live as long as the table
+
+    @property
+    def words(self) -> tuple[int, int, int]:
+        """Fields of ForwardSpec in core.cpp."""
+        return self.addresses.buffer_info()[0], len(self.addresses), self.rank_words
+
+
 class Stack:
     """Layers over paged KV, run in one call."""
 
@@ -448,6 +471,7 @@ class Stack:
         self._layers = array("q", _words(tuple(weights.layer)))
         self._spec = array("q", (self._layers.buffer_info()[0], *_words(weights[1:])))
         self._place = self._spec.buffer_info()[0]
+        self.adapters = AdapterTable()  # another thread may replace it; a forward uses the one it began with
         self._memory = (keys.data_ptr(), values.data_ptr(), keys.shape[1], page_size, 4 // keys.element_size())
 
     def forward(
@@ -476,9 +500,11 @@ class Stack:
             assert w.output is not None
             logits = torch.empty(len(wanted), w.output.columns)
         first, end, lag = span
+        adapters = self.adapters
         spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
             _address(features), _address(taps), 0 if taps is None else len(taps), _address(tapped),
-            _address(stream), _address(last), chosen.buffer_info()[0], len(chosen), _address(logits), 0))  # fmt: skip
+            _address(stream), _address(last), chosen.buffer_info()[0], len(chosen), _address(logits),
+            *adapters.words, 0))  # fmt: skip
         self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
         return StackRows(stream, last, tapped, logits)
 
@@ -495,7 +521,7 @@ class Stack:
             raise ValueError(f"chains of {list(wanted)} tokens need {sizes}")
         tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
-        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, self._weights.layers, *[0] * 11))
+        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, self._weights.layers, *[0] * 14))
         inputs = [values.buffer_info()[0] for values in (chains.shapes, chains.draft_temperatures, chains.keys)]
         outputs = [values.buffer_info()[0] for values in (tokens, chances)]
         drawn = array("q", (steps,))
@@ -530,7 +556,7 @@ class Stack:
         tokens, parents, places = (array("i", bytes(4 * sequences * capacity)) for _ in range(3))
         first, end, lag = span
         spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
-            _address(features), *[0] * 9))  # fmt: skip
+            _address(features), *[0] * 12))  # fmt: skip
         addresses = [values.buffer_info()[0] for values in (growth.shapes, growth.draft_temperatures, growth.keys)]
         results = [values.buffer_info()[0] for values in (counts, tokens, parents, places)]
         growth_spec = array("q", _words((
@@ -558,6 +584,14 @@ class Stack:
         if status:
             raise MemoryError("the native core has too little memory for the paths of a draft tree")
         return 1
+
+    @property
+    def layers(self) -> Sequence[LayerWeights]:
+        return self._weights.layer
+
+    @property
+    def core(self) -> Core:
+        return self._core
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits (rows, V) of rows after the last norm."""

@@ -14,10 +14,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outrider.ops.native import Core
 
-__all__ = ["KINDS", "Packed", "pack"]
+__all__ = ["KINDS", "PANEL", "Arena", "Packed", "pack"]
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
-_PANEL = 16  # columns
+PANEL = 16  # columns
 _STEP = 4  # bytes of a column's weights in a step
 _UNIT = 16  # steps that panels are filled up to
 _BLOCK = 4  # steps
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
     raw_blocks: Tensor  # the escaped blocks, not packed
 
 
-class _Arena:
+class Arena:
     """Memory in huge pages where the kernel grants them. Matrices packed one after the other share pages, so that small
     matrices have huge pages too. Address translation of 4 KB pages costs 3 to 5 % of a forward.
     """
@@ -64,30 +64,37 @@ class _Arena:
             self._left = self._before
 
 
-_arena = _Arena()
+_arena = Arena()
 
 
 def pack(
-    core: Core, kind: str, weight: Tensor, bias: Tensor | None, paired: bool, pack_12bit: bool, order: Tensor | None = None
+    core: Core,
+    kind: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    paired: bool,
+    pack_12bit: bool,
+    order: Tensor | None = None,
+    arena: Arena | None = None,
 ) -> Packed:
     """A matrix (columns, inner), read where it lies. `order` is the row of each column, where they are not in order.
 
     Panels of a paired one alternate between its halves: gate 0, up 0, gate 1, ...
     int8 scales the largest magnitude of a column to 127. With `pack_12bit`, bf16 weights are packed to 12 bits where nearly
-    all fit. Memory comes from a common arena, or from its own allocation if the core isolates matrices.
+    all fit. Memory comes from an arena, by default the common one, or from its own allocation if the core isolates matrices.
     """
     if weight.dtype not in (torch.float32, torch.bfloat16) or weight.stride(1) != 1:
         weight = weight.to(torch.bfloat16 if kind == "bfloat16" else torch.float32).contiguous()
     size, halves = {"int8": 1, "float32": 4, "bfloat16": 2}[kind], 2 if paired else 1
-    panels = halves * -(-weight.shape[0] // (halves * _PANEL))
+    panels = halves * -(-weight.shape[0] // (halves * PANEL))
     steps = -(-weight.shape[1] * size // (_STEP * _UNIT)) * _UNIT
     none = torch.empty(0)
     biases = none if bias is None else _in_panels((bias if order is None else bias[order]).detach().float(), halves)
-    source = _Source(core, KINDS[kind], weight, halves, panels, steps, order)
+    source = _Source(core, KINDS[kind], weight, halves, panels, steps, order, arena or _arena)
     packed = _pack_12bit(source) if pack_12bit and core.packs_12bit and kind == "bfloat16" else None
     if packed is not None:
         return Packed(panels, steps, packed[0], biases, none, *packed[1:])
-    weights, scale = source.room(_STEP), torch.zeros(panels * _PANEL) if kind == "int8" else none
+    weights, scale = source.room(_STEP), torch.zeros(panels * PANEL) if kind == "int8" else none
     source.make(_RAW, to=weights, scale=scale)
     return Packed(panels, steps, weights, biases, scale, none, none, none, none)
 
@@ -102,6 +109,7 @@ class _Source(NamedTuple):
     panels: int
     steps: int
     order: Tensor | None
+    arena: Arena
 
     def make(self, what: int, **tensors: Tensor) -> None:
         """Call the core with a Packing of pack.h, whose fields all have 64 bits."""
@@ -117,15 +125,15 @@ class _Source(NamedTuple):
 
     def room(self, step: int) -> Tensor:
         """Memory for the weights, in bytes for every column of a step."""
-        return self.memory(self.panels * self.steps * _PANEL * step)
+        return self.memory(self.panels * self.steps * PANEL * step)
 
     def memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8) if self.core.isolates_matrices else _arena.take(size)
+        return torch.empty(size, dtype=torch.uint8) if self.core.isolates_matrices else self.arena.take(size)
 
 
 def _in_panels(bias: Tensor, halves: int) -> Tensor:
     """A bias for every packed column, filled up with zeros."""
-    return F.pad(bias.view(halves, -1), (0, -(len(bias) // halves) % _PANEL)).view(halves, -1, _PANEL).transpose(0, 1).flatten()
+    return F.pad(bias.view(halves, -1), (0, -(len(bias) // halves) % PANEL)).view(halves, -1, PANEL).transpose(0, 1).flatten()
 
 
 def _pack_12bit(source: _Source) -> tuple[Tensor, ...] | None:
@@ -145,9 +153,9 @@ def _pack_12bit(source: _Source) -> tuple[Tensor, ...] | None:
     source.make(_12BIT, to=packed, codes=codes, escaped=escaped)
     listed = escaped.flatten().nonzero().flatten()
     if len(listed) * 16 >= escaped.numel():
-        _arena.give_back(packed)
+        source.arena.give_back(packed)
         return None
-    raw = source.memory(len(listed) * _BLOCK * _PANEL * _STEP)  # not from the heap, which would keep holes of temporary tensors
+    raw = source.memory(len(listed) * _BLOCK * PANEL * _STEP)  # not from the heap, which would keep holes of temporary tensors
     source.make(_LISTED, to=raw, listed=listed)
     block = F.pad(escaped, (0, 1), value=1).nonzero()[:, 1]  # one more of each panel ends its list
     ends = (block == escaped.shape[1]).nonzero().flatten()

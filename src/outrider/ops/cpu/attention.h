@@ -64,6 +64,7 @@ struct Feed {
     int first_key;  // the first slot with a key; those before are empty
     int page_count;
     int rotary_start;  // the first row of the rotary tables that it uses
+    int adapter;       // its number, from 1 on; 0: none
     const int32_t *pages, *parents;
     bool tree;  // some node does not lie at its logical position
 

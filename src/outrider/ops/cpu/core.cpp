@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "choice.h"
 #include "growth.h"
+#include "lora.h"
 #include "pack.h"
 
 namespace outrider {
@@ -61,6 +62,8 @@ struct ForwardSpec {
     const int32_t* wanted;    // rows whose logits are wanted
     int64_t wants;
     float* logits;            // (wants, vocab)
+    const LayerLoras* const* adapters;  // of each adapter, its layers; null: there is none of that number
+    int64_t adapter_count, ranks;       // ranks: words of the widest A of any adapter
     int64_t threads;
 };
 
@@ -74,16 +77,16 @@ struct Layout {
     int rows() const { return static_cast<int>(row.size()); }
 };
 
-// layout: feeds, rows, then per feed (start, fed, nodes, known, first_key, pages, rotary_start), then tokens of all rows, then
-// the pages of each feed, then the parents of each feed's nodes. Returns false where it contradicts itself or where a feed
+// layout: feeds, rows, then per feed (start, fed, nodes, known, first_key, pages, rotary_start, adapter), then tokens of all
+// rows, then the pages of each feed, then the parents of each feed's nodes. Returns false where it contradicts itself or where a feed
 // has more slots than its pages. Nothing is derived from unchecked values.
 bool read_layout(const int32_t* in, int64_t page_size, Layout& l) {
     const int feeds = in[0], rows = in[1];
-    l.tokens = in + 2 + 7 * feeds;
+    l.tokens = in + 2 + 8 * feeds;
     const int32_t* next = l.tokens + rows;
     l.feeds.clear(), l.row.clear(), l.paths.clear();
-    for (const int32_t* head = in + 2; head < l.tokens; next += head[5], head += 7)
-        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], head[5], head[6], next, nullptr, false});
+    for (const int32_t* head = in + 2; head < l.tokens; next += head[5], head += 8)
+        l.feeds.push_back({head[0], head[1], head[2], head[3], head[4], head[5], head[6], head[7], next, nullptr, false});
     std::vector<int> depths;  // of every node of every feed
     size_t steps = 0;
     for (Feed& feed : l.feeds) {
@@ -134,6 +137,8 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
     for (const Feed& feed : l.feeds) {
         if (int64_t{feed.start} + feed.fed + feed.nodes > feed.page_count * f.page_size) return false;  // chains grow
         if (!all_below(feed.pages, feed.page_count, f.pages) || feed.rotary_start < 0) return false;
+        if (feed.adapter < 0 || feed.adapter > f.adapter_count) return false;
+        if (feed.adapter && !f.adapters[feed.adapter - 1]) return false;
     }
     for (const Row& row : l.row)
         if (rotary_row(row, f) >= s.rotary_rows || (s.learned && row.position >= s.learned_rows)) return false;
@@ -143,8 +148,8 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
 // Buffers that each calling thread keeps from call to call.
 struct Workspace {
     std::array<std::vector<float>, 5> between;  // rows between layers
-    std::vector<uint32_t> words;
-    std::array<PackedRows::Quantum, kChunk> quantum{};
+    std::vector<uint32_t> words, adapter_words, ranks;
+    std::array<PackedRows::Quantum, kChunk> quantum{}, adapter_quantum{};
     std::vector<std::vector<float>> scratch;  // per thread of a team
     Layout layout;
     Scratch choosing;
@@ -158,6 +163,11 @@ struct Workspace {
     PackedRows packed(size_t width) {
         words.resize(std::max(words.size(), kChunk * (width + kStepBytes)));
         return {words.data(), quantum.data()};
+    }
+    // Room for what adapters of a chunk's rows compute. Beside int8 weights the rows are packed in bf16 too.
+    void make_room_for_adapters(size_t width, size_t words_of_ranks) {
+        adapter_words.resize(std::max(adapter_words.size(), kChunk * (width + kStepBytes)));
+        ranks.resize(std::max(ranks.size(), kChunk * words_of_ranks));
     }
 };
 
@@ -174,12 +184,15 @@ class Forward {
           qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim)), mixed(w.rows(3, s.heads * s.head_dim)),
           gated(w.rows(4, s.ffn)), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
         w.scratch.resize(std::max<size_t>(w.scratch.size(), f.threads));
+        if (f.adapter_count) w.make_room_for_adapters(std::max({wide.stride, mixed.stride, gated.stride}), f.ranks);
     }
 
     void run(const Member& member) {
         m = member;
         for (first = 0; first < w.layout.rows(); first += kChunk) {
             rows = std::min(kChunk, w.layout.rows() - first);
+            adapted = false;
+            for (int r = 0; f.adapter_count && r < rows; r++) adapted |= row(r).feed->adapter > 0;
             enter();
             for (int64_t i = f.first_layer; i < f.last_layer; i++) tap(i), layer(s.layer[i], i);
             tap(f.last_layer);
@@ -199,29 +212,40 @@ class Forward {
     void copy(float* to, const float* from) const { std::memcpy(to, from, hidden * sizeof(float)); }
     const Row& row(int r) const { return w.layout.row[first + r]; }
 
-    void multiply(const Linear& l, const Input& in, const Rows& out, Then then, bool ready = true) {
-        multiply_rows(l, in, out, then, packed, m, ready);
+    // A product, with what adapters add to it where it is part of a layer.
+    void multiply(const Linear& l, const Input& in, const Rows& out, Then then, const Lora* LayerLoras::*part = nullptr,
+                  bool ready = true) {
+        if (!adapted || !part) return multiply_rows(l, in, out, then, packed, m, ready);
+        Deltas deltas;
+        deltas.ranks = w.ranks.data(), deltas.stride = static_cast<size_t>(f.ranks);
+        deltas.packed = {w.adapter_words.data(), w.adapter_quantum.data()};
+        for (int r = 0; r < rows; r++) {
+            const int adapter = row(r).feed->adapter;
+            deltas.of[r] = adapter ? f.adapters[adapter - 1][index].*part : nullptr;
+        }
+        multiply_rows(l, in, out, then, packed, m, ready, deltas.any(rows) ? &deltas : nullptr);
     }
 
-    void layer(const LayerSpec& l, int64_t index) {
+    void layer(const LayerSpec& l, int64_t number) {
+        index = number;
         const Rows inner{gated.at, gated.stride, static_cast<int>(l.down->inner)};
-        if (l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore);
-        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in}, qkv, Then::kStore, false);
+        if (l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore, &LayerLoras::gate_up);
+        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in}, qkv, Then::kStore, &LayerLoras::qkv, false);
         const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
         const int page = static_cast<int>(f.page_size), per_word = static_cast<int>(f.per_word);
         const size_t before = static_cast<size_t>(f.pages) * kv_heads * page * width / per_word * index;
         const Pages kv{f.keys + before, f.values + before, kv_heads, page, dim, width, per_word};
         kv.per_word == 1 ? attend<F32>(l, kv) : attend<BF16>(l, kv);
-        join(*l.out, mixed, l.norm_attn_out, l.residual_scale);
-        if (!l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore);
-        join(*l.down, inner, l.norm_mlp_out, l.residual_scale);
+        join(*l.out, mixed, l.norm_attn_out, l.residual_scale, &LayerLoras::out);
+        if (!l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore, &LayerLoras::gate_up);
+        join(*l.down, inner, l.norm_mlp_out, l.residual_scale, &LayerLoras::down);
     }
 
     // Adds the last product of a part to the residual stream, after a norm if there is one.
-    void join(const Linear& l, const Rows& in, const Norm& norm, double scale) {
-        if (!norm.weight) return multiply(l, {in, rows}, x, Then::kAdd);
+    void join(const Linear& l, const Rows& in, const Norm& norm, double scale, const Lora* LayerLoras::*lora) {
+        if (!norm.weight) return multiply(l, {in, rows}, x, Then::kAdd, lora);
         const Rows part{wide.at, wide.stride, hidden};
-        multiply(l, {in, rows}, part, Then::kStore);
+        multiply(l, {in, rows}, part, Then::kStore, lora);
         const f32x16 factor = splat(static_cast<float>(scale));
         each_row([&](int r) {
             normed(part[r], part[r], norm, hidden);
@@ -356,6 +380,8 @@ class Forward {
     PackedRows packed;
     Member m{};
     int first = 0, rows = 0;  // of the chunk
+    bool adapted = false;     // some row of it has an adapter
+    int64_t index = 0;        // of the layer
 };
 
 // Returns false, and does nothing, where rows are laid out over memory that is not there.

@@ -130,6 +130,22 @@ struct PackedRows {
     }
 };
 
+// What adapters add to a product (lora.h): all of it, and the rows of a block from `first` on.
+struct Deltas;
+struct RowDeltas {
+    const Deltas* all = nullptr;  // null: no row has an adapter
+    int first = 0;
+};
+// Adapters beside float32 weights are float32, beside others bf16.
+template <class K>
+using RankKind = std::conditional_t<std::is_same<K, F32>::value, F32, BF16>;
+// Computes the ranks of all rows, by every thread of a team. The rows are packed, and this is the barrier after that.
+template <class K>
+void prepare_deltas(const Deltas& deltas, const Input& in, const PackedRows& packed, const Member& m);
+// What is added to the results of rows over one panel: -0, which changes nothing, for rows without an adapter.
+template <class K>
+__attribute__((noinline)) void put_deltas(const RowDeltas& block, int rows, int panel, float (*to)[kLanes]);
+
 // Decoding of weights: `pair` gives two of the four steps of the block at `w`. Packed12Block is 12-bit packed bf16
 // (lossless): 128 low bytes, then 128 four-bit codes of high bytes.
 struct RawBlock {
@@ -166,10 +182,11 @@ __attribute__((noinline)) inline void finish_by_epilogue(const Linear& l, float 
 }
 
 // Turns the sums of R rows over one panel into results: int8 sums lose their offset and are scaled, the bias is added, and
-// the epilogue is applied. `waiting` has room for twice the rows.
+// then what adapters add (`extra`, or null), and the epilogue is applied. `waiting` has room for twice the rows.
 template <class K, int R>
 __attribute__((always_inline)) inline void finish(const Linear& l, const typename K::Acc* sums, int panel, const Rows& out,
-                                                  Then then, const PackedRows::Quantum* rows, float (*waiting)[kLanes]) {
+                                                  Then then, const PackedRows::Quantum* rows, float (*waiting)[kLanes],
+                                                  const float (*extra)[kLanes]) {
     const bool gate = l.paired && l.epilogue.function == Function::kSilu;
     const bool plain = !l.paired && l.epilogue.function == Function::kNone;
     const int at = (gate ? panel / 2 : panel) * kLanes, room = out.width - at;
@@ -185,7 +202,8 @@ __attribute__((always_inline)) inline void finish(const Linear& l, const typenam
                 y = to_float(sums[r] - splat_word(rows[r].offset)) * load(l.scale + column) * splat(rows[r].scale);
             else
                 y = sums[r];
-            put(r, first + r * stride, bias ? y + load(bias) : y);
+            y = bias ? y + load(bias) : y;
+            put(r, first + r * stride, extra ? y + load(extra[r]) : y);
         }
     };
     if (plain && then == Then::kStore) return all([&](int, float* to, f32x16 y) { store_upto(to, y, room); });
@@ -197,9 +215,9 @@ __attribute__((always_inline)) inline void finish(const Linear& l, const typenam
     if (!gate) finish_by_epilogue(l, waiting, R, panel, out, then);
 }
 
-// R rows of words times one panel.
+// R rows of words times one panel. A unit of the rows' words lies every `unit` words.
 template <class K, class Form, int R>
-inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* sums) {
+inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* sums, size_t unit = R * kUnit) {
     constexpr bool packed12 = std::is_same<Form, Packed12Block>::value;
     const char* w = l.weights + l.panel_bytes() * panel;
     const Words table = packed12 ? load_words(l.high) : splat_word(0);
@@ -208,7 +226,7 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
     typename K::Acc acc[R];  // a local array stays in registers; `sums` would not
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r] = K::zero();
-    for (int block = 0, blocks = static_cast<int>(l.steps) / kSteps; block < blocks; x += R * kUnit)
+    for (int block = 0, blocks = static_cast<int>(l.steps) / kSteps; block < blocks; x += unit)
         for (const uint32_t *at = x, *end = x + kUnit; at < end; at += kSteps, block++, w += Form::bytes) {
             const bool escapes = packed12 && __builtin_expect(block == *escaped, false);
             Words step[2];
@@ -291,11 +309,15 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int 
 // Panels [panel, end) times `rows` rows, at most R. Not inlined: in a larger function gcc keeps the sums on the stack.
 template <class K, class Form, int R = kBlock>
 __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end, const Rows& out,
-                                          Then then, const PackedRows::Quantum* quantum) {
+                                          Then then, const PackedRows::Quantum* quantum, RowDeltas deltas) {
     if constexpr (R > 1)
-        if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum);
-    alignas(64) float waiting[2 * R][kLanes];
+        if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum, deltas);
+    alignas(64) float waiting[2 * R][kLanes], extra[R][kLanes];
     typename K::Acc sums[R];
+    const auto finish_panel = [&](int at) {
+        if (deltas.all) put_deltas<RankKind<K>>(deltas, R, at, extra);
+        finish<K, R>(l, sums, at, out, then, quantum, waiting, deltas.all ? extra : nullptr);
+    };
 #if defined(__AMX_TILE__)
     for (; !std::is_same<K, F32>::value && panel < end; panel += 4) {
         const int count = std::min(4, end - panel);
@@ -303,7 +325,7 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         multiply_tiles<K>(x, R * kUnit, l, panel, count, tile);
         for (int p = 0; p < count; p++) {
             std::memcpy(sums, tile[p], sizeof sums);
-            finish<K, R>(l, sums, panel + p, out, then, quantum, waiting);
+            finish_panel(panel + p);
         }
     }
 #endif
@@ -312,13 +334,13 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         if (l.scale) fetch(l.scale + (panel + 1) * kLanes - 1);
         if (l.bias) fetch(l.bias + (panel + 1) * kLanes - 1);
         multiply<K, Form, R>(x, l, panel, sums);
-        finish<K, R>(l, sums, panel, out, then, quantum, waiting);
+        finish_panel(panel);
     }
 }
 
 // Panels of this thread times all rows.
 template <class K, class Form>
-void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, const Member& m) {
+void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, const Member& m, const Deltas* deltas) {
     const Share mine = l.share(m);
 #if defined(__AMX_TILE__)
     const TilesInUse tiles;
@@ -327,30 +349,33 @@ void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, The
     for (int panel = mine.begin; panel < mine.end; panel += group)
         for (int first = 0; first < rows; first += kBlock)
             run_panels<K, Form>(std::min(kBlock, rows - first), x.words + static_cast<size_t>(first) * l.steps, l, panel,
-                                std::min(panel + group, mine.end), out.from(first), then, x.quantum + first);
+                                std::min(panel + group, mine.end), out.from(first), then, x.quantum + first,
+                                RowDeltas{deltas, first});
 }
 
 // All rows times all panels, by every thread of a team. With `ready` the whole result is visible to all threads when it
-// returns; without it, for at most kChunk rows, only the columns of this thread are.
+// returns; without it, for at most kChunk rows, only the columns of this thread are. With `deltas`, of adapters that some row
+// has, there are at most kChunk rows.
 inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, Then then, const PackedRows& packed,
-                          const Member& m, bool ready = true) {
+                          const Member& m, bool ready = true, const Deltas* deltas = nullptr) {
     const char* mine = l.weights + l.panel_bytes() * l.share(m).begin;
     for (int line = 0; line < kPrefetch; line += kStepBytes) fetch(mine + line);  // while rows are packed
     with_kind(l.kind, [&](auto kind) {
         using K = decltype(kind);
         for (int first = 0; first < in.rows; first += kChunk) {
             const Input part = in.part(first, std::min(kChunk, in.rows - first));
-            const bool alone = part.rows == 1 && m.threads <= kChunk / 8;  // every thread packs the row: no barrier
+            const bool alone = part.rows == 1 && m.threads <= kChunk / 8 && !deltas;  // every thread packs the row: no barrier
             const int slot = alone ? 8 * m.thread : 0;
             const PackedRows part_rows{packed.words + static_cast<size_t>(slot) * l.steps, packed.quantum + slot};
             part_rows.fill<K>(part, static_cast<int>(l.steps), alone ? Share{0, 1} : m.share(part.rows));
+            if (deltas) prepare_deltas<K>(*deltas, part, part_rows, m);
             if (!alone) m.barrier();
             const Rows to = out.from(first);
             if constexpr (std::is_same<K, BF16>::value && !kTiles)
-                l.high ? linear<K, Packed12Block>(l, part_rows, part.rows, to, then, m)
-                       : linear<K, RawBlock>(l, part_rows, part.rows, to, then, m);
+                l.high ? linear<K, Packed12Block>(l, part_rows, part.rows, to, then, m, deltas)
+                       : linear<K, RawBlock>(l, part_rows, part.rows, to, then, m, deltas);
             else
-                linear<K, RawBlock>(l, part_rows, part.rows, to, then, m);
+                linear<K, RawBlock>(l, part_rows, part.rows, to, then, m, deltas);
             if (ready) m.barrier();
         }
     });
