@@ -61,8 +61,9 @@ class Intake:
         speculation: WantedSpeculation = None,
         tenant: str | None = None,
         priority: int = 0,
+        prediction: Prompt | None = None,
     ) -> Prepared:
-        """Check one prompt with its parameters; nothing is queued yet."""
+        """Check one prompt with its parameters; nothing is queued yet. The output is likely to be like the prediction."""
         if tenant is not None:
             checks.text("tenant", tenant)
         checks.integer("priority", priority, -(2**31))
@@ -88,6 +89,8 @@ class Intake:
             method=wanted.method,
             draft_tokens=wanted.draft_tokens,
             return_rejected=wanted.return_rejected,
+            memory=None if wanted.remember else "",
+            prediction=self._predicted(prediction),
         )
         method = (wanted.method or self.speculation.method) if wanted.enabled else "none"
         return Prepared([replace(request, index=index) for index in range(params.n)], method)
@@ -97,6 +100,13 @@ class Intake:
         if self.target.tokenizer is None:
             raise ModelError(f"{self.target.directory} holds no tokenizer; pass token ids instead of text")
         return self.target.tokenizer
+
+    def _predicted(self, prediction: Prompt | None) -> tuple[int, ...]:
+        """The tokens of a prediction, as far as the context could hold them."""
+        if prediction is None:
+            return ()
+        ids = self.tokenizer.encode_bare(checks.text("prediction", prediction)) if isinstance(prediction, str) else prediction
+        return check_ids("prediction", ids, self.target.config.vocab)[: self.target.max_model_len]
 
     def _wanted(self, speculation: WantedSpeculation) -> RequestSpeculation:
         """What a request asks of speculation, where it can be had."""
