@@ -44,12 +44,13 @@ class Copying:
 
     seq: Sequence
     speller: Speller
-    _cursor: CopyCursor = field(default_factory=CopyCursor)
+    _cursor: CopyCursor = field(init=False)
     _patch: PatchCursor | None = field(init=False)
     _source: SuffixAutomaton | None = None  # where it differs from the sequence's text
     _last: _Guess | None = None
 
     def __post_init__(self) -> None:
+        self._cursor = CopyCursor(self.seq.prompt_len)
         spellings = self.speller.spellings
         self._patch = PatchCursor(self.seq.request.prompt_ids, spellings) if spellings else None
 

@@ -43,7 +43,8 @@ class CopyCursor:
     again where the same tokens come, as when a name is changed throughout.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_len: int = 0) -> None:
+        self._prompt_len = prompt_len
         self.source: list[int] | None = None
         self.place = 0  # in the source, of the token expected next
         self.matched = 0  # tokens that followed the source since the last edit
@@ -137,7 +138,9 @@ class CopyCursor:
         """Where the copy goes on, and how many tokens agree there: the longest agreement near the edit, then the nearest."""
         assert self.source is not None
         source, token = self.source, text[-1]
-        at, end = max(self.place - _BEFORE, 0), min(self.place + _AFTER, len(source) - (source is text))
+        at, end = max(self.place - _BEFORE, 0), min(self.place + _AFTER, len(source))
+        if source is text:  # a copy of the prompt does not go on in the output
+            end = min(end, self._prompt_len if self.place <= self._prompt_len else len(text) - 1)
         best = (0, False, 0)
         for _ in range(_CANDIDATES):
             try:
@@ -153,10 +156,12 @@ class CopyCursor:
 
     def _note_replacement(self, text: Seq[int], place: int, matched: int) -> None:
         """Remember what the output had in place of a few tokens of the source."""
-        assert self.source is not None
-        agreed = min(matched, len(text) - self._left - 1)
-        old, new = self.source[self.place : place - agreed], text[self._left : len(text) - agreed]
-        if not 0 < len(old) <= _REPLACED or not 0 < len(new) <= _REPLACED or place - agreed <= self.place:
+        source = self.source
+        assert source is not None
+        most = min(len(text) - self._left, place - self.place)
+        agreed = next((n for n in range(min(matched, most), most) if source[place - 1 - n] != text[-1 - n]), most)
+        old, new = source[self.place : place - agreed], text[self._left : len(text) - agreed]
+        if not 0 < len(old) <= _REPLACED or not 0 < len(new) <= _REPLACED:
             return
         if self._known >= _MAX_REPLACEMENTS:
             self._replacements.clear()
