@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-__all__ = ["Following", "Match", "SuffixAutomaton"]
+__all__ = ["Following", "Match", "SuffixAutomaton", "until_separator"]
 
 
 class Match(NamedTuple):
@@ -21,6 +22,11 @@ class Following(NamedTuple):
     times: int
     latest: int
     token: int
+
+
+def until_separator(tokens: list[int]) -> list[int]:
+    """Tokens of one text: ids below 0 separate texts."""
+    return next((tokens[:i] for i, token in enumerate(tokens) if token < 0), tokens)
 
 
 class SuffixAutomaton:
@@ -70,6 +76,13 @@ class SuffixAutomaton:
             if token in self._next[state]:
                 state, length = self._next[state][token], length + 1
         return self._cut(state, length, self._reach - 1)
+
+    def latest(self, tokens: Seq[int]) -> tuple[int, int]:
+        """Of the longest suffix of the tokens that occurs and goes on: where what followed it last stands, and its length."""
+        match = self.find(tokens)
+        while match.length and not (following := self.after(match)):
+            match = self.shorter(match)
+        return (max(one.latest for one in following), match.length) if match.length else (0, 0)
 
     def after(self, match: Match) -> list[Following]:
         """What followed the substring, in no order. Ids below 0 separate texts and are left out."""

@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from outrider.draft.automaton import until_separator
+
 __all__ = ["Copied", "CopyCursor"]
 
 _BEFORE, _AFTER = 96, 256  # tokens around the place of an edit in which the copy may go on
@@ -131,8 +133,7 @@ class CopyCursor:
             else:
                 out += made.new
                 place += len(made.old)
-        end = next((i for i, token in enumerate(out) if token < 0), nodes)  # ids below 0 separate texts
-        return out[: min(end, nodes)]
+        return until_separator(out[:nodes])
 
     def _resumed(self, text: Seq[int]) -> tuple[int, int]:
         """Where the copy goes on, and how many tokens agree there: the longest agreement near the edit, then the nearest."""
@@ -148,7 +149,7 @@ class CopyCursor:
             except ValueError:
                 break
             matched = 1
-            while matched < min(_LONGEST, at) and source[at - 1 - matched] == text[-1 - matched]:
+            while matched < min(_LONGEST, at, len(text)) and source[at - 1 - matched] == text[-1 - matched]:
                 matched += 1
             best = max(best, (matched, at >= self.place, -abs(at - self.place)))
         matched, is_after, distance = best
