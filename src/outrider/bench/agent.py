@@ -54,7 +54,7 @@ class Replay:
 
     def __init__(self, model: str | None, method: str) -> None:
         wanted, device = resolve_speculation(method), Device.resolve("auto")
-        target = load_target(Settings(model_name(model), wanted, EngineConfig(max_num_seqs=1, prefix_cache=False), device))
+        target = load_target(Settings(model_name(model), wanted, EngineConfig(max_num_seqs=2, prefix_cache=False), device))
         if target.tokenizer is None:
             raise InvalidParameter("model", f"{target.directory} holds no tokenizer, and recordings are text")
         self.on_gpu = device.is_gpu
