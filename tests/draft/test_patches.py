@@ -6,8 +6,19 @@ import difflib
 
 from outrider.draft.patches import PatchCursor, Words
 
-FILE = 'import os\n\n\ndef first(path):\n    """One."""\n    return path\n\n\ndef second(path):\n    """Two."""\n    return os.stat(path)\n'
-EDITED = FILE.replace('"""One."""', '"""The first."""').replace("os.stat(path)", "os.lstat(path)")
+FILE = """import os
+
+
+def first(path):
+    # One.
+    return path
+
+
+def second(path):
+    # Two.
+    return os.stat(path)
+"""
+EDITED = FILE.replace("# One.", "# The first.").replace("os.stat(path)", "os.lstat(path)")
 DIFF = "".join(difflib.unified_diff(FILE.splitlines(True), EDITED.splitlines(True), "a/paths.py", "b/paths.py", n=1))
 BYTES = {byte: (False, bytes([byte])) for byte in range(256)}
 
@@ -31,25 +42,25 @@ def upto(mark: str) -> str:
 
 
 def test_the_header_says_where_it_begins() -> None:
-    assert words(upto("@@ -4,3 +4,3 @@\n")).startswith(' def first(path):\n     """One')
+    assert words(upto("@@ -4,3 +4,3 @@\n")).startswith(" def first(path):\n     # One")
 
 
 def test_lines_that_stay_have_a_space_and_what_follows_them() -> None:
-    assert words(upto(" def fi")).startswith('rst(path):\n     """One."""\n     return path\n')
-    assert words(upto('+    """The first."""\n')).startswith("     return path\n \n")
+    assert words(upto(" def fi")).startswith("rst(path):\n     # One.\n     return path\n")
+    assert words(upto("+    # The first.\n")).startswith("     return path\n \n")
 
 
 def test_a_line_that_goes_is_likely_to_come_again() -> None:
-    assert words(upto('-    """O')) == 'ne."""\n+    """One."""'
-    assert words(upto('-    """One."""\n')) == '+    """One."""'
-    assert words(upto('+    """')) == 'One."""'
-    assert words(upto('+    """The')) == ""
+    assert words(upto("-    # O")) == "ne.\n+    # One."
+    assert words(upto("-    # One.\n")) == "+    # One."
+    assert words(upto("+    #")) == " One."
+    assert words(upto("+    # The")) == ""
 
 
 def test_it_finds_its_place_without_a_header() -> None:
-    assert words("@@\n def sec") == 'ond(path):\n     """Two."""\n     return os.stat(path)\n ```\n Answer with a diff.\n \n'
+    assert words("@@\n def sec").startswith("ond(path):\n     # Two.\n     return os.stat(path)\n ```\n")
     assert words("@@\n") == ""
-    assert words('@@\n     """Tw').startswith('o."""\n     return os.stat')
+    assert words("@@\n     # Tw").startswith("o.\n     return os.stat")
 
 
 def test_text_that_is_no_diff_has_no_guess() -> None:
