@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,15 +109,15 @@ class CompareFlags(DecodingFlags):
     as_json: AsJson = False
 
 
-def main() -> None:
-    """Run the command line. An error is printed as one line, without a traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line: that of the process, or other arguments. An error is printed as one line, without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("outrider.progress").setLevel(logging.INFO)
     try:
         if any(name.startswith("OUTRIDER_") for name in os.environ):
             tidy(os.environ, known_variables(typer.main.get_command(app)))
-        refuse_foreign_flags(sys.argv[1:])
-        app()
+        refuse_foreign_flags(sys.argv[1:] if arguments is None else arguments)
+        app(arguments)
     except OutriderError as error:
         print_error(error)
         sys.exit(1 if isinstance(error, EngineDead) else 2)

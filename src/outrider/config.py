@@ -185,9 +185,10 @@ class RequestSpeculation:
     method: str | None = None
     draft_tokens: int | None = None
     return_rejected: bool = False  # the answer also lists the drafted tokens that were not accepted
+    remember: bool = True  # False: its text is not kept for later requests, and theirs does not draft for it
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "return_rejected"):
+        for name in ("enabled", "return_rejected", "remember"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidParameter("speculation", f"{name} must be True or False, got {checks.shown(value)}")
         if self.method is not None and not isinstance(self.method, str):
@@ -200,7 +201,7 @@ class RequestSpeculation:
 
     @classmethod
     def parse(cls, settings: bool | Mapping[str, Any] | RequestSpeculation | None) -> RequestSpeculation:
-        """From True or False, or {"enabled": ..., "method": ..., "max_tokens": ..., "return_rejected": ...}."""
+        """From True or False, or the mapping of a request's `speculation`."""
         if isinstance(settings, RequestSpeculation):
             return settings
         if settings is None or isinstance(settings, bool):
@@ -211,8 +212,8 @@ class RequestSpeculation:
         if isinstance(settings.get("method"), str):
             settings["method"] = _without_alias(settings)["method"]
         for name in settings:
-            if name not in ("enabled", "method", "draft_tokens", "return_rejected"):
-                allowed = ("enabled", "method", "max_tokens", "return_rejected")
+            if name not in ("enabled", "method", "draft_tokens", "return_rejected", "remember"):
+                allowed = ("enabled", "method", "max_tokens", "return_rejected", "remember")
                 hint = checks.nearest(name, allowed)
                 raise InvalidParameter("speculation", f"unknown setting {name!r}{hint}; allowed: {', '.join(allowed)}")
         return cls(**settings)

@@ -77,6 +77,13 @@ class Request:
     return_rejected: bool = False  # keep the drafted nodes that were not accepted, to show them
     client: str | None = None  # who sent it: slots and prompt rows are shared fairly between clients
     adapter: Adapter | None = None  # the LoRA adapter that the target runs with
+    memory: str | None = None  # whose earlier texts lookups search, where that is not the tenant; "": nobody's
+    prediction: tuple[int, ...] = ()  # what the user expects the output to be: one more text to look up
+
+    @property
+    def owner(self) -> str | None:
+        """Whose earlier texts may draft for it, and whose text it becomes when it ends; None: nobody's."""
+        return (self.tenant if self.memory is None else self.memory) or None
 
 
 def acceptance_rate(accepted: int, drafted: int) -> float | None:
@@ -196,6 +203,7 @@ class Needs:
     scores: bool = False  # reads logits of every node, rejected ones too
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
     follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
+    keeps: bool = False  # keeps texts of finished requests: draft.protocol.Keeper
 
 
 class Arm(NamedTuple):

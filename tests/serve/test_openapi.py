@@ -30,7 +30,7 @@ CHECKS = [
 ]
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/v1/models"),
+    ("POST", "/forget"), ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"), ("GET", "/version"),
     ("GET", "/metrics"), ("GET", "/stats"),
 ]  # fmt: skip

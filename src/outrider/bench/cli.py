@@ -283,3 +283,31 @@ def bench_never_slower(
     print(json.dumps(result | environment()))
     if any(row.lost for row in rows):
         raise typer.Exit(1)
+
+
+@app.command("agent")
+def bench_agent(
+    model: Model = None,
+    method: Annotated[str, typer.Option(help="The drafting method, as for --methods of `bench run`.")] = "auto",
+    recordings: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of conversations (name, kind, turns of user and answer). Default: the bundled ones."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only this many conversations.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of every conversation.")] = 3,
+    threads: Threads = None,
+) -> None:
+    """Replay recorded editing conversations of coding agents: speed by turn beside plain decoding, tokens per round, equality.
+
+    The target's forwards are computed and its choices are replaced by the recorded answers, so the model edits as recorded; both
+    sides pay for that alike. Prints one JSON line last; exits with 1 if tokens differ.
+    """
+    from outrider.bench.agent import RECORDINGS, replay, show_turns, summary
+    from outrider.bench.environment import environment
+
+    set_threads(threads)
+    rows = list(replay(model, method, recordings or RECORDINGS, repeats, limit, _errors.print))
+    show_turns(rows, PlainConsole(stderr=True, width=max(_errors.width, 120)))
+    print(json.dumps(summary(rows) | {"method": method, "repeats": repeats, "answers": "planted"} | environment()))
+    if not all(row.equal for row in rows):
+        raise typer.Exit(1)

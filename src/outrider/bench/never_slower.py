@@ -6,7 +6,6 @@ import random
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -16,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.bench.interleaved import Contestant, run_in_turns
 from outrider.engine.acceptance import read_prompts
 from outrider.engine.llm import LLM
-from outrider.ops import one_torch_thread
 from outrider.sampling import SamplingParams
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
 _WORKLOADS = Path(__file__).with_name("workloads")
 _FLOOR = 0.98
 _SWEPT = 8  # texts
-_TURN_ON_GPU = 0.1  # seconds, about: rounds run ahead there, and would do so into the next one's turn
 _IDS = 4096  # of tokens nobody can guess
 _CASCADE = "cascade:{}:levels=suffix+draft_model"
 SWEEP = (
@@ -163,46 +161,16 @@ def measure(plain: LLM, fast: LLM, case: Case, tokens: int, pairs: int, seed: in
                  tokens_per_round=statistics.mean(rounds))  # fmt: skip
 
 
-class _Contestant:
-    """One of those that run the same requests: how far it is, and what that took."""
-
-    def __init__(self, llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
-        self.engine = llm.engine
-        self.engine.reset_counts()
-        self.seconds = 0.0
-        self._turn = _TURN_ON_GPU if llm.device.is_gpu else 0.0
-        for prompt, one in zip(prompts, params, strict=True):
-            (request,), method = llm.intake.prepare(prompt, one)
-            self.engine.submit(request, method)
-
-    @property
-    def emitted(self) -> int:
-        return self.engine.tally.emitted
-
-    @property
-    def rounds(self) -> int:
-        return self.engine.tally.rounds
-
-    def turn(self) -> None:
-        begun = now = time.perf_counter()
-        while self.engine.has_work and now - begun <= self._turn:
-            self.engine.round()
-            now = time.perf_counter()
-        self.seconds += now - begun
-
-
-def _in_turns(llms: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[_Contestant]:
-    """All run the same requests in turns of a round, whoever is behind first.
-
-    So what else the machine does meanwhile falls on each of them alike: of two equal engines one was 5 % quicker in one pair
-    and slower in the next with turns of 0.1 s, and 1.3 % with turns of a round. As they share weights and KV memory, so does
-    where those happen to lie, which makes two engines of one kind differ by several per cent.
-    """
-    runners = [_Contestant(llm, prompts, params) for llm in llms]
-    with one_torch_thread(llms[0].engine.runner.ops):
-        while behind := [runner for runner in runners if runner.engine.has_work]:
-            min(behind, key=lambda runner: (runner.emitted, runner.seconds)).turn()
+def _in_turns(llms: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[Contestant]:
+    """All run the same requests in turns of a round."""
+    runners = [_contestant(llm, prompts, params) for llm in llms]
+    run_in_turns(runners)
     return runners
+
+
+def _contestant(llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> Contestant:
+    prepared = [llm.intake.prepare(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    return Contestant(llm.engine, [(requests[0], method) for requests, method in prepared], llm.device.is_gpu)
 
 
 def show_ratios(rows: Sequence[Ratio], console: Console) -> None:

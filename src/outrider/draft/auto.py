@@ -11,7 +11,8 @@ from outrider.core import Arm, Batch, Drafts, Plan, Scores, Sequence, Tree, Verd
 from outrider.draft.context import DraftContext
 from outrider.draft.mixture import needs_of, scores_for
 from outrider.draft.options import WeightOptions, option
-from outrider.draft.protocol import Drafter
+from outrider.draft.protocol import Drafter, kept_by
+from outrider.draft.shared_texts import Kept
 from outrider.errors import InvalidParameter
 from outrider.gguf import find_gguf
 from outrider.model import locate
@@ -25,6 +26,11 @@ _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "medusa": SpeculationConfig("medusa", draft_tokens=32),
 }
 _MAX_NODES = 32  # nodes of an arm
+_SHARED_TOKENS = 65536  # of earlier texts, 30 MB
+_SUFFIX = SpeculationConfig(
+    "suffix", draft_tokens=_MAX_NODES, options={"shared_tokens": _SHARED_TOKENS, "shared_prompts": True, "edits": True}
+)
+_RECYCLE = SpeculationConfig("recycle", draft_tokens=_MAX_NODES)
 _DETACH_AFTER = 24  # rounds without a draft after which a member no longer follows the text
 
 
@@ -37,8 +43,7 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     given = _given(config)
     able = {"draft": _BESIDE_TARGET["draft"]} if on_gpu else _BESIDE_TARGET  # an EAGLE head there gave less than a draft model
     available = {member.method: member for name, member in able.items() if (directory / name / "config.json").exists()} | given
-    names = ("suffix",) if available else ("suffix", "recycle")
-    lookups = tuple(SpeculationConfig(name, draft_tokens=_MAX_NODES) for name in names)
+    lookups = (_SUFFIX,) if available else (_SUFFIX, _RECYCLE)
     members = tuple(
         replace(member, draft_tokens=min(member.draft_tokens, config.draft_tokens)) for member in (*lookups, *available.values())
     )
@@ -111,6 +116,12 @@ class AutoDrafter:
             if seq in followed:
                 followed.remove(seq)
                 member.end(seq)
+
+    def kept(self, owner: str) -> Kept:
+        return kept_by(self._members, "kept", owner)
+
+    def forget(self, owner: str) -> Kept:
+        return kept_by(self._members, "forget", owner)
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         active = self._active = {m for m, n in zip(plan.arms, plan.lengths, strict=True) if n}

@@ -14,9 +14,10 @@ from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tr
 from outrider.draft.context import DraftContext
 from outrider.draft.growth import chain_of, draw_apart, stack_q
 from outrider.draft.options import WeightOptions, option
-from outrider.draft.protocol import Lookup
+from outrider.draft.protocol import Lookup, kept_by
 from outrider.draft.reader import Reader, Text
 from outrider.draft.related import load_related
+from outrider.draft.shared_texts import Kept
 from outrider.draft.vocabulary import SameTokens
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Runner
@@ -57,7 +58,7 @@ class CascadeDrafter:
         self._lookup_tokens = lookup_tokens
         below = Needs() if lookup is None else lookup.needs
         kv_bytes = sum(level.reader.runner.pool.token_bytes for level in levels)
-        self.needs = Needs(below.taps, below.scores, below.kv_bytes_per_token + kv_bytes)
+        self.needs = Needs(below.taps, below.scores, below.kv_bytes_per_token + kv_bytes, keeps=below.keeps)
 
     @classmethod
     def build(cls, context: DraftContext) -> CascadeDrafter:
@@ -83,6 +84,12 @@ class CascadeDrafter:
             level.reader.end(seq)
         if self._lookup is not None:
             self._lookup.end(seq)
+
+    def kept(self, owner: str) -> Kept:
+        return kept_by([] if self._lookup is None else [self._lookup], "kept", owner)
+
+    def forget(self, owner: str) -> Kept:
+        return kept_by([] if self._lookup is None else [self._lookup], "forget", owner)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         if self._lookup is not None:

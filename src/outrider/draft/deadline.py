@@ -31,7 +31,7 @@ class Deadline:
     """
 
     def __init__(self, drafter: Drafter, seconds: float = DEADLINE_S, vocab: int = 0) -> None:
-        self.needs = drafter.needs
+        self.needs = replace(drafter.needs, keeps=False)
         self.name = type(drafter).__name__
         self._drafter = drafter
         self._seconds = seconds

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.core import ROOT, Batch, Drafts, Scores, Sequence, Tree, Verdict, paths
+from outrider.draft.automaton import until_separator
 from outrider.draft.lookup import AcceptanceRates, LookupDrafter, verified_nodes
 from outrider.draft.options import option
+from outrider.draft.shared_texts import SharedTexts
 from outrider.errors import InvalidParameter
 
 __all__ = ["LookaheadDrafter", "LookaheadOptions", "NGramPool"]
@@ -26,6 +28,7 @@ class LookaheadOptions:
     ngram: int = option(5, "length of the n-grams", 2, 16)
     pool_tokens: int = option(65536, "tokens of n-grams kept for each sequence", 1)
     from_prompt: bool = option(True, "the prompt's n-grams start the pool")
+    shared_tokens: int = option(0, "tokens of finished outputs kept and searched, those of the same tenant alone", 0)
 
     def __post_init__(self) -> None:
         if self.pool_tokens < self.ngram:
@@ -41,7 +44,8 @@ class LookaheadDrafter(LookupDrafter["_Window"]):
         target's choice below a column's end is the next iterate. All of it is one ordinary tree, so
         a window path that turns out right is accepted like any other. The choices at all nodes,
         rejected ones too, make n-grams with the tokens before them; the draft is what followed the
-        last two tokens, or the last one, in the pool of these.
+        last two tokens, or the last one, in the pool of these. With `shared_tokens` > 0 finished
+        outputs of the same tenant are looked up behind the pool.
     When it helps: where nothing repeats and no draft network exists, and extra rows cost little.
     Cost: `window` * (`ngram` - 1) nodes of every forward, at most half of the draft; dictionary
         look-ups, independent of the context's length; memory for `pool_tokens` tokens per sequence.
@@ -52,7 +56,7 @@ class LookaheadDrafter(LookupDrafter["_Window"]):
     Options = LookaheadOptions
 
     def __init__(self, options: LookaheadOptions = LookaheadOptions()) -> None:
-        super().__init__(options)
+        super().__init__(options, SharedTexts(options.shared_tokens, 3))
         self._ngram = options.ngram
         self._rates = AcceptanceRates()
 
@@ -99,19 +103,28 @@ class LookaheadDrafter(LookupDrafter["_Window"]):
 
     def _add_known(self, growing: _MergedPaths, seq: Sequence, path: Seq[int], limit: int | None = None) -> None:
         """What followed here before, the likeliest first; long drafts go on from where a guess ends."""
-        pool, context = self._states[seq].pool, [*seq.tokens[-2:], *path][-2:]
-        known = list(pool.after(context))[:limit]
+        context = [*seq.tokens[-2:], *path][-2:]
+        known = list(self._known(seq, context, shares=limit is None))[:limit]
         for rank, (matched, tokens) in enumerate(known):
             growing.add(tokens, self._chances(seq, matched, rank))
         if known:
             chances = self._chances(seq, known[0][0], 0)
             best = [*known[0][1]]
             while growing.room > len(growing.guess.tokens) and len(best) < growing.room:
-                further = next(pool.after([*context, *best][-2:]), None)
+                further = next(self._known(seq, [*context, *best][-2:], shares=limit is None), None)
                 if further is None:
                     break
                 best += further[1]
                 growing.add(best, chances)
+
+    def _known(self, seq: Sequence, context: Seq[int], shares: bool) -> Iterator[tuple[int, Seq[int]]]:
+        """What followed the context in the pool, then what followed it last in earlier texts of the same owner."""
+        yield from self._states[seq].pool.after(context)
+        for text in self._shared.of(seq.request.owner) if shares else ():
+            place, matched = text.latest(context)
+            if matched:
+                text.readers.add(seq.request.owner)
+                yield matched, until_separator(text.tokens[place : place + self._ngram - 1])
 
     def _chances(self, seq: Sequence, matched: int, rank: int) -> _Chances:
         greedy, rank = seq.request.params.greedy, min(rank, 3)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
+from outrider.draft.shared_texts import Kept, SharedTexts
 
 __all__ = ["AcceptanceRates", "LookupDrafter", "best_first", "verified_nodes"]
 
@@ -20,11 +21,13 @@ class LookupDrafter(Generic[S]):
     """The verbs of a drafter that guesses from one object of state for each sequence, which `start` makes."""
 
     Options: ClassVar[type]
-    needs = Needs(follows=True)
+    needs = Needs(follows=True, keeps=True)
+    _keeps_prompts = False
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, shared: SharedTexts | None = None) -> None:
         self._options = options
         self._states: dict[Sequence, S] = {}
+        self._shared = shared or SharedTexts(0, 1)
 
     @classmethod
     def build(cls, context: DraftContext) -> Self:
@@ -51,6 +54,14 @@ class LookupDrafter(Generic[S]):
 
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
+        if seq.finish_reason is not None:  # not where it was only preempted
+            self._shared.keep(seq, self._keeps_prompts)
+
+    def kept(self, owner: str) -> Kept:
+        return self._shared.kept(owner)
+
+    def forget(self, owner: str) -> Kept:
+        return self._shared.drop(owner)
 
 
 Guesses = Iterable[tuple[float, int, S]]  # survival, token, and the state below it; the likeliest first

@@ -15,7 +15,8 @@ from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tr
 from outrider.draft.context import DraftContext
 from outrider.draft.lookup import AcceptanceRates, best_first, verified_nodes
 from outrider.draft.options import WeightOptions, option
-from outrider.draft.protocol import Drafter, Lookup
+from outrider.draft.protocol import Drafter, Lookup, kept_by
+from outrider.draft.shared_texts import Kept
 from outrider.errors import InvalidParameter
 
 __all__ = ["Member", "MixtureDrafter", "MixtureOptions", "needs_of", "scores_for"]
@@ -39,6 +40,7 @@ def needs_of(members: Seq[Drafter], attached: Iterable[int]) -> Needs:
         taps=tuple(sorted({tap for need in needs for tap in need.taps})),
         scores=any(need.scores for need in needs),
         kv_bytes_per_token=sum(member.needs.kv_bytes_per_token for member in members),
+        keeps=any(member.needs.keeps for member in members),
     )
 
 
@@ -108,6 +110,12 @@ class MixtureDrafter:
         self._last.pop(seq, None)
         for member in self._members:
             member.drafter.end(seq)
+
+    def kept(self, owner: str) -> Kept:
+        return kept_by((member.drafter for member in self._members), "kept", owner)
+
+    def forget(self, owner: str) -> Kept:
+        return kept_by((member.drafter for member in self._members), "forget", owner)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """Compare every member's guesses with the text that came, and let them see the round."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.automaton import until_separator
 from outrider.draft.lookup import AcceptanceRates, LookupDrafter, verified_nodes
 from outrider.draft.options import option
+from outrider.draft.shared_texts import SharedTexts
 from outrider.errors import InvalidParameter
 
 __all__ = ["NGramDrafter", "NGramOptions"]
@@ -22,6 +24,7 @@ class NGramOptions:
 
     ngram_min: int = option(2, "shortest suffix looked up", 1, 32)
     ngram_max: int = option(4, "longest suffix looked up", 1, 32)
+    shared_tokens: int = option(0, "tokens of finished outputs kept and searched, those of the same tenant alone", 0)
 
     def __post_init__(self) -> None:
         if not 1 <= self.ngram_min <= self.ngram_max <= 32:
@@ -34,6 +37,7 @@ class _Match(NamedTuple):
 
     position: int
     matched: int
+    source: list[int] | None = None  # tokens of an earlier request, where it is not the sequence's text
 
 
 class _Index:
@@ -74,7 +78,8 @@ class NGramDrafter(LookupDrafter[_Index]):
 
     What it does: finds the longest suffix of ngram_min to ngram_max tokens that occurred before
         in prompt or output and drafts the tokens that followed it; a copy that reaches the end of
-        the text goes on into its own draft, so loops are drafted whole. Survival is estimated from
+        the text goes on into its own draft, so loops are drafted whole. With `shared_tokens` > 0
+        finished outputs of the same tenant are looked up where they agree with more tokens. Survival is estimated from
         how often copies after a match of that length were accepted.
     When it helps: editing, summarising, code: wherever the output repeats the input or itself.
     Cost: a few dictionary look-ups per token, independent of the context's length.
@@ -85,7 +90,7 @@ class NGramDrafter(LookupDrafter[_Index]):
     Options = NGramOptions
 
     def __init__(self, options: NGramOptions = NGramOptions()) -> None:
-        super().__init__(options)
+        super().__init__(options, SharedTexts(options.shared_tokens, options.ngram_max + 1))
         self._lengths = range(options.ngram_min, options.ngram_max + 1)
         self._last: dict[Sequence, _Copy] = {}
         self._rates = AcceptanceRates()
@@ -109,7 +114,7 @@ class NGramDrafter(LookupDrafter[_Index]):
         self._last.pop(seq, None)
 
     def draft(self, seq: Sequence, nodes: int, branches: bool) -> Tree:
-        match = self._find(seq, ())
+        match = self._find(seq, (), shares=branches)
         tree = self._copied(seq, (), match, nodes)
         if match is not None:
             self._last[seq] = _Copy(len(seq.tokens), tree, match.matched)
@@ -118,19 +123,31 @@ class NGramDrafter(LookupDrafter[_Index]):
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
         return self._copied(seq, path, self._find(seq, path), nodes)
 
-    def _find(self, seq: Sequence, path: Seq[int]) -> _Match | None:
-        index = self._states[seq]
+    def _find(self, seq: Sequence, path: Seq[int], shares: bool = True) -> _Match | None:
+        index, recent = self._states[seq], [*seq.tokens[-self._lengths[-1] :], *path]
         index.extend(seq.tokens)
-        return index.lookup([*seq.tokens[-self._lengths[-1] :], *path])
+        best = index.lookup(recent)
+        for text in self._shared.of(seq.request.owner) if shares else ():
+            place, matched = text.latest(recent[-self._lengths[-1] :])
+            if matched >= max(self._lengths[0], best.matched + 1 if best is not None else 0):
+                best = _Match(place, matched, text.tokens)
+                text.readers.add(seq.request.owner)
+        return best
 
     def _copied(self, seq: Sequence, path: Seq[int], match: _Match | None, nodes: int) -> Tree:
         if match is None:
             return Tree([], [], [])
+        if match.source is not None:
+            copied = until_separator(match.source[match.position : match.position + nodes])
+            return Tree.chain(copied, self._chances(seq, match, len(copied)))
         copy: list[int] = [*seq.tokens[match.position : match.position + nodes], *path][:nodes]
         known = len(seq.tokens) - match.position + len(path)
         while len(copy) < nodes:
             copy.append(copy[len(copy) - known])
+        return Tree.chain(copy, self._chances(seq, match, nodes))
+
+    def _chances(self, seq: Sequence, match: _Match, nodes: int) -> list[float]:
         greedy = seq.request.params.greedy
         first = self._rates.rate((greedy, match.matched, True), _FIRST)
         later = self._rates.rate((greedy, match.matched, False), _LATER)
-        return Tree.chain(copy, [first * later**i for i in range(nodes)])
+        return [first * later**i for i in range(nodes)]

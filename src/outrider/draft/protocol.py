@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Literal, Protocol, cast
 
 from torch import Tensor
 
 from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Tree, Verdict
+from outrider.draft.shared_texts import Kept
 from outrider.errors import DrafterFault
 
-__all__ = ["Drafter", "Lookup", "check_drafts", "check_kind"]
+__all__ = ["Drafter", "Keeper", "Lookup", "check_drafts", "check_kind", "kept_by"]
 
 
 class Drafter(Protocol):
@@ -48,6 +50,22 @@ class Lookup(Drafter, Protocol):
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
         """At most this many nodes after a sequence and a path of guessed tokens. Nothing is recorded."""
+
+
+class Keeper(Drafter, Protocol):
+    """A drafter (`needs.keeps`) that searches texts of finished requests, those of the same owner alone."""
+
+    def kept(self, owner: str) -> Kept:
+        """How much text of an owner it keeps."""
+
+    def forget(self, owner: str) -> Kept:
+        """Drop an owner's texts, and say how much that was."""
+
+
+def kept_by(drafters: Iterable[Drafter], verb: Literal["kept", "forget"], owner: str) -> Kept:
+    """What those of the drafters that keep texts keep or forget, in all."""
+    keepers = [cast(Keeper, drafter) for drafter in drafters if drafter.needs.keeps]
+    return sum((getattr(keeper, verb)(owner) for keeper in keepers), start=Kept())
 
 
 def check_kind(drafts: object) -> Drafts:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from outrider.core import Batch, Drafts, Needs, Scores, Sequence, Tree, Verdict
 from outrider.draft.lookup import LookupDrafter, best_first
 from outrider.draft.options import option
+from outrider.draft.shared_texts import Kept
 
 __all__ = ["RecycleDrafter", "RecycleOptions", "SuccessorTable", "read_tree"]
 
@@ -47,7 +48,7 @@ class RecycleDrafter(LookupDrafter["SuccessorTable"]):
     """
 
     Options = RecycleOptions
-    needs = Needs(scores=True, follows=True)
+    needs = Needs(scores=True, follows=True, keeps=True)
 
     def __init__(self, options: RecycleOptions = RecycleOptions()) -> None:
         super().__init__(options)
@@ -61,6 +62,10 @@ class RecycleDrafter(LookupDrafter["SuccessorTable"]):
                 del self._common[next(iter(self._common))]
         table.read(seq.tokens, self._options.top)
         return table
+
+    def forget(self, owner: str) -> Kept:
+        self._common.pop(owner, None)
+        return super().forget(owner)
 
     def draft(self, seq: Sequence, nodes: int, branches: bool) -> Tree:
         return read_tree(self._states[seq], seq.tokens[-1], self._options.top if branches else 1, nodes)

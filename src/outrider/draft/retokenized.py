@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence as Seq
 from functools import partial
 
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
@@ -13,7 +14,7 @@ from outrider.errors import DrafterFault
 from outrider.model import Runner
 from outrider.text import Tokenizer
 
-__all__ = ["RetokenizedModel"]
+__all__ = ["RetokenizedModel", "cut_after"]
 
 _SURROUNDINGS = 8  # tokens before the draft that may change how it is cut
 _OPEN = "\ufffd"
@@ -80,11 +81,15 @@ class RetokenizedModel:
         """The target's tokens of what the draft wrote, cut as they would be after the text."""
         ended = bool(written) and written[-1] == self._draft.eos_id
         words = _after(self._draft, list(text.ids[-_SURROUNDINGS:]), written[:-1] if ended else written).rstrip(_OPEN)
-        before = text.seq.tokens[-_SURROUNDINGS:]
-        spans = self._target.spans(self._target.decode(before, skip_special_tokens=False) + words)
-        ids = [span.token for span in spans]
-        cut = ids[len(before) :] if ids[: len(before)] == before else list(self._target.encode_bare(words))
+        cut = cut_after(self._target, text.seq.tokens, words)
         return [*cut, self._target.eos_id] if ended and self._target.eos_id is not None else cut
+
+
+def cut_after(tokenizer: Tokenizer, tokens: Seq[int], words: str) -> list[int]:
+    """Words as the tokens that they would be after others."""
+    before = list(tokens[-_SURROUNDINGS:])
+    ids = [span.token for span in tokenizer.spans(tokenizer.decode(before, skip_special_tokens=False) + words)]
+    return ids[len(before) :] if ids[: len(before)] == before else list(tokenizer.encode_bare(words))
 
 
 def _after(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:

@@ -36,7 +36,7 @@ def _run(engine: Engine, batch: int, deadline: float) -> bool:
     params = SamplingParams(temperature=0.8, seed=0, max_tokens=calibration.rounds, ignore_eos=True)
     prompts = [tuple((i * 7919 + b) % vocab for i in range(length)) for b in range(batch)]
     requests = [
-        Request(f"calibration-{b}", prompt, params, 0, frozenset(), calibration.rounds, tenant="calibration")
+        Request(f"calibration-{b}", prompt, params, 0, frozenset(), calibration.rounds, tenant="calibration", memory="")
         for b, prompt in enumerate(prompts)
     ]
     processors = [engine.submit(request, "calibration") for request in requests]

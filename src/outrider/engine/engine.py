@@ -26,7 +26,7 @@ from outrider.core import (
     SequenceReport,
     Verdict,
 )
-from outrider.draft import Drafter
+from outrider.draft import Drafter, Kept
 from outrider.engine.adapters import Adapters
 from outrider.engine.commit import OutputProcessor, emit, note_prompt, settle_kv
 from outrider.engine.guard import GuardedDrafter
@@ -120,6 +120,14 @@ class Engine:
             processor.seq.finish_reason = "abort"
             self._finish(processor.seq)
             self._mid_change = False
+
+    def kept(self, owner: str) -> Kept:
+        """How much text of an owner drafters keep to look up."""
+        return self.drafter.kept(owner)
+
+    def forget(self, owner: str) -> Kept:
+        """Drop the texts that drafters keep for an owner, and say how much that was."""
+        return self.drafter.forget(owner)
 
     def reset_counts(self) -> None:
         """Forget what was counted so far, such as a calibration's rounds."""

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Verdict
 from outrider.core import Sequence as Generation
-from outrider.draft import Drafter, check_drafts
+from outrider.draft import Drafter, Kept, check_drafts
 from outrider.draft.deadline import Deadline
-from outrider.draft.protocol import check_kind
+from outrider.draft.protocol import check_kind, kept_by
 
 __all__ = ["GuardedDrafter"]
 
@@ -78,6 +78,12 @@ class GuardedDrafter:
 
     def end(self, seq: Generation) -> None:
         self._call([seq], "end", lambda: self.drafter.end(seq))
+
+    def kept(self, owner: str) -> Kept:
+        return kept_by([self.drafter], "kept", owner)
+
+    def forget(self, owner: str) -> Kept:
+        return kept_by([self.drafter], "forget", owner)
 
     def _call(self, sequences: Sequence[Generation], verb: str, call: Callable[[], T]) -> T | None:
         try:

@@ -67,8 +67,9 @@ class Intake:
         tenant: str | None = None,
         priority: int = 0,
         lora: str | None = None,
+        prediction: Prompt | None = None,
     ) -> Prepared:
-        """Check one prompt with its parameters; nothing is queued yet."""
+        """Check one prompt with its parameters; nothing is queued yet. The output is likely to be like the prediction."""
         if tenant is not None:
             checks.text("tenant", tenant)
         checks.integer("priority", priority, -(2**31))
@@ -95,6 +96,8 @@ class Intake:
             draft_tokens=wanted.draft_tokens,
             return_rejected=wanted.return_rejected,
             adapter=None if lora is None else self.target.adapters.get(lora),
+            memory=None if wanted.remember else "",
+            prediction=self._predicted(prediction),
         )
         method = (wanted.method or self.speculation.method) if wanted.enabled else "none"
         return Prepared([replace(request, index=index) for index in range(params.n)], method)
@@ -104,6 +107,13 @@ class Intake:
         if self.target.tokenizer is None:
             raise ModelError(f"{self.target.directory} holds no tokenizer; pass token ids instead of text")
         return self.target.tokenizer
+
+    def _predicted(self, prediction: Prompt | None) -> tuple[int, ...]:
+        """The tokens of a prediction, as far as the context could hold them."""
+        if prediction is None:
+            return ()
+        ids = self.tokenizer.encode_bare(checks.text("prediction", prediction)) if isinstance(prediction, str) else prediction
+        return check_ids("prediction", ids, self.target.config.vocab)[: self.target.max_model_len]
 
     def _wanted(self, speculation: WantedSpeculation) -> RequestSpeculation:
         """What a request asks of speculation, where it can be had."""

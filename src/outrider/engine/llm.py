@@ -19,7 +19,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from outrider import checks
 from outrider.config import SpeculationConfig, resolve_speculation
 from outrider.control import Controller, Policy
-from outrider.draft import check_speculation
+from outrider.draft import Kept, check_speculation
 from outrider.engine.adapters import check_adapters
 from outrider.engine.benchmark import BenchmarkResult, benchmark
 from outrider.engine.build import Built, Settings, build_engine, load_target
@@ -143,6 +143,18 @@ class LLM:
                 self._host.call(lambda: calibrate(self.engine, batches, seconds))
             self.save_costs()
 
+    def kept(self, tenant: str) -> Kept:
+        """How much text of a tenant's earlier requests is kept to draft from: texts and tokens."""
+        self._check_open()
+        checks.text("tenant", tenant)
+        return self._host.call(lambda: self.engine.kept(tenant))
+
+    def forget(self, tenant: str) -> Kept:
+        """Drop the texts of a tenant's earlier requests that are kept to draft from, and say how much that was."""
+        self._check_open()
+        checks.text("tenant", tenant)
+        return self._host.call(lambda: self.engine.forget(tenant))
+
     def save_costs(self) -> None:
         """Keep what was measured for the next start on this machine."""
         if self._built.costs_path is not None:
@@ -216,6 +228,7 @@ class LLM:
         tenant: str | None = None,
         use_tqdm: UseTqdm = None,
         lora: WantedLora = None,
+        prediction: Prompt | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text or token ids). `params` is one for all, or one each.
@@ -224,7 +237,8 @@ class LLM:
         the model's defaults.
         `speculation=False` decodes plainly, and {"method": "suffix", "max_tokens": 8} limits how these requests
         are drafted for; the tokens are the same. `tenant` says whose texts these are:
-        a drafter set to share earlier outputs does so within one tenant, and never without a key.
+        a drafter set to share earlier texts does so within one tenant, and never without a key (see `forget`). `prediction` is
+        a text that the outputs are likely to be like, such as a file that is to be changed: they are drafted from it.
         `lora` names the adapter that the model runs with: one for all prompts, or one each (None: without).
         `use_tqdm` shows a progress bar, or takes tqdm's place; by default several prompts on a terminal have one.
         All prompts are queued, or none is. Any number of threads may call this and `stream` at the same time.
@@ -232,9 +246,10 @@ class LLM:
         self._check_open()
         batch = prompts_of(prompts)
         each = params_for(len(batch), params, self.default_params(), sampling)
-        chosen = loras_for(len(batch), lora)
-        rows = zip(batch, each, chosen, strict=True)
-        prepared = [self._intake.prepare(prompt, one, speculation, tenant, lora=name) for prompt, one, name in rows]
+        rows = zip(batch, each, loras_for(len(batch), lora), strict=True)
+        prepared = [
+            self._intake.prepare(prompt, one, speculation, tenant, lora=name, prediction=prediction) for prompt, one, name in rows
+        ]
         requests = [request for one in prepared for request in one.requests]
         job = Job(self.engine, requests, prepared[-1].method if prepared else "none", wants=lambda _: False)
         with _progress_bar(use_tqdm, len(requests)) as bar, self.thread.running(job):
@@ -265,6 +280,7 @@ class LLM:
         tenant: str | None = None,
         speculation: WantedSpeculation = None,
         lora: str | None = None,
+        prediction: Prompt | None = None,
         **sampling: Any,
     ) -> Iterator[StreamPiece]:
         """Complete one prompt piece by piece; leaving the loop early aborts the request. Keywords are those of `generate`.
@@ -273,7 +289,7 @@ class LLM:
         """
         self._check_open()
         each = params_for(1, params, self.default_params(), sampling)
-        job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant, lora=lora))
+        job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant, lora=lora, prediction=prediction))
         with self.thread.running(job):
             yield from job.chunks()
 

@@ -15,6 +15,7 @@ from outrider._version import __version__
 from outrider.engine.outputs import CompletionOutput, Run, StreamPiece, sources_of
 from outrider.sampling import Logprob
 from outrider.serve.errors import ApiError, body_of
+from outrider.serve.memory import prediction_details
 from outrider.serve.metrics import metrics_of
 from outrider.serve.requests import PreparedRequest
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -199,7 +200,8 @@ class Answer:
     def _usage(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         usage = self._usage_of(0 if self._prepared.cut else sum(len(output.token_ids) for output in outputs))
         cached = sum(output.cached_tokens for output in outputs if output.index == 0)
-        return usage | {"prompt_tokens_details": {"cached_tokens": cached}}
+        predicted = prediction_details(self._prepared.jobs[0][0][0].prediction, outputs)
+        return usage | {"prompt_tokens_details": {"cached_tokens": cached}} | predicted
 
     def _usage_of(self, written: int) -> dict[str, Any]:
         prompt = sum(len(requests[0].prompt_ids) for requests, _ in self._prepared.jobs)

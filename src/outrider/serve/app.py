@@ -25,6 +25,7 @@ from outrider.serve.exchange import TOKENS, Exchange
 from outrider.serve.fairness import client_of, in_daemon_thread
 from outrider.serve.guard import AccessGuard, Keys
 from outrider.serve.logs import adopt, request_id
+from outrider.serve.memory import memory_of
 from outrider.serve.requests import (
     PreparedRequest,
     count_sequences,
@@ -34,7 +35,14 @@ from outrider.serve.requests import (
     prepare_completion,
 )
 from outrider.serve.requests import tokenize as ids_of
-from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
+from outrider.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ForgetRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from outrider.serve.service import RequestHandle, Service
 from outrider.serve.settings import Limits, ServerSettings
 from outrider.serve.streaming import ClientGone, LiveAnswer, dumps, unless_gone
@@ -77,6 +85,7 @@ ModelCard = _answer("ModelCard", id=str, object=Literal["model"], created=int, o
 ModelList = _answer("ModelList", object=Literal["list"], data=list[ModelCard])  # type: ignore[valid-type]
 Tokenized = _answer("Tokenized", tokens=list[int], count=int, max_model_len=int)
 Detokenized = _answer("Detokenized", prompt=str)
+Forgotten = _answer("Forgotten", texts=int, tokens=int)
 Health = _answer("Health", status=Literal["ok", "loading", "draining", "dead"])
 Version = _answer("Version", version=str)
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -296,6 +305,15 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         return JSONResponse({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     return await service.off_loop(work, client_of(request.scope), len(await request.body()))
+
+
+@router.post("/forget", response_model=Forgotten, summary="Drop the earlier texts of this client")
+async def forget(request: Request, body: ForgetRequest) -> Response:
+    owner = memory_of(client_of(request.scope), body.cache_salt)
+    if not owner:
+        raise ApiError(400, "cache_salt: without an API key, texts are kept for requests with a cache_salt alone", "cache_salt")
+    forgotten = await _service(request).drop_texts(owner)
+    return JSONResponse(forgotten._asdict())
 
 
 _HEALTH: dict[str, Any] = {"response_model": Health, "responses": {503: {"model": Health}}}

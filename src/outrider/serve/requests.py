@@ -224,8 +224,11 @@ def _prompt_entries(jobs: list[tuple[list[Request], str]], body: CompletionReque
 def _requests(llm: LLM, prompt: str | list[int], params: SamplingParams, body: GenerationRequest) -> tuple[list[Request], str]:
     speculation: Any = body.speculation
     if speculation is not None and not isinstance(speculation, bool):
-        speculation = speculation.model_dump(include={"enabled", "method", "max_tokens", "return_rejected"}, exclude_none=True)
-    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0)
+        speculation = speculation.model_dump(exclude_none=True)
+    prediction = body.prediction.text if isinstance(body, ChatRequest) and body.prediction is not None else None
+    if prediction is not None:
+        _check_chars(llm, "prediction", len(prediction))
+    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0, prediction)
 
 
 def _sampling(body: GenerationRequest) -> dict[str, Any]:

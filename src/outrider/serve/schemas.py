@@ -25,8 +25,8 @@ from pydantic import (
 from outrider.serve.settings import Limits
 
 __all__ = [
-    "ChatRequest", "CompletionRequest", "DetokenizeRequest", "GenerationRequest", "Message", "TokenizeChat", "TokenizePrompt",
-    "TokenizeRequest",
+    "ChatRequest", "CompletionRequest", "DetokenizeRequest", "ForgetRequest", "GenerationRequest", "Message", "TokenizeChat",
+    "TokenizePrompt", "TokenizeRequest",
 ]  # fmt: skip
 
 _L = Limits()
@@ -111,6 +111,7 @@ class SpeculationRequest(_Request):
     method: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=256)
     return_rejected: bool = False
+    remember: bool = True
 
 
 Speculation = Annotated[
@@ -303,9 +304,23 @@ ToolChoice = Annotated[
 ]
 
 
+class Prediction(_Request):
+    """A text that the answer is likely to be like."""
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else _joined(self.content)
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = tuple(name for name in GenerationRequest.UNSUPPORTED if name != "prediction")
+
+    prediction: Prediction | None = None
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     logprobs: bool | None = None
@@ -365,6 +380,12 @@ TokenizeRequest = Annotated[
     Annotated[TokenizePrompt, Tag("prompt")] | Annotated[TokenizeChat, Tag("messages")],
     one_of("an object with a prompt or messages", _tokenize_type),
 ]
+
+
+class ForgetRequest(_Request):
+    """POST /forget."""
+
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
 
 class DetokenizeRequest(_Request):

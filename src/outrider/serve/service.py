@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from outrider.core import Request
+from outrider.draft import Kept
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.outputs import CompletionOutput, StreamPiece
 from outrider.engine.worker import EngineThread, Job
@@ -24,6 +25,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.fairness import Admission, Completions, FairPool, Places, in_daemon_thread
 from outrider.serve.health import Watchdog, check_model
 from outrider.serve.logs import request_id
+from outrider.serve.memory import memory_of
 from outrider.serve.metrics import Metrics, Snapshot, snapshot_of
 from outrider.serve.settings import ServerSettings
 
@@ -270,7 +272,7 @@ class Service:
         for number, (requests, method) in enumerate(jobs):
             handle.open += len(requests)
             self.in_flight += len(requests)
-            named = [replace(request, client=admission.client) for request in requests]
+            named = [_named(request, admission.client) for request in requests]
             try:
                 handle.jobs.append(self.thread.submit(named, method, self._callback_for(handle, number), handle.wants))
             except EngineDead:
@@ -342,6 +344,12 @@ class Service:
                 self.last = answer.result()
         return self.last
 
+    async def drop_texts(self, owner: str) -> Kept:
+        """Drop the texts that are kept to draft from for an owner."""
+        self.ready()
+        assert self.thread is not None
+        return await asyncio.wrap_future(self.thread.ask(lambda engine: engine.forget(owner)))
+
     def stats(self) -> dict[str, Any]:
         """The snapshot for dashboards, as `/stats` returns it."""
         now = self.last
@@ -373,6 +381,12 @@ class Service:
             "finished": dict(self.metrics.finish_reasons),
             "latency": self.metrics.latency(tally.gaps),
         }
+
+
+def _named(request: Request, client: str) -> Request:
+    """The request with who sent it, and whose earlier texts may draft for it."""
+    memory = memory_of(client, request.tenant) if request.memory is None else request.memory
+    return replace(request, client=client, memory=memory)
 
 
 def _unserved(chunk: StreamPiece) -> bool:

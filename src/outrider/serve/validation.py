@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ForgetRequest, TokenizeRequest
 
 __all__ = ["SCHEMAS", "Refusal", "check", "check_in_worker", "restore"]
 
@@ -25,6 +25,7 @@ SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "/v1/chat/completions": TypeAdapter(ChatRequest),
     "/tokenize": TypeAdapter(TokenizeRequest),
     "/detokenize": TypeAdapter(DetokenizeRequest),
+    "/forget": TypeAdapter(ForgetRequest),
 }
 _ID = "i"  # array type of 32-bit integers
 _UNPACKED_BYTES = 2**16
