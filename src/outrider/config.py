@@ -41,9 +41,10 @@ SPELLINGS = {  # other engines' names for settings of speculation, and ours
     "num_assistant_tokens": "draft_tokens",  # Transformers
     "assistant_model": "model",
     "prompt_lookup_num_tokens": "draft_tokens",
+    "assistant_early_exit": "exit_layer",
     "max_matching_ngram_size": "ngram_max",
 }
-_IMPLIED = {"prompt_lookup_num_tokens": "ngram"}  # spellings that name a method too
+_IMPLIED = {"prompt_lookup_num_tokens": "ngram", "assistant_early_exit": "early_exit"}  # spellings that name a method too
 FIELDS = ("method", "model", "draft_tokens", "rule", "adaptive", "min_draft_tokens", "disable_by_batch_size")
 METHODS = (  # built in; draft/registry.py has their classes
     "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider import checks
 from outrider.core import Sequence, integers
-from outrider.draft.context import DraftContext
+from outrider.draft.context import DraftContext, LoadedDraft
 from outrider.draft.reader import Text
 from outrider.errors import ModelError
 from outrider.model import Runner
@@ -113,10 +113,16 @@ class Related(NamedTuple):
 
 def load_related(context: DraftContext, way: str = "auto") -> Related:
     """The draft model that the settings name."""
-    directory = context.weights("draft")
-    runner, tokenizer = context.load_model(directory), Tokenizer.load(directory)
+    name, runner, tokenizer = _loaded_draft(context)
     target = Side(str(context.directory), context.tokenizer, context.target.decoder.spec.vocab)
-    return Related(runner, tokenizer, relate(target, Side(str(directory), tokenizer, runner.decoder.spec.vocab), way))
+    return Related(runner, tokenizer, relate(target, Side(name, tokenizer, runner.decoder.spec.vocab), way))
+
+
+def _loaded_draft(context: DraftContext) -> LoadedDraft:
+    if context.loaded is not None and context.config.model is None:
+        return context.loaded
+    directory = context.weights("draft")
+    return LoadedDraft(str(directory), context.load_model(directory), Tokenizer.load(directory))
 
 
 class Side(NamedTuple):
