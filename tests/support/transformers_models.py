@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["EXACT", "PLAIN", "VOCAB", "WITHOUT_NATIVE", "tiny_model"]
+from benchmarks.baselines.weights import export_model
+
+__all__ = ["EXACT", "PLAIN", "VOCAB", "pyrite_in_transformers", "tiny_model"]
 
 VOCAB = 96
 _SIZES: dict[str, Any] = {
@@ -34,7 +37,6 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.5}),
     "gpt2": ("GPT2", _GPT),
     "gpt-neox": ("GPTNeoX", {}),
-    "stablelm": ("StableLm", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 1}),
     "qwen3-moe": ("Qwen3Moe", _MOE | {"head_dim": 16, "decoder_sparse_step": 1, "norm_topk_prob": True}),
@@ -47,15 +49,9 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("Phimoe", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "deepseek-v2": ("DeepseekV2", _MLA | {"topk_method": "greedy"}),
     "deepseek-v3": ("DeepseekV3", _MLA),
-    "glm4-moe": ("Glm4Moe", _MLA | {"head_dim": 16, "num_key_value_heads": 2}),
-    "ernie-moe": ("Ernie4_5_Moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 1}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
-    "helium": ("Helium", {"head_dim": 16}),
-    "apertus": ("Apertus", {}),
     "minimax-m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}),
-    "dots1": ("Dots1", _MLA | {"head_dim": 16, "num_key_value_heads": 2}),
 }
-WITHOUT_NATIVE = tuple(name for name in list(EXACT)[12:])
 _LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4}
 _CHUNKED = {"attention_chunk_size": 16, "intermediate_size_mlp": 96, "head_dim": 16}
@@ -90,3 +86,12 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.copy_(torch.randn(parameter.shape))
     return model.eval()
+
+
+def pyrite_in_transformers(folder: Path) -> tuple[Any, Any]:
+    """Pyrite and its tokenizer as Transformers loads them, in float32, from files written to a folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export_model("pyrite", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return model, AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
