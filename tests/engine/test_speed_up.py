@@ -1,4 +1,4 @@
-"""speed_up on tiny models of many architectures: the tokens are those of the same loop without drafts, and of the class itself."""
+"""speed_up on tiny models of many architectures: tokens are those of the same loop without drafts, and of the class itself."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.model.decoder import Decoder
-from outrider.model.families import compile_spec
+from outrider.model.families import compile_spec, names_of
 from outrider.model.files import Header
 from outrider.model.load import served_dtype
 from outrider.model.spec import ModelSpec
@@ -22,12 +22,18 @@ __all__ = ["ModuleSource", "native_decoder"]
 
 
 class ModuleSource:
-    """The tensors of a loaded model, by the names of its checkpoints."""
+    """The tensors of a loaded model, by the names that its family gives them: a class may call its output matrix otherwise."""
 
     decoded: tuple[str, ...] = ()
 
-    def __init__(self, model: Any) -> None:
-        self._tensors: dict[str, Tensor] = model.state_dict()
+    def __init__(self, model: Any, output: str) -> None:
+        tensors: dict[str, Tensor] = model.state_dict()
+        head = model.get_output_embeddings()
+        called = next(name for name, module in model.named_modules() if module is head) + "."
+        self._tensors = {
+            f"{output}.{name.removeprefix(called)}" if name.startswith(called) else name: tensor
+            for name, tensor in tensors.items()
+        }
 
     def headers(self) -> Mapping[str, Header]:
         place = "the model"
@@ -52,7 +58,7 @@ def native_decoder(model: Any, widen: bool) -> Decoder | None:
         return None
     held = torch.float32 if widen or spec.dtype != "bfloat16" else torch.bfloat16
     try:
-        checkpoint = Checkpoint.over(Path(type(model).__name__), spec, ModuleSource(model))
+        checkpoint = Checkpoint.over(Path(type(model).__name__), spec, ModuleSource(model, names_of(spec).output))
         with torch.device("meta"):
             decoder = Decoder(checkpoint.spec, held)
         parameters = dict(decoder.named_parameters())
