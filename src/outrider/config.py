@@ -42,9 +42,10 @@ SPELLINGS = {  # other engines' names for settings of speculation, and ours
     "num_assistant_tokens": "draft_tokens",  # Transformers
     "assistant_model": "model",
     "prompt_lookup_num_tokens": "draft_tokens",
+    "assistant_early_exit": "exit_layer",
     "max_matching_ngram_size": "ngram_max",
 }
-_IMPLIED = {"prompt_lookup_num_tokens": "ngram"}  # spellings that name a method too
+_IMPLIED = {"prompt_lookup_num_tokens": "ngram", "assistant_early_exit": "early_exit"}  # spellings that name a method too
 ALIASES: Mapping[str, Mapping[str, Any]] = {  # other names of methods, with the settings that they stand for
     "standard": {"method": "draft_model"},  # the temperature decides whether a draft is greedy or sampled
     "sampling": {"method": "draft_model"},

@@ -25,6 +25,7 @@ __all__ = [
     "Arm",
     "Batch",
     "Drafts",
+    "Guarantee",
     "Listener",
     "Needs",
     "Phases",
@@ -91,6 +92,19 @@ def acceptance_rate(accepted: int, drafted: int) -> float | None:
     return round(accepted / drafted, 4) if drafted else None
 
 
+class Guarantee(NamedTuple):
+    """Whether a model's tokens are the same with speculation off and on, bit for bit, and why not."""
+
+    tokens_guaranteed: bool
+    reason: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As outputs report it."""
+        if self.tokens_guaranteed:
+            return {"tokens_guaranteed": True}
+        return {"tokens_guaranteed": False, "not_guaranteed_because": self.reason}
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """What speculation did for one sequence."""
@@ -103,6 +117,7 @@ class SpeculationStats:
     accepted_by_position: list[int] = field(default_factory=list)
     drafted_by_position: list[int] = field(default_factory=list)
     fallback_reason: str | None = None
+    guarantee: Guarantee | None = None  # where a check at start-up decides
 
     @property
     def off_reason(self) -> str | None:
@@ -141,6 +156,7 @@ class SpeculationStats:
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain data, for JSON."""
+        guarantee = {} if self.guarantee is None else self.guarantee.as_dict()
         return {
             "method": self.method,
             "rounds": self.rounds,
@@ -152,6 +168,7 @@ class SpeculationStats:
             "tokens_per_round": round(self.tokens_per_round, 4),
             "fallback_reason": self.fallback_reason,
             "off_reason": self.off_reason,
+            **guarantee,
         }
 
 

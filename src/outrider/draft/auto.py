@@ -18,7 +18,7 @@ from outrider.gguf import find_gguf
 from outrider.model import locate
 from outrider.model.fields import read_json
 
-__all__ = ["AutoDrafter", "AutoOptions", "arms_of", "resolve_auto"]
+__all__ = ["AutoDrafter", "AutoOptions", "arms_of", "method_of_weights", "resolve_auto"]
 
 _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "draft": SpeculationConfig("draft_model", draft_tokens=12),
@@ -54,12 +54,17 @@ def _given(config: SpeculationConfig) -> dict[str, SpeculationConfig]:
     """The draft model or head that the settings name, by its method: what its configuration says it is."""
     if config.model is None:
         return {}
-    path = locate(config.model)
+    method = method_of_weights(config.model)
+    member = next(member for member in _BESIDE_TARGET.values() if member.method == method)
+    return {method: replace(member, model=config.model)}
+
+
+def method_of_weights(model: str) -> str:
+    """The method that a directory of weights is for: a head's, where its configuration says so, else a draft model's."""
+    path = locate(model)
     data = {} if find_gguf(path) is not None else read_json(path / "config.json")
     architecture = str(data.get("architectures") or "").lower()
-    name = next((name for name in ("eagle", "medusa") if name in architecture), "draft")
-    member = replace(_BESIDE_TARGET[name], model=config.model)
-    return {member.method: member}
+    return next((name for name in ("eagle", "medusa") if name in architecture), "draft_model")
 
 
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:

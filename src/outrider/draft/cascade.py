@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.config import SpeculationConfig
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.chains_only import best_chain
 from outrider.draft.context import DraftContext
 from outrider.draft.growth import chain_of, draw_apart, stack_q
 from outrider.draft.options import WeightOptions, option
@@ -196,13 +197,5 @@ def _drawn(logits: Tensor, rows: Seq[Row], seq: Sequence) -> _Picked:
 
 
 def _best_chain(guess: Tree) -> list[int]:
-    """The likeliest path of a tree, from the root down."""
-    best: dict[int, int] = {}  # parent -> its likeliest child
-    for node, parent in enumerate(guess.parents):
-        if parent not in best or guess.survival[node] > guess.survival[best[parent]]:
-            best[parent] = node
-    path, node = [], ROOT
-    while node in best:
-        node = best[node]
-        path.append(guess.tokens[node])
-    return path
+    """Tokens of the likeliest path of a tree, from the root down."""
+    return [guess.tokens[node] for node in best_chain(guess)]

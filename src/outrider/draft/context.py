@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from outrider.config import SpeculationConfig
 from outrider.draft.options import declared, read_options
@@ -16,9 +16,17 @@ from outrider.text import Tokenizer
 if TYPE_CHECKING:
     from outrider.draft.protocol import Drafter
 
-__all__ = ["DraftContext", "weights_directory"]
+__all__ = ["DraftContext", "LoadedDraft", "weights_directory"]
 
 T = TypeVar("T")
+
+
+class LoadedDraft(NamedTuple):
+    """A draft model that a caller has loaded already."""
+
+    name: str
+    runner: Runner
+    tokenizer: Tokenizer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class DraftContext:
     read_as: Callable[[Path, Mapping[str, Any]], LoadOptions]  # how the weights in a directory are read, by settings
     load_model: Callable[[Path], Runner]  # a draft model, its KV in as many pages as the target's
     tokenizer: Tokenizer | None = None  # the target's
+    loaded: LoadedDraft | None = None  # what drafts where the settings name no weights
 
     def options(self, kind: type[T]) -> T:
         """The drafter's settings, checked, as the dataclass it declares."""

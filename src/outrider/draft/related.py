@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from outrider.draft.context import DraftContext
+from outrider.draft.context import DraftContext, LoadedDraft
 from outrider.draft.vocabulary import SameTokens, Side, Vocabulary, relate, shared_tokens
 from outrider.model import Runner
 from outrider.text import Tokenizer
@@ -26,20 +26,26 @@ class Related(NamedTuple):
 
 def load_related(context: DraftContext, way: str = "auto") -> Related:
     """The draft model that the settings name."""
-    directory = context.weights("draft")
-    runner, tokenizer = context.load_model(directory), Tokenizer.load(directory)
+    name, runner, tokenizer = _loaded_draft(context)
     target = Side(str(context.directory), context.tokenizer, context.target.decoder.spec.vocab)
-    draft = Side(str(directory), tokenizer, runner.decoder.spec.vocab)
+    draft = Side(name, tokenizer, runner.decoder.spec.vocab)
     vocabulary = relate(target, draft, way)
-    _log.info("draft %s: %s", directory, describe(target, draft, vocabulary))
+    _log.info("draft %s: %s", name, describe(target, draft, vocabulary))
     share = runner.decoder.spec.parameters / context.target.decoder.spec.parameters
     if share > _LARGE_DRAFT:
         _log.warning(
             "draft %s has %.0f %% of the target's weights, and every token it drafts costs about as much of a target pass; "
             "`outrider plan --target` lists smaller ones",
-            directory, 100 * share,
+            name, 100 * share,
         )  # fmt: skip
     return Related(runner, tokenizer, vocabulary)
+
+
+def _loaded_draft(context: DraftContext) -> LoadedDraft:
+    if context.loaded is not None and context.config.model is None:
+        return context.loaded
+    directory = context.weights("draft")
+    return LoadedDraft(str(directory), context.load_model(directory), Tokenizer.load(directory))
 
 
 def describe(target: Side, draft: Side, vocabulary: Vocabulary | None) -> str:

@@ -17,6 +17,8 @@ from outrider.config import METHODS, EngineConfig, SpeculationConfig
 from outrider.control import Controller, Costs, FixedLength, Policy
 from outrider.draft import DraftContext, build_drafter
 from outrider.draft.auto import AutoDrafter, arms_of
+from outrider.draft.chains_only import ChainsOnly
+from outrider.draft.context import LoadedDraft
 from outrider.draft.resolve import resolve_drafters
 from outrider.engine.adapters import Adapters
 from outrider.engine.costs_file import costs_path, known_acceptance
@@ -31,10 +33,10 @@ from outrider.ops import find_core, missing_core
 from outrider.platform import guard, memory_bytes
 from outrider.text import Tokenizer
 
-__all__ = ["Built", "Settings", "Target", "build_engine", "load_target"]
+__all__ = ["KV_SHARE_OF_MEMORY", "Built", "Settings", "Target", "build_engine", "load_target"]
 
 _log = logging.getLogger("outrider")
-_KV_SHARE_OF_MEMORY = 0.25
+KV_SHARE_OF_MEMORY = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Target:
     defaults: Mapping[str, Any]  # sampling parameters of its generation_config.json
     eos: frozenset[int]
     adapters: Adapters
+    draft: LoadedDraft | None = None  # a draft model that the caller has loaded
 
     @property
     def config(self) -> ModelSpec:
@@ -118,8 +121,10 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
         return draft_runners[-1]
 
     runner, device = target.runner, target.device
-    context = DraftContext(speculation, runner, target.directory, read_as, load_model, target.tokenizer)
+    context = DraftContext(speculation, runner, target.directory, read_as, load_model, target.tokenizer, target.draft)
     drafter = build_drafter(context)
+    if runner.chains_only:
+        drafter = ChainsOnly(drafter)
     if speculation.method in METHODS and speculation.method not in ("none", "auto") and not speculation.is_pinned:
         drafter = AutoDrafter([drafter])  # which takes no time while nothing is drafted
     measured = Costs()
@@ -192,7 +197,7 @@ def _page_count(device: Device, sizes: EngineConfig, config: ModelSpec, speculat
         return device.page_count(sizes, models, sizes.max_model_len)
     value_bytes = kv_value_bytes(config, sizes.page_size)
     page_bytes = sizes.page_size * KVPool.bytes_per_token(config.depth, config.kv_heads, config.head_dim, value_bytes)
-    budget = sizes.kv_bytes or int(_KV_SHARE_OF_MEMORY * memory_bytes())
+    budget = sizes.kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())
     count = min(sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size), budget // page_bytes)
     if count < 1:
         raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {page_bytes} bytes; raise it")

@@ -96,7 +96,7 @@ class Engine:
     def prepare(self, request: Request, method: str) -> OutputProcessor:
         """The OutputProcessor of a request that is not queued yet. Nothing in the engine changes."""
         seq = Sequence(request)
-        seq.stats.method = method
+        seq.stats.method, seq.stats.guarantee = method, self.runner.guarantee
         seq.rotary_start = self.runner.decoder.rotary_start(seq.max_length)
         seq.guide = self._guide(request)
         return OutputProcessor(seq, self.tokenizer)

@@ -22,7 +22,7 @@ from outrider.control import Controller, Policy
 from outrider.draft import Kept, check_speculation
 from outrider.engine.adapters import check_adapters
 from outrider.engine.benchmark import BenchmarkResult, benchmark
-from outrider.engine.build import Built, Settings, build_engine, load_target
+from outrider.engine.build import Built, Settings, Target, build_engine, load_target
 from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.device import Device
@@ -92,13 +92,17 @@ class LLM:
         target = load_target(Settings(model_name(model), wanted, sizes, place, dtype, load_format, revision))
         for name, path in (lora or {}).items():
             target.adapters.load(name, path)
+        self._open(target, wanted)
+
+    def _open(self, target: Target, wanted: SpeculationConfig) -> None:
+        """Build the engine of a loaded model."""
         built = build_engine(target, wanted)
         self._target, self._owns_host = target, True
         self.directory, self.device, self.config = target.directory, target.device, target.config
         self.max_model_len, self.tokenizer = target.max_model_len, target.tokenizer
         self._host = EngineHost(built.engine)
         self._attach(built, Intake(target, built.engine, built.speculation))
-        self._calibrate_first_start(sizes.calibration_s)
+        self._calibrate_first_start(target.sizes.calibration_s)
 
     def _attach(self, built: Built, intake: Intake) -> None:
         self.speculation, self.engine, self._intake, self._built = built.speculation, built.engine, intake, built
@@ -106,13 +110,13 @@ class LLM:
             # Runs when this object is collected or the process ends, and must not need the object itself.
             weakref.finalize(self, _save_costs, built.engine.policy, built.costs_path)
 
-    def beside(self, speculation: str) -> LLM:
+    def beside(self, speculation: str | SpeculationConfig, target: Target | None = None) -> Self:
         """The same weights and KV memory, drafted for by another method: to compare the two and nothing else.
 
-        Closing this LLM closes those beside it.
+        Closing this LLM closes those beside it. `target` is its own, with another draft model that is loaded.
         """
         self._check_open()
-        built = build_engine(self._target, resolve_speculation(speculation), self.engine.pages)
+        built = build_engine(target or self._target, resolve_speculation(speculation), self.engine.pages)
         other = copy(self)
         other._owns_host = False
         other._attach(built, replace(self._intake, engine=built.engine, speculation=built.speculation))

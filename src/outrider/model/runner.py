@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool, Slots
-from outrider.core import Batch, Drafts, Resume, Scores, integers
+from outrider.core import Batch, Drafts, Guarantee, Resume, Scores, integers
 from outrider.errors import InvalidParameter
 from outrider.model.adapters import AdapterRows, AdapterSlots
 from outrider.model.backends import cpu_ops
@@ -133,6 +133,8 @@ class Runner:
     separate_prefill = False  # prompts run other kernels than decode rows, so their time says nothing about rounds
     overlaps_drafts = False  # has `draw` and `launch_next_draft`, for a target on the same device
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
+    chains_only = False  # drafts may not branch
+    guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:

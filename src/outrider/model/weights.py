@@ -46,7 +46,12 @@ class Checkpoint:
     @classmethod
     def of(cls, directory: Path, spec: ModelSpec) -> Checkpoint:
         """The checkpoint in a directory. Tensors of other parts than the text's are ignored, and said so."""
-        source, stored, ignored = open_source(directory, spec), dict[str, str](), dict[str, int]()
+        return cls.over(directory, spec, open_source(directory, spec))
+
+    @classmethod
+    def over(cls, directory: Path, spec: ModelSpec, source: TensorSource) -> Checkpoint:
+        """The checkpoint that a source holds; the directory is what messages name."""
+        stored, ignored = dict[str, str](), dict[str, int]()
         for name in source.headers():
             part = _other_part(name)
             if part:

@@ -77,11 +77,12 @@ class Segment(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A layer's window, the row counts of its products, and its soft cap."""
+    """A layer's window, the row counts of its products, its soft cap, and the sinks of its heads."""
 
     window: int | None
     counts: Counts
     soft_cap: float | None
+    sinks: Tensor | None  # (1, KV heads, 1, group, 1)
 
 
 @dataclass(slots=True)
@@ -124,16 +125,23 @@ def plan_attention(segments: Sequence[Segment], page_size: int, windows: Windows
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, window: int | None = None, soft_cap: float | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of all rows. q (N, H, d) float32, keys and values (pages, KV heads, page_size, width).
 
-    The width is d or more; what is more holds zeros. A soft cap replaces scores by cap * tanh(score / cap).
+    The width is d or more; what is more holds zeros. A soft cap replaces scores by cap * tanh(score / cap). Sinks (H,) are
+    scores of keys without a value: each adds its exponential to the sum of its head.
     """
     head_dim, width = q.shape[-1], keys.shape[-1]
     kv_heads, page = keys.shape[1], keys.shape[2]
     counts = attention_counts(kv_heads, q.shape[1] // kv_heads, width, page, torch.get_num_threads())
-    form = _Form(window, counts, soft_cap)
+    form = _Form(window, counts, soft_cap, None if sinks is None else sinks.view(1, kv_heads, 1, -1, 1))
     q = q * head_dim**-0.5
     if width > head_dim:
         q = F.pad(q, (0, width - head_dim))
@@ -153,7 +161,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, form: _Form) -
     page by page in logical order, so trailing pages of masked keys add exact zeros. Rows are filled up
     to a row count of the products at the start, and cut at the end: no copy lies between the two products.
     """
-    window, counts, soft_cap = form
+    window, counts, soft_cap, sinks = form
     rows, heads, width = q.shape
     filled, hidden = fitting(rows, counts), unit.masks[window]
     by_head = _filled_rows(q.view(rows, keys.shape[1], -1, width), 0, filled).transpose(0, 1)  # (KV heads, filled, group, width)
@@ -163,8 +171,13 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, unit: _Unit, form: _Form) -
     if soft_cap is not None:
         scores = _soft_capped(scores, soft_cap)
     scores.masked_fill_(hidden, -torch.inf)  # (pages, KV heads, filled, group, page)
-    weights = scores.sub_(scores.amax(dim=(0, 4), keepdim=True)).exp_()
+    highest = scores.amax(dim=(0, 4), keepdim=True)
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks)
+    weights = scores.sub_(highest).exp_()
     total = _in_order(weights.sum(-1, keepdim=True))  # (KV heads, filled, group, 1)
+    if sinks is not None:
+        total = total + (sinks - highest)[0].exp()
     mixed = _in_order(_times_pages(weights, values, unit, counts, transposed=False))
     return (mixed / total)[:, :rows].transpose(0, 1).reshape(rows, heads, width)
 

@@ -29,7 +29,9 @@ _WIDTH = 32  # widths become multiples of it: rows of either dtype then lie on w
 class Product:
     """x times a matrix (columns, inner) transposed, plus a bias. A row's bits do not depend on the other rows."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, pack: bool = True) -> None:
+        """Without `pack` the matrix is read where it is, if its widths allow that: slower, without a copy."""
+        self._pack = pack
         self._columns, inner = weight.shape
         self._missing = -inner % _WIDTH
         padded, padded_bias = weight.detach().contiguous(), None if bias is None else bias.detach()
@@ -38,7 +40,7 @@ class Product:
             padded_bias = None if padded_bias is None else F.pad(padded_bias, (0, -self._columns % _WIDTH))
         self._shape = (padded.shape[0], padded.shape[1])
         self._dtype, self._biased = weight.dtype, bias is not None
-        self._multiply = _multiplication(padded, padded_bias)
+        self._multiply = _multiplication(padded, padded_bias, pack)
         self._counts: tuple[int, Counts] = (0, ())  # with the number of threads that they are for
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,13 +50,13 @@ class Product:
             x = F.pad(x, (0, self._missing))
         threads = torch.get_num_threads()
         if threads != self._counts[0]:
-            self._counts = (threads, _counts(self._shape, self._dtype, self._biased, threads))
+            self._counts = (threads, _counts(self._shape, self._dtype, self._biased, threads, self._pack))
         out = in_counts(x, self._counts[1], self._multiply)
         return out if out.shape[1] == self._columns else out[:, : self._columns].contiguous()
 
 
-def _multiplication(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    if not _can_pack(weight.dtype):
+def _multiplication(weight: Tensor, bias: Tensor | None, pack: bool) -> Callable[[Tensor], Tensor]:
+    if not pack or not _can_pack(weight.dtype):
         return lambda x: F.linear(x, weight, bias)
     packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK), torch.ops.mkldnn._linear_pointwise.default
     return lambda x: multiply(x, packed, bias, "none", [], "")
@@ -80,7 +82,7 @@ def _emulates_bf16() -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _counts(shape: tuple[int, int], dtype: torch.dtype, biased: bool, threads: int) -> Counts:
+def _counts(shape: tuple[int, int], dtype: torch.dtype, biased: bool, threads: int, pack: bool = True) -> Counts:
     """Row counts for a matrix of that shape; `threads` is what torch uses now, by which libraries cut products."""
     del threads
     if dtype == torch.bfloat16 and _can_pack(dtype) and _emulates_bf16():
@@ -89,4 +91,4 @@ def _counts(shape: tuple[int, int], dtype: torch.dtype, biased: bool, threads: i
     rows, weight_rows = cancelling(inner)
     weight = weight_rows.repeat(-(-columns // len(weight_rows)), 1)[:columns].to(dtype).contiguous()
     bias = weight_rows[0, :1].expand(columns).to(dtype).contiguous() if biased else None
-    return agreeing_counts(rows.to(dtype), _multiplication(weight, bias))
+    return agreeing_counts(rows.to(dtype), _multiplication(weight, bias, pack))
