@@ -27,6 +27,7 @@ __all__ = [
     "may_name_grammar",
     "prepare_chat",
     "prepare_completion",
+    "renamed",
     "tokenize",
 ]
 
@@ -90,6 +91,11 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest
         raise InvalidParameter("messages", "this model has no tokenizer; send token ids to /v1/completions")
     _check_messages(llm, body.messages)
     form = reasoning_of(tokenizer)
+    if form is None and body.thinking_token_budget is not None:
+        raise InvalidParameter(
+            "thinking_token_budget",
+            "this model's template shows no markers of reasoning; the server's --reasoning-parser names them",
+        )
     messages = as_messages(body.messages, form.field if form is not None else "")
     changes = _sampling(body) | {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     settings = _template_settings(body)
@@ -106,7 +112,7 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest
         changes["structured"] = _after_reasoning(grammar_of(llm, body), reasoning, body)
         jobs = [_requests(llm, ids, llm.default_params(**changes), body)]
     except InvalidParameter as error:
-        raise _renamed(error, body) from None
+        raise renamed(error, body) from None
     channels = form is not None and form.channels and reasoning is not None
     return PreparedRequest(jobs, family=family, tools=tools, reasoning=reasoning, channels=channels)
 
@@ -316,10 +322,17 @@ def _named_grammars(body: GenerationRequest) -> list[tuple[str, Any]]:
     return grammars + [(kind, value) for kind, values in named.items() for value in values if value is not None]
 
 
-def _renamed(error: InvalidParameter, body: ChatRequest) -> InvalidParameter:
-    """The error with the parameter names of the chat API."""
+def renamed(error: InvalidParameter, body: GenerationRequest) -> InvalidParameter:
+    """The error with the parameter names of the chat API. A grammar that was built from tools is called by their name."""
+    if not isinstance(body, ChatRequest):
+        return error
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
+    if body.tools and _structured(body) is None:
+        names["response_format"] = "tools"
     name = names.get(error.param)
-    return error if name is None else InvalidParameter(name, str(error).partition(": ")[2], error.code)
+    if name is None:
+        return error
+    message = str(error).partition(": ")[2].replace("the lark cannot be used", "the grammar of their calls cannot be used")
+    return InvalidParameter(name, message, error.code)
