@@ -149,6 +149,18 @@ class Tokenizer:
         """Every token and its id. Two models with equal tables have the same tokens."""
         return self.fast.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token; None where the tokenizer has none of this name."""
+        return self.fast.token_to_id(token)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        return {token: spelled for token, (_, spelled) in self.spellings().items()}
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token; none where they are not known."""
+        return self._bytes.get(token, b"")
+
     @cached_property
     def longest(self) -> int:
         """Letters of the longest token."""

@@ -263,3 +263,32 @@ def test_pruning_and_forcing_change_no_token(monkeypatch: pytest.MonkeyPatch) ->
     bare = outputs(loaded("suffix"), params)
     assert [o.token_ids for o in bare] == [o.token_ids for o in guided]
     assert sum(o.speculation["rounds"] for o in bare) > sum(o.speculation["rounds"] for o in guided)
+
+
+def test_a_prefix_from_the_cache_and_several_samples_change_nothing() -> None:
+    llm = loaded("suffix")
+    prompt = PROMPT + "".join(f"\n# line {i}" for i in range(40))
+    params = reasoned(NUMBER, Reasoning("</think>", budget=12), seed=5, n=3)
+    runs = [llm.generate([prompt], params, speculation)[0].outputs for speculation in (None, False, None)]
+    assert runs[1][0].cached_tokens > 0
+    assert [o.token_ids for o in runs[0]] == [o.token_ids for o in runs[1]] == [o.token_ids for o in runs[2]]
+    for output in runs[0]:
+        check_answer(llm, params, NUMBER, output)
+
+
+def test_no_token_spells_the_end_of_the_marker_and_the_beginning_of_the_answer() -> None:
+    """Tokens such as `],` would put a comma before the answer."""
+    llm = loaded()
+    words = llm.engine.grammars
+    structured = Structured("json_schema", NUMBER, reasoning=Reasoning("]"))
+    words.check(structured)
+    guide = words.guide(structured, frozenset())
+    assert isinstance(guide, ReasoningGuide)
+    assert llm.tokenizer is not None
+    spelled = {token: llm.tokenizer.bytes_of(token) for token in range(llm.config.vocab)}
+    mask = guide.allowed([1], 1)
+    assert mask is not None
+    over = [token for token, text in spelled.items() if b"]" in text[:-1]]
+    assert len(over) > 20
+    assert not mask[over].any()
+    assert all(mask[token] for token, text in spelled.items() if b"]" not in text[:-1] and token != llm.tokenizer.eos_id)

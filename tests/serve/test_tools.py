@@ -287,7 +287,7 @@ def test_required_and_named_tools_are_called(family: str) -> None:
     prompt = llm.tokenizer.chat(with_tools(MESSAGES[:2], TOOLS, family), tools=TOOLS)
     several = family in ("hermes", "mistral", "glm", "deepseek_v31", "llama4")
     for choice, parallel, names in (("required", several, set(SCHEMAS)), (NAMED, True, {"set_flags"})):
-        grammar = tool_grammar(TOOLS, choice, family, parallel, llm.tokenizer.table().get)
+        grammar = tool_grammar(TOOLS, choice, family, parallel, llm.tokenizer.token_id)
         params = [
             SamplingParams(seed=seed, max_tokens=150, temperature=0.8, structured=grammar, skip_special_tokens=False)
             for seed in range(2)
@@ -308,7 +308,7 @@ def test_required_and_named_tools_are_called(family: str) -> None:
 def test_control_tokens_are_used_where_they_exist() -> None:
     tokenizer = loaded().tokenizer
     assert tokenizer is not None
-    by_token = tool_grammar(TOOLS, NAMED, "marked", token_id=tokenizer.table().get)
+    by_token = tool_grammar(TOOLS, NAMED, "marked", token_id=tokenizer.token_id)
     assert by_token is not None
     assert f"<[{tokenizer.table()['<|tool|>']}]>" in by_token.value
     assert '"<|tool|>"' in tool_grammar(TOOLS, NAMED, "marked").value  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider._version import __version__
 from outrider.engine.outputs import CompletionOutput, Run, StreamPiece, sources_of
-from outrider.sampling import Logprob, Markers
+from outrider.sampling import Logprob
 from outrider.serve.errors import ApiError, body_of
 from outrider.serve.message import MessageStream, open_message
 from outrider.serve.metrics import metrics_of
@@ -341,11 +341,8 @@ class ChatAnswer(Answer):
         return open_message(prepared.tools, prepared.family, prepared.reasoning, prepared.channels)
 
     def _usage(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        reasoned = 0
-        if self._prepared.reasoning is not None:
-            spellings = _spellings(self._llm.tokenizer)
-            markers = Markers(self._prepared.reasoning, lambda token: spellings.get(token, (False, b""))[1])
-            reasoned = sum(markers.count(output.token_ids) for output in outputs)
+        markers = self._prepared.markers
+        reasoned = 0 if markers is None else sum(markers.count(output.token_ids) for output in outputs)
         return super()._usage(outputs) | {"completion_tokens_details": {"reasoning_tokens": reasoned}}
 
     def _logprobs(self, chunk: StreamPiece) -> dict[str, Any] | None:

@@ -59,9 +59,9 @@ def reasoning_of(tokenizer: Tokenizer) -> ReasoningFormat | None:
     name = tokenizer.reasoning_parser
     if name != "auto":
         return PARSERS.get(name)
-    template, tokens = tokenizer.chat_template or "", tokenizer.table()
+    template = tokenizer.chat_template or ""
     named = (form for form in PARSERS.values() if form.signs and all(sign in template for sign in form.signs))
-    spelled = (form for form in PARSERS.values() if form.signs and form.begin in tokens and form.end in tokens)
+    spelled = (form for form in PARSERS.values() if form.signs and None not in map(tokenizer.token_id, (form.begin, form.end)))
     return next(named, None) or next(spelled, None)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from outrider.core import Request
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidParameter
-from outrider.sampling import Reasoning, SamplingParams, Structured
+from outrider.sampling import Markers, Reasoning, SamplingParams, Structured
 from outrider.serve.errors import ApiError
 from outrider.serve.reasoning import ReasoningFormat, expected_reasoning, reasoning_of
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, TokenizeChat, TokenizePrompt
@@ -43,6 +43,7 @@ class PreparedRequest:
     family: str = ""  # format of tool calls; empty if there are no tools
     tools: list[dict[str, Any]] = field(default_factory=list)
     reasoning: Reasoning | None = None  # that the output may begin with
+    markers: Markers | None = None  # counts its tokens
     channels: bool = False  # the output is a series of messages with channels
     cut: bool = False  # max_tokens is 0: the one generated token is dropped
     logprob_entries: int = 0  # number of prompt log probabilities in the answer
@@ -114,7 +115,10 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest
     except InvalidParameter as error:
         raise renamed(error, body) from None
     channels = form is not None and form.channels and reasoning is not None
-    return PreparedRequest(jobs, family=family, tools=tools, reasoning=reasoning, channels=channels)
+    markers = None if reasoning is None else Markers(reasoning, tokenizer.bytes_of)
+    if markers is not None:
+        markers.count([0])  # the bytes of all tokens are looked up here and not where answers are written
+    return PreparedRequest(jobs, family=family, tools=tools, reasoning=reasoning, markers=markers, channels=channels)
 
 
 def _template_settings(body: ChatRequest) -> dict[str, Any]:
@@ -161,7 +165,7 @@ def grammar_of(llm: LLM, body: GenerationRequest) -> Structured | None:
         return _with_calls(body, tokenizer)
     answer, form = _structured(body), reasoning_of(tokenizer)
     has_channels = answer is not None and form is not None and form.channels and not body.continue_final_message
-    return wrapped(answer, tokenizer.table().get) if answer is not None and has_channels else answer
+    return wrapped(answer, tokenizer.token_id) if answer is not None and has_channels else answer
 
 
 def _tools(body: ChatRequest) -> list[dict[str, Any]]:
@@ -187,9 +191,9 @@ def _with_calls(body: ChatRequest, tokenizer: Tokenizer) -> Structured | None:
     if not must_call and answer is None:
         return None
     family, parallel = family_of(tokenizer.chat_template), body.parallel_tool_calls is not False
-    calls = tool_grammar(tools, choice if must_call else "required", family, parallel, tokenizer.table().get)
+    calls = tool_grammar(tools, choice if must_call else "required", family, parallel, tokenizer.token_id)
     assert calls is not None
-    return calls if answer is None else tool_or_answer(calls, answer, family, tokenizer.table().get)
+    return calls if answer is None else tool_or_answer(calls, answer, family, tokenizer.token_id)
 
 
 def as_messages(messages: list[Message], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ def tool_grammar(
 ) -> Structured | None:
     """A grammar that makes the model call a tool, in its family's format. None unless the choice requires a call.
 
-    `token_id` is `Tokenizer.table().get`.
+    `token_id` is that of the model's `Tokenizer`.
     """
     wanted = check_tools(tools, choice)
     if wanted in ("none", "auto"):
