@@ -164,6 +164,9 @@ def test_variants_that_models_write() -> None:
     id_between = '[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{"a": 1}'
     assert read(id_between, "mistral_args") == (None, [("now", {"a": 1})])
     assert read('<|tool_call|> {"name": "now", "arguments": {}}', "granite") == (None, [("now", {})])
+    for text in ('[{"name": "now", "arguments": {}}]', '{"name": "now", "arguments": {}}', '[{"name": "now", "arguments": {}}'):
+        assert read(f"<|tool_call|>{text}<|/tool_call|>", "phi4") == (None, [("now", {})])
+        assert read(f"<|tool_call|>{text}", "phi4") == (None, [("now", {})])
     assert read("<tool_call>now</tool_call>", "glm") == (None, [("now", {})])
     assert read("<tool_call>edit_file<arg_key>path</arg_key><arg_value>5</arg_value></tool_call>", "glm") == (
         None,

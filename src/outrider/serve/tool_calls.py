@@ -90,7 +90,7 @@ class ToolStream:
         if self._call is not None and not self._call.announced:
             self._buffer = self._call.text + self._buffer
             self._call = None
-        closing = self._after and self._format.closing.strip().startswith(self._buffer.strip())
+        closing = self._after and any(mark.startswith(self._buffer.strip()) for mark in ("", *self._format.closings))
         if not closing and (self._buffer.strip() or not self.called):
             self._add_text(self._buffer, out)
         self._buffer = ""
@@ -147,18 +147,17 @@ class ToolStream:
     def _between(self) -> bool:
         """Parse what follows a call: its closing, and perhaps another call."""
         form, text = self._format, self._buffer.lstrip()
-        closing, between = form.closing.strip(), form.between.strip()
+        between = form.between.strip()
         if not text:
             return False
         if form.listed and any(start and text.startswith(start) for start in (form.start, between)):
             self._call = _CallReader(form, self._tools)
             self._buffer = text.removeprefix(between)
-        elif any(mark.startswith(text) and text != mark for mark in (closing, form.start if form.listed else "")):
+        elif any(mark.startswith(text) and text != mark for mark in (*form.closings, form.start if form.listed else "")):
             return False
-        elif closing and text.startswith(closing):
-            self._buffer = text.removeprefix(closing)
-        elif closing[:1] == "]" and text.startswith("]"):  # the marker after the list may be left out
-            self._buffer = text[1:]
+        else:
+            closing = next((mark for mark in form.closings if text.startswith(mark)), "")
+            self._buffer = text.removeprefix(closing) if closing else self._buffer
         self._after = False
         return True
 

@@ -58,6 +58,13 @@ class Format:
         """How every call starts; empty where it starts with the function's name."""
         return "{" if self.syntax == "object" else self.head
 
+    @property
+    def closings(self) -> tuple[str, ...]:
+        """What may follow the calls, longest first. Models leave out the bracket of a list, or the marker after it."""
+        closing = self.closing.strip()
+        marker = closing.removeprefix("]")
+        return tuple(text for text in dict.fromkeys((closing, marker, "]" if marker != closing else "")) if text)
+
 
 _QWEN_TAGS = Tags(name_end=">", key="<parameter=", value=(">",), value_end="</parameter>", lines=True, gap="\n")
 _GLM_TAGS = Tags(
