@@ -18,6 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outrider.sampling.guide import Guide
     from outrider.sampling.params import SamplingParams
+    from outrider.sampling.reasoning_guide import ReasoningGuide
 
 __all__ = [
     "ROOT",
@@ -186,7 +187,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    guide: Guide | None = None  # what a grammar lets follow
+    guide: Guide | ReasoningGuide | None = None  # what a grammar lets follow
     rotary_start: int = 0  # the first row of the target's rotary table for its length; it never changes
 
     def __post_init__(self) -> None:

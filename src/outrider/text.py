@@ -39,6 +39,7 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self.fast = hf_tokenizer.backend_tokenizer
+        self.reasoning_parser = "auto"  # how the server separates reasoning: serve/reasoning.py has the names
         self._plain: Any = None  # a copy that knows no control tokens
         self._token_texts: dict[int, str] = {}
 
@@ -91,13 +92,13 @@ class Tokenizer:
         if not self._hf.chat_template:
             raise InvalidParameter("messages", "this model has no chat template; use plain prompts, or give it a template")
         tools = settings.pop("tools", None)
-        escape = _ControlTokenEscape(self._control_tokens(), [messages, tools])
+        escape = _ControlTokenEscape(self._control_tokens(), [messages, tools, settings])
         try:
             text = self._hf.apply_chat_template(
                 escape.hide(list(messages)),
                 tools=escape.hide(tools),
                 tokenize=False,
-                **{"add_generation_prompt": True} | settings,
+                **{"add_generation_prompt": True} | {name: escape.hide(value) for name, value in settings.items()},
             )
         except Exception as error:  # templates raise what they like about messages they do not take
             raise InvalidParameter("messages", f"the chat template does not take them: {error}") from None
@@ -115,6 +116,10 @@ class Tokenizer:
     def use_chat_template(self, template: str) -> None:
         """Replace the model's chat template."""
         self._hf.chat_template = template
+
+    def use_reasoning_parser(self, name: str) -> None:
+        """Name the parser of the model's reasoning. By default the template shows which one it is."""
+        self.reasoning_parser = name
 
     def _control_tokens(self) -> list[str]:
         return [token.content for token in self.fast.get_added_tokens_decoder().values() if token.special]
@@ -151,6 +156,18 @@ class Tokenizer:
     def table(self) -> dict[str, int]:
         """Every token and its id. Two models with equal tables have the same tokens."""
         return self.fast.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token; None where the tokenizer has none of this name."""
+        return self.fast.token_to_id(token)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        return {token: spelled for token, (_, spelled) in self.spellings().items()}
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token; none where they are not known."""
+        return self._bytes.get(token, b"")
 
     @cached_property
     def longest(self) -> int:

@@ -33,7 +33,7 @@ from outrider.engine.guard import GuardedDrafter
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.tally import Tally
 from outrider.model import Runner
-from outrider.sampling import Grammars, Guide
+from outrider.sampling import Grammars, Guide, ReasoningGuide
 from outrider.text import Tokenizer
 from outrider.verify import guided, verify
 
@@ -346,7 +346,7 @@ class Engine:
         self._drafting.discard(seq)
         self.drafter.end(seq)
 
-    def _guide(self, request: Request) -> Guide | None:
+    def _guide(self, request: Request) -> Guide | ReasoningGuide | None:
         structured = request.params.structured
         return None if structured is None else self.grammars.guide(structured, request.stop_ids)
 

@@ -6,6 +6,8 @@ from outrider.sampling.grammar import Grammars
 from outrider.sampling.guide import Guide
 from outrider.sampling.noise import Key, Stream, uniform
 from outrider.sampling.params import SamplingParams
+from outrider.sampling.reasoning import Markers, Reasoning
+from outrider.sampling.reasoning_guide import ReasoningGuide
 from outrider.sampling.structured import Structured
 
 __all__ = [
@@ -14,7 +16,10 @@ __all__ = [
     "Guide",
     "Key",
     "Logprob",
+    "Markers",
     "Ranked",
+    "Reasoning",
+    "ReasoningGuide",
     "Row",
     "SamplingParams",
     "Stream",

@@ -7,13 +7,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from outrider.errors import InvalidParameter, OutriderError, QueueFull
 from outrider.sampling import matcher
 from outrider.sampling.guide import Compiled, Guide, MaskWorkers
+from outrider.sampling.reasoning_guide import ReasoningGuide
 from outrider.sampling.sandbox import Sandbox, SandboxLost
 from outrider.sampling.structured import Structured
+from outrider.sampling.vocabulary import Vocabulary
 
 __all__ = ["Grammars"]
 
@@ -66,13 +69,19 @@ class Grammars:
         self._refused: LruCache[tuple[float, InvalidParameter]] = LruCache(MAX_REFUSED, MAX_CACHED_BYTES)
         self._compiling: dict[Structured, Future[Compiled]] = {}
         self._tokenizer: Any = None
+        self._vocabulary: Vocabulary | None = None
         self._tokenizer_text = ""
         self._sandboxes = self._new_sandboxes(_COMPILE_NICENESS, "outrider-compile")
         self.masks = MaskWorkers(self._new_sandboxes(_FOLLOW_NICENESS, "outrider-follow"))
 
     def check(self, structured: Structured) -> None:
         """Compile it, or say what is wrong with it."""
-        self.compiled(structured).result()
+        if structured.reasoning is not None:
+            end = structured.reasoning.end
+            if not self._words().spell(end.encode()):
+                raise InvalidParameter("reasoning", f"this model's tokenizer cannot spell the marker {end!r}")
+        if structured.answer is not None:
+            self.compiled(structured.answer).result()
 
     def compiled(self, structured: Structured) -> Future[Compiled]:
         """The grammar, compiled once for all requests. The future raises InvalidParameter where the grammar is wrong.
@@ -90,10 +99,23 @@ class Grammars:
         future.add_done_callback(lambda _: self._keep(structured, future))
         return future
 
-    def guide(self, structured: Structured, stop_ids: frozenset[int]) -> Guide:
+    def guide(self, structured: Structured, stop_ids: frozenset[int]) -> Guide | ReasoningGuide:
         """A guide at the start of the output. The output may end with any of the stop ids or with the tokenizer's EOS."""
-        eos = frozenset() if self._eos_id is None else frozenset((self._eos_id,))
-        return Guide(self.compiled(structured), self.masks, self._vocab, stop_ids | eos)
+        ends = stop_ids | (frozenset() if self._eos_id is None else frozenset((self._eos_id,)))
+        grammar = structured.answer
+        answer = None if grammar is None else partial(self._guide, grammar, ends)
+        if structured.reasoning is not None:
+            return ReasoningGuide(structured.reasoning, self._words(), self._vocab, ends, answer)
+        assert grammar is not None
+        return self._guide(grammar, ends)
+
+    def _guide(self, grammar: Structured, ends: frozenset[int]) -> Guide:
+        return Guide(self.compiled(grammar), self.masks, self._vocab, ends)
+
+    def _words(self) -> Vocabulary:
+        self._load()
+        assert self._vocabulary is not None
+        return self._vocabulary
 
     def close(self) -> None:
         """End the processes; they start again when they are needed."""
@@ -158,5 +180,6 @@ class Grammars:
             try:
                 known = LLTokenizer(text, eos_token=self._eos_id).vocab_size
                 self._tokenizer = LLTokenizer(text, n_vocab=max(known, self._vocab), eos_token=self._eos_id)
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocab)
             except ValueError as error:
                 raise InvalidParameter(_PARAM, f"this model's tokenizer cannot follow a grammar: {error}") from None

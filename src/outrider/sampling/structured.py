@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import InvalidParameter
 from outrider.sampling.matcher import Spec
+from outrider.sampling.reasoning import Reasoning
 
 __all__ = ["KINDS", "Structured"]
 
-KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "lark")
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "lark", "text")
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 96  # brackets within brackets: parsers recurse
 _MAX_WHITESPACE = 256
@@ -30,13 +31,16 @@ class Structured:
     "choice"        a list of strings, one of which is the output
     "grammar"       a context-free grammar, in GBNF (`root ::= ...`) or Lark (`start: ...`)
     "lark"          a grammar in llguidance's dialect of Lark
+    "text"          nothing: any text, after reasoning that has a budget
 
+    With `reasoning` the grammar begins where the model's reasoning ends.
     `whitespace` is a regular expression for the white space between the parts of JSON; by default one blank or none.
     """
 
     kind: str
     value: Any = None  # kept as text: equal grammars are equal and hash alike
     whitespace: str | None = None
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -44,6 +48,17 @@ class Structured:
         object.__setattr__(self, "value", _text(self.kind, self.value))
         _check_size(self.kind, self.value)
         self._check_whitespace()
+        if self.reasoning is not None and not isinstance(self.reasoning, Reasoning):
+            raise InvalidParameter("reasoning", f"must be a Reasoning, got {type(self.reasoning).__name__}")
+        if self.kind == "text" and (self.reasoning is None or self.reasoning.budget is None):
+            raise InvalidParameter(_PARAM, "text needs reasoning with a budget; without one nothing is prescribed")
+
+    @property
+    def answer(self) -> Structured | None:
+        """The grammar of the answer alone; None where the answer is free."""
+        if self.kind == "text":
+            return None
+        return self if self.reasoning is None else replace(self, reasoning=None)
 
     @property
     def spec(self) -> Spec:
@@ -62,9 +77,9 @@ class Structured:
 
 def _text(kind: str, value: Any) -> str:
     """A grammar's value as one string, or InvalidParameter."""
-    if kind == "json_object":
+    if kind in ("json_object", "text"):
         if value is not None and value != "":
-            raise InvalidParameter(_PARAM, "json_object takes no value; use json_schema to say which object")
+            raise InvalidParameter(_PARAM, f"{kind} takes no value; use json_schema to say which object")
         return ""
     if kind == "choice":
         return _choices(value)

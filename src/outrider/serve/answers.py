@@ -16,11 +16,12 @@ from outrider.engine.outputs import CompletionOutput, Run, StreamPiece, sources_
 from outrider.sampling import Logprob
 from outrider.serve.errors import ApiError, body_of
 from outrider.serve.memory import prediction_details
+from outrider.serve.message import MessageStream, open_message
 from outrider.serve.metrics import metrics_of
 from outrider.serve.requests import PreparedRequest
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from outrider.serve.streaming import LazyRows, dumps, json_parts, rows
-from outrider.serve.tool_calls import ToolCall, ToolStream, parse_tool_calls
+from outrider.serve.tool_calls import CallDelta, collect
 from outrider.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ class ChatAnswer(Answer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._greeted: set[int] = set()
-        self._calls: dict[int, ToolStream] = {}
+        self._messages: dict[int, MessageStream] = {}
 
     @property
     def top(self) -> int:
@@ -298,12 +299,13 @@ class ChatAnswer(Answer):
     def whole_choice(self, index: int, chunk: StreamPiece) -> dict[str, Any]:
         output = chunk.output
         assert output is not None
-        message: dict[str, Any] = {"role": "assistant", "content": output.text}
-        calls: list[ToolCall] = []
-        if self._prepared.family:
-            message["content"], calls = parse_tool_calls(
-                output.text, self._prepared.tools, self._prepared.family, _was_cut(output)
-            )
+        stream = self._open()
+        deltas = [*stream.push(output.text), *stream.finish(_was_cut(output))]
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        content, calls = collect(deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not reasoning else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
         choice = {"index": index, "message": message, "logprobs": self._logprobs(chunk)}
@@ -323,25 +325,27 @@ class ChatAnswer(Answer):
         if choices and chunk.token_ids:  # the tokens of all deltas are listed with the last one
             choices[-1] |= {"logprobs": self._logprobs(chunk)} | self.extras(index, chunk)
         if chunk.output is not None:
-            called = index in self._calls and self._calls[index].called
+            called = index in self._messages and self._messages[index].called
             choices.append({"index": index, "delta": {}, "logprobs": None} | _ending(chunk.output, called))
         return choices
 
     def _deltas(self, index: int, chunk: StreamPiece) -> list[dict[str, Any]]:
-        if not self._prepared.family:
-            return [{"content": chunk.text}] if chunk.text else []
-        if index not in self._calls:
-            self._calls[index] = ToolStream(self._prepared.tools, self._prepared.family)
-        reader = self._calls[index]
-        deltas = reader.push(chunk.text) if chunk.text else []
+        if index not in self._messages:
+            self._messages[index] = self._open()
+        stream = self._messages[index]
+        deltas = stream.push(chunk.text) if chunk.text else []
         if chunk.output is not None:
-            deltas += reader.finish(_was_cut(chunk.output))
-        return [
-            {"content": delta.content}
-            if delta.index is None
-            else {"tool_calls": [{"index": delta.index} | _call(delta.id, delta.name, delta.arguments)]}
-            for delta in deltas
-        ]
+            deltas += stream.finish(_was_cut(chunk.output))
+        return [_delta(delta) for delta in deltas]
+
+    def _open(self) -> MessageStream:
+        prepared = self._prepared
+        return open_message(prepared.tools, prepared.family, prepared.reasoning, prepared.channels)
+
+    def _usage(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        markers = self._prepared.markers
+        reasoned = 0 if markers is None else sum(markers.count(output.token_ids) for output in outputs)
+        return super()._usage(outputs) | {"completion_tokens_details": {"reasoning_tokens": reasoned}}
 
     def _logprobs(self, chunk: StreamPiece) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -391,6 +395,15 @@ def _failed(output: CompletionOutput) -> ApiError:
     if reason.startswith("the request's round failed"):
         return ApiError(500, "the engine failed on this request; the server's log says how", code="corrupted")
     return ApiError(400 if "no token can follow" in reason else 500, reason, code="corrupted")
+
+
+def _delta(delta: CallDelta) -> dict[str, Any]:
+    """The JSON of a delta: of reasoning, of text or of a tool call."""
+    if delta.reasoning:
+        return {"reasoning_content": delta.reasoning}
+    if delta.index is None:
+        return {"content": delta.content}
+    return {"tool_calls": [{"index": delta.index} | _call(delta.id, delta.name, delta.arguments)]}
 
 
 def _call(name: str | None, function: str | None, arguments: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ConfigDict, create_model
 
 from outrider._version import __version__
+from outrider.errors import InvalidParameter
 from outrider.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from outrider.serve.body import BodyChecker, StrictRoute
 from outrider.serve.errors import ApiError, install_handlers
@@ -33,6 +34,7 @@ from outrider.serve.requests import (
     may_name_grammar,
     prepare_chat,
     prepare_completion,
+    renamed,
 )
 from outrider.serve.requests import tokenize as ids_of
 from outrider.serve.schemas import (
@@ -198,7 +200,10 @@ async def _prepare(
     if may_name_grammar(body):
         structured = await service.off_loop(partial(grammar_of, service.ready(), body), client, size)
         if structured is not None:
-            await service.compiled(structured, client)
+            try:
+                await service.compiled(structured, client)
+            except InvalidParameter as error:
+                raise renamed(error, body) from None
     return await service.off_loop(work, client, size)
 
 

@@ -115,13 +115,16 @@ class Chat:
         """Stream one answer to the screen. A stopped answer keeps the text so far."""
         chunks, stats, parts = self.partner.answer(prompt, self.params, self.speculation), LiveStats(), list[str]()
         summary: Summary | None = None
+        reasoned = False  # the screen shows reasoning, which is no part of the answer
         with _stoppable(self.partner.stops_between_rounds) as stopped, contextlib.suppress(KeyboardInterrupt):
             first = next(chunks)  # a refusal is raised before the status row is drawn
             with self._screen.status() as row:
                 for chunk in chain([first], chunks):
                     stats.add(chunk.guessed)
+                    gap = "\n\n" if chunk.text and reasoned and not any(parts) else ""
+                    reasoned = reasoned or bool(chunk.reasoning)
                     parts.append(chunk.text)
-                    self._screen.text(chunk.text)
+                    self._screen.text(chunk.reasoning + gap + chunk.text)
                     row.show(stats.line())
                     summary = chunk.summary or summary
                     if stopped():

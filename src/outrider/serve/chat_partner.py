@@ -42,11 +42,12 @@ class Summary:
 
 
 class AnswerChunk(NamedTuple):
-    """New text, whether each of its tokens was drafted, and, in the last chunk, the summary."""
+    """New text, whether each of its tokens was drafted, in the last chunk the summary, and the reasoning before the text."""
 
     text: str
     guessed: Sequence[bool]
     summary: Summary | None = None
+    reasoning: str = ""
 
 
 class LocalModel:
@@ -100,10 +101,12 @@ class RemoteModel:
         with self._ask(path, body) as response:
             for event in _events(response):
                 choice = (event.get("choices") or [{}])[0]
-                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                delta = choice.get("delta", {})
+                text, reasoning = choice.get("text") or delta.get("content") or "", delta.get("reasoning_content", "")
                 guessed = [token["source"] != "target" for token in choice.get("token_details") or ()]
                 tokens += len(guessed)
-                yield AnswerChunk(text, guessed, _summary_from(event["metrics"], tokens) if event.get("metrics") else None)
+                summary = _summary_from(event["metrics"], tokens) if event.get("metrics") else None
+                yield AnswerChunk(text, guessed, summary, reasoning)
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

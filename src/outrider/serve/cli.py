@@ -104,7 +104,9 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     from outrider.engine.device import Device
     from outrider.engine.intake import model_name
     from outrider.model import LoadOptions, check_model, is_hub_id, locate
+    from outrider.serve.reasoning import check_parser
 
+    check_parser(flags.reasoning_parser)
     check_speculation(speculation)
     device, options, model = Device.resolve(flags.device), LoadOptions(flags.dtype, flags.load_format), model_name(flags.model)
     if not is_hub_id(model):
@@ -135,8 +137,10 @@ def _load(flags: ServeFlags, speculation: SpeculationConfig, sizes: dict[str, An
         revision=flags.revision,
         **sizes,
     )
-    if template is not None and llm.tokenizer is not None:
-        llm.tokenizer.use_chat_template(template)
+    if llm.tokenizer is not None:
+        llm.tokenizer.use_reasoning_parser(flags.reasoning_parser)
+        if template is not None:
+            llm.tokenizer.use_chat_template(template)
     return llm
 
 
@@ -194,6 +198,7 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
     header = f" -H 'Authorization: Bearer '\"{key}\"" if key else ""
     secret = "os.environ['OUTRIDER_API_KEY']" if key else "'none'"
     chats = llm.tokenizer is not None and llm.tokenizer.chat_template
+    calls, reasons = _formats(llm)
     pool = llm.engine.runner.pool
     mib = (pool.keys.nbytes + pool.values.nbytes) / 2**20
     lines = [
@@ -202,6 +207,7 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
         f"context       {llm.max_model_len} tokens; {slots} sequences at once, {settings.max_queue} may wait",
         f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB",
         f"chat          {'yes' if chats else 'no: the model has no chat template; --chat-template gives it one'}",
+        f"tools         calls as {calls}; reasoning {reasons}",
         f"key           {'needed' if settings.needs_key else 'none; anybody who can reach the address is served'}",
         "",
         f"  curl {url}/v1/completions{header} -H 'Content-Type: application/json' \\",
@@ -214,6 +220,17 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
         f"ready on {url}",
     ]
     return "\n".join(lines)
+
+
+def _formats(llm: LLM) -> tuple[str, str]:
+    """The format of tool calls, and the markers of reasoning."""
+    from outrider.serve.reasoning import reasoning_of
+    from outrider.serve.tool_formats import family_of
+
+    if llm.tokenizer is None:
+        return "text", "unknown"
+    form = reasoning_of(llm.tokenizer)
+    return family_of(llm.tokenizer.chat_template), "is not separated" if form is None else f"ends with {form.end}"
 
 
 def written(address: tuple[str, int]) -> str:

@@ -103,6 +103,10 @@ class ServeFlags(ServerSettings):
     chat_template: Path | None = flag(
         None, "File with a Jinja chat template, that replaces the model's.", exists=True, dir_okay=False
     )
+    reasoning_parser: str = flag(
+        "auto",
+        "How the model marks its reasoning: auto (by its template), none, think, deepseek_r1, mistral, granite, seed or harmony.",
+    )
     threads: int | None = flag(None, "CPU threads. Default: torch's choice.", min=1)
     max_body: str = flag("4MiB", "Largest request body.")
     otlp_traces_endpoint: str | None = flag(None, "Address to send OpenTelemetry spans to (OTLP over HTTP).")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from outrider.core import Request
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidParameter
-from outrider.sampling import SamplingParams, Structured
+from outrider.sampling import Markers, Reasoning, SamplingParams, Structured
 from outrider.serve.errors import ApiError
+from outrider.serve.reasoning import ReasoningFormat, expected_reasoning, reasoning_of
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, TokenizeChat, TokenizePrompt
 from outrider.serve.settings import Limits
-from outrider.serve.tools import check_tools, family_of, tool_grammar, tool_or_answer, with_tools, with_whitespace
+from outrider.serve.tool_formats import describes_tools, family_of
+from outrider.serve.tool_grammar import tool_grammar, tool_or_answer, with_whitespace, wrapped
+from outrider.serve.tools import check_tools, with_tools
 from outrider.text import Tokenizer
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "may_name_grammar",
     "prepare_chat",
     "prepare_completion",
+    "renamed",
     "tokenize",
 ]
 
@@ -38,6 +42,9 @@ class PreparedRequest:
     texts: list[str] = field(default_factory=list)  # texts that `echo` puts before each answer
     family: str = ""  # format of tool calls; empty if there are no tools
     tools: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: Reasoning | None = None  # that the output may begin with
+    markers: Markers | None = None  # counts its tokens
+    channels: bool = False  # the output is a series of messages with channels
     cut: bool = False  # max_tokens is 0: the one generated token is dropped
     logprob_entries: int = 0  # number of prompt log probabilities in the answer
 
@@ -84,27 +91,63 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest
     if tokenizer is None:
         raise InvalidParameter("messages", "this model has no tokenizer; send token ids to /v1/completions")
     _check_messages(llm, body.messages)
-    messages = as_messages(body.messages)
+    form = reasoning_of(tokenizer)
+    if form is None and body.thinking_token_budget is not None:
+        raise InvalidParameter(
+            "thinking_token_budget",
+            "this model's template shows no markers of reasoning; the server's --reasoning-parser names them",
+        )
+    messages = as_messages(body.messages, form.field if form is not None else "")
     changes = _sampling(body) | {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    settings: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    settings = _template_settings(body)
+    tools, family = _tools(body), ""
+    if check_tools(tools, _tool_choice(body)) != "none":
+        family = family_of(tokenizer.chat_template)
+        messages = with_tools(messages, tools, family, describes_tools(tokenizer.chat_template))
+        settings["tools"] = None if family == "default" else tools
+    try:
+        ids = tokenizer.chat(messages, max_chars=tokenizer.longest * llm.max_model_len, **settings)
+        reasoning = None if form is None else _reasoning(form, tokenizer, ids, body)
+        if family or reasoning is not None:
+            changes["skip_special_tokens"] = False
+        changes["structured"] = _after_reasoning(grammar_of(llm, body), reasoning, body)
+        jobs = [_requests(llm, ids, llm.default_params(**changes), body)]
+    except InvalidParameter as error:
+        raise renamed(error, body) from None
+    channels = form is not None and form.channels and reasoning is not None
+    markers = None if reasoning is None else Markers(reasoning, tokenizer.bytes_of)
+    if markers is not None:
+        markers.count([0])  # the bytes of all tokens are looked up here and not where answers are written
+    return PreparedRequest(jobs, family=family, tools=tools, reasoning=reasoning, markers=markers, channels=channels)
+
+
+def _template_settings(body: ChatRequest) -> dict[str, Any]:
+    """The variables of the template. An effort also switches reasoning in templates that know only on and off."""
+    settings: dict[str, Any] = {}
     if body.reasoning_effort is not None:
-        settings["reasoning_effort"] = body.reasoning_effort
+        thinks = body.reasoning_effort != "none"
+        settings |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    settings |= body.chat_template_kwargs or {}
     if body.continue_final_message:
         settings |= {"continue_final_message": True, "add_generation_prompt": False}
     elif body.add_generation_prompt is not None:
         settings["add_generation_prompt"] = body.add_generation_prompt
-    tools, family = _tools(body), ""
-    if check_tools(tools, _tool_choice(body)) != "none":
-        family = family_of(tokenizer.chat_template)
-        messages = with_tools(messages, tools, family)
-        settings["tools"] = None if family == "default" else tools
-        changes |= {"skip_special_tokens": False, "structured": _with_calls(body, tokenizer)}
-    try:
-        ids = tokenizer.chat(messages, max_chars=tokenizer.longest * llm.max_model_len, **settings)
-        jobs = [_requests(llm, ids, llm.default_params(**changes), body)]
-    except InvalidParameter as error:
-        raise _renamed(error, body) from None
-    return PreparedRequest(jobs, family=family, tools=tools)
+    return settings
+
+
+def _reasoning(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], body: ChatRequest) -> Reasoning | None:
+    begun = str(body.messages[-1].content or "") if body.continue_final_message else None
+    reasoning = expected_reasoning(form, tokenizer, ids, begun)
+    return None if reasoning is None else replace(reasoning, budget=body.thinking_token_budget)
+
+
+def _after_reasoning(answer: Structured | None, reasoning: Reasoning | None, body: ChatRequest) -> Structured | None:
+    """The grammar of an answer, from where the reasoning ends, and the budget of the reasoning."""
+    if reasoning is None:
+        return answer
+    if answer is not None:
+        return replace(answer, reasoning=reasoning)
+    return None if body.thinking_token_budget is None else Structured("text", reasoning=reasoning)
 
 
 def may_name_grammar(body: GenerationRequest) -> bool:
@@ -115,9 +158,14 @@ def may_name_grammar(body: GenerationRequest) -> bool:
 
 def grammar_of(llm: LLM, body: GenerationRequest) -> Structured | None:
     """The grammar that the output must follow, or None."""
-    if isinstance(body, ChatRequest) and llm.tokenizer is not None and check_tools(_tools(body), _tool_choice(body)) != "none":
-        return _with_calls(body, llm.tokenizer)
-    return _structured(body)
+    tokenizer = llm.tokenizer
+    if not isinstance(body, ChatRequest) or tokenizer is None:
+        return _structured(body)
+    if check_tools(_tools(body), _tool_choice(body)) != "none":
+        return _with_calls(body, tokenizer)
+    answer, form = _structured(body), reasoning_of(tokenizer)
+    has_channels = answer is not None and form is not None and form.channels and not body.continue_final_message
+    return wrapped(answer, tokenizer.token_id) if answer is not None and has_channels else answer
 
 
 def _tools(body: ChatRequest) -> list[dict[str, Any]]:
@@ -143,17 +191,24 @@ def _with_calls(body: ChatRequest, tokenizer: Tokenizer) -> Structured | None:
     if not must_call and answer is None:
         return None
     family, parallel = family_of(tokenizer.chat_template), body.parallel_tool_calls is not False
-    calls = tool_grammar(tools, choice if must_call else "required", family, parallel, tokenizer.table().get)
+    calls = tool_grammar(tools, choice if must_call else "required", family, parallel, tokenizer.token_id)
     assert calls is not None
-    return calls if answer is None else tool_or_answer(calls, answer)
+    return calls if answer is None else tool_or_answer(calls, answer, family, tokenizer.token_id)
 
 
-def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them, without fields that the request did not set."""
+def as_messages(messages: list[Message], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:
+    """Messages as templates expect them, without fields that the request did not set.
+
+    `reasoning` is the field where the template expects the reasoning of earlier messages. A message of gpt-oss that calls
+    tools has one text, so there the reasoning gives way to the content.
+    """
     out = []
     for message in messages:
         fields = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
         fields.setdefault("content", "")
+        is_single = reasoning == "thinking" and bool(fields.get("tool_calls")) and bool(fields["content"])
+        if message.reasoning_content and reasoning and not is_single:
+            fields[reasoning] = message.reasoning_content
         out.append(fields)
     return out
 
@@ -274,10 +329,17 @@ def _named_grammars(body: GenerationRequest) -> list[tuple[str, Any]]:
     return grammars + [(kind, value) for kind, values in named.items() for value in values if value is not None]
 
 
-def _renamed(error: InvalidParameter, body: ChatRequest) -> InvalidParameter:
-    """The error with the parameter names of the chat API."""
+def renamed(error: InvalidParameter, body: GenerationRequest) -> InvalidParameter:
+    """The error with the parameter names of the chat API. A grammar that was built from tools is called by their name."""
+    if not isinstance(body, ChatRequest):
+        return error
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
+    if body.tools and _structured(body) is None:
+        names["response_format"] = "tools"
     name = names.get(error.param)
-    return error if name is None else InvalidParameter(name, str(error).partition(": ")[2], error.code)
+    if name is None:
+        return error
+    message = str(error).partition(": ")[2].replace("the lark cannot be used", "the grammar of their calls cannot be used")
+    return InvalidParameter(name, message, error.code)

@@ -279,6 +279,7 @@ class Message(_Request):
     name: str | None = Field(None, max_length=128)
     tool_calls: Annotated[list[PastCall], Field(max_length=_L.tools), FirstOnly()] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # of an earlier answer; templates may show it to the model
 
     @field_validator("content", mode="before")
     @classmethod
@@ -329,6 +330,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
+    thinking_token_budget: int | None = Field(None, ge=0, le=2**31 - 1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -341,9 +343,9 @@ class ChatRequest(GenerationRequest):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_settings(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        allowed = ("enable_thinking", "thinking", "reasoning_effort")
+        allowed = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "preserve_thinking", "clear_thinking")
         for name, setting in (value or {}).items():
-            if name not in allowed or not isinstance(setting, str | bool | int | None):
+            if name not in allowed or not isinstance(setting, str | bool | int | None) or len(str(setting)) > _L.stop_chars:
                 raise ValueError(f"may set {', '.join(allowed)} to a plain value, not {name}")
         return value
 

@@ -1,4 +1,4 @@
-"""Tools: how they are described to a model, and grammars that make it call them. `tool_calls` parses the calls.
+"""Tools: checking a request's tools, and telling a model of them. `tool_calls` parses calls, `tool_grammar` enforces them.
 
 Pure functions of text and the request's `tools`; nothing here calls a tool.
 """
@@ -7,59 +7,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import InvalidParameter
-from outrider.sampling import Structured
-from outrider.sampling.matcher import WHITESPACE
+from outrider.serve.tool_formats import FORMATS, Format, Tool, family_of
 
-__all__ = [
-    "FAMILIES",
-    "FORMATS",
-    "Format",
-    "Tool",
-    "check_tools",
-    "family_of",
-    "tool_grammar",
-    "tool_or_answer",
-    "with_tools",
-    "with_whitespace",
-]
+__all__ = ["ToolChoice", "check_tools", "family_of", "with_tools"]
 
-Tool = Mapping[str, Any]  # as in the request: {"type": "function", "function": {"name", "parameters", ...}}
 ToolChoice = str | Mapping[str, Any] | None  # "none", "auto", "required", or {"type": "function", "function": {"name"}}
 MAX_TOOLS = 128
-_MAX_CALLS = 8  # maximum number of calls in one answer under a grammar
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """The syntax of tool calls in a family of models."""
-
-    opening: str  # before a call, or before the first call of a list
-    key: str = "arguments"  # the property that holds the arguments
-    before: str = ""  # between the opening and the call's object
-    closing: str = ""  # after a call, or after the last call of a list
-    between: str = "\n"  # between two calls
-    listed: bool = False  # one opening and closing around all calls
-    named: bool = False  # name[ARGS]{...} instead of an object
-    bare: bool = False  # an answer that begins with a JSON object is also a call
-    control: bool = False  # the opening is one control token
-
-
-FORMATS = {
-    "hermes": Format("<tool_call>", before="\n", closing="\n</tool_call>"),
-    "llama3": Format("<|python_tag|>", key="parameters", between="; ", listed=True, bare=True),
-    "mistral": Format("[TOOL_CALLS]", before="[", closing="]", between=", ", listed=True, control=True),
-    "mistral_args": Format("[TOOL_CALLS]", between="", named=True, control=True),
-    "marked": Format("<|tool|>", control=True),
-    "default": Format("<tool_call>", before="\n", closing="\n</tool_call>"),
-}
-FAMILIES = tuple(FORMATS)
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")  # a schema
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice = None) -> str:
@@ -96,37 +59,75 @@ def _checked_name(tool: Any) -> str:
         raise InvalidParameter("tools", f"a function's name has 1 to 64 letters, digits or any of _ . -, got {name!r}")
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise InvalidParameter("tools", f"the parameters of {name!r} must be a JSON schema")
+    parameters = function.get("parameters") or {}
+    if parameters.get("type", "object") != "object":
+        raise InvalidParameter("tools", f"the parameters of {name!r} must have the type object, got {parameters['type']!r}")
+    if (fault := _fault_of(parameters, "parameters")) is not None:
+        raise InvalidParameter("tools", f"the schema of {name!r} is wrong: {fault}")
     return name
 
 
-def family_of(chat_template: str | None) -> str:
-    """The format of tool calls of a model with this template, or "default" if the template knows no tools."""
-    template = chat_template or ""
-    if "tools" not in template:
-        return "default"
-    if "[TOOL_CALLS]" in template:
-        return "mistral_args" if "[ARGS]" in template else "mistral"
-    if "<tool_call>" in template:
-        return "hermes"
-    if "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template):
-        return "llama3"
-    return "marked" if "<|tool|>" in template else "default"
+def _fault_of(schema: Any, path: str) -> str | None:
+    """What is wrong with a schema, as far as its shape tells; None where nothing is. Unknown keywords are ignored."""
+    if isinstance(schema, bool):
+        return None
+    if not isinstance(schema, Mapping):
+        return f"{path} must be a schema, which is an object or a bool"
+    types = schema.get("type", [])
+    for kind in types if isinstance(types, list) else [types]:
+        if kind not in _TYPES:
+            return f"{path}.type is {kind!r}; the types are {', '.join(_TYPES)}"
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        return f"{path}.required must be a list of names"
+    if not isinstance(schema.get("enum", []), list):
+        return f"{path}.enum must be a list"
+    parts: list[tuple[Any, str]] = [(schema[key], key) for key in _SCHEMAS if key in schema]
+    for key in _SCHEMA_LISTS:
+        if not isinstance(schema.get(key, []), list):
+            return f"{path}.{key} must be a list of schemas"
+        parts += [(part, f"{key}[{number}]") for number, part in enumerate(schema.get(key, []))]
+    for key in _SCHEMA_MAPS:
+        if not isinstance(schema.get(key, {}), Mapping):
+            return f"{path}.{key} must map names to schemas"
+        parts += [(part, f"{key}.{name}") for name, part in schema.get(key, {}).items()]
+    faults = (_fault_of(part, f"{path}.{place}") for part, place in parts)
+    return next((fault for fault in faults if fault is not None), None)
 
 
-def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: str) -> list[dict[str, Any]]:
-    """Messages as the template expects them, with the arguments of earlier calls as objects instead of text.
+def with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: str, described: bool = True
+) -> list[dict[str, Any]]:
+    """Messages as the template expects them. Most templates expect the arguments of earlier calls as objects, not as text.
 
-    For a template that knows no tools, tools and calls become text in the default format. Pass the result to
+    `described`: the template tells the model of the tools. Otherwise the system message does. For a template that knows no
+    tools at all, earlier calls and results become text too. Pass the result to
     `Tokenizer.chat(messages, tools=None if family == "default" else tools)`.
     """
-    out = [_with_objects(message) for message in messages]
-    if family != "default":
-        return out
-    texts = [_as_text(message) for message in out]
-    first = texts[0]["content"] + "\n\n" if texts and texts[0]["role"] == "system" else ""
+    form = FORMATS[family]
+    out = [dict(message) if form.text_arguments else _with_objects(message) for message in messages]
+    if family == "default":
+        out = [_as_text(message) for message in out]
+    if form.system_tools:
+        out = _with_system(out, "")
+        return [out[0] | {"tools": json.dumps([tool["function"] for tool in tools], ensure_ascii=False)}, *out[1:]]
+    return out if described and family != "default" else _with_system(out, _prompt(form, tools))
+
+
+def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Messages whose system message ends with a text."""
+    first = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+    content = "\n\n".join(part for part in (first, text) if part)
+    return [{"role": "system", "content": content}, *(messages if first is None else messages[1:])]
+
+
+def _prompt(form: Format, tools: Sequence[Tool]) -> str:
+    """The tools and the format of a call, in words."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    system = {"role": "system", "content": first + _DEFAULT_PROMPT.format(tools=lines)}
-    return [system, *(texts[1:] if first else texts)]
+    if form.syntax == "named":
+        example = f"{form.opening}{form.head}NAME{form.separator}{{...}}{form.tail}{form.closing}"
+        return f"You may call these functions, one JSON object per line:\n{lines}\n\nTo call one, write exactly this:\n{example}"
+    return _DEFAULT_PROMPT.format(tools=lines)
 
 
 _DEFAULT_PROMPT = """You may call these functions, one JSON object per line:
@@ -164,75 +165,3 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         for call in message.get("tool_calls") or ()
     ]
     return {"role": role, "content": "\n".join([content, *calls] if content else calls) if calls else content}
-
-
-def tool_grammar(
-    tools: Sequence[Tool],
-    choice: ToolChoice,
-    family: str,
-    parallel: bool = True,
-    token_id: Callable[[str], int | None] | None = None,
-) -> Structured | None:
-    """A grammar that makes the model call a tool, in its family's format. None unless the choice requires a call.
-
-    `token_id` finds control tokens by name (`Tokenizer.table().get`). Without it they are written as text.
-    """
-    wanted = check_tools(tools, choice)
-    if wanted in ("none", "auto"):
-        return None
-    named = [tool["function"] for tool in tools if wanted in ("required", tool["function"]["name"])]
-    form = FORMATS[family]
-    opening = "" if form.bare else _marker(form, token_id)
-    several = f" ({_quoted(form.between) if form.between else ''} {'call' if form.listed else 'whole'}){{0,{_MAX_CALLS - 1}}}"
-    repeated = several if parallel and wanted == "required" else ""
-    before, closing = (_quoted(text) if text else "" for text in (form.before, form.closing))
-    rules = [
-        f"start: {opening} {before} call{repeated} {closing}" if form.listed else f"start: whole{repeated}",
-        *([] if form.listed else [f"whole: {opening} {before} call {closing}"]),
-        "call: " + " | ".join(f"call{i}" for i in range(len(named))),
-    ]
-    for i, function in enumerate(named):
-        rules.append(f"call{i}: {_call(form, function['name'], f'args{i}')}")
-        rules.append(f"args{i}: %json {json.dumps(_schema(function), ensure_ascii=False)}")
-    return Structured("lark", "\n".join(rules))
-
-
-def tool_or_answer(calls: Structured, answer: Structured) -> Structured:
-    """A grammar that accepts tool calls or an answer in JSON."""
-    if answer.kind not in ("json_schema", "json_object"):
-        raise InvalidParameter(
-            "response_format", f"a {answer.kind} cannot stand beside tools; use a JSON schema, or tool_choice: none"
-        )
-    schema = json.loads(answer.value or '{"type": "object"}')
-    schema = {} if schema is True else {"enum": []} if schema is False else schema
-    rules = calls.value.replace("start:", "calls:", 1)
-    spaced = with_whitespace(schema, answer.whitespace or WHITESPACE)
-    return Structured("lark", f"start: calls | answer\n{rules}\nanswer: %json {json.dumps(spaced, ensure_ascii=False)}")
-
-
-def with_whitespace(schema: Mapping[str, Any], pattern: str) -> dict[str, Any]:
-    """A schema with this pattern of white space in JSON, unless the schema sets one."""
-    options = schema.get("x-guidance")
-    return {**schema, "x-guidance": {"whitespace_pattern": pattern} | (options if isinstance(options, dict) else {})}
-
-
-def _marker(form: Format, token_id: Callable[[str], int | None] | None) -> str:
-    token = token_id(form.opening) if form.control and token_id is not None else None
-    return _quoted(form.opening) if token is None else f"<[{token}]>"
-
-
-def _call(form: Format, name: str, arguments: str) -> str:
-    if form.named:
-        return f"{_quoted(name + '[ARGS]')} {arguments}"
-    head = f'{{"name": {json.dumps(name)}, "{form.key}": '
-    return f'{_quoted(head)} {arguments} "}}"'
-
-
-def _schema(function: Tool) -> dict[str, Any]:
-    """The schema of a function's arguments. Unsupported keywords are ignored, as OpenAI does."""
-    schema = with_whitespace({"type": "object", **(function.get("parameters") or {})}, WHITESPACE)
-    return schema | {"x-guidance": {"lenient": True} | schema["x-guidance"]}
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
