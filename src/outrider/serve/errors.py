@@ -85,7 +85,10 @@ def install_handlers(app: FastAPI) -> None:
 def _unrouted(request: Request, error: BaseHTTPException) -> ApiError:
     """The API error for an unknown route or method, with the valid ones."""
     path = request.url.path[:128]
-    routes = {_plain(route.path): route.methods or set() for route in request.app.routes if isinstance(route, Route)}
+    routes: dict[str, set[str]] = {}
+    for route in request.app.routes:
+        if isinstance(route, Route):
+            routes.setdefault(_plain(route.path), set()).update(route.methods or ())
     if error.status_code == 405:
         allowed = ", ".join(_with_head((error.headers or {}).get("Allow", "").split(", ")))
         return ApiError(405, f"{path} takes {allowed}, not {request.method}", headers={"Allow": allowed})

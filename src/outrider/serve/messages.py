@@ -53,6 +53,7 @@ class MessageAnswer(PartsAnswer):
         usage = self._usage([output])
         details = usage["prompt_tokens_details"]
         counts = _usage(usage["prompt_tokens"], details["cached_tokens"], usage["completion_tokens"])
+        counts["output_tokens_details"] = {"thinking_tokens": self.reasoning_tokens(usage)}
         metrics = self._metrics([output])
         self.document = self._message([_block(part) for part in self.parts.parts], counts) | end | {"metrics": metrics}
         yield {"type": "message_delta", "delta": end, "usage": counts, "metrics": metrics}

@@ -20,14 +20,21 @@ from outrider.serve.translation import ChatMessages, chat_request
 
 __all__ = ["NAMES", "as_chat", "as_counted_chat"]
 
-NAMES = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences"}
+NAMES = {
+    "messages": "messages",  # without positions, which count the messages that turns are made into
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+_SWITCHES = {"enabled": True, "disabled": False}  # the other types leave it to the model
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(body: MessagesRequest) -> ChatRequest:
     """The chat request of a request to /v1/messages."""
-    form = None if body.output_config is None else body.output_config.format
     choice = body.tool_choice
+    calls_only = choice is not None and choice.type in ("any", "tool")  # no text is written, so its format does not matter
+    form = None if calls_only or body.output_config is None else body.output_config.format
     alone = None if choice is None else choice.disable_parallel_tool_use
     fields = _prompt_fields(body) | {
         "max_completion_tokens": body.max_tokens,
@@ -51,7 +58,7 @@ def _prompt_fields(body: CountRequest) -> dict[str, Any]:
     for turn in body.messages:
         _add(turn, messages)
     config, thinking = body.output_config, body.thinking
-    switch = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
+    switch = None if thinking is None or thinking.type not in _SWITCHES else _SWITCHES[thinking.type]
     return {
         "messages": messages.messages,
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
@@ -66,12 +73,12 @@ def _add(turn: Turn, messages: ChatMessages) -> None:
     if isinstance(turn.content, str):
         turn = Turn(role=turn.role, content=[TextBlock(type="text", text=turn.content)])
     texts = "\n".join(block.text for block in turn.content if isinstance(block, TextBlock))
-    if turn.role == "user":
+    if turn.role != "assistant":
         results = [block for block in turn.content if isinstance(block, ResultBlock)]
         for result in results:
             messages.add("tool", _result(result), tool_call_id=result.tool_use_id)
         if texts or not results:
-            messages.add("user", texts)
+            messages.add(turn.role, texts)
         return
     thoughts = "".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock))
     if thoughts:

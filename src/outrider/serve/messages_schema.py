@@ -108,7 +108,7 @@ Blocks = Annotated[
 
 
 class Turn(_Block):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
@@ -132,7 +132,8 @@ class ToolChoice(_Block):
 
 
 class Thinking(_Block):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized"] | None = None  # thinking is never left out
     budget_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
 
 

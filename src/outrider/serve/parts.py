@@ -104,6 +104,10 @@ class PartsAnswer(ChatAnswer):
                 pass
         return self.document
 
+    def reasoning_tokens(self, usage: Mapping[str, Any]) -> int:
+        """The tokens of reasoning, of a chat answer's usage."""
+        return (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+
     def lead(self, event: dict[str, Any]) -> str:
         return f"event: {event['type']}\ndata: "
 

@@ -131,12 +131,11 @@ class ResponseAnswer(PartsAnswer):
 
     def _usage_of_output(self, output: CompletionOutput) -> dict[str, Any]:
         usage = self._usage([output])
-        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": thought},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens(usage)},
             "total_tokens": usage["total_tokens"],
         }
 

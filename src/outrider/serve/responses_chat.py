@@ -52,12 +52,13 @@ def open_turn(body: ResponsesRequest, store: ResponseStore, owner: Owner, earlie
 def _fields(body: ResponsesRequest) -> dict[str, Any]:
     """The fields that a chat request names in another way."""
     choice = body.tool_choice
+    calls_only = choice is not None and choice not in ("none", "auto")  # no text is written, so its format does not matter
     return {
         "max_completion_tokens": body.max_output_tokens,
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         "tool_choice": {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": None if body.text is None or body.text.format is None else _format(body.text.format),
+        "response_format": None if calls_only or body.text is None or body.text.format is None else _format(body.text.format),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
 

@@ -15,6 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 _L = Limits()
+_METADATA = 16  # entries
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -168,7 +169,14 @@ class Reasoning(_Part):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+def _short(value: Any) -> Any:
+    """Check the length of an object before its values are checked."""
+    if isinstance(value, dict) and len(value) > _METADATA:
+        raise ValueError(f"must have at most {_METADATA} entries, not {len(value)}")
+    return value
+
+
+Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=_METADATA), BeforeValidator(_short)]
 
 
 class ResponsesRequest(GenerationRequest):
