@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM
+from outrider.serve.trace import Tracer
 from tests.serve.test_draining import drain
 from tests.support.server import Running, request_bytes, until
 
@@ -88,6 +90,28 @@ def test_a_stopping_server_ends_streams_with_a_failure(server_with: Starter) -> 
     assert last[RESPONSES]["type"] == "response.failed"
     assert last[RESPONSES]["response"]["output"][0]["status"] == "incomplete"
     assert last[MESSAGES]["error"]["type"] == "overloaded_error"
+
+
+def test_the_access_log_and_spans_cover_the_routes(server_with: Starter, caplog: pytest.LogCaptureFixture) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    server = server_with(access_log=True)
+    server.app.state.tracer = Tracer(provider)
+    for path, body in BODIES.items():
+        with caplog.at_level(logging.INFO, "outrider.access"):
+            answer = server.post(path, **body | {LENGTHS[path]: 3}).json()
+            until(lambda path=path: any(f"POST {path}" in one.getMessage() for one in caplog.records))  # type: ignore[misc]
+        (line,) = (one for one in caplog.records if f"POST {path}" in one.getMessage())
+        assert line.fields["completion_tokens"] == 3  # type: ignore[attr-defined]
+        attributes = exporter.get_finished_spans()[-1].attributes
+        assert attributes is not None
+        assert attributes["gen_ai.response.id"] == answer["id"]
+        assert attributes["gen_ai.operation.name"] == "chat"
+    provider.shutdown()
 
 
 @pytest.mark.parametrize("path", BODIES)

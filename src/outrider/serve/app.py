@@ -53,7 +53,7 @@ from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeReq
 from outrider.serve.service import RequestHandle, Service
 from outrider.serve.settings import Limits, ServerSettings
 from outrider.serve.streaming import ClientGone, LiveAnswer, dumps, unless_gone
-from outrider.serve.translation import renamed
+from outrider.serve.translation import named_as
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -178,7 +178,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     service = _service(request)
     service.ready()
-    with renamed(RESPONSE_NAMES):
+    with named_as(RESPONSE_NAMES):
         owner, previous = Owner(client_of(request.scope), body.cache_salt or ""), body.previous_response_id
         turns = () if previous is None else _stored(request, owner, previous, "previous_response_id").turns
         work = partial(open_turn, body, request.app.state.responses, owner, turns)
@@ -219,7 +219,7 @@ def _stored(request: Request, owner: Owner, name: str, param: str) -> StoredResp
 async def messages(request: Request, body: MessagesRequest) -> Response:
     service = _service(request)
     service.ready()
-    with renamed(MESSAGE_NAMES):
+    with named_as(MESSAGE_NAMES):
         chat = await service.off_loop(partial(as_chat, body), client_of(request.scope), len(await request.body()))
         return await _generate(request, chat, prepare_chat, MessageAnswer, "msg")
 
@@ -236,7 +236,7 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
         prepared = prepare_chat(llm, as_counted_chat(body), service.settings.limits)
         return len(prepared.jobs[0][0][0].prompt_ids)
 
-    with renamed(MESSAGE_NAMES):
+    with named_as(MESSAGE_NAMES):
         count = await service.off_loop(work, client_of(request.scope), len(await request.body()))
         return JSONResponse({"input_tokens": count})
 

@@ -25,6 +25,7 @@ NAMES = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _SWITCHES = {"enabled": True, "disabled": False}  # the other types leave it to the model
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -41,6 +42,7 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
         "stop": body.stop_sequences or None,
         "tool_choice": None if choice is None else _choice(choice.type, choice.name),
         "parallel_tool_calls": None if alone is None else not alone,
+        "thinking_token_budget": None if body.thinking is None else body.thinking.budget_tokens,
         "response_format": None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema_}},
     }
     return chat_request(body, fields)

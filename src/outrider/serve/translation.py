@@ -14,7 +14,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.schemas import ChatRequest, GenerationRequest
 from outrider.serve.validation import refusal_of
 
-__all__ = ["ChatMessages", "chat_request", "renamed"]
+__all__ = ["ChatMessages", "chat_request", "named_as"]
 
 _SHARED = GenerationRequest.model_fields.keys() - {"max_tokens", "response_format", "stream_options"}
 
@@ -68,7 +68,7 @@ def chat_request(body: GenerationRequest, fields: Mapping[str, Any]) -> ChatRequ
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
     """Give errors the names that an API has for the fields of a chat request."""
     try:
         yield
