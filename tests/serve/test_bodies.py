@@ -21,6 +21,8 @@ from outrider.process import PythonProcess
 from outrider.serve import body as bodies
 from outrider.serve import schemas
 from outrider.serve.errors import ApiError
+from outrider.serve.messages_schema import MessagesRequest
+from outrider.serve.responses_schema import ResponsesRequest
 from outrider.serve.settings import Limits
 from outrider.serve.validation import SCHEMAS, Refusal, check, restore
 from tests.support.examples import examples
@@ -30,6 +32,7 @@ Starter = Callable[..., Running]
 MANY = 20_000
 USER = {"role": "user", "content": "x"}
 COMPLETION, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 
 
 def hostile(many: int) -> dict[str, tuple[str, Any]]:
@@ -51,6 +54,18 @@ def hostile(many: int) -> dict[str, tuple[str, Any]]:
         "content": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * many}]}),
         "tools": (CHAT, {"messages": [USER], "tools": [{}] * many}),
         "tokens": (DETOKENIZE, {"tokens": [-1] * many}),
+        "items": (RESPONSES, {"input": [{}] * many}),
+        "items of text": (RESPONSES, {"input": [""] * many}),
+        "parts of an item": (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}] * many}]}),
+        "tools of a response": (RESPONSES, {"input": "x", "tools": [{}] * many}),
+        "included": (RESPONSES, {"input": "x", "include": [0] * many}),
+        "metadata": (RESPONSES, {"input": "x", "metadata": {str(i): 0 for i in range(many)}}),
+        "turns": (MESSAGES, {"max_tokens": 1, "messages": [{}] * many}),
+        "blocks": (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text"}] * many}]}),
+        "blocks of nothing": (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{}] * many}]}),
+        "system": (MESSAGES, {"max_tokens": 1, "messages": [USER], "system": [{"type": "text"}] * many}),
+        "stop_sequences": (MESSAGES, {"max_tokens": 1, "messages": [USER], "stop_sequences": [0] * many}),
+        "tools to count": (COUNT, {"messages": [USER], "tools": [{}] * many}),
         "messages to tokenize": (TOKENIZE, {"messages": [{}] * many}),
     }
 
@@ -77,6 +92,10 @@ def test_a_long_wrong_list_reports_few_errors(name: str) -> None:
         (CHAT, {"messages": [USER | {"content": [{"type": "text", "text": "x"}] * MANY}]}),
         (CHAT, {"messages": [USER | {"tool_calls": [{"function": {"name": "f"}}] * MANY}]}),
         (CHAT, {"messages": [USER | {"tool_calls": [{"function": {"name": "f"}}] * 100}] * 100}),
+        (RESPONSES, {"input": [USER] * MANY}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * MANY}]}),
+        (MESSAGES, {"max_tokens": 1, "messages": [USER] * MANY}),
+        (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * MANY}]}),
     ],
     ids=str,
 )
@@ -118,6 +137,8 @@ FIELDS = sorted(
     {
         *schemas.CompletionRequest.model_fields,
         *schemas.ChatRequest.model_fields,
+        *ResponsesRequest.model_fields,
+        *MessagesRequest.model_fields,
         "best_of",
         "functions",
         "role",
@@ -132,6 +153,9 @@ CLOSE = st.fixed_dictionaries(
         "prompt": st.text(max_size=4) | st.lists(st.integers(0, 9), max_size=3) | JSON,
         "messages": st.lists(st.just(USER) | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), JSON)),
         "tokens": st.lists(st.integers(-1, 9)) | JSON,
+        "input": st.text(max_size=4) | st.lists(st.just(USER) | JSON, max_size=3),
+        "system": st.text(max_size=4) | st.lists(st.just({"type": "text", "text": "x"}) | JSON, max_size=3),
+        "max_tokens": st.integers(-1, 9) | JSON,
         "stop": st.lists(st.text(max_size=2) | JSON, max_size=6),
         "speculation": st.booleans() | st.dictionaries(st.sampled_from(["enabled", "method", "max_tokens"]), JSON),
         "tool_choice": st.sampled_from(["none", "any"]) | st.dictionaries(st.sampled_from(["type", "function"]), JSON),

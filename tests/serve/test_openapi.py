@@ -30,7 +30,8 @@ CHECKS = [
 ]
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("POST", "/forget"), ("GET", "/v1/models"),
+    ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/v1/responses/{name}"), ("DELETE", "/v1/responses/{name}"), ("POST", "/forget"), ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"), ("GET", "/version"),
     ("GET", "/metrics"), ("GET", "/stats"),
 ]  # fmt: skip
@@ -73,12 +74,14 @@ def test_no_500_and_no_answer_outside_the_schema(server: Running, document: Any,
 
 def shorten(body: dict[str, Any]) -> None:
     """Replace valid output limits by small ones, because running to the end of the context takes long."""
-    names = ("max_tokens", "max_completion_tokens")
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
     for name in names:
         if type(body.get(name)) is int and 4 < body[name] < 2048:
             body[name] = 4
-    if "messages" in body and all(body.get(name) is None for name in names):
-        body["max_completion_tokens"] = 4
+    if all(body.get(name) is None for name in names):
+        for field, name in (("messages", "max_completion_tokens"), ("input", "max_output_tokens")):
+            if field in body:
+                body[name] = 4
 
 
 def operation_cases(operation: Any) -> Callable[..., Any]:

@@ -226,6 +226,10 @@ def test_no_route_runs_code_or_changes_the_server(server: Running) -> None:
     assert {path for path, method in methods if method != "GET"} == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/{name}",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
     }

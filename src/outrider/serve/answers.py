@@ -7,7 +7,7 @@ written as JSON; no schema checks them. Long lists are `LazyRows`, whose items a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,28 @@ class Answer:
 
     def events(self, chunks: Sequence[tuple[int, StreamPiece]]) -> bytes:
         """The server-sent events of these chunks, as bytes."""
-        return "".join([f"data: {dumps(event)}\n\n" for event in self._events(chunks)]).encode()
+        return self.framed(self._events(chunks))
+
+    def framed(self, events: Iterable[dict[str, Any]]) -> bytes:
+        """Events as they are sent."""
+        return "".join([f"{self.lead(event)}{dumps(event)}\n\n" for event in events]).encode()
+
+    def lead(self, event: dict[str, Any]) -> str:  # noqa: ARG002 (other APIs name their events)
+        """What stands before an event's JSON."""
+        return "data: "
+
+    def ping(self) -> bytes:
+        """What is sent while there is no output."""
+        return b": keep-alive\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of a stream that has failed."""
+        return self.framed([body_of(error)]) + b"data: [DONE]\n\n"
 
     def event_parts(self, chunks: Sequence[tuple[int, StreamPiece]]) -> Iterator[str]:
         """The server-sent events of these chunks, as small parts that are made one at a time."""
         for event in self._events(chunks):
-            yield "data: "
+            yield self.lead(event)
             yield from json_parts(event)
             yield "\n\n"
 

@@ -27,6 +27,16 @@ from outrider.serve.fairness import client_of, in_daemon_thread
 from outrider.serve.guard import AccessGuard, Keys
 from outrider.serve.logs import adopt, request_id
 from outrider.serve.memory import memory_of
+from outrider.serve.messages import MessageAnswer
+from outrider.serve.messages_chat import NAMES as MESSAGE_NAMES
+from outrider.serve.messages_chat import as_chat, as_counted_chat
+from outrider.serve.messages_schema import (
+    CountRequest,
+    MessageAnswerObject,
+    MessageErrorBody,
+    MessagesRequest,
+    TokenCount,
+)
 from outrider.serve.requests import (
     PreparedRequest,
     count_sequences,
@@ -37,6 +47,11 @@ from outrider.serve.requests import (
     renamed,
 )
 from outrider.serve.requests import tokenize as ids_of
+from outrider.serve.response_store import Owner, ResponseStore, StoredResponse
+from outrider.serve.responses import ResponseAnswer
+from outrider.serve.responses_chat import NAMES as RESPONSE_NAMES
+from outrider.serve.responses_chat import open_turn
+from outrider.serve.responses_schema import DeletedResponse, ResponseObject, ResponsesRequest
 from outrider.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -48,6 +63,7 @@ from outrider.serve.schemas import (
 from outrider.serve.service import RequestHandle, Service
 from outrider.serve.settings import Limits, ServerSettings
 from outrider.serve.streaming import ClientGone, LiveAnswer, dumps, unless_gone
+from outrider.serve.translation import named_as
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -93,6 +109,7 @@ Version = _answer("Version", version=str)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
 }
+_MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessageErrorBody} for status in _ERRORS}
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
 _PAGE_TYPES = {
@@ -127,6 +144,7 @@ def create_app(
     app.state.checker = checker
     app.state.tracer = tracer
     app.state.keys = keys
+    app.state.responses = ResponseStore(settings.limits)
     install_handlers(app)
     app.router.routes += router.routes  # flat, so that a list of the app's routes contains them
     app.add_middleware(AccessGuard, settings=settings, keys=keys)
@@ -134,7 +152,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
@@ -160,6 +178,78 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     return await _generate(request, body, prepare_chat, ChatAnswer, "chatcmpl")
+
+
+@router.post(
+    "/v1/responses",
+    response_model=ResponseObject,
+    responses={200: {"content": _STREAM}},
+    summary="Answer a conversation that may be stored",
+)
+async def responses(request: Request, body: ResponsesRequest) -> Response:
+    service = _service(request)
+    service.ready()
+    with named_as(RESPONSE_NAMES):
+        owner, previous = Owner(client_of(request.scope), body.cache_salt or ""), body.previous_response_id
+        turns = () if previous is None else _stored(request, owner, previous, "previous_response_id").turns
+        work = partial(open_turn, body, request.app.state.responses, owner, turns)
+        turn = await service.off_loop(work, owner.client, len(await request.body()))
+        return await _generate(request, turn.chat, prepare_chat, partial(ResponseAnswer, turn), "resp")
+
+
+@router.get("/v1/responses/{name}", response_model=ResponseObject, summary="A stored answer")
+async def stored_response(request: Request, name: str, cache_salt: str = "") -> Response:
+    if request.query_params.get("stream", "false") != "false":
+        raise ApiError(400, "stream: a stored answer is not streamed", "stream")
+    stored = _stored(request, Owner(client_of(request.scope), cache_salt), name, "id")
+    return Response(stored.document, media_type="application/json")
+
+
+@router.delete("/v1/responses/{name}", response_model=DeletedResponse, summary="Delete a stored answer")
+async def delete_response(request: Request, name: str, cache_salt: str = "") -> Response:
+    owner = Owner(client_of(request.scope), cache_salt)
+    _stored(request, owner, name, "id")
+    request.app.state.responses.drop(owner, name)
+    return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+
+def _stored(request: Request, owner: Owner, name: str, param: str) -> StoredResponse:
+    stored: StoredResponse | None = request.app.state.responses.get(owner, name)
+    if stored is None:
+        reason = "no answer with this id is stored for you: it may be too old, or its request had store: false"
+        raise ApiError(404, f"{param}: {reason}; send the conversation as input", param, "response_not_found")
+    return stored
+
+
+@router.post(
+    "/v1/messages",
+    response_model=MessageAnswerObject,
+    responses=_MESSAGE_ERRORS | {200: {"content": _STREAM}},
+    summary="Answer a conversation in Anthropic's format",
+)
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    service = _service(request)
+    service.ready()
+    with named_as(MESSAGE_NAMES):
+        chat = await service.off_loop(partial(as_chat, body), client_of(request.scope), len(await request.body()))
+        return await _generate(request, chat, prepare_chat, MessageAnswer, "msg")
+
+
+@router.post(
+    "/v1/messages/count_tokens", response_model=TokenCount, responses=_MESSAGE_ERRORS, summary="Count a conversation's tokens"
+)
+async def count_tokens(request: Request, body: CountRequest) -> Response:
+    service = _service(request)
+    llm = service.ready()
+    _check_model(service, body.model)
+
+    def work() -> int:
+        prepared = prepare_chat(llm, as_counted_chat(body), service.settings.limits)
+        return len(prepared.jobs[0][0][0].prompt_ids)
+
+    with named_as(MESSAGE_NAMES):
+        count = await service.off_loop(work, client_of(request.scope), len(await request.body()))
+        return JSONResponse({"input_tokens": count})
 
 
 async def _generate(

@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as clients expect them: {"error": {"message", "type", "param", "code"}}, as OpenAI writes them.
+
+Routes under /v1/messages answer as Anthropic does: {"type": "error", "error": {"type", "message"}, "request_id"}.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ from starlette.exceptions import HTTPException as BaseHTTPException
 from starlette.routing import Route
 
 from outrider.errors import EngineDead, InvalidParameter, OutriderError, QueueFull
+from outrider.serve.logs import request_id
 
 __all__ = ["ApiError", "as_api_error", "body_of", "install_handlers"]
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MESSAGE_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}  # under /v1/messages
+_NOT_SERVED = {"/v1/embeddings": "this server generates text and has no model that makes embeddings"}
 
 
 class ApiError(HTTPException):
@@ -35,12 +41,16 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(body_of(self), self.status_code, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer to a request of this path."""
+        return JSONResponse(body_of(self, path), self.status_code, self.headers)
 
 
-def body_of(error: ApiError) -> dict[str, Any]:
-    """The error as JSON."""
+def body_of(error: ApiError, path: str = "") -> dict[str, Any]:
+    """The error as JSON, in the format of the API that the path belongs to."""
+    if path.startswith("/v1/messages"):
+        kind = _MESSAGE_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.detail}, "request_id": request_id.get()}
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     return {"error": {"message": error.detail, "type": kind, "param": error.param, "code": error.code}}
 
@@ -60,12 +70,13 @@ def install_handlers(app: FastAPI) -> None:
     """Install a handler that gives every error the same format. `AccessGuard` answers unexpected exceptions."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
+        path = request.url.path
         if isinstance(error, OutriderError):
-            return as_api_error(error).response()
+            return as_api_error(error).response(path)
         if isinstance(error, RequestValidationError):
-            return ApiError(400, str(error.errors()[0]["msg"])).response()
+            return ApiError(400, str(error.errors()[0]["msg"])).response(path)
         assert isinstance(error, BaseHTTPException)
-        return (error if isinstance(error, ApiError) else _unrouted(request, error)).response()
+        return (error if isinstance(error, ApiError) else _unrouted(request, error)).response(path)
 
     for kind in (BaseHTTPException, RequestValidationError, OutriderError):
         app.add_exception_handler(kind, refused)
@@ -74,7 +85,10 @@ def install_handlers(app: FastAPI) -> None:
 def _unrouted(request: Request, error: BaseHTTPException) -> ApiError:
     """The API error for an unknown route or method, with the valid ones."""
     path = request.url.path[:128]
-    routes = {_plain(route.path): route.methods or set() for route in request.app.routes if isinstance(route, Route)}
+    routes: dict[str, set[str]] = {}
+    for route in request.app.routes:
+        if isinstance(route, Route):
+            routes.setdefault(_plain(route.path), set()).update(route.methods or ())
     if error.status_code == 405:
         allowed = ", ".join(_with_head((error.headers or {}).get("Allow", "").split(", ")))
         return ApiError(405, f"{path} takes {allowed}, not {request.method}", headers={"Allow": allowed})
@@ -82,7 +96,11 @@ def _unrouted(request: Request, error: BaseHTTPException) -> ApiError:
         nearest = get_close_matches(path, routes, 1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         served = ", ".join(f"{' '.join(sorted(methods - {'HEAD'}))} {name}" for name, methods in sorted(routes.items()))
-        return ApiError(404, f"{path} is not served here; {hint}served are: {served}", code="unknown_route")
+        if path in _NOT_SERVED:
+            reason, code = f"{path} is not served: {_NOT_SERVED[path]}; ", "unsupported_route"
+        else:
+            reason, code = f"{path} is not served here; {hint}", "unknown_route"
+        return ApiError(404, f"{reason}served are: {served}", code=code)
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 

@@ -48,7 +48,7 @@ class AccessGuard:
             return
         refusal = self._refusal(scope, dict(scope["headers"]))
         if refusal is not None:
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         started = False
 
@@ -61,19 +61,20 @@ class AccessGuard:
             await self._app(scope, receive, forward)
         except asyncio.CancelledError:  # the server is shutting down
             if not started:
-                await ApiError(503, "the server has stopped", code="stopped").response()(scope, receive, send)
+                error = ApiError(503, "the server has stopped", code="stopped")
+                await error.response(scope["path"])(scope, receive, send)
         except Exception:
             _log.exception("the request failed")
             if not started:
                 error = ApiError(500, "something failed inside the server; its log says what")
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         limits = self._settings.limits
         size = sum(len(name) + len(value) for name, value in scope["headers"])
         if len(scope["headers"]) > limits.headers or size > limits.header_bytes:
             return ApiError(431, f"more than {limits.headers} headers or {limits.header_bytes} bytes of them")
-        name = self._client_of(headers.get(b"authorization", b""))
+        name = self._client_of(headers)
         scope["outrider.client"] = name or ""
         if scope["path"] in OPEN_PATHS:
             return None
@@ -82,7 +83,7 @@ class AccessGuard:
             scheme = "Bearer" if scope["path"].startswith("/v1") else 'Basic realm="outrider", charset="UTF-8"'
             return ApiError(
                 401,
-                "a valid API key is needed: Authorization: Bearer KEY",
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": scheme},
             )
@@ -103,11 +104,16 @@ class AccessGuard:
         except ValueError:  # the origin is not a valid URL
             return False
 
-    def _client_of(self, header: bytes) -> str | None:
-        """The client of this key: empty if no key is needed, None if it is wrong. The time does not depend on the key."""
+    def _client_of(self, headers: dict[bytes, bytes]) -> str | None:
+        """The client of the key: empty if no key is needed, None if it is wrong. The time does not depend on the key.
+
+        The key is in Authorization or, if there is no such header, in x-api-key, as Anthropic's clients send it.
+        """
         if not self._keys.needed:
             return ""
-        scheme, _, value = header.partition(b" ")
+        if b"authorization" not in headers:
+            return self._keys.client_of(headers.get(b"x-api-key", b""))
+        scheme, _, value = headers[b"authorization"].partition(b" ")
         if scheme.lower() == b"basic":
             try:
                 value = base64.b64decode(value, validate=True).partition(b":")[2]

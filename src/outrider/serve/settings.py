@@ -46,6 +46,8 @@ class Limits:
     grammars: int = 32  # requests that may wait for a grammar to be compiled
     header_s: float = 10.0  # timeout for a request's headers
     body_s: float = 30.0  # timeout for a request's body
+    responses: int = 1024  # answers of /v1/responses that are kept for later requests, of all clients
+    responses_bytes: int = 64 * 2**20  # their size, conversations included
     write_s: float = 60.0  # a client that reads nothing for this long is disconnected
     backlog: int = 64  # chunks that wait for a slow reader; further output waits in the engine as one chunk
 

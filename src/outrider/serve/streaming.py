@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.serve.connection import ABORT
-from outrider.serve.errors import ApiError, as_api_error, body_of
+from outrider.serve.errors import ApiError, as_api_error
 from outrider.serve.fairness import LARGE_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["ClientGone", "LazyRows", "LiveAnswer", "dumps", "json_parts", "next_block", "rows", "unless_gone"]
 
 T = TypeVar("T")
-_PING = b": keep-alive\n\n"
 _BATCH = 64  # rows written at a time
 _BLOCK = 128 * 2**10  # characters sent at a time
 
@@ -79,9 +78,9 @@ class LiveAnswer(Response):
         except (OutriderError, ApiError) as error:
             refusal = error if isinstance(error, ApiError) else as_api_error(error)
             if not started:
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
-            await write(f"data: {json.dumps(body_of(refusal))}\n\ndata: [DONE]\n\n".encode())
+            await write(self._answer.failure(refusal))
         await write(b"", more=False)
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -91,7 +90,7 @@ class LiveAnswer(Response):
                 async for block in self._written(self._answer.event_parts(chunks)):
                     yield block
             else:
-                yield self._answer.events(chunks) if chunks else _PING
+                yield self._answer.events(chunks) if chunks else self._answer.ping()
         yield self._answer.closing()
 
     def _document(self) -> Iterator[str]:

@@ -35,7 +35,7 @@ class Tracer:
         params = prepared.jobs[0][0][0].params
         stats = [output.speculation for output in outputs]
         attributes = {
-            "gen_ai.operation.name": "chat" if name.startswith("chat") else "text_completion",
+            "gen_ai.operation.name": "text_completion" if name.startswith("cmpl") else "chat",
             "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
             "gen_ai.response.id": name,

@@ -10,19 +10,23 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from outrider.serve.messages_schema import CountRequest, MessagesRequest
+from outrider.serve.responses_schema import ResponsesRequest
 from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ForgetRequest, TokenizeRequest
 
-__all__ = ["SCHEMAS", "Refusal", "check", "check_in_worker", "restore"]
+__all__ = ["SCHEMAS", "Refusal", "check", "check_in_worker", "refusal_of", "restore"]
 
 SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "/v1/completions": TypeAdapter(CompletionRequest),
     "/v1/chat/completions": TypeAdapter(ChatRequest),
+    "/v1/responses": TypeAdapter(ResponsesRequest),
+    "/v1/messages": TypeAdapter(MessagesRequest),
+    "/v1/messages/count_tokens": TypeAdapter(CountRequest),
     "/tokenize": TypeAdapter(TokenizeRequest),
     "/detokenize": TypeAdapter(DetokenizeRequest),
     "/forget": TypeAdapter(ForgetRequest),
@@ -65,7 +69,7 @@ def check(path: str, body: bytes, depth: int) -> Any:
     try:
         return SCHEMAS[path].validate_python(value)
     except ValidationError as error:
-        return _refusal(error.errors(include_url=False, include_input=False, include_context=False), value)
+        return refusal_of(error, value)
 
 
 def check_in_worker(path: str, body: bytes, depth: int) -> tuple[bool, Any]:
@@ -110,9 +114,9 @@ def _unpacked(prompt: Any) -> Any:
     return [item if isinstance(item, str) else _unpacked(item) for item in prompt]
 
 
-def _refusal(errors: Sequence[Any], value: Any) -> Refusal:
+def refusal_of(error: ValidationError, value: Any) -> Refusal:
     """The first error. Its location is reduced to fields that the client wrote, without the branches of unions."""
-    first, param = errors[0], ""
+    first, param = error.errors(include_url=False, include_input=False, include_context=False)[0], ""
     *_, last = first["loc"] or ("",)
     for part in first["loc"]:
         if isinstance(part, int) and isinstance(value, list) and part < len(value):

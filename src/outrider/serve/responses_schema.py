@@ -1,0 +1,239 @@
+"""Schemas of /v1/responses: the request with its input items, and the answer for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+
+from outrider.serve.schemas import FirstOnly, GenerationRequest, one_of
+from outrider.serve.settings import Limits
+
+__all__ = [
+    "CallItem", "DeletedResponse", "FunctionTool", "InputItem", "MessageItem", "NamedTool", "OutputItem", "ReasoningItem",
+    "ResponseObject", "ResponsesRequest",
+]  # fmt: skip
+
+_L = Limits()
+_METADATA = 16  # entries
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class _Part(BaseModel):
+    model_config = GenerationRequest.model_config
+
+
+class TextPart(_Part):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+def _joined(parts: list[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def _text_only(value: Any) -> Any:
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text"):
+            raise ValueError(f"only parts of text are taken, got {kind!r}; nothing is fetched from elsewhere")
+    return value
+
+
+Content = Annotated[
+    Annotated[str, Tag("string")]
+    | Annotated[list[TextPart], Field(max_length=_L.parts), FirstOnly(), AfterValidator(_joined), Tag("list")],
+    one_of("a string or a list of parts"),
+    BeforeValidator(_text_only),
+]
+
+
+class MessageItem(_Part):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """The content. Checking has joined its parts."""
+        assert isinstance(self.content, str)
+        return self.content
+
+
+class CallItem(_Part):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(_Part):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+    @property
+    def text(self) -> str:
+        """The content. Checking has joined its parts."""
+        assert isinstance(self.output, str)
+        return self.output
+
+
+class ReasoningText(_Part):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Part):
+    """Earlier reasoning. Only its plain text is used: summaries and encrypted content cannot be given to the model."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=_L.parts), FirstOnly()] | None = None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        kind = value.get("type")
+        return str(kind) if kind is not None else "message"
+    return str(getattr(value, "type", ""))
+
+
+def _known(value: Any) -> Any:
+    if _kind(value) not in _ITEMS:
+        raise ValueError(f"items of type {_kind(value)[:80]!r} are not supported; there are {', '.join(_ITEMS)}")
+    return value
+
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+    BeforeValidator(_known),
+]
+Input = Annotated[
+    Annotated[str, Tag("string")]
+    | Annotated[list[InputItem], Field(min_length=1, max_length=_L.messages + _L.tool_calls), FirstOnly(), Tag("list")],
+    one_of("a string or a list of items"),
+]
+
+
+def _function_only(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type", "function") != "function":
+        raise ValueError(f"only tools of type 'function' are supported, got {str(value['type'])[:80]!r}: nothing is run here")
+    return value
+
+
+class _Function(_Part):
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(_Part):
+    type: Literal["function"]
+    name: str
+
+
+FunctionTool = Annotated[_Function, BeforeValidator(_function_only)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
+    one_of("none, auto, required or an object that names a function"),
+]
+
+
+class TextFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "answer"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextSettings(_Part):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _small(cls, value: Any) -> Any:
+        return GenerationRequest._small(value)
+
+
+class Reasoning(_Part):
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+def _short(value: Any) -> Any:
+    """Check the length of an object before its values are checked."""
+    if isinstance(value, dict) and len(value) > _METADATA:
+        raise ValueError(f"must have at most {_METADATA} entries, not {len(value)}")
+    return value
+
+
+Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=_METADATA), BeforeValidator(_short)]
+
+
+class ResponsesRequest(GenerationRequest):
+    """POST /v1/responses. The sampling parameters of the other routes are accepted too."""
+
+    UNSUPPORTED = (
+        *GenerationRequest.UNSUPPORTED,
+        "background", "conversation", "prompt", "context_management", "moderation", "messages", "max_tokens",
+        "max_completion_tokens", "response_format", "logprobs", "return_token_ids", "return_token_details",
+    )  # fmt: skip
+
+    input: Input
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=128)] | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    tools: Annotated[list[FunctionTool], Field(max_length=_L.tools), FirstOnly()] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[str], Field(max_length=16), FirstOnly()] | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _small_tools(cls, value: Any) -> Any:
+        return cls._small(value)
+
+    @field_validator("include")
+    @classmethod
+    def _included(cls, value: list[str] | None) -> list[str] | None:
+        if _LOGPROBS in (value or ()):
+            raise ValueError(f"{_LOGPROBS} is not supported; /v1/chat/completions returns log probabilities")
+        return value
+
+
+class ResponseObject(BaseModel):
+    """The answer of /v1/responses."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class DeletedResponse(BaseModel):
+    """The answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
