@@ -50,7 +50,7 @@ def resolve_sibling(config: SpeculationConfig, directory: Path) -> SpeculationCo
             "none, or train one with `outrider train draft`",
         )
     fetch = " or ".join(f"`hf download {name}`" for name in names[:4])
-    pickled = next((f"; {name} is there, but as a pickle: convert it to safetensors" for name in names if _folder(name)), "")
+    pickled = next((f"; {name} is a pickle there: convert it to safetensors" for name in names if _folder(name)), "")
     what = f"auto: nothing that drafts for {directory} is in the local cache; fetch it with {fetch}{pickled}"
     raise InvalidParameter("--draft-model", what)
 
