@@ -16,7 +16,7 @@ from outrider.errors import InvalidParameter
 from outrider.model.bundled import bundled_model
 
 TARGET, SIBLING = "Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"
-HEAD = "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"
+HEAD = "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"
 
 
 @pytest.fixture
@@ -60,6 +60,11 @@ def test_what_is_not_cached_is_named(cache: Path, target: Path) -> None:
     (cache / f"models--{SIBLING.replace('/', '--')}").mkdir()
     with pytest.raises(InvalidParameter, match="is in the local cache"):
         resolve(target, "draft_model")
+    head = put(cache, HEAD, bundled_model() / "eagle")
+    for weights in head.glob("*.safetensors"):
+        weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(InvalidParameter, match=f"{HEAD} is a pickle there: convert it"):
+        resolve(target, "auto")
 
 
 def test_a_cached_sibling_drafts(cache: Path, target: Path) -> None:

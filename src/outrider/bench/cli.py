@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +14,9 @@ from typer.core import TyperGroup
 from outrider.errors import InvalidParameter
 from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, json_object, numbers, set_threads
 from outrider.terminal import PlainConsole
+
+if TYPE_CHECKING:
+    from outrider.bench.client import Level
 
 __all__ = ["app"]
 
@@ -170,18 +173,12 @@ def bench_serve(
     Answers are streamed. ITL is the time between chunks, which may hold several tokens; TPOT divides by tokens. A key in
     OUTRIDER_API_KEY is sent as a bearer token. Prints one JSON line last; exits with 1 if a request failed, 130 after Ctrl-C.
     """
-    from outrider.bench.client import Endpoint, Level
+    from outrider.bench.client import Endpoint
     from outrider.bench.serve import ServerLoads, bench_server, parse_goodput
     from outrider.bench.workloads import first_turns
 
-    if rate is not None and concurrency is not None:
-        raise InvalidParameter("--rate", "and --concurrency are two ways to load a server; give one")
     if more_limits and not goodput:
         raise InvalidParameter("arguments", f"{more_limits[0]!r} follows no --goodput")
-    levels = [Level(rate=value) for value in numbers("--rate", rate, float)] if rate else []
-    levels = levels or [Level(concurrency=value) for value in numbers("--concurrency", concurrency or "1", int)]
-    if any((value.rate or value.concurrency or 0) <= 0 for value in levels):
-        raise InvalidParameter("--rate" if rate else "--concurrency", "must be above 0")
     if plain_url is not None and not compare:
         raise InvalidParameter("--plain-url", "is for --compare")
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": ignore_eos or None}
@@ -189,10 +186,23 @@ def bench_serve(
     endpoint = Endpoint(_base(url), model, chat, os.environ.get("OUTRIDER_API_KEY"), timeout, body)
     plain = replace(endpoint, url=_base(plain_url)) if plain_url else replace(endpoint, body=body | {"speculation": False})
     limits = parse_goodput([*(goodput or []), *(more_limits or [])])
-    loads = ServerLoads(levels, first_turns(workload, num_prompts), limits, devices)
+    loads = ServerLoads(_levels(rate, concurrency), first_turns(workload, num_prompts), limits, devices)
     code = bench_server(endpoint, loads, _errors, output, plain if compare else None)
     if code:
         raise typer.Exit(code)
+
+
+def _levels(rate: str | None, concurrency: str | None) -> list[Level]:
+    """The loads that --rate or --concurrency names."""
+    from outrider.bench.client import Level
+
+    if rate is not None and concurrency is not None:
+        raise InvalidParameter("--rate", "and --concurrency are two ways to load a server; give one")
+    levels = [Level(rate=value) for value in numbers("--rate", rate, float)] if rate else []
+    levels = levels or [Level(concurrency=value) for value in numbers("--concurrency", concurrency or "1", int)]
+    if any((value.rate or value.concurrency or 0) <= 0 for value in levels):
+        raise InvalidParameter("--rate" if rate else "--concurrency", "must be above 0")
+    return levels
 
 
 def _base(url: str) -> str:

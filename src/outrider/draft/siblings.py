@@ -21,11 +21,15 @@ _FOLDERS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}  # bes
 
 def in_cache(hub_id: str) -> Path | None:
     """The folder of a model in the local cache, if its configuration and weights are there; nothing is fetched."""
+    folder = _folder(hub_id)
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+
+
+def _folder(hub_id: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(hub_id, "config.json")
-    folder = Path(path).parent if isinstance(path, str) else None
-    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def resolve_sibling(config: SpeculationConfig, directory: Path) -> SpeculationConfig:
@@ -46,7 +50,8 @@ def resolve_sibling(config: SpeculationConfig, directory: Path) -> SpeculationCo
             "none, or train one with `outrider train draft`",
         )
     fetch = " or ".join(f"`hf download {name}`" for name in names[:4])
-    what = f"auto: nothing that drafts for {directory} is in the local cache; fetch it with {fetch}"
+    pickled = next((f"; {name} is a pickle there: convert it to safetensors" for name in names if _folder(name)), "")
+    what = f"auto: nothing that drafts for {directory} is in the local cache; fetch it with {fetch}{pickled}"
     raise InvalidParameter("--draft-model", what)
 
 

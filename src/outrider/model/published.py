@@ -134,8 +134,8 @@ MODELS: tuple[Published, ...] = (
 
 # Heads trained on a target's hidden rows, by the target; the method that loads them comes first.
 HEADS: dict[str, tuple[tuple[str, str], ...]] = {
-    "meta-llama/Llama-3.1-8B-Instruct": (("eagle", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),),
-    "meta-llama/Llama-3.3-70B-Instruct": (("eagle", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),),
+    "meta-llama/Llama-3.1-8B-Instruct": (("eagle", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),),
+    "meta-llama/Llama-3.3-70B-Instruct": (("eagle", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),),
     "meta-llama/Meta-Llama-3-8B-Instruct": (("eagle", "yuhuili/EAGLE-LLaMA3-Instruct-8B"),),
     "meta-llama/Meta-Llama-3-70B-Instruct": (("eagle", "yuhuili/EAGLE-LLaMA3-Instruct-70B"),),
     "meta-llama/Llama-2-7b-chat-hf": (("eagle", "yuhuili/EAGLE-llama2-chat-7B"),),
@@ -145,9 +145,9 @@ HEADS: dict[str, tuple[tuple[str, str], ...]] = {
     "lmsys/vicuna-13b-v1.3": (("eagle", "yuhuili/EAGLE3-Vicuna1.3-13B"), ("medusa", "FasterDecoding/medusa-vicuna-13b-v1.3")),
     "lmsys/vicuna-33b-v1.3": (("eagle", "yuhuili/EAGLE-Vicuna-33B-v1.3"), ("medusa", "FasterDecoding/medusa-vicuna-33b-v1.3")),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": (("eagle", "yuhuili/EAGLE-mixtral-instruct-8x7B"),),
-    "Qwen/Qwen3-8B": (("eagle", "AngelSlim/Qwen3-8B_eagle3"),),
-    "Qwen/Qwen3-14B": (("eagle", "AngelSlim/Qwen3-14B_eagle3"),),
-    "Qwen/Qwen3-32B": (("eagle", "AngelSlim/Qwen3-32B_eagle3"),),
+    "Qwen/Qwen3-8B": (("eagle", "RedHatAI/Qwen3-8B-speculator.eagle3"),),
+    "Qwen/Qwen3-14B": (("eagle", "RedHatAI/Qwen3-14B-speculator.eagle3"),),
+    "Qwen/Qwen3-32B": (("eagle", "RedHatAI/Qwen3-32B-speculator.eagle3"),),
 }
 
 
@@ -209,8 +209,9 @@ def identify(directory: Path, tokens: Mapping[str, int] | None, parameters: int)
 
     The folder's name decides, in the hub's cache too; else the tokenizer (config.json where there is none) and the size.
     """
-    for part in reversed(directory.parts):
-        hub_id = part.removeprefix("models--").replace("--", "/", 1)
+    cached = (part.removeprefix("models--").replace("--", "/", 1) for part in directory.parts if part.startswith("models--"))
+    folder = (directory.parent if directory.name == "config.json" else directory).name
+    for hub_id in (*cached, folder):
         for model in MODELS:
             for name in model.names:
                 if hub_id.lower() in (name.lower(), name.rpartition("/")[2].lower()):
