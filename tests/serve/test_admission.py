@@ -93,7 +93,7 @@ async def started(pool: FairPool, gate: threading.Event, *jobs: tuple[str, str, 
     ran: list[str] = []
 
     def work(name: str) -> None:
-        gate.wait(30)
+        assert gate.wait(30), "the test waits for a job that waits for the test"
         ran.append(name)
 
     tasks = []

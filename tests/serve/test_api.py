@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from outrider import LLM, SamplingParams
-from tests.support.server import Running
+from tests.support.server import Running, promised
 
 PROMPT = "def read_config(path):\n    "
 
@@ -190,12 +190,6 @@ def test_token_details_name_the_source_of_every_token(server: Running, path: str
 
 def streamed_details(events: list[Any]) -> list[dict[str, Any]]:
     return [detail for event in events[:-1] for detail in event["choices"][0].get("token_details", [])]
-
-
-def promised(details: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is the same in every run of a request. Drafts may differ."""
-    of_drafts = ("source", "accepted", "position", "drafter", "rejected")
-    return [{name: value for name, value in detail.items() if name not in of_drafts} for detail in details]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

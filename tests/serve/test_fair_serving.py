@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.sampling import Structured
 from outrider.sampling.grammar import Grammars
 from outrider.serve.settings import Limits
-from tests.support.server import Running, request_bytes, until
+from tests.support.server import Running, promised, request_bytes, until
 
 Starter = Callable[..., Running]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -242,6 +242,8 @@ def test_large_and_small_answers_have_the_same_form(server: Running, monkeypatch
         for answer in (whole, *events[:-1]):
             for name in ("id", "created", "metrics"):
                 answer.pop(name, None)
+        for choice in whole["choices"]:
+            choice["token_details"] = promised(choice["token_details"])
         return whole, [json.dumps(answer) for answer in events]
 
     monkeypatch.setattr(answers, "_LARGE", 10**9)

@@ -1,4 +1,4 @@
-"""A real server in a thread or in a process, and the bytes of a request."""
+"""A real server in a thread or in a process, the bytes of a request, and what of an answer is promised."""
 
 from __future__ import annotations
 
@@ -140,3 +140,9 @@ def request_bytes(path: str, body: Any, *headers: str) -> bytes:
         *headers,
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def promised(details: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Token details without what was drafted: this is the same in every run of a request, and drafts may differ."""
+    of_drafts = ("source", "accepted", "position", "drafter", "rejected")
+    return [{name: value for name, value in detail.items() if name not in of_drafts} for detail in details]
