@@ -151,6 +151,17 @@ def test_what_an_engine_does_not_take_is_no_failure(server: Running, memory: Mem
     assert result["sampling"]["samples"] == 20
 
 
+def test_chats(server: Running) -> None:
+    size = AuditSize(prompts=1, few=1, tokens=8, concurrent=2, samples=5)
+    sides = [
+        HttpSide(name, Endpoint(server.url, chat=True, body=body)) for name, body in (("p", {"speculation": False}), ("s", {}))
+    ]
+    result = audit(sides[0], sides[1], AuditPlan(PROMPTS, size))
+    assert result["verdict"] == SAME, result["reasons"]
+    assert result["kinds"]["logprobs"]["logprobs_compared"] == 4
+    assert "first_tokens_plain" in result["sampling"]
+
+
 def test_an_audit_ends_at_its_limits(server: Running, memory: Memory) -> None:
     plan = AuditPlan(PROMPTS, replace(TEXTS, samples=5), requests=90)
     with proxy(server.url, memory) as both:

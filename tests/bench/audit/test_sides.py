@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,30 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["audit", *arguments])
     assert isinstance(result.exception, OutriderError)
     assert message in str(result.exception)
+
+
+def test_redirects_are_not_followed() -> None:
+    """An audit talks to the addresses it is given."""
+    with stand_in() as elsewhere:
+
+        class Redirect(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.send_response(307)
+                self.send_header("Location", f"{elsewhere.url}/v1/completions")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        with HTTPServer(("127.0.0.1", 0), Redirect) as server:
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            side = HttpSide("redirected", Endpoint(f"http://127.0.0.1:{server.server_address[1]}", model="m"))
+            answer = asyncio.run(side.answer(AuditRequest("x", 4)))
+            server.shutdown()
+    assert answer.failed is not None
+    assert answer.failed.startswith("HTTP 307")
+    assert elsewhere.bodies == []
 
 
 def test_nobody_there_is_one_error() -> None:

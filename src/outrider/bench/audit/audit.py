@@ -66,8 +66,8 @@ async def run_audit(plain: Side, speculative: Side, plan: AuditPlan, progress: P
             collected.outcomes += await runner.at_once(group, plain_first=i % 2 == 0)
         if plan.size.samples:
             stage, size = "sampling", plan.size
-            drawn = await sample_prompts(runner, plan.prompts, size.sampled_prompts, size.samples, plan.seed)
-            collected.drawn += drawn
+            async for drawn in sample_prompts(runner, plan.prompts, size.sampled_prompts, size.samples, plan.seed):
+                collected.drawn.append(drawn)
     except Spent:
         pass
     finally:

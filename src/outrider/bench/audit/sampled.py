@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,21 +31,21 @@ class SampledPrompt:
     speculative: Sequence[tuple[str, ...]]
 
 
-async def sample_prompts(runner: Runner, prompts: Sequence[str], count: int, samples: int, seed: int) -> list[SampledPrompt]:
+async def sample_prompts(
+    runner: Runner, prompts: Sequence[str], count: int, samples: int, seed: int
+) -> AsyncIterator[SampledPrompt]:
     """Draw from both sides after the prompts whose first token says most of the temperature. No seed is used twice."""
     chosen = []
     for group, size in ((_OPEN, count // 2), (list(dict.fromkeys(prompts))[:_CANDIDATES], count - count // 2)):
         references = [(await _reference(runner, prompt), prompt) for prompt in group]
         chosen += sorted(references, key=lambda pair: -_information(pair[0]))[:size]
-    drawn = []
     for number, (reference, prompt) in enumerate(chosen):
         first = seed + 10_000 * (number + 1)
         rows = [
             await _draw(runner, side, prompt, range(first + offset, first + offset + samples), bool(reference))
             for side, offset in ((runner.plain, 0), (runner.speculative, 5_000))
         ]
-        drawn.append(SampledPrompt(reference, *rows))
-    return drawn
+        yield SampledPrompt(reference, *rows)
 
 
 async def _reference(runner: Runner, prompt: str) -> Mapping[str, float]:
