@@ -40,6 +40,9 @@ def test_margins_that_cannot_be_told() -> None:
     assert margin_at(Choice("def load("), Choice("def load("), Choice("x")) is None  # no log probabilities
     assert margin_at(AGAIN, Choice("import os"), Choice("import sys")) is None  # the plain side says something else now
     assert margin_at(AGAIN, Choice("def load("), Choice("def load(x")) is None  # the plain text ended
+    odd = said(("a", -3.0, {"a": -3.0, "b": -0.1}))
+    assert margin_at(odd, Choice("a"), Choice("b")) is None  # a greedy choice that its log probability does not explain
+    assert margin_at(Choice("xa", tokens=odd.tokens), Choice("xa"), Choice("xb")) is None  # tokens of another text
     assert margin_at(AGAIN, Choice("def keep("), Choice("def load(")) == Margin(0.0)  # now it says what the other said
 
 

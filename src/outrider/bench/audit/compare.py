@@ -12,6 +12,7 @@ from outrider.bench.audit.records import Choice
 __all__ = ["Divergence", "Margin", "divergence", "equal", "fits_schema", "logprob_gap", "margin_at"]
 
 _SNIPPET = 24
+_SLACK = 1e-3  # nats by which a greedy choice may be less likely than the likeliest token: engines round what they return
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
 }  # fmt: skip
@@ -52,7 +53,9 @@ def margin_at(again: Choice, plain: Choice, other: Choice) -> Margin | None:
     begin = 0
     for token in again.tokens:
         if begin + len(token.text) > place:
-            if not plain.text[begin:].startswith(token.text):
+            if not again.text.startswith(token.text, begin) or token.logprob < max(token.top.values(), default=0.0) - _SLACK:
+                return None  # the tokens are not those of the text, or their log probabilities do not explain the choice
+            if not plain.text.startswith(token.text, begin):
                 return Margin(0.0)  # the plain side itself chose another token this time
             return _margin(token.logprob, token.text, token.top, other.text[begin:])
         begin += len(token.text)
