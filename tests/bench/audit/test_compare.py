@@ -27,13 +27,23 @@ AGAIN = said(
         ("def save(", Margin(pytest.approx(0.1))),
         ("def long(", Margin(pytest.approx(0.25))),  # " lo" fits better than " l"
         ("def quit(", Margin(pytest.approx(0.5), at_least=True)),  # not among the likeliest
-        ("def load", Margin(pytest.approx(2.8))),  # ended
-        ("def load_x", Margin(pytest.approx(3.8))),
+        ("def load", Margin(pytest.approx(0.25))),  # " lo" fits, and so does the end; the smaller margin counts
+        ("def load_x", Margin(pytest.approx(0.25))),
         ("class A", Margin(pytest.approx(1.9))),
     ],
 )
 def test_margins(other: str, margin: Margin) -> None:
     assert margin_at(AGAIN, Choice("def load("), Choice(other)) == margin
+
+
+def test_tokens_that_part_before_their_texts_do() -> None:
+    again = said(("a", -0.7, {"a": -0.7, "ab": -0.75}), ("b", -0.1, {"b": -0.1, "q": -7.0}), ("c", -0.1, {"c": -0.1, "q": -6.0}))
+    text = margin_at(again, Choice("abc"), Choice("abd"))
+    assert text == Margin(pytest.approx(0.05))  # "ab" may have been one token
+    apart = margin_at(again, Choice("abc", ids=(1, 2, 3)), Choice("abd", ids=(4, 5)))
+    assert apart == Margin(pytest.approx(0.05))  # it was
+    together = margin_at(again, Choice("abc", ids=(1, 2, 3)), Choice("abd", ids=(1, 2, 4)))
+    assert together == Margin(pytest.approx(5.9), at_least=True)  # it was not
 
 
 def test_margins_that_cannot_be_told() -> None:

@@ -20,7 +20,7 @@ from outrider.bench.audit.audit import AuditPlan, audit
 from outrider.bench.audit.cases import SCHEMA, AuditSize
 from outrider.bench.audit.http_side import HttpSide
 from outrider.bench.audit.launched import launched
-from outrider.bench.audit.records import AuditRequest
+from outrider.bench.audit.records import AuditRequest, Choice
 from outrider.bench.audit.transformers_side import TransformersSide, load_sides
 from outrider.bench.audit.verdict import DIFFERENT, LOSSLESS, SAME
 from outrider.bench.client import Endpoint
@@ -96,6 +96,8 @@ def test_what_generate_returns(sides: tuple[TransformersSide, TransformersSide])
     stop = choice.text.split()[1]
     stopped = ask(plain, stop=(stop,)).choices[0]
     assert (stopped.text, stopped.finish) == (choice.text.partition(stop)[0], "stop")
+    ended = TransformersSide("ended", plain._model, plain._tokenizer, {"sequence_bias": [[[0], 1000.0]]})
+    assert ask(ended, logprobs=1).choices[0] == Choice("", "stop", (), ())  # the first token ends the text
     assert ask(lookup, temperature=1.0, n=2).refused is not None
     assert ask(plain, schema=SCHEMA).refused == "generate takes no JSON schema"
 

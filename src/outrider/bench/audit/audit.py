@@ -26,7 +26,7 @@ class AuditPlan:
     prompts: Sequence[str]
     size: AuditSize
     seed: int = 0
-    near_tie: float = 0.1  # nats
+    near_tie: float = 0.25  # nats
     seconds: float = 1800.0
     requests: int = 20_000
 

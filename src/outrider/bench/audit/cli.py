@@ -60,7 +60,7 @@ class AuditFlags:
     )
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests: faults of 1 in 1,000 tokens may be missed.")] = False
     seed: Annotated[int, typer.Option(min=0, help="Seeds of all requests are counted from it.")] = 0
-    near_tie: Annotated[float, typer.Option(min=0, help="Margin in nats up to which a divergence is rounding.")] = 0.1
+    near_tie: Annotated[float, typer.Option(min=0, help="Margin in nats up to which a divergence is rounding.")] = 0.25
     time_limit: Annotated[float, typer.Option(min=1, help="Seconds after which no further request is sent.")] = 1800.0
     max_requests: Annotated[int, typer.Option(min=1, help="Requests after which no further one is sent.")] = 20_000
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte after which a request has failed.")] = 300.0
