@@ -120,7 +120,7 @@ def test_samples_pass_and_another_temperature_is_detected(server: Running, memor
 
 def test_faults_of_features(server: Running, memory: Memory) -> None:
     """A schema, a stop string, penalties and samples that are dropped with speculation only."""
-    size = AuditSize(prompts=12, few=4, tokens=48, concurrent=0, samples=0)
+    size = AuditSize(prompts=8, few=4, tokens=96, concurrent=0, samples=0)
     dropped = ("response_format", "stop", "n", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
     def drop(request: Body) -> Body:
@@ -149,6 +149,17 @@ def test_what_an_engine_does_not_take_is_no_failure(server: Running, memory: Mem
     assert result["kinds"]["greedy"]["compared"] == 1
     assert "first_tokens_plain" not in result["sampling"]  # no log probabilities, no reference
     assert result["sampling"]["samples"] == 20
+
+
+def test_chats(server: Running) -> None:
+    size = AuditSize(prompts=1, few=1, tokens=8, concurrent=2, samples=5)
+    sides = [
+        HttpSide(name, Endpoint(server.url, chat=True, body=body)) for name, body in (("p", {"speculation": False}), ("s", {}))
+    ]
+    result = audit(sides[0], sides[1], AuditPlan(PROMPTS, size))
+    assert result["verdict"] == SAME, result["reasons"]
+    assert result["kinds"]["logprobs"]["logprobs_compared"] == 4
+    assert "first_tokens_plain" in result["sampling"]
 
 
 def test_an_audit_ends_at_its_limits(server: Running, memory: Memory) -> None:

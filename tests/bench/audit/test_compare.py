@@ -27,8 +27,8 @@ AGAIN = said(
         ("def save(", Margin(pytest.approx(0.1))),
         ("def long(", Margin(pytest.approx(0.25))),  # " lo" fits better than " l"
         ("def quit(", Margin(pytest.approx(0.5), at_least=True)),  # not among the likeliest
-        ("def load", Margin(pytest.approx(2.8))),  # ended
-        ("def load_x", Margin(pytest.approx(3.8))),
+        ("def load", Margin(pytest.approx(0.25))),  # " lo" fits, and so does the end; the smaller margin counts
+        ("def load_x", Margin(pytest.approx(0.25))),
         ("class A", Margin(pytest.approx(1.9))),
     ],
 )
@@ -36,10 +36,23 @@ def test_margins(other: str, margin: Margin) -> None:
     assert margin_at(AGAIN, Choice("def load("), Choice(other)) == margin
 
 
+def test_tokens_that_part_before_their_texts_do() -> None:
+    again = said(("a", -0.7, {"a": -0.7, "ab": -0.75}), ("b", -0.1, {"b": -0.1, "q": -7.0}), ("c", -0.1, {"c": -0.1, "q": -6.0}))
+    text = margin_at(again, Choice("abc"), Choice("abd"))
+    assert text == Margin(pytest.approx(0.05))  # "ab" may have been one token
+    apart = margin_at(again, Choice("abc", ids=(1, 2, 3)), Choice("abd", ids=(4, 5)))
+    assert apart == Margin(pytest.approx(0.05))  # it was
+    together = margin_at(again, Choice("abc", ids=(1, 2, 3)), Choice("abd", ids=(1, 2, 4)))
+    assert together == Margin(pytest.approx(5.9), at_least=True)  # it was not
+
+
 def test_margins_that_cannot_be_told() -> None:
     assert margin_at(Choice("def load("), Choice("def load("), Choice("x")) is None  # no log probabilities
     assert margin_at(AGAIN, Choice("import os"), Choice("import sys")) is None  # the plain side says something else now
     assert margin_at(AGAIN, Choice("def load("), Choice("def load(x")) is None  # the plain text ended
+    odd = said(("a", -3.0, {"a": -3.0, "b": -0.1}))
+    assert margin_at(odd, Choice("a"), Choice("b")) is None  # a greedy choice that its log probability does not explain
+    assert margin_at(Choice("xa", tokens=odd.tokens), Choice("xa"), Choice("xb")) is None  # tokens of another text
     assert margin_at(AGAIN, Choice("def keep("), Choice("def load(")) == Margin(0.0)  # now it says what the other said
 
 

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from outrider.bench.audit.audit import AuditPlan, audit
 from outrider.bench.audit.cases import SCHEMA, AuditSize
 from outrider.bench.audit.http_side import HttpSide
 from outrider.bench.audit.launched import launched
-from outrider.bench.audit.records import AuditRequest
+from outrider.bench.audit.records import AuditRequest, Choice
 from outrider.bench.audit.transformers_side import TransformersSide, load_sides
 from outrider.bench.audit.verdict import DIFFERENT, LOSSLESS, SAME
 from outrider.bench.client import Endpoint
@@ -94,6 +96,8 @@ def test_what_generate_returns(sides: tuple[TransformersSide, TransformersSide])
     stop = choice.text.split()[1]
     stopped = ask(plain, stop=(stop,)).choices[0]
     assert (stopped.text, stopped.finish) == (choice.text.partition(stop)[0], "stop")
+    ended = TransformersSide("ended", plain._model, plain._tokenizer, {"sequence_bias": [[[0], 1000.0]]})
+    assert ask(ended, logprobs=1).choices[0] == Choice("", "stop", (), ())  # the first token ends the text
     assert ask(lookup, temperature=1.0, n=2).refused is not None
     assert ask(plain, schema=SCHEMA).refused == "generate takes no JSON schema"
 
@@ -156,6 +160,30 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["audit", *arguments])
     assert isinstance(result.exception, OutriderError)
     assert message in str(result.exception)
+
+
+def test_redirects_are_not_followed() -> None:
+    """An audit talks to the addresses it is given."""
+    with stand_in() as elsewhere:
+
+        class Redirect(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.send_response(307)
+                self.send_header("Location", f"{elsewhere.url}/v1/completions")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        with HTTPServer(("127.0.0.1", 0), Redirect) as server:
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            side = HttpSide("redirected", Endpoint(f"http://127.0.0.1:{server.server_address[1]}", model="m"))
+            answer = asyncio.run(side.answer(AuditRequest("x", 4)))
+            server.shutdown()
+    assert answer.failed is not None
+    assert answer.failed.startswith("HTTP 307")
+    assert elsewhere.bodies == []
 
 
 def test_nobody_there_is_one_error() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.bench.audit.cases import STANDARD, build_cases
-from outrider.bench.audit.sampled import SIGNIFICANCE, SampledPrompt, sampling_result
+from outrider.bench.audit.sampled import SIGNIFICANCE, SampledPrompt, _continuing, sampling_result
 from outrider.bench.audit.statistics import ChiSquare, estimate_temperature, goodness_of_fit, homogeneity
 from tests.support.chi_square import p_value
 
@@ -79,6 +79,11 @@ def test_goodness_of_fit_is_pearson_s() -> None:
     test = goodness_of_fit(samples, {str(i): math.log(p) for i, p in enumerate(probs)})
     assert test.p_value == pytest.approx(p_value(counts, probs), rel=1e-6)
     assert goodness_of_fit(["x"] * 50, {"a": math.log(0.9), "b": math.log(0.1)}).p_value < 1e-12
+
+
+def test_texts_that_end_at_once_are_left_out_of_both() -> None:
+    table = {"a": math.log(0.6), "<|end|>": math.log(0.2), "": math.log(0.1), "b": math.log(0.1)}
+    assert _continuing(table) == {"a": pytest.approx(math.log(6 / 7)), "b": pytest.approx(math.log(1 / 7))}
 
 
 def test_two_samples() -> None:

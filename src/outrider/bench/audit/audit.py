@@ -26,7 +26,7 @@ class AuditPlan:
     prompts: Sequence[str]
     size: AuditSize
     seed: int = 0
-    near_tie: float = 0.1  # nats
+    near_tie: float = 0.25  # nats
     seconds: float = 1800.0
     requests: int = 20_000
 
@@ -66,8 +66,8 @@ async def run_audit(plain: Side, speculative: Side, plan: AuditPlan, progress: P
             collected.outcomes += await runner.at_once(group, plain_first=i % 2 == 0)
         if plan.size.samples:
             stage, size = "sampling", plan.size
-            drawn = await sample_prompts(runner, plan.prompts, size.sampled_prompts, size.samples, plan.seed)
-            collected.drawn += drawn
+            async for drawn in sample_prompts(runner, plan.prompts, size.sampled_prompts, size.samples, plan.seed):
+                collected.drawn.append(drawn)
     except Spent:
         pass
     finally:

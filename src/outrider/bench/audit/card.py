@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from outrider.charts import Series, bars, legend, page
+from outrider.charts import Series, bars, page
 
 __all__ = ["html_card", "markdown_card", "write_card"]
 
@@ -80,7 +80,7 @@ def _pictures(card: Card) -> str:
         top = max(value for _, value in speeds)
         series = [Series(names[1], 3, points)]
         drawn.append(bars("Speed-up over plain decoding", [name for name, _ in speeds], series, "\u00d7 plain", top))
-    return f'<section><h2>At a glance</h2><div class="plots">{"".join(drawn)}</div>{legend([])}</section>'
+    return f'<section><h2>At a glance</h2><div class="plots">{"".join(drawn)}</div></section>'
 
 
 def _headlines(card: Card) -> Iterator[tuple[str, str, str]]:

@@ -97,7 +97,7 @@ def build_cases(prompts: Sequence[str], size: AuditSize, seed: int, parallel: bo
             Case("stop", replace(long, stop=("\n\n", "return"))),
             Case("logprobs", replace(half, logprobs=5)),
             Case("repetition", replace(half, repetition_penalty=1.2)),
-            Case("penalties", replace(half, frequency_penalty=0.4, presence_penalty=0.4)),
+            Case("penalties", replace(half, frequency_penalty=1.0, presence_penalty=1.0)),
             Case("n", replace(half, temperature=_WARM, seed=seed + i + 1, n=3)),
             Case("json", AuditRequest(_JSON_PROMPT + prompt(i)[:80] + "\n", 96, schema=SCHEMA)),
         ]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.audit.records import Choice
+from outrider.bench.audit.records import Choice, TokenLogprob
 
 __all__ = ["Divergence", "Margin", "divergence", "equal", "fits_schema", "logprob_gap", "margin_at"]
 
 _SNIPPET = 24
+_SLACK = 1e-3  # nats by which a greedy choice may be less likely than the likeliest token: engines round what they return
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
 }  # fmt: skip
@@ -45,38 +46,43 @@ def divergence(plain: Choice, other: Choice) -> Divergence:
 
 
 def margin_at(again: Choice, plain: Choice, other: Choice) -> Margin | None:
-    """The margin where two texts part, from the plain answer sent again with log probabilities. None: it cannot be told."""
+    """The margin where two answers part, from the plain one sent again with log probabilities. None: it cannot be told.
+
+    Texts may part later than their tokens do. Where ids do not say where that is, every token that could have been another one
+    counts, and the margin is the smallest of them.
+    """
     place = _common(plain.text, other.text)
     if again.tokens is None or not again.text.startswith(plain.text[:place]):
         return None
-    begin = 0
-    for token in again.tokens:
-        if begin + len(token.text) > place:
-            if not plain.text[begin:].startswith(token.text):
-                return Margin(0.0)  # the plain side itself chose another token this time
-            return _margin(token.logprob, token.text, token.top, other.text[begin:])
+    parted = None if plain.ids is None or other.ids is None else _common(plain.ids, other.ids)
+    begin, margins = 0, list[Margin]()
+    for number, token in enumerate(again.tokens):
+        if not again.text.startswith(token.text, begin) or token.logprob < max(token.top.values(), default=0.0) - _SLACK:
+            return None  # the tokens are not those of the text, or their log probabilities do not explain the choice
+        is_last = number == parted or begin + len(token.text) > place
+        if is_last and not plain.text.startswith(token.text, begin):
+            return Margin(0.0)  # the plain side itself chose another token this time
+        if (is_last or parted is None) and (margin := _margin(token, other.text[begin:], is_last)) is not None:
+            margins.append(margin)
+        if is_last:
+            return min(margins, key=lambda margin: margin.nats, default=None)
         begin += len(token.text)
     return None  # the plain text ended there, and no engine says how likely that was
 
 
-def _common(a: str, b: str) -> int:
-    """The number of leading characters that two texts share."""
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of leading characters or ids that two answers share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _margin(logprob: float, text: str, top: Mapping[str, float], rest: str) -> Margin | None:
-    """The other side's token is the longest of the likeliest ones with which its text goes on."""
-    fitting = [name for name in top if name and name != text and rest.startswith(name)]
+def _margin(token: TokenLogprob, rest: str, is_last: bool) -> Margin | None:
+    """Against the likeliest token with which the other text may go on; at the last place, a bound where none is known."""
+    fitting = [value for name, value in token.top.items() if name and name != token.text and rest.startswith(name)]
+    if is_last and not rest:  # the other text ended: by a token without text, or by none that is known
+        fitting = [value for name, value in token.top.items() if not name or name.startswith("<")]
     if fitting:
-        return Margin(logprob - top[max(fitting, key=len)])
-    if not rest:  # it ended: by a token without text, or by none that is known
-        ends = [value for name, value in top.items() if not name or name.startswith("<")]
-        return Margin(logprob - max(ends)) if ends else _bound(logprob, top)
-    return _bound(logprob, top)
-
-
-def _bound(logprob: float, top: Mapping[str, float]) -> Margin | None:
-    return Margin(logprob - min(top.values()), at_least=True) if len(top) > 1 else None
+        return Margin(token.logprob - max(fitting))
+    return Margin(token.logprob - min(token.top.values()), at_least=True) if is_last and len(token.top) > 1 else None
 
 
 def logprob_gap(plain: Choice, other: Choice) -> tuple[float, int]:

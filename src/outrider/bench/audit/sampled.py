@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,21 +31,21 @@ class SampledPrompt:
     speculative: Sequence[tuple[str, ...]]
 
 
-async def sample_prompts(runner: Runner, prompts: Sequence[str], count: int, samples: int, seed: int) -> list[SampledPrompt]:
+async def sample_prompts(
+    runner: Runner, prompts: Sequence[str], count: int, samples: int, seed: int
+) -> AsyncIterator[SampledPrompt]:
     """Draw from both sides after the prompts whose first token says most of the temperature. No seed is used twice."""
     chosen = []
     for group, size in ((_OPEN, count // 2), (list(dict.fromkeys(prompts))[:_CANDIDATES], count - count // 2)):
         references = [(await _reference(runner, prompt), prompt) for prompt in group]
         chosen += sorted(references, key=lambda pair: -_information(pair[0]))[:size]
-    drawn = []
     for number, (reference, prompt) in enumerate(chosen):
         first = seed + 10_000 * (number + 1)
         rows = [
             await _draw(runner, side, prompt, range(first + offset, first + offset + samples), bool(reference))
             for side, offset in ((runner.plain, 0), (runner.speculative, 5_000))
         ]
-        drawn.append(SampledPrompt(reference, *rows))
-    return drawn
+        yield SampledPrompt(reference, *rows)
 
 
 async def _reference(runner: Runner, prompt: str) -> Mapping[str, float]:
@@ -54,8 +54,19 @@ async def _reference(runner: Runner, prompt: str) -> Mapping[str, float]:
         answer = await runner.send(runner.plain, AuditRequest(prompt, 1, temperature=1.0, seed=1, logprobs=alternatives))
         tokens = answer.choices[0].tokens if answer.good else None
         if tokens and len(tokens[0].top) > 1:
-            return {text: logprob for text, logprob in tokens[0].top.items() if _UNKNOWN not in text}
+            return _continuing(tokens[0].top)
     return {}
+
+
+def _continuing(logprobs: Mapping[str, float]) -> dict[str, float]:
+    """The distribution of the first token where the text does not end at once: engines differ in how they show an end."""
+    ended = sum(math.exp(logprob) for text, logprob in logprobs.items() if _is_end(text))
+    shift = math.log1p(-min(ended, 0.999))
+    return {text: logprob - shift for text, logprob in logprobs.items() if not _is_end(text) and _UNKNOWN not in text}
+
+
+def _is_end(text: str) -> bool:
+    return not text or (text.startswith("<") and text.endswith(">"))
 
 
 def _information(logprobs: Mapping[str, float]) -> float:
@@ -76,7 +87,8 @@ def _row(answer: Answer) -> tuple[str, ...]:
     if not answer.good:
         return ()
     choice = answer.choices[0]
-    return tuple(token.text for token in choice.tokens) if choice.tokens else (choice.text,)
+    row = tuple(token.text for token in choice.tokens) if choice.tokens else (choice.text,)
+    return () if _is_end(row[0]) else row
 
 
 def sampling_result(drawn: Sequence[SampledPrompt]) -> dict[str, Any]:

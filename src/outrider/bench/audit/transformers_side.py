@@ -80,7 +80,7 @@ class TransformersSide:
         cuts = [place for stop in request.stop if (place := text.find(stop)) >= 0]
         tokens = None
         if request.logprobs is not None and logits is not None:
-            rows = torch.stack([step[row] for step in logits[: len(kept)]]).float().log_softmax(-1)
+            rows = (step[row].float().log_softmax(-1) for step in logits)
             tokens = tuple(self._token(token, at, request.logprobs) for token, at in zip(kept, rows, strict=False))
         finish = "stop" if cuts or len(kept) < request.max_tokens else "length"
         return Choice(text[: min(cuts)] if cuts else text, finish, None if cuts else tuple(kept), tokens)
