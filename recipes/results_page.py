@@ -169,6 +169,20 @@ _never_slower = _rows(
 )
 
 
+_agent = _rows(
+    {
+        "conversation": lambda row: row["name"],
+        "turn": lambda row: str(row["turn"]),
+        "prompt": lambda row: str(row["prompt"]),
+        "answer": lambda row: str(row["answer"]),
+        "decoding over plain": lambda row: _number(row["speedup"]),
+        "whole request over plain": lambda row: _number(row["with_prompt"]),
+    }
+    | _PER_ROUND
+    | {"tokens equal": lambda row: "yes" if row["equal"] else "no"}
+)
+
+
 def _cold_start(data: dict[str, Any]) -> Iterator[str]:
     yield _environment(data)
     yield _table(
@@ -253,6 +267,7 @@ _SECTIONS: tuple[tuple[str, str, str, Body], ...] = (  # title, file, command, b
     ("Acceptance", "drafters.json", "", _drafters),
     ("Acceptance on all HumanEval stubs", "pyrite_acceptance.json", "", _pyrite),
     ("Never slower", "never_slower.json", "", _never_slower),
+    ("Editing conversations", "agent.json", "outrider bench agent > results/agent.json", _agent),
     ("A first start", "cold_start.json", "python benchmarks/cold_start.py --out results/cold_start.json", _cold_start),
     ("A forward by its rows", "cpu_forward.json", "", _forward),
     ("A plain round", "round_cost.json", "", _round),

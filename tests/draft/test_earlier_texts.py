@@ -107,7 +107,10 @@ def test_the_file_that_a_cut_history_no_longer_holds_is_copied_with_edits() -> N
         seq.tokens.append(token)
         tokens = drafter.propose(Batch([seq], [1]), Plan((4,))).per_sequence[0].tokens
     assert tokens == [121, 122, 123, 124]
-    assert drafter.sources() == {("a", "a")}
+    (text,) = drafter._shared.of("a")
+    text.readers.clear()
+    assert drafter.propose(Batch([seq], [1]), Plan((4,))).per_sequence[0].tokens == tokens
+    assert drafter.sources() == {("a", "a")}  # the copy is noted, too
 
 
 def test_a_preempted_text_and_one_that_is_not_to_be_remembered_are_not_kept() -> None:

@@ -57,6 +57,7 @@ DRAFTERS: dict[str, Make] = {
     "suffix": SuffixDrafter,
     "suffix tree": lambda: SuffixDrafter(SuffixOptions(min_prob=0.0, branch=3)),
     "suffix shared": lambda: SuffixDrafter(SuffixOptions(shared_tokens=64)),
+    "suffix edits": lambda: SuffixDrafter(SuffixOptions(shared_tokens=64, shared_prompts=True, edits=True)),
     "recycle": RecycleDrafter,
     "recycle shared": lambda: RecycleDrafter(RecycleOptions(shared=True)),
     "lookahead": LookaheadDrafter,
