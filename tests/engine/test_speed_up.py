@@ -13,6 +13,7 @@ import outrider
 from outrider import SamplingParams
 from outrider.engine.speed_up import SpedUpModel
 from outrider.model.hf import CachedRunner, PagedRunner, native_decoder
+from tests.support.families import build_reference
 from tests.support.transformers_models import EXACT, VOCAB, tiny_model
 
 METHODS = ("ngram", "suffix", "recycle", "lookahead", "draft_model")
@@ -145,6 +146,24 @@ def test_native_families_are_handed_over() -> None:
     with outrider.speed_up(model, speculation="ngram", calibration_s=0) as fast:
         assert not isinstance(fast.engine.runner, PagedRunner | CachedRunner)
         assert_greedy_is_the_class(model, fast)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "pythia", "gptj", "falcon-40b", "opt", "gemma3", "cohere2", "starcoder2"])
+def test_weights_of_a_loaded_model_fill_the_native_decoder(case: str) -> None:
+    """Also where its class and its checkpoints name them differently."""
+    model = build_reference(case, None)
+    with outrider.speed_up(model, speculation="none", calibration_s=0, max_num_seqs=1, max_model_len=64) as fast:
+        assert not isinstance(fast.engine.runner, PagedRunner | CachedRunner)
+        ids = torch.tensor([[3, 4, 5]])
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert torch.equal(fast.generate(ids, max_new_tokens=8), wanted)
+
+
+def test_early_exit_says_which_layers_can_run_alone() -> None:
+    with pytest.raises(outrider.errors.InvalidParameter, match="leave tail at 0"):
+        outrider.speed_up(tiny_model("mixtral"), speculation={"method": "early_exit", "exit_layer": 1, "tail": 1}, **QUICK)
+    with pytest.raises(outrider.errors.InvalidParameter, match="which this model cannot"):
+        outrider.speed_up(tiny_model("gptj"), speculation={"method": "early_exit", "exit_layer": 1}, **QUICK)
 
 
 def snapshot(model: Any) -> dict[str, Any]:

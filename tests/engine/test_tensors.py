@@ -220,7 +220,7 @@ def test_a_heads_folder_drafts(pyrite: tuple[Any, Any], fast_pyrite: SpedUpModel
 
 def beside(fast: SpedUpModel) -> Any:
     """What the drafter of the last call that brought one has done."""
-    return list(fast._beside.values())[-1].engine.tally
+    return list(fast._beside.values())[-1][1].engine.tally
 
 
 @pytest.mark.parametrize("method", ["cascade", "mixture", "auto"])

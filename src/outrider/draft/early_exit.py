@@ -84,7 +84,12 @@ class EarlyExit:
             raise InvalidParameter(
                 "method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu"
             )
-        return cls(context.target, context.options(EarlyExitOptions))
+        options, able = context.options(EarlyExitOptions), context.target.partial_runs
+        if able == "none":
+            raise InvalidParameter("method", "early_exit runs some of the target's layers alone, which this model cannot")
+        if able == "first" and options.tail:
+            raise InvalidParameter("tail", "this model runs its first layers alone, but not its last ones; leave tail at 0")
+        return cls(context.target, options)
 
     def begin(self, seq: Sequence) -> None:
         pass

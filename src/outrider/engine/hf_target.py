@@ -18,7 +18,7 @@ from outrider.engine.build import KV_SHARE_OF_MEMORY, Target
 from outrider.engine.device import Device
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import Feed, LoadOptions, Runner
-from outrider.model.hf import CachedRunner, build_runner, check_causal, native_decoder
+from outrider.model.hf import CachedRunner, build_runner, check_causal, native_decoder, view_of
 from outrider.platform import guard, memory_bytes
 from outrider.text import Tokenizer
 
@@ -97,9 +97,7 @@ def _agrees(runner: Runner, model: Any) -> bool:
     """Whether a runner's logits are those of a model, up to rounding."""
     vocab = runner.decoder.spec.vocab
     ids = [(7 + 31 * i) % vocab for i in range(min(_PROBE, runner.pool.page_size))]
-    was_training = model.training
-    expected = model.eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-    model.train(was_training)
+    expected = view_of(model)(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
     logits = runner.forward([Feed([0], 0, ids)], wanted=range(len(ids))).logits
     runner.pool.clear([0])
     assert logits is not None

@@ -69,7 +69,7 @@ class SpedUpModel(LLM):
         if not _is_path(assistant_model) and assistant_model is not None:
             target = replace(target, draft=draft_of(assistant_model, assistant_tokenizer or tokenizer, target))
         self._tokenizer, self._generation = tokenizer, model.generation_config
-        self._beside: dict[tuple[Any, ...], Self] = {}
+        self._beside: dict[tuple[Any, ...], tuple[Any, Self]] = {}  # an assistant is kept: its id is in the key
         self._open(target, wanted)
 
     @property
@@ -122,8 +122,8 @@ class SpedUpModel(LLM):
             target = self._target
             if assistant is not None and not _is_path(assistant):
                 target = replace(target, draft=draft_of(assistant, draft_tokenizer, target))
-            self._beside[key] = self.beside(wanted, target)
-        return self._beside[key]
+            self._beside[key] = assistant, self.beside(wanted, target)
+        return self._beside[key][1]
 
     def _check_tokenizer(self, prompt: Any) -> None:
         texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list | tuple) else []

@@ -57,6 +57,7 @@ class TensorRequest:
 def prepared_config(base: Any, settings: Mapping[str, Any], length: int, context: int) -> Any:
     """A generation configuration with a call's settings, and a length for inputs of `length` tokens."""
     config = copy.deepcopy(settings.get("generation_config") or base)
+    config.update(**base.to_dict(), defaults_only=True)
     for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "negative_prompt_ids", "custom_generate"):
         if settings.get(name) is not None:
             raise InvalidParameter(name, "is not served; use settings of generation_config, or generate without Outrider")

@@ -134,6 +134,7 @@ class Runner:
     overlaps_drafts = False  # has `draw` and `launch_next_draft`, for a target on the same device
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
+    partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 

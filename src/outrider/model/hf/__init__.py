@@ -9,5 +9,6 @@ from outrider.model.hf.check import build_runner
 from outrider.model.hf.native import native_decoder
 from outrider.model.hf.paged import PagedRunner
 from outrider.model.hf.refuse import check_causal
+from outrider.model.hf.view import view_of
 
-__all__ = ["CachedRunner", "PagedRunner", "build_runner", "check_causal", "native_decoder"]
+__all__ = ["CachedRunner", "PagedRunner", "build_runner", "check_causal", "native_decoder", "view_of"]

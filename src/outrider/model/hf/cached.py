@@ -87,6 +87,7 @@ class CachedRunner(Runner):
     """Runs a view with its class's cache. `continues` says whether it may read several tokens after others."""
 
     chains_only = True
+    partial_runs = "none"
 
     def __init__(self, view: Any, facade: Facade, pool: NoPages, continues: bool, held: int) -> None:
         self.decoder = facade  # type: ignore[assignment]

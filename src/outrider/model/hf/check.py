@@ -44,10 +44,10 @@ def build_runner(model: Any, pages: PageCount, page_size: int, sequences: int, p
     try:
         if model.device.type != "cpu":
             raise Unfit("on a GPU a Transformers class multiplies with other bits for other row counts")
-        forms = _forms(view, ids[:8])
-        expected = _reference(view, ids)
         for module in view.modules():
             module.__dict__["outrider_packs"] = pack
+        forms = _forms(view, ids[:8])
+        expected = _reference(view, ids)
         return _paged(view, forms, (ids, expected), pages, page_size, pack)
     except Unfit as error:
         reason = str(error)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core import Resume
-from outrider.errors import InvalidParameter
 from outrider.model.decoder import Hidden
 from outrider.model.hf.attention import NAME, Pages, attach
 from outrider.model.hf.facade import Facade
@@ -56,6 +55,8 @@ class Taps:
 class PagedRunner(Runner):
     """Runs a view whose attention goes through the pages of `pool`."""
 
+    partial_runs = "first"
+
     def __init__(self, view: Any, facade: Facade, pool: Pages, ops: Blocked, intercept: bool = False) -> None:
         self.decoder = facade  # type: ignore[assignment]
         self.pool = pool  # type: ignore[assignment]
@@ -74,10 +75,8 @@ class PagedRunner(Runner):
     def _run_torch(self, rows: Rows, taps: tuple[int, ...], layers: range | None, x: Tensor | None, wanted: Any) -> Hidden:
         base = self._base
         if layers is not None and layers != range(len(self._layers)):
-            if layers.start or x is not None:
-                raise InvalidParameter(
-                    "tail", "a Transformers model runs its first layers alone, not its last ones; leave tail at 0"
-                )
+            assert layers.start == 0, "partial_runs is 'first'"
+            assert x is None, "a class begins with its embedding"
             base = self._first_layers(layers.stop)
         if taps and self._taps is None:
             self._taps = Taps(self._layers)
