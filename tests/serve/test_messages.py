@@ -108,6 +108,11 @@ def test_blocks_become_messages(server: Running) -> None:
     assert answered(answer) == rendered(server, messages=messages, tools=[{"type": "function", "function": function}])
 
 
+def test_a_system_message_may_stand_anywhere(server: Running) -> None:
+    turns = [USER, {"role": "assistant", "content": "pass"}, {"role": "system", "content": "Be brief."}, USER]
+    assert answered(post(server, messages=turns).json()) == rendered(server, messages=turns)
+
+
 def test_an_answer_that_was_begun_is_continued(server: Running) -> None:
     begun = [USER, {"role": "assistant", "content": "import"}]
     assert answered(post(server, messages=begun).json()) == rendered(server, messages=begun, continue_final_message=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from outrider.serve.schemas import FirstOnly, GenerationRequest, Text, one_of
+from outrider.serve.schemas import FirstOnly, GenerationRequest, Text, one_of, within
 from outrider.serve.settings import Limits
 
 __all__ = [
@@ -149,7 +149,7 @@ class OutputConfig(_Block):
     @field_validator("format", mode="before")
     @classmethod
     def _small(cls, value: Any) -> Any:
-        return GenerationRequest._small(value)
+        return within(value, _L.schema_bytes)
 
 
 class CountRequest(GenerationRequest):
@@ -173,7 +173,7 @@ class CountRequest(GenerationRequest):
     @field_validator("tools", mode="before")
     @classmethod
     def _small_tools(cls, value: Any) -> Any:
-        return cls._small(value)
+        return within(value, _L.tools_bytes)
 
     @field_validator("context_management")
     @classmethod
