@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
@@ -100,8 +101,18 @@ def _known_blocks(value: Any) -> Any:
     return _checked_blocks(value, _KINDS)
 
 
+def _merged(blocks: list[Block]) -> list[Block]:
+    """Blocks with neighbouring texts as one, because many blocks take long to hand on from the process that checks them."""
+    out: list[Block] = []
+    for is_text, run in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
+        texts = list(run)
+        out += [TextBlock(type="text", text=_joined(texts))] if is_text else texts  # type: ignore[arg-type]
+    return out
+
+
 Blocks = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[Block], Field(max_length=_L.parts), FirstOnly(), Tag("list")],
+    Annotated[str, Tag("string")]
+    | Annotated[list[Block], Field(max_length=_L.parts), FirstOnly(), AfterValidator(_merged), Tag("list")],
     one_of("a string or a list of blocks"),
     BeforeValidator(_known_blocks),
 ]
