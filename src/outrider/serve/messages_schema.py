@@ -179,6 +179,7 @@ class CountRequest(GenerationRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
 
     @field_validator("tools", mode="before")
