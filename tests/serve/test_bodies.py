@@ -113,6 +113,19 @@ def test_every_route_with_a_body_has_its_schema(server: Running) -> None:
         assert route.body_field._type_adapter.json_schema() == SCHEMAS[path].json_schema(), "what is documented is checked"
 
 
+def test_tools_as_large_as_those_of_coding_agents_are_accepted() -> None:
+    for size, accepted in ((100_000, True), (300_000, False)):
+        function = {"name": "f", "description": "x" * size}
+        for path, body in (
+            (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": function}]}),
+            (RESPONSES, {"input": "x", "tools": [{"type": "function"} | function]}),
+            (MESSAGES, {"messages": [USER], "max_tokens": 1, "tools": [function | {"input_schema": {}}]}),
+        ):
+            result = check(path, json.dumps(body).encode(), 64)
+            assert isinstance(result, Refusal) is not accepted
+            assert accepted or result.param == "tools"
+
+
 def test_unknown_fields_are_dropped() -> None:
     request = check(COMPLETION, json.dumps({"prompt": "x", "unknown": [[]] * MANY}).encode(), 64)
     assert "unknown" not in request.model_dump()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, AsyncAnthropic, beta_tool
 from anthropic.types import Message, RawMessageStreamEvent
 from openai import OpenAI
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from tests.support.agents import CITY, SCHEMA, order, think_first
 from tests.support.server import Running
@@ -108,6 +109,11 @@ def test_blocks_become_messages(server: Running) -> None:
     assert answered(answer) == rendered(server, messages=messages, tools=[{"type": "function", "function": function}])
 
 
+def test_a_system_message_may_stand_anywhere(server: Running) -> None:
+    turns = [USER, {"role": "assistant", "content": "pass"}, {"role": "system", "content": "Be brief."}, USER]
+    assert answered(post(server, messages=turns).json()) == rendered(server, messages=turns)
+
+
 def test_an_answer_that_was_begun_is_continued(server: Running) -> None:
     begun = [USER, {"role": "assistant", "content": "import"}]
     assert answered(post(server, messages=begun).json()) == rendered(server, messages=begun, continue_final_message=True)
@@ -158,6 +164,55 @@ def test_the_client_s_stream_helper_reads_it(client: Anthropic) -> None:
     assert block.type == "tool_use"
     assert set(block.input) == {"city"}
     assert final.usage.output_tokens > 0
+
+
+class Choice(BaseModel):
+    kind: Literal["a", "b"]
+    on: bool
+
+
+def test_the_client_parses_structured_output(client: Anthropic) -> None:
+    body: dict[str, Any] = {"model": "pyrite", "max_tokens": 60, "messages": [USER], "output_format": Choice}
+    assert isinstance(client.messages.parse(**body).parsed_output, Choice)
+    with client.messages.stream(**body) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, Choice)
+
+
+def test_the_client_s_tool_runner_runs_a_tool_and_goes_on(client: Anthropic) -> None:
+    switched: list[bool] = []
+
+    @beta_tool
+    def switch(on: bool) -> str:
+        """Switch the light on or off."""
+        switched.append(on)
+        return "done"
+
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    asked: Any = [USER]
+    runner = client.beta.messages.tool_runner(
+        model="pyrite", max_tokens=60, messages=asked, tools=[switch], tool_choice=choice, max_iterations=2
+    )
+    first, second = runner
+    assert first.stop_reason == second.stop_reason == "tool_use"
+    assert len(switched) >= 1
+    sizes = [turn.usage.input_tokens + (turn.usage.cache_read_input_tokens or 0) for turn in (first, second)]
+    assert sizes[1] > sizes[0], "the conversation is sent whole"
+
+
+def test_threads_are_refused_as_clients_expect_it(server: Running) -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        refused = post(server, thread=thread)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
+def test_the_asynchronous_client_reads_a_stream(server: Running) -> None:
+    async def read() -> list[str]:
+        async with AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            stream = await client.messages.create(model="pyrite", max_tokens=3, messages=[USER], stream=True)  # type: ignore[list-item]
+            return [event.type async for event in stream]
+
+    assert order(asyncio.run(read())) == ["message_start", *BLOCK, *CLOSED]
 
 
 def test_stop_sequences_are_named(server: Running) -> None:
@@ -251,7 +306,7 @@ def test_a_key_is_taken_from_x_api_key(server_with: Starter) -> None:
         ({"stop_sequences": ["x"] * 5}, "stop_sequences: "),
         ({"top_p": 0}, "top_p: "),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(server: Running, changes: dict[str, Any], reason: str) -> None:
     refused = post(server, **changes)

@@ -50,7 +50,10 @@ def body_of(error: ApiError, path: str = "") -> dict[str, Any]:
     """The error as JSON, in the format of the API that the path belongs to."""
     if path.startswith("/v1/messages"):
         kind = _MESSAGE_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.detail}, "request_id": request_id.get()}
+        fields: dict[str, Any] = {"type": kind, "message": error.detail}
+        if error.code is not None:
+            fields["details"] = {"error_code": error.code}
+        return {"type": "error", "error": fields, "request_id": request_id.get()}
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     return {"error": {"message": error.detail, "type": kind, "param": error.param, "code": error.code}}
 

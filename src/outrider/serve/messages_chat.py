@@ -56,6 +56,9 @@ def as_counted_chat(body: CountRequest) -> ChatRequest:
 
 def _prompt_fields(body: CountRequest) -> dict[str, Any]:
     """The fields that make the prompt."""
+    if body.thread is not None:  # Anthropic's clients then send the whole conversation
+        reason = "conversations are not stored here; send all messages, or create a tool runner with thread=False"
+        raise ApiError(400, f"thread: {reason}", "thread", "thread_unsupported_request")
     messages = ChatMessages([] if body.system is None else [{"role": "system", "content": body.system}])
     for turn in body.messages:
         _add(turn, messages)

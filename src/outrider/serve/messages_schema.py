@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from outrider.serve.schemas import FirstOnly, GenerationRequest, Text, one_of
+from outrider.serve.schemas import FirstOnly, GenerationRequest, Text, one_of, within
 from outrider.serve.settings import Limits
 
 __all__ = [
@@ -100,8 +101,18 @@ def _known_blocks(value: Any) -> Any:
     return _checked_blocks(value, _KINDS)
 
 
+def _merged(blocks: list[Block]) -> list[Block]:
+    """Blocks with neighbouring texts as one, because many blocks take long to hand on from the process that checks them."""
+    out: list[Block] = []
+    for is_text, run in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
+        texts = list(run)
+        out += [TextBlock(type="text", text=_joined(texts))] if is_text else texts  # type: ignore[arg-type]
+    return out
+
+
 Blocks = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[Block], Field(max_length=_L.parts), FirstOnly(), Tag("list")],
+    Annotated[str, Tag("string")]
+    | Annotated[list[Block], Field(max_length=_L.parts), FirstOnly(), AfterValidator(_merged), Tag("list")],
     one_of("a string or a list of blocks"),
     BeforeValidator(_known_blocks),
 ]
@@ -149,7 +160,7 @@ class OutputConfig(_Block):
     @field_validator("format", mode="before")
     @classmethod
     def _small(cls, value: Any) -> Any:
-        return GenerationRequest._small(value)
+        return within(value, _L.schema_bytes)
 
 
 class CountRequest(GenerationRequest):
@@ -168,12 +179,13 @@ class CountRequest(GenerationRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
 
     @field_validator("tools", mode="before")
     @classmethod
     def _small_tools(cls, value: Any) -> Any:
-        return cls._small(value)
+        return within(value, _L.tools_bytes)
 
     @field_validator("context_management")
     @classmethod

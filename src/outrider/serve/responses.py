@@ -17,9 +17,6 @@ from outrider.serve.translation import ChatMessages
 
 __all__ = ["ResponseAnswer"]
 
-_LARGE_ECHO = (
-    2**15
-)  # characters of instructions, written with the first and last events, above which they are written off the loop
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _DELTAS = {
     "reasoning": "response.reasoning_text",
@@ -38,7 +35,7 @@ class ResponseAnswer(PartsAnswer):
         self._sent = 0  # events so far
 
     def is_large(self, tokens: int) -> bool:
-        return super().is_large(tokens) or len(self._turn.body.instructions or "") > _LARGE_ECHO
+        return super().is_large(tokens) or self._turn.has_large_echo
 
     def ping(self) -> bytes:
         return self.framed(self._begin()) + super().ping()

@@ -24,6 +24,7 @@ from outrider.serve.translation import ChatMessages, chat_request
 
 __all__ = ["NAMES", "ResponseTurn", "open_turn"]
 
+_LARGE_ECHO = 2**15  # characters
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
@@ -37,6 +38,7 @@ class ResponseTurn:
     store: ResponseStore
     owner: Owner
     turns: tuple[bytes, ...]  # the messages of the conversation up to here, as JSON, one list for each turn
+    has_large_echo: bool  # what answers repeat of the request takes long to write
 
 
 def open_turn(body: ResponsesRequest, store: ResponseStore, owner: Owner, earlier: tuple[bytes, ...]) -> ResponseTurn:
@@ -46,7 +48,8 @@ def open_turn(body: ResponsesRequest, store: ResponseStore, owner: Owner, earlie
     head = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     chat = chat_request(body, _fields(body) | {"messages": _one_system(head, [*history, *messages])})
     turns = earlier if body.store is False else (*earlier, json.dumps(messages).encode())
-    return ResponseTurn(f"resp_{secrets.token_hex(24)}", body, chat, store, owner, turns)
+    has_large_echo = len(body.model_dump_json(include={"instructions", "tools", "text"})) > _LARGE_ECHO
+    return ResponseTurn(f"resp_{secrets.token_hex(24)}", body, chat, store, owner, turns, has_large_echo)
 
 
 def _fields(body: ResponsesRequest) -> dict[str, Any]:

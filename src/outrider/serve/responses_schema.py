@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from outrider.serve.schemas import FirstOnly, GenerationRequest, one_of
+from outrider.serve.schemas import FirstOnly, GenerationRequest, one_of, within
 from outrider.serve.settings import Limits
 
 __all__ = [
@@ -161,7 +161,7 @@ class TextSettings(_Part):
     @field_validator("format", mode="before")
     @classmethod
     def _small(cls, value: Any) -> Any:
-        return GenerationRequest._small(value)
+        return within(value, _L.schema_bytes)
 
 
 class Reasoning(_Part):
@@ -207,7 +207,7 @@ class ResponsesRequest(GenerationRequest):
     @field_validator("tools", mode="before")
     @classmethod
     def _small_tools(cls, value: Any) -> Any:
-        return cls._small(value)
+        return within(value, _L.tools_bytes)
 
     @field_validator("include")
     @classmethod

@@ -63,6 +63,13 @@ def _limited(value: Any) -> Any:
     return value
 
 
+def within(value: Any, limit: int) -> Any:
+    """A value whose JSON has at most `limit` bytes."""
+    if value is not None and len(json.dumps(value)) > limit:
+        raise ValueError(f"is larger than {limit} bytes")
+    return value
+
+
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Ids = Annotated[list[Id], Field(max_length=_L.ids), FirstOnly()]
 Float = Annotated[float, Field(allow_inf_nan=False)]
@@ -211,9 +218,7 @@ class GenerationRequest(_Request):
     @field_validator("response_format", "structured_outputs", "guided_json", "guided_choice", mode="before")
     @classmethod
     def _small(cls, value: Any) -> Any:
-        if value is not None and len(json.dumps(value)) > _L.schema_bytes:
-            raise ValueError(f"is larger than {_L.schema_bytes} bytes")
-        return value
+        return within(value, _L.schema_bytes)
 
 
 class CompletionRequest(GenerationRequest):
@@ -338,7 +343,7 @@ class ChatRequest(GenerationRequest):
     @field_validator("tools", mode="before")
     @classmethod
     def _small_tools(cls, value: Any) -> Any:
-        return cls._small(value)
+        return within(value, _L.tools_bytes)
 
     @field_validator("chat_template_kwargs")
     @classmethod

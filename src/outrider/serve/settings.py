@@ -43,6 +43,7 @@ class Limits:
     ids: int = 1024  # in stop_token_ids, allowed_token_ids and bad_words
     schema_bytes: int = 64 * 2**10
     tools: int = 128
+    tools_bytes: int = 256 * 2**10  # of all tools of a request, as JSON; those of coding agents take up to 100 KiB
     grammars: int = 32  # requests that may wait for a grammar to be compiled
     header_s: float = 10.0  # timeout for a request's headers
     body_s: float = 30.0  # timeout for a request's body
