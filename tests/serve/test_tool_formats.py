@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from typing import Any
 
 import pytest
@@ -157,6 +158,33 @@ def test_templates_are_recognised_and_show_the_tools(family: str) -> None:
     assert all(tool["function"]["name"] in prompt for tool in TOOLS)
     if not describes_tools(template):
         assert FORMATS[family].opening in prompt
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_damaged_calls_read_alike_however_they_are_split(family: str) -> None:
+    """Letters are dropped, doubled and inserted at random; nothing raises, hangs or depends on the chunks."""
+    rng = random.Random(family)
+    texts = [rendered(tokenizer(), family, TOOLS, {"tool_calls": tool_calls(*calls)}) for calls in CASES]
+    for _ in range(60):
+        text = rng.choice(texts)
+        for _ in range(rng.randint(1, 4)):
+            start = rng.randrange(len(text) + 1)
+            end = min(len(text), start + rng.randint(0, 12))
+            middle = rng.choice(["", text[start:end] * 2, text[start:end] + rng.choice("\"{}[]<>|\\,()' \né"), "x" * 300])
+            text = text[:start] + middle + text[end:]
+        cut = rng.random() < 0.3
+        whole = pushed(family, text, [len(text)], cut)
+        assert pushed(family, text, [1] * len(text), cut) == whole
+        assert pushed(family, text, [rng.randint(1, 7) for _ in text], cut) == whole
+
+
+def pushed(family: str, text: str, sizes: list[int], cut: bool) -> tuple[str | None, list[tuple[str, str]]]:
+    stream, deltas, place = open_tools(TOOLS, family), list[CallDelta](), 0
+    for size in sizes:
+        deltas += stream.push(text[place : place + size])
+        place += size
+    content, calls = collect([*deltas, *stream.finish(cut)])
+    return content, [(call.name, call.arguments) for call in calls]
 
 
 def test_variants_that_models_write() -> None:

@@ -59,9 +59,7 @@ def read_object(form: Format, call: Call) -> Reader:
         keys.add(key)
         value = call.arguments if is_arguments else []
         end = yield from _read_value(value, ",")
-        if is_arguments:
-            value[:] = "".join(value).rstrip()
-        elif key == "name":
+        if key == "name":
             call.name = _text_of(value)
             if call.name is None:
                 raise Malformed
@@ -171,9 +169,11 @@ def _which(letter: str, *texts: str) -> Generator[None, str, str]:
 
 def _read_value(letters: list[str], ends: str, quotes: str = '"') -> Generator[None, str, str]:
     """Read letters up to one that ends the value. Returns that one."""
-    depth, quote, escaped = 0, "", False
+    depth, quote, escaped, closed = 0, "", False, False
     while True:
         letter = yield
+        if closed and depth == 0 and letter.isspace():
+            continue  # white space after an object
         if quote:
             quote = quote if escaped or letter != quote else ""
             escaped = letter == "\\" and not escaped
@@ -185,6 +185,7 @@ def _read_value(letters: list[str], ends: str, quotes: str = '"') -> Generator[N
             depth += 1
         elif letter in "}])":
             depth -= 1
+            closed = depth == 0
         letters.append(letter)
 
 

@@ -74,12 +74,17 @@ class HarmonyStream:
         if not any(text.startswith(start) or start.startswith(text) for start in _HEADERS):
             self._channel = "content"
             return True
-        header, mark, rest = self._buffer.partition(_MESSAGE)
-        if not mark:
-            self._channel = "content" if len(self._buffer) > _LONGEST_HEADER else ""
-            return bool(self._channel)
-        self._buffer = rest
-        self._open(header + mark, out)
+        place = self._buffer.find(_MESSAGE)
+        if place < 0 and len(self._buffer) < _LONGEST_HEADER + len(_MESSAGE):
+            return False
+        is_header = 0 <= place <= _LONGEST_HEADER
+        end = place + len(_MESSAGE) if is_header else _LONGEST_HEADER
+        header, self._buffer = self._buffer[:end], self._buffer[end:]
+        if is_header:
+            self._open(header, out)
+        else:
+            self._channel = "content"
+            self._add(header, out)
         return True
 
     def _open(self, header: str, out: list[CallDelta]) -> None:

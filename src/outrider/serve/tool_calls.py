@@ -130,7 +130,10 @@ class ToolStream:
         self._buffer = self._buffer[used:]
         if not call.valid:
             self._call, self._fresh = None, False
-            self._add_text("" if call.announced else call.text, out)
+            if not call.announced:
+                self._add_text(call.text, out)
+            elif rest := call.new_arguments():  # of a call that went wrong after it was announced
+                out.append(CallDelta(index=self._calls - 1, arguments=rest))
             return True
         if call.name is not None:
             first = not call.announced
@@ -142,7 +145,7 @@ class ToolStream:
                 out.append(CallDelta(index=self._calls - 1, arguments=new_text))
         if call.done:
             self._call, self._after = None, True
-        return call.done
+        return call.done or bool(self._buffer)
 
     def _between(self) -> bool:
         """Parse what follows a call: its closing, and perhaps another call."""
@@ -183,11 +186,13 @@ class _CallReader:
         next(self._reader)
 
     def take(self, text: str) -> int:
-        """Parse more text. Returns how many letters belong to the call."""
+        """Parse more text, up to a letter at which a decision is due. Returns how many letters belong to the call."""
         used = 0
         while used < len(text) and self.valid and not self.done:
             used += 1
             self._send(text[used - 1])
+            if not self.announced and self._found.name is not None:
+                break  # decided at the same letter however the text is split
         if not self.announced:
             self.text += text[:used]
             self._decide()
