@@ -208,9 +208,7 @@ def measure_costs(runner: Runner, repeats: int = 3) -> LayerCosts:
 
 def _root(draft: Growing) -> Feed:
     """The row of the newest token."""
-    return Feed(
-        draft.pages, draft.size - 1, draft.seq.tokens[-1:], rotary_start=draft.rotary_start, adapter=draft.adapter
-    )
+    return Feed(draft.pages, draft.size - 1, draft.seq.tokens[-1:], rotary_start=draft.rotary_start, adapter=draft.adapter)
 
 
 def _exits(before: int) -> tuple[int, ...]:

@@ -225,7 +225,8 @@ def _requests(llm: LLM, prompt: str | list[int], params: SamplingParams, body: G
     speculation: Any = body.speculation
     if speculation is not None and not isinstance(speculation, bool):
         speculation = speculation.model_dump(include={"enabled", "method", "max_tokens", "return_rejected"}, exclude_none=True)
-    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0)
+    lora = body.model if body.model in llm.loras else None
+    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0, lora)
 
 
 def _sampling(body: GenerationRequest) -> dict[str, Any]:

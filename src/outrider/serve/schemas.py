@@ -367,6 +367,20 @@ TokenizeRequest = Annotated[
 ]
 
 
+class LoadLoraRequest(_Request):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoraRequest(_Request):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class DetokenizeRequest(_Request):
     """POST /detokenize."""
 

@@ -16,7 +16,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadLoraRequest,
+    TokenizeRequest,
+    UnloadLoraRequest,
+)
 
 __all__ = ["SCHEMAS", "Refusal", "check", "check_in_worker", "restore"]
 
@@ -25,6 +32,8 @@ SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "/v1/chat/completions": TypeAdapter(ChatRequest),
     "/tokenize": TypeAdapter(TokenizeRequest),
     "/detokenize": TypeAdapter(DetokenizeRequest),
+    "/v1/load_lora_adapter": TypeAdapter(LoadLoraRequest),
+    "/v1/unload_lora_adapter": TypeAdapter(UnloadLoraRequest),
 }
 _ID = "i"  # array type of 32-bit integers
 _UNPACKED_BYTES = 2**16
