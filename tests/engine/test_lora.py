@@ -57,7 +57,7 @@ def requests_of(adapters: list[Adapter | None], seed: str) -> list[Request]:
 
 
 @lru_cache(maxsize=4)
-def solo(decoder: Decoder, seed: str, path: str):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def solo(decoder: Decoder, seed: str, path: str):  # type: ignore[no-untyped-def]
     """Plain runs of one request each, every one in an engine of its own, on a path of the ops."""
     writers, bits = [], {}
     for i in range(6):
