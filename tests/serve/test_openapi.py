@@ -30,6 +30,7 @@ CHECKS = [
 ]
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"), ("GET", "/version"),
     ("GET", "/metrics"), ("GET", "/stats"),

@@ -90,6 +90,7 @@ _PAGE_TYPES = {
     ".png": "image/png", ".ico": "image/x-icon", ".woff2": "font/woff2",
 }  # fmt: skip
 router = APIRouter(route_class=StrictRoute, responses=_ERRORS)
+router.include_router(loras.router)
 
 
 def create_app(
@@ -118,7 +119,7 @@ def create_app(
     app.state.tracer = tracer
     app.state.keys = keys
     install_handlers(app)
-    app.router.routes += router.routes + loras.router.routes  # flat, so that a list of the app's routes contains them
+    app.router.routes += router.routes  # flat, so that a list of the app's routes contains them
     app.add_middleware(AccessGuard, settings=settings, keys=keys)
     if settings.allow_origin:  # outside the guard: a preflight carries no key, and refusals need CORS headers too
         app.add_middleware(

@@ -23,6 +23,7 @@ from outrider.serve.service import Service
 __all__ = ["adapter_cards", "check_adapter", "router"]
 
 router = APIRouter(route_class=StrictRoute)
+_PLAIN: dict[str, Any] = {"response_class": Response, "responses": {200: {"content": {"text/plain": {}}}}}
 
 
 def adapter_cards(service: Service, card: dict[str, Any]) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def check_adapter(service: Service, name: str | None, prepared: PreparedRequest)
     return service.settings.model_name
 
 
-@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, summary="Load a LoRA adapter")
+@router.post("/v1/load_lora_adapter", **_PLAIN, summary="Load a LoRA adapter")
 async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> Response:
     service = _allowed(request)
     llm = service.ready()
@@ -55,7 +56,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> Response
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, summary="Unload a LoRA adapter")
+@router.post("/v1/unload_lora_adapter", **_PLAIN, summary="Unload a LoRA adapter")
 async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> Response:
     """Requests that run with the adapter go on to their end; its memory is free after the last of them."""
     service = _allowed(request)
