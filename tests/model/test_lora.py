@@ -136,7 +136,8 @@ def test_other_kinds_of_adapters_are_refused_by_name(changes: dict[str, Any], wo
 REFUSED_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], tuple[str, ...]]] = {
     "embedding": (lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 9)}), ("low-rank",)),
     "output": (
-        lambda t: t.update({f"base_model.model.lm_head.lora_{x}.weight": torch.zeros(4, 4) for x in "AB"}), ("embedding or output",)
+        lambda t: t.update({f"base_model.model.lm_head.lora_{x}.weight": torch.zeros(4, 4) for x in "AB"}),
+        ("embedding or output",),
     ),
     "magnitude": (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.zeros(9)}), ("lora_magnitude_vector", "merge")),
     "no such module": (

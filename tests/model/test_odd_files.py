@@ -163,7 +163,7 @@ def test_folders_of_other_tools_are_refused_by_name(saved: Path, tmp_path: Path)
     with pytest.raises(ModelError, match="pass a directory with config.json, a GGUF file"):
         LLM(tmp_path / "nowhere.gguf")
     (saved / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"LoRA adapter.*merge it .*peft"):
+    with pytest.raises(ModelError, match=r"LoRA adapter.*pass its base model.*--lora"):
         LLM(saved)
 
 

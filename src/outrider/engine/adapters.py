@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.core import Adapter, Sequence
 from outrider.errors import InvalidParameter
 from outrider.model import Runner
-from outrider.model.lora import read_lora
+from outrider.model.lora import LoraParts, read_lora
 
 __all__ = ["Adapters", "check_adapters"]
 
@@ -51,19 +51,19 @@ class Adapters:
         """Load an adapter from a PEFT folder. With `replace` it takes the place of one of the same name."""
         folder = check_adapters({name: path}, self._runner.device_name)[name]
         with self._loading:
-            with self._lock:
-                if not replace and self._find(name) is not None:
-                    raise InvalidParameter("lora", f"an adapter {checks.shown(name)} is loaded already; unload it first")
-                if len(self._by_serial) >= self._sizes.max_loras:
-                    raise InvalidParameter("lora", f"{len(self._by_serial)} adapters are loaded; max_loras is as many")
-            slots = self._runner.adapters
-            parts = read_lora(folder, self._runner.decoder, slots.dtype, self._sizes.max_lora_rank, self._base)
-            loaded = _Loaded(Adapter(name, slots.add(parts), next(_serials)), folder)
-            with self._lock:
-                if (before := self._find(name)) is not None:
-                    self._retire(before)
-                self._by_serial[loaded.adapter.serial] = loaded
-        return loaded.adapter
+            self._check_free(name, replace)
+            dtype = self._runner.adapters.dtype
+            parts = read_lora(folder, self._runner.decoder, dtype, self._sizes.max_lora_rank, self._base)
+            return self.add(name, parts, folder)
+
+    def add(self, name: str, parts: LoraParts, folder: Path = Path()) -> Adapter:
+        """Make an adapter ready for requests, in place of one of the same name."""
+        adapter = Adapter(name, self._runner.adapters.add(parts), next(_serials))
+        with self._lock:
+            if (before := self._find(name)) is not None:
+                self._retire(before)
+            self._by_serial[adapter.serial] = _Loaded(adapter, folder)
+        return adapter
 
     def unload(self, name: str) -> None:
         """Refuse new requests for an adapter, and free its memory when its last sequence has ended."""
@@ -102,6 +102,13 @@ class Adapters:
             if loaded is not None:
                 loaded.users.discard(seq)
                 self._free(loaded)
+
+    def _check_free(self, name: str, replace: bool) -> None:
+        with self._lock:
+            if not replace and self._find(name) is not None:
+                raise InvalidParameter("lora", f"an adapter {checks.shown(name)} is loaded already; unload it first")
+            if len(self._by_serial) >= self._sizes.max_loras:
+                raise InvalidParameter("lora", f"{len(self._by_serial)} adapters are loaded or still in use, max_loras of them")
 
     def _retire(self, loaded: _Loaded) -> None:
         loaded.is_named = False

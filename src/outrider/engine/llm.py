@@ -180,10 +180,10 @@ class LLM:
         self._check_open()
         return self._target.adapters.folders()
 
-    def load_lora(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter from a PEFT folder, beside what runs."""
+    def load_lora(self, name: str, path: str | Path, replace: bool = False) -> None:
+        """Load a LoRA adapter from a PEFT folder, beside what runs. With `replace` it takes the place of one of its name."""
         self._check_open()
-        self._target.adapters.load(name, path)
+        self._target.adapters.load(name, path, replace)
 
     def unload_lora(self, name: str) -> None:
         """Forget a LoRA adapter. What runs with it goes on to its end; its memory is free after that."""

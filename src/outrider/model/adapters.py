@@ -38,7 +38,7 @@ class AdapterSlots:
     @property
     def dtype(self) -> torch.dtype:
         """What adapters are served in."""
-        return rank_dtype(self._decoder.spec.dtype) if self._stack is not None else self._decoder.layers[0].qkv.dtype  # type: ignore[union-attr, return-value]
+        return rank_dtype(self._decoder.spec.dtype) if self._stack is not None else self._decoder.layers[0].qkv.dtype  # type: ignore[return-value]
 
     def add(self, parts: LoraParts) -> int:
         """Make an adapter ready for rows, and return its number."""

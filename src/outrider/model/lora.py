@@ -187,7 +187,9 @@ def _check_shapes(
     stored = pair.place.shape(matrix)
     columns, inner = stored[::-1] if pair.place.transposed else stored
     if not 1 <= pair.rank <= max_rank:
-        raise ModelError(f"{path}: {prefix + _DOWN!r} has rank {pair.rank}; ranks from 1 to {max_rank} are served (max_lora_rank)")
+        raise ModelError(
+            f"{path}: {prefix + _DOWN!r} has rank {pair.rank}; ranks from 1 to {max_rank} are served (max_lora_rank)"
+        )
     for name, expected in ((prefix + _DOWN, (pair.rank, inner)), (prefix + _UP, (columns, pair.rank))):
         if shapes[name] != expected:
             raise ModelError(

@@ -16,6 +16,7 @@ from outrider.ops.packing import PANEL, Arena
 __all__ = ["PARTS", "LowRank", "PackedAdapter", "adapter_table", "rank_dtype"]
 
 PARTS = ("qkv", "out", "gate_up", "down")  # the products of a layer, in the order of LayerLoras in lora.h
+_STEPS = 4  # of a block
 
 
 class LowRank(NamedTuple):
@@ -36,36 +37,38 @@ class PackedLora:
     """An adapter's part in one product: A of all projections that the product fuses, and of B what reaches each panel."""
 
     def __init__(self, core: Core, dtype: torch.dtype, base: PackedLinear, parts: Sequence[LowRank], arena: Arena) -> None:
-        values = 4 // dtype.itemsize  # of a column in a step
+        kind, block = str(dtype).removeprefix("torch."), _STEPS * 4 // dtype.itemsize
         firsts = [0]
         for part in parts:
-            firsts.append(firsts[-1] + -(-len(part.down) // values) * values)
+            firsts.append(firsts[-1] + -(-len(part.down) // block) * block)
         down, scale = torch.zeros(firsts[-1], base.inner, dtype=dtype), torch.zeros(-(-firsts[-1] // PANEL) * PANEL)
         for part, first in zip(parts, firsts, strict=False):
             down[first : first + len(part.down)] = part.down
             scale[first : first + len(part.down)] = part.scale
-        self.down, self.scale = PackedLinear(core, str(dtype).removeprefix("torch."), down, arena=arena), scale
-        self.up, self.start, self.first = _panels_of_up(base.columns_in_panels(), parts, firsts, dtype)
-        room = torch.empty(self.up.nbytes, dtype=torch.uint8) if core.isolates_matrices else arena.take(self.up.nbytes)
-        self.up = room.view(dtype).copy_(self.up)
-        tensors = (self.scale, self.up, self.start, self.first)
-        self._spec = array("q", (self.down.handle, *(tensor.data_ptr() for tensor in tensors)))
+        up, self.start, self.first = _panels_of_up(base.columns_in_panels(), parts, firsts, dtype)
+        self.down, self.scale = PackedLinear(core, kind, down, arena=arena), scale
+        self.up = PackedLinear(core, kind, up, arena=arena)
+        self.escaped = torch.searchsorted(self.up.escaped_blocks, self.start[:-1], out_int32=True)
+        tensors = (self.scale, self.start, self.first, self.escaped)
+        self._value_bytes = dtype.itemsize
+        self._spec = array("q", (self.down.handle, self.up.handle, *(tensor.data_ptr() for tensor in tensors)))
         self.handle = self._spec.buffer_info()[0]
 
     @property
     def rank_words(self) -> int:
         """Words that hold a row's ranks."""
-        return len(self.scale) * self.up.element_size() // 4
+        return len(self.scale) * self._value_bytes // 4
 
     @property
     def bytes(self) -> int:
-        return self.down.bytes + self.up.nbytes
+        return self.down.bytes + self.up.bytes
 
 
 def _panels_of_up(
     columns: Tensor, parts: Sequence[LowRank], firsts: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """B as the core reads it, the first step of each panel and the end, and the word of the ranks at which each begins.
+    """B as one panel (16, ranks of all panels), each panel's first block in it and the end, and the word of a row's ranks at
+    which each begins.
 
     `columns` are the matrix's rows by panel (panels, 16), -1 past the end. A panel has the ranks from the first part that
     reaches one of its columns to the last.
@@ -79,15 +82,13 @@ def _panels_of_up(
     begins, ends = torch.tensor([*firsts[:-1], width]), torch.tensor([*firsts[1:], 0])
     low, high = begins[reached].amin(1), ends[reached].amax(1)
     low = low.minimum(high)
-    steps = (high - low) // values
-    start = F.pad(steps.cumsum(0), (1, 0))
-    packed = torch.zeros(int(start[-1]), PANEL, values, dtype=dtype)
+    start = F.pad((high - low).cumsum(0), (1, 0))
+    one_panel = torch.zeros(PANEL, int(start[-1]), dtype=dtype)
     for first, end in set(zip(low.tolist(), high.tolist(), strict=True)):
         panels = ((low == first) & (high == end)).nonzero().flatten()
-        count = (end - first) // values
-        block = up[columns[panels]][:, :, first:end].unflatten(2, (count, values)).transpose(1, 2)
-        packed[start[panels, None] + torch.arange(count)] = block
-    return packed.flatten(), start.int(), (low // values).int()
+        places = start[panels, None] + torch.arange(end - first)
+        one_panel[:, places] = up[columns[panels]][:, :, first:end].transpose(0, 1)
+    return one_panel, (start // (_STEPS * values)).int(), (low // values).int()
 
 
 class PackedAdapter:

@@ -324,6 +324,11 @@ class PackedLinear:
         """Bytes that a product reads."""
         return self._packed.weights.nbytes + self._packed.raw_blocks.nbytes
 
+    @property
+    def escaped_blocks(self) -> Tensor:
+        """Numbers of the blocks of a single panel that 12-bit packing stores whole, int32, in order."""
+        return self._packed.escaped[:-1].int()
+
     def columns_in_panels(self) -> Tensor:
         """The weight's row of each column by panel (panels, 16), -1 past the end of a panel's half."""
         rows = torch.arange(self.columns * self._halves) if self._order is None else self._order

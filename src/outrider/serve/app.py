@@ -19,6 +19,7 @@ from pydantic import ConfigDict, create_model
 
 from outrider._version import __version__
 from outrider.errors import InvalidParameter
+from outrider.serve import loras
 from outrider.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from outrider.serve.body import BodyChecker, StrictRoute
 from outrider.serve.errors import ApiError, install_handlers
@@ -117,6 +118,7 @@ _PAGE_TYPES = {
     ".png": "image/png", ".ico": "image/x-icon", ".woff2": "font/woff2",
 }  # fmt: skip
 router = APIRouter(route_class=StrictRoute, responses=_ERRORS)
+router.include_router(loras.router)
 
 
 def create_app(
@@ -270,7 +272,8 @@ async def _generate(
         with service.metrics.preparation():
             prepared = await unless_gone(request.receive, _prepare(request, service, admission.client, work, body))
         service.hold_logprobs(admission, prepared.logprob_entries)
-        answer = answers(llm, body, prepared, f"{prefix}-{body.request_id or request_id.get()}", service.settings.model_name)
+        shown = loras.check_adapter(service, body.model, prepared)
+        answer = answers(llm, body, prepared, f"{prefix}-{body.request_id or request_id.get()}", shown)
         handle = answer.handle = service.submit(prepared.jobs, bool(body.stream), admission)
     except ClientGone:
         admission.abandon()
@@ -332,9 +335,11 @@ def _count_tokens(request: Request, prepared: PreparedRequest, handle: RequestHa
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    settings = service.settings
-    if name is not None and name not in settings.names:
-        raise ApiError(404, f"the model {name!r} is not served here; this is {settings.model_name!r}", "model", "model_not_found")
+    settings, llm = service.settings, service.ready()
+    if name is not None and name not in settings.names and name not in llm.loras:
+        others = "".join(f", {lora!r}" for lora in llm.loras)
+        served = f"this is {settings.model_name!r}{others}"
+        raise ApiError(404, f"the model {name!r} is not served here; {served}", "model", "model_not_found")
 
 
 def _check_priority(service: Service, priority: int | None) -> None:
@@ -345,14 +350,17 @@ def _check_priority(service: Service, priority: int | None) -> None:
 @router.get("/v1/models", response_model=ModelList, summary="The model")
 async def models(request: Request) -> Response:
     service = _service(request)
-    return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.settings.names]})
+    cards = [_card(service, name) for name in service.settings.names]
+    return JSONResponse({"object": "list", "data": cards + loras.adapter_cards(service, cards[0])})
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, summary="One model")
 async def model(request: Request, name: str) -> Response:
     service = _service(request)
     _check_model(service, name)
-    return JSONResponse(_card(service, name))
+    cards = [_card(service, other) for other in service.settings.names]
+    by_name = {card["id"]: card for card in (*cards, *loras.adapter_cards(service, cards[0]))}
+    return JSONResponse(by_name[name])
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import typer
 from outrider.errors import InvalidParameter
 from outrider.options import ModelFirst, json_object
 from outrider.serve.address import has_terminal, listen
-from outrider.serve.flags import LogFormat, ServeFlags, as_command, reread
+from outrider.serve.flags import LogFormat, ServeFlags, as_command, parse_loras, reread
 from outrider.serve.logs import configure
 from outrider.serve.settings import Limits, ServerSettings
 from outrider.terminal import PlainConsole
@@ -89,6 +89,8 @@ def _sizes(flags: ServeFlags) -> dict[str, Any]:
         "max_num_seqs": flags.max_num_seqs,
         "max_model_len": flags.max_model_len,
         "device": flags.device,
+        "max_loras": flags.max_loras,
+        "max_lora_rank": flags.max_lora_rank,
     }
     if flags.memory is None:
         return sizes
@@ -101,6 +103,7 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     """Check the settings before the server listens. A model on the hub is checked when it is loaded."""
     from outrider.draft import check_speculation, check_weights
     from outrider.draft.resolve import resolve_drafters
+    from outrider.engine.adapters import check_adapters
     from outrider.engine.device import Device
     from outrider.engine.intake import model_name
     from outrider.model import LoadOptions, check_model, is_hub_id, locate
@@ -109,6 +112,7 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     check_parser(flags.reasoning_parser)
     check_speculation(speculation)
     device, options, model = Device.resolve(flags.device), LoadOptions(flags.dtype, flags.load_format), model_name(flags.model)
+    check_adapters(parse_loras(flags.lora, settings_of(flags).names), device.name)
     if not is_hub_id(model):
         folder = locate(model)
         check_model(folder, options)
@@ -135,6 +139,7 @@ def _load(flags: ServeFlags, speculation: SpeculationConfig, sizes: dict[str, An
         dtype=flags.dtype,
         load_format=flags.load_format,
         revision=flags.revision,
+        lora=parse_loras(flags.lora, settings_of(flags).names) or None,
         **sizes,
     )
     if llm.tokenizer is not None:

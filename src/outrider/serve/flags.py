@@ -7,7 +7,7 @@ import enum
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -18,7 +18,7 @@ from outrider.errors import InvalidParameter
 from outrider.options import with_parameters
 from outrider.serve.settings import ServerSettings, flag
 
-__all__ = ["LogFormat", "ServeFlags", "as_command", "reread"]
+__all__ = ["LogFormat", "ServeFlags", "as_command", "parse_loras", "reread"]
 
 _RELOADED = ("max_queue", "max_body", "stream_interval", "ping_interval", "drain_timeout", "watchdog_timeout")
 
@@ -87,6 +87,9 @@ class ServeFlags(ServerSettings):
     speculative_config: str | None = flag(
         None, 'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.'
     )
+    lora: tuple[str, ...] = flag((), "LoRA adapter as NAME=PATH, chosen by model name in requests; repeatable.", "--lora-modules")
+    max_loras: int = flag(32, "Maximum number of LoRA adapters in memory.", min=1)
+    max_lora_rank: int = flag(256, "Largest rank of a LoRA adapter.", min=1)
     max_model_len: int | None = flag(None, "Maximum length of prompt and output together. Default: the model's.")
     max_num_seqs: int = flag(32, "Maximum number of sequences that run at once.", min=1)
     memory: str | None = flag(
@@ -139,6 +142,19 @@ def _option(field: Field[Any]) -> Any:
     names = (f"--{field.name.replace('_', '-')}", *field.metadata["spellings"])
     callbacks: dict[str, Callable[..., Any]] = {"config": _read_config, "api_key": _read_keys}
     return typer.Option(*names, envvar=variable, help=text, callback=callbacks.get(field.name), **field.metadata["options"])
+
+
+def parse_loras(flags: Sequence[str], served: Sequence[str]) -> dict[str, str]:
+    """Adapters by name, from NAME=PATH. Names of the model itself are taken."""
+    loras: dict[str, str] = {}
+    for text in flags:
+        name, is_pair, path = text.partition("=")
+        if not is_pair or not name or not path:
+            raise InvalidParameter("--lora", f"must be NAME=PATH, got {text!r}")
+        if name in served or name in loras:
+            raise InvalidParameter("--lora", f"the name {name!r} is taken; choose another")
+        loras[name] = path
+    return loras
 
 
 def reread(context: typer.Context) -> dict[str, Any]:

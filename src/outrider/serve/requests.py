@@ -283,7 +283,8 @@ def _requests(llm: LLM, prompt: str | list[int], params: SamplingParams, body: G
     prediction = body.prediction.text if isinstance(body, ChatRequest) and body.prediction is not None else None
     if prediction is not None:
         _check_chars(llm, "prediction", len(prediction))
-    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0, prediction)
+    lora = body.model if body.model in llm.loras else None
+    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0, lora=lora, prediction=prediction)
 
 
 def _sampling(body: GenerationRequest) -> dict[str, Any]:

@@ -395,6 +395,20 @@ class ForgetRequest(_Request):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
 
+class LoadLoraRequest(_Request):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoraRequest(_Request):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class DetokenizeRequest(_Request):
     """POST /detokenize."""
 

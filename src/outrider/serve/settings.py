@@ -80,6 +80,7 @@ class ServerSettings:
     )
     max_queue: int = flag(256, "Maximum number of waiting sequences; further requests get 429.", min=0)
     allow_priority: bool = flag(False, "Let requests set a priority.")
+    allow_lora_updates: bool = flag(False, "Let clients load and unload LoRA adapters without --api-key.")
     stream_interval: int = flag(1, "Minimum number of tokens in a chunk of a stream.", min=1)
     ping_interval: float = flag(15.0, "Seconds without output after which a stream gets a keep-alive comment.", min=0.05)
     drain_timeout: float = flag(30.0, "Seconds that running requests may take to finish when the server stops.", min=0)

@@ -17,7 +17,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from outrider.serve.messages_schema import CountRequest, MessagesRequest
 from outrider.serve.responses_schema import ResponsesRequest
-from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ForgetRequest, TokenizeRequest
+from outrider.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ForgetRequest,
+    LoadLoraRequest,
+    TokenizeRequest,
+    UnloadLoraRequest,
+)
 
 __all__ = ["SCHEMAS", "Refusal", "check", "check_in_worker", "refusal_of", "restore"]
 
@@ -30,6 +38,8 @@ SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "/tokenize": TypeAdapter(TokenizeRequest),
     "/detokenize": TypeAdapter(DetokenizeRequest),
     "/forget": TypeAdapter(ForgetRequest),
+    "/v1/load_lora_adapter": TypeAdapter(LoadLoraRequest),
+    "/v1/unload_lora_adapter": TypeAdapter(UnloadLoraRequest),
 }
 _ID = "i"  # array type of 32-bit integers
 _UNPACKED_BYTES = 2**16

@@ -142,9 +142,14 @@ using RankKind = std::conditional_t<std::is_same<K, F32>::value, F32, BF16>;
 // Computes the ranks of all rows, by every thread of a team. The rows are packed, and this is the barrier after that.
 template <class K>
 void prepare_deltas(const Deltas& deltas, const Input& in, const PackedRows& packed, const Member& m);
-// What is added to the results of rows over one panel: -0, which changes nothing, for rows without an adapter.
+// What is added to the results of rows over each of some panels: -0, which changes nothing, for rows without an adapter.
 template <class K>
-__attribute__((noinline)) void put_deltas(const RowDeltas& block, int rows, int panel, float (*to)[kLanes]);
+__attribute__((noinline)) void put_deltas(const RowDeltas& block, int rows, Share panels, float (*to)[kLanes]);
+constexpr int kDeltaPanels = 128;  // of one call, so that each row's B is read as a stream
+inline float (*room_for_deltas())[kLanes] {
+    alignas(64) static thread_local float room[kDeltaPanels * kBlock][kLanes];
+    return room;
+}
 
 // Decoding of weights: `pair` gives two of the four steps of the block at `w`. Packed12Block is 12-bit packed bf16
 // (lossless): 128 low bytes, then 128 four-bit codes of high bytes.
@@ -215,25 +220,28 @@ __attribute__((always_inline)) inline void finish(const Linear& l, const typenam
     if (!gate) finish_by_epilogue(l, waiting, R, panel, out, then);
 }
 
-// R rows of words times one panel. A unit of the rows' words lies every `unit` words.
-template <class K, class Form, int R>
+// R rows of words times one panel. A unit of the rows' words lies every `unit` words. A result is one chain of steps, or
+// the sum of four that take a block's steps in turn: adapters have so few results that one chain would wait for itself.
+template <class K, class Form, int R, int Chains = 1>
 inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::Acc* sums, size_t unit = R * kUnit) {
     constexpr bool packed12 = std::is_same<Form, Packed12Block>::value;
     const char* w = l.weights + l.panel_bytes() * panel;
     const Words table = packed12 ? load_words(l.high) : splat_word(0);
     const int32_t* escaped = packed12 ? l.escaped + l.first_escaped[panel] : nullptr;
     const char* raw = packed12 ? l.raw_blocks + static_cast<size_t>(l.first_escaped[panel] - panel) * RawBlock::bytes : nullptr;
-    typename K::Acc acc[R];  // a local array stays in registers; `sums` would not
+    typename K::Acc acc[R * Chains];  // a local array stays in registers; `sums` would not
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) acc[r] = K::zero();
+    for (int r = 0; r < R * Chains; r++) acc[r] = K::zero();
     for (int block = 0, blocks = static_cast<int>(l.steps) / kSteps; block < blocks; x += unit)
         for (const uint32_t *at = x, *end = x + kUnit; at < end; at += kSteps, block++, w += Form::bytes) {
             const bool escapes = packed12 && __builtin_expect(block == *escaped, false);
             Words step[2];
-            const auto join = [&](const uint32_t* words) {
+            const auto join = [&](const uint32_t* words, int first) {
 #pragma GCC unroll 32
-                for (int i = 0; i < 2 * R; i++)
-                    acc[i % R] = K::join(acc[i % R], step[i / R], words + i % R * kUnit + i / R);
+                for (int i = 0; i < 2 * R; i++) {
+                    typename K::Acc& sum = acc[i % R + (first + i / R) % Chains * R];
+                    sum = K::join(sum, step[i / R], words + i % R * kUnit + i / R);
+                }
             };
             // with several rows there is time to prefetch a line into L2 early and into L1 late
 #pragma GCC unroll 4
@@ -243,15 +251,16 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
             }
             Form::template pair<0>(w, table, step);
             if (escapes) RawBlock::pair<0>(raw, table, step);
-            join(at);
+            join(at, 0);
             Form::template pair<1>(w, table, step);
             if (escapes) {
                 RawBlock::pair<1>(raw, table, step), escaped++, raw += RawBlock::bytes;
                 for (int line = 0; line < RawBlock::bytes; line += kStepBytes) fetch(raw + line);  // the next
             }
-            join(at + 2);
+            join(at + 2, 2);
         }
-    std::memcpy(sums, acc, sizeof acc);
+    for (int r = R; r < R * Chains; r++) acc[r % R] = acc[r % R] + acc[r];
+    std::memcpy(sums, acc, R * sizeof acc[0]);
 }
 
 #if defined(__AMX_TILE__)
@@ -312,11 +321,16 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
                                           Then then, const PackedRows::Quantum* quantum, RowDeltas deltas) {
     if constexpr (R > 1)
         if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum, deltas);
-    alignas(64) float waiting[2 * R][kLanes], extra[R][kLanes];
+    alignas(64) float waiting[2 * R][kLanes];
     typename K::Acc sums[R];
+    const float (*extra)[kLanes] = nullptr;
+    if (deltas.all) {
+        put_deltas<RankKind<K>>(deltas, R, {panel, end}, room_for_deltas());
+        extra = room_for_deltas();
+    }
     const auto finish_panel = [&](int at) {
-        if (deltas.all) put_deltas<RankKind<K>>(deltas, R, at, extra);
-        finish<K, R>(l, sums, at, out, then, quantum, waiting, deltas.all ? extra : nullptr);
+        finish<K, R>(l, sums, at, out, then, quantum, waiting, extra);
+        if (extra) extra += R;
     };
 #if defined(__AMX_TILE__)
     for (; !std::is_same<K, F32>::value && panel < end; panel += 4) {
@@ -345,7 +359,7 @@ void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, The
 #if defined(__AMX_TILE__)
     const TilesInUse tiles;
 #endif
-    const int group = rows > kBlock || kTiles ? kGroup : static_cast<int>(l.panels);
+    const int group = rows > kBlock || kTiles ? kGroup : deltas ? kDeltaPanels : static_cast<int>(l.panels);
     for (int panel = mine.begin; panel < mine.end; panel += group)
         for (int first = 0; first < rows; first += kBlock)
             run_panels<K, Form>(std::min(kBlock, rows - first), x.words + static_cast<size_t>(first) * l.steps, l, panel,
