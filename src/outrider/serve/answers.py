@@ -217,8 +217,7 @@ class Answer:
     def _usage(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         usage = self._usage_of(0 if self._prepared.cut else sum(len(output.token_ids) for output in outputs))
         cached = sum(output.cached_tokens for output in outputs if output.index == 0)
-        predicted = prediction_details(self._prepared.jobs[0][0][0].prediction, outputs)
-        return usage | {"prompt_tokens_details": {"cached_tokens": cached}} | predicted
+        return usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _usage_of(self, written: int) -> dict[str, Any]:
         prompt = sum(len(requests[0].prompt_ids) for requests, _ in self._prepared.jobs)
@@ -361,7 +360,8 @@ class ChatAnswer(Answer):
     def _usage(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         markers = self._prepared.markers
         reasoned = 0 if markers is None else sum(markers.count(output.token_ids) for output in outputs)
-        return super()._usage(outputs) | {"completion_tokens_details": {"reasoning_tokens": reasoned}}
+        details = {"reasoning_tokens": reasoned} | prediction_details(self._prepared.jobs[0][0][0].prediction, outputs)
+        return super()._usage(outputs) | {"completion_tokens_details": details}
 
     def _logprobs(self, chunk: StreamPiece) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from outrider.engine.outputs import CompletionOutput
 
@@ -22,7 +21,7 @@ def memory_of(client: str, salt: str | None) -> str:
     return f"salt\n{salt}" if salt else ""
 
 
-def prediction_details(prediction: Sequence[int], outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+def prediction_details(prediction: Sequence[int], outputs: Sequence[CompletionOutput]) -> dict[str, int]:
     """The usage of a prediction under OpenAI's names; nothing where there was none.
 
     Accepted are the prediction's tokens that the output holds in runs of four or more. That depends on the two texts alone, so it
@@ -32,9 +31,7 @@ def prediction_details(prediction: Sequence[int], outputs: Sequence[CompletionOu
         return {}
     accepted = sum(_accepted(prediction, output.token_ids) for output in outputs)
     rejected = len(prediction) * len(outputs) - accepted
-    return {
-        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
-    }
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
 def _accepted(prediction: Sequence[int], output: Sequence[int]) -> int:
