@@ -53,3 +53,12 @@ def test_forward() -> None:
     assert result["context"] == 8
     assert [list(row["ms"]) for row in result["results"]] == [["1", "3"]]
     assert all(ms > 0 for ms in result["results"][0]["ms"].values())
+
+
+def test_transformers_models() -> None:
+    settings = ["--turns", "1", "--prompts", "2", "--batch", "2", "--tokens", "6"]
+    (row,) = json.loads(benchmark("transformers_models", *settings).stdout)["results"]
+    assert row["guarantee"] == {"tokens_guaranteed": True}
+    assert row["editing"]["equal_texts"] == 1.0
+    assert row["editing"]["speedup"] > 0
+    assert row["loop"]["outrider_ms_per_token"] > 0

@@ -31,7 +31,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3", {"head_dim": 20}),
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 17, "query_pre_attn_scalar": 12}),
-    "gemma3": ("Gemma3Text", {"head_dim": 16, "sliding_window": 17, "num_hidden_layers": 7}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "sliding_window": 17, "num_hidden_layers": 6}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "olmo2": ("Olmo2", {}),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
