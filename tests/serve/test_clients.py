@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +32,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is fetched or reported elsewhere."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """What clients leave open is collected here, where its warnings are ignored, and not in the middle of other tests."""
+    yield
+    gc.collect()
 
 
 # langchain-openai
