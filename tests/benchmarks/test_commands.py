@@ -53,3 +53,14 @@ def test_forward() -> None:
     assert result["context"] == 8
     assert [list(row["ms"]) for row in result["results"]] == [["1", "3"]]
     assert all(ms > 0 for ms in result["results"][0]["ms"].values())
+
+
+def test_lora(tmp_path: Path) -> None:
+    output = tmp_path / "lora.json"
+    settings = ["--adapters", "2", "--layers", "1", "--rounds", "4", "--threads", "1", "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks.lora", *settings]
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180, check=False)  # so few rounds may miss the limit
+    result = json.loads(output.read_text())
+    assert result["rounds"] == 4
+    assert len(result["ratio_deciles"]) == 9
+    assert result["plain_ms"]["tenth"] > 0
