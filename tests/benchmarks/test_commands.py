@@ -62,3 +62,12 @@ def test_transformers_models() -> None:
     assert row["editing"]["equal_texts"] == 1.0
     assert row["editing"]["speedup"] > 0
     assert row["loop"]["outrider_ms_per_token"] > 0
+def test_lora(tmp_path: Path) -> None:
+    output = tmp_path / "lora.json"
+    settings = ["--adapters", "2", "--layers", "1", "--rounds", "4", "--threads", "1", "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks.lora", *settings]
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180, check=False)  # so few rounds may miss the limit
+    result = json.loads(output.read_text())
+    assert result["rounds"] == 4
+    assert len(result["ratio_deciles"]) == 9
+    assert result["plain_ms"]["tenth"] > 0
