@@ -45,4 +45,4 @@ def test_a_card_says_what_its_numbers_say(path: Path) -> None:
 
 
 def test_three_engines_have_a_card() -> None:
-    assert {"outrider", "llama_cpp"} <= {path.parent.name for path in CARDS}
+    assert {"outrider", "transformers", "llama_cpp"} <= {path.parent.name for path in CARDS}
