@@ -105,7 +105,7 @@ def test_one_wrong_token_in_a_thousand_is_detected(server: Running, memory: Memo
 def test_samples_pass_and_another_temperature_is_detected(server: Running, memory: Memory) -> None:
     result = audited(server, memory, SAMPLES)
     assert result["verdict"] == SAME, result["reasons"]
-    assert result["sampling"]["samples"] == 400
+    assert 390 <= result["sampling"]["samples"] <= 400  # a text that ends at once is no sample
     assert abs(result["sampling"]["temperature_speculative"]["value"] - 1) < 0.2
 
     def warmer(request: Body) -> Body:
@@ -148,7 +148,7 @@ def test_what_an_engine_does_not_take_is_no_failure(server: Running, memory: Mem
     assert result["kinds"]["n"]["not_supported"] == {"answered with 1 of 3 choices": 1}
     assert result["kinds"]["greedy"]["compared"] == 1
     assert "first_tokens_plain" not in result["sampling"]  # no log probabilities, no reference
-    assert result["sampling"]["samples"] == 20
+    assert 15 <= result["sampling"]["samples"] <= 20
 
 
 def test_chats(server: Running) -> None:
