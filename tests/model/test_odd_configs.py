@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from outrider.config import pinned
 from outrider.engine.llm import LLM
 from outrider.errors import ModelError, OutriderError
 from outrider.model import Decoder, LoadOptions, compile_spec, load_decoder
@@ -89,6 +91,43 @@ def test_absurd_sizes_are_refused_for_every_family(name: str) -> None:
 _OWN_KV_HEADS = [name for name, (kind, _) in CASES.items() if kind in ("GPT2", "GPTJ", "GPTBigCode", "GPTNeoX", "OPT")]
 _OWN_KV_HEADS += ["falcon-7b", "falcon-sequential"]
 _FIELD_NAMES = {**_NAMES, "window": "sliding_window"}
+
+
+_SIZES = [1, 2, 3, 4, 5, 7, 8, 12, 16, 30, 33, 64]
+_OF_SHAPES = re.compile("head|hidden_size|intermediate|vocab|window|layer|^n_|dim|rot|rope|ffn|multi_query")
+
+
+def _other(value: Any) -> st.SearchStrategy[Any]:
+    """Another value of the same kind, so that most models can be loaded."""
+    if isinstance(value, bool):
+        return st.booleans()
+    if isinstance(value, int):
+        return st.sampled_from(_SIZES)
+    if isinstance(value, float):
+        return st.sampled_from([1e-6, 0.25, 0.5, 1.0, 2.0, 1e4, 1e30])
+    return st.sampled_from([None, value[::-1], value * 2]) if isinstance(value, list) else st.sampled_from([*_SIZES, None])
+
+
+@examples(200)
+@given(st.data())
+def test_mutated_models_of_every_family_decode_or_say_why(tmp_path: Path, data: st.DataObject) -> None:
+    """With drafts deeper than windows, and pages of any size: the tokens of plain decoding."""
+    config = reference_config(data.draw(st.sampled_from(sorted(CASES))))
+    fields = sorted(filter(_OF_SHAPES.search, config))
+    for field in data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=3)):
+        config[field] = data.draw(_other(config[field]))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes: dict[str, Any] = {"max_model_len": 40, "max_num_seqs": 1, "page_size": data.draw(st.sampled_from([1, 8]))}
+    outputs = []
+    try:
+        for method in ("none", "lookahead:40"):
+            with LLM(tmp_path, load_format="dummy", speculation=pinned(method), **sizes) as llm:
+                params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+                outputs.append(llm.generate([[0, 1, 0, 1, 0, 1, 1]], params)[0].outputs[0].token_ids)
+    except OutriderError as error:
+        assert len(str(error)) < 600  # noqa: PT017 (either outcome is right)
+        return
+    assert outputs[0] == outputs[1]
 
 
 @examples(300)
