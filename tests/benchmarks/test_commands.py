@@ -62,6 +62,8 @@ def test_transformers_models() -> None:
     assert row["editing"]["equal_texts"] == 1.0
     assert row["editing"]["speedup"] > 0
     assert row["loop"]["outrider_ms_per_token"] > 0
+
+
 def test_lora(tmp_path: Path) -> None:
     output = tmp_path / "lora.json"
     settings = ["--adapters", "2", "--layers", "1", "--rounds", "4", "--threads", "1", "--output", str(output)]
