@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -36,8 +38,11 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """What clients leave open is collected here, where its warnings are ignored, and not in the middle of other tests."""
+    """What clients leave open, such as an event loop of this thread, is closed here and not in the middle of other tests."""
     yield
+    with suppress(RuntimeError):  # there is no loop
+        asyncio.get_event_loop_policy().get_event_loop().close()
+    asyncio.set_event_loop(None)
     gc.collect()
 
 
