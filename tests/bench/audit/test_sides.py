@@ -197,12 +197,12 @@ def test_nobody_there_is_one_error() -> None:
 @pytest.mark.slow
 def test_the_command_writes_a_card_and_one_json_line(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "outrider.cli", "audit", "--transformers", str(folder), "--prompt-lookup", "3", "--quick"]
-    more = ["--max-requests", "24", "--output", str(tmp_path / "card"), "--name", "A name"]
+    more = ["--max-requests", "48", "--output", str(tmp_path / "card"), "--name", "A name"]
     done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert json.loads(line) == json.loads((tmp_path / "card" / "audit.json").read_text())
-    assert json.loads(line)["cut_short"] == "24 requests were sent"
+    assert json.loads(line)["cut_short"] == "48 requests were sent"
     assert "# Audit: A name" in (tmp_path / "card" / "audit.md").read_text()
     assert "warming up" in done.stderr
     assert "Traceback" not in done.stderr
