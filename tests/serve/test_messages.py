@@ -15,6 +15,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from openai import OpenAI
 from pydantic import BaseModel, TypeAdapter
 
+from outrider.serve.messages_chat import as_chat
+from outrider.serve.messages_schema import MessagesRequest
 from tests.support.agents import CITY, SCHEMA, order, think_first
 from tests.support.server import Running
 
@@ -53,6 +55,14 @@ def rendered(server: Running, **body: Any) -> str:
     """The prompt of a chat request, as far as its answer at temperature 0 shows it: the number of tokens and the answer."""
     chat = server.post("/v1/chat/completions", **({"max_tokens": 8, "temperature": 0} | body)).json()
     return f"{chat['usage']['prompt_tokens']} {chat['choices'][0]['message']['content']}"
+
+
+def test_a_budget_for_thinking_limits_only_models_that_reason(server: Running) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    assert post(server, thinking=thinking).status_code == 200
+    body = MessagesRequest.model_validate({"messages": [USER], "max_tokens": 8, "thinking": thinking})
+    assert as_chat(body, reasons=True).thinking_token_budget == 1024
+    assert as_chat(body, reasons=False).thinking_token_budget is None
 
 
 def answered(answer: dict[str, Any]) -> str:

@@ -94,12 +94,12 @@ def test_markdown_terminates_and_keeps_every_letter(server: Running, opened: Ope
     assert texts[len(long) :] == plain
 
 
-def answer_with(page: Page, text: str) -> None:
-    """Replace the text of every chat answer. Everything else comes from the server."""
+def answer_with(page: Page, text: str, reasoning: str = "") -> None:
+    """Replace the text of every chat answer, after some reasoning. Everything else comes from the server."""
 
     def change(route: Route) -> None:
         response = route.fetch()
-        events, left = response.text().split("\n\n"), text
+        events, left, reasoning_left = response.text().split("\n\n"), text, reasoning
         for i, event in enumerate(events):
             if not event.startswith("data: {"):
                 continue
@@ -107,6 +107,7 @@ def answer_with(page: Page, text: str) -> None:
             for choice in data["choices"]:
                 if choice["delta"].get("content"):
                     choice["delta"]["content"], left = left, ""
+                    choice["delta"]["reasoning_content"], reasoning_left = reasoning_left, ""
             events[i] = f"data: {json.dumps(data)}"
         route.fulfill(response=response, body="\n\n".join(events))
 
@@ -135,6 +136,25 @@ def test_answers_are_markdown_and_tokens(server: Running, opened: Open, keep: Ca
     page.get_by_text("Tokens", exact=True).click()
     assert prose.is_hidden()
     assert page.locator(".token").first.is_visible()
+
+
+def test_reasoning_stands_before_the_answer_and_folds_when_that_begins(server: Running, opened: Open) -> None:
+    page = chat(ready(opened(server)))
+    answer_with(page, "The **answer**.", "<b>Hm</b>, let me\nsee.")
+    say(page, "Think first.")
+    reasoning = page.locator(".reasoning")
+    assert reasoning.locator("p").text_content() == "<b>Hm</b>, let me\nsee."
+    assert reasoning.locator("p").is_hidden()
+    reasoning.locator("summary").click()
+    assert reasoning.locator("p").is_visible()
+    assert page.locator(".prose strong").inner_text() == "answer"
+
+    answer_with(page, "", "Only thoughts.")
+    say(page, "Think.")
+    assert page.locator(".reasoning p").nth(1).is_visible()
+    answer_with(page, "No thoughts.")
+    say(page, "Do not think.")
+    assert page.locator(".reasoning").nth(2).is_hidden()
 
 
 def test_a_message_is_edited_and_an_answer_regenerated(server: Running, opened: Open) -> None:

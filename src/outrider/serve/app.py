@@ -38,6 +38,7 @@ from outrider.serve.messages_schema import (
     MessagesRequest,
     TokenCount,
 )
+from outrider.serve.reasoning import reasoning_of
 from outrider.serve.requests import (
     PreparedRequest,
     count_sequences,
@@ -231,9 +232,10 @@ def _stored(request: Request, owner: Owner, name: str, param: str) -> StoredResp
 )
 async def messages(request: Request, body: MessagesRequest) -> Response:
     service = _service(request)
-    service.ready()
+    tokenizer = service.ready().tokenizer
+    reasons = tokenizer is not None and reasoning_of(tokenizer) is not None
     with named_as(MESSAGE_NAMES):
-        chat = await service.off_loop(partial(as_chat, body), client_of(request.scope), len(await request.body()))
+        chat = await service.off_loop(partial(as_chat, body, reasons), client_of(request.scope), len(await request.body()))
         return await _generate(request, chat, prepare_chat, MessageAnswer, "msg")
 
 

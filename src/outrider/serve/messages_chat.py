@@ -31,8 +31,8 @@ _SWITCHES = {"enabled": True, "disabled": False}  # the other types leave it to 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def as_chat(body: MessagesRequest) -> ChatRequest:
-    """The chat request of a request to /v1/messages."""
+def as_chat(body: MessagesRequest, reasons: bool) -> ChatRequest:
+    """The chat request of a request to /v1/messages. A model that does not reason needs no budget for it."""
     choice = body.tool_choice
     calls_only = choice is not None and choice.type in ("any", "tool")  # no text is written, so its format does not matter
     form = None if calls_only or body.output_config is None else body.output_config.format
@@ -42,7 +42,7 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
         "stop": body.stop_sequences or None,
         "tool_choice": None if choice is None else _choice(choice.type, choice.name),
         "parallel_tool_calls": None if alone is None else not alone,
-        "thinking_token_budget": None if body.thinking is None else body.thinking.budget_tokens,
+        "thinking_token_budget": body.thinking.budget_tokens if reasons and body.thinking is not None else None,
         "response_format": None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema_}},
     }
     return chat_request(body, fields)

@@ -17,7 +17,9 @@ export class Pane {
     this.speculate = speculate;
     this.title = el("h3", {}, speculate && method ? `${title}: ${plain(method)}` : title);
     this.tokens = el("token-stream");
-    this.prose = chat ? el("div", { class: "prose" }) : null;
+    this.reasoning = el("details", { class: "reasoning", open: true, hidden: true }, el("summary", {}, "Reasoning"), el("p"));
+    this.answer = el("div");
+    this.prose = chat ? el("div", { class: "prose" }, this.reasoning, this.answer) : null;
     this.text = el("div", { class: "text", hidden: chat }, prompt ? el("span", { class: "prompt" }, prompt) : null, this.tokens);
     this.foot = el("p", { class: "foot" }, "waiting for the first token");
     const shown = () => (this.text.hidden ? this.prose : this.tokens);
@@ -44,12 +46,12 @@ export class Pane {
     const parts = [`${count(tally.tokens.length)} tokens`, `${speed(tally.speed)} tok/s`, `${decimal(tally.perRound)} per round`];
     if (tally.finish) parts.push(duration(tally.totalMs), ENDS[tally.finish] ?? tally.finish);
     this.foot.textContent = parts.join(" · ");
-    if (this.prose) this.#frame ||= requestAnimationFrame(() => ((this.#frame = 0), this.#draw(tally.text, tally.calls)));
+    if (this.prose) this.#frame ||= requestAnimationFrame(() => ((this.#frame = 0), this.#draw(tally.text, tally.calls, tally.reasoning)));
   }
 
   end(tally) {
     this.show([], tally);
-    if (this.prose) this.#draw(tally.text, tally.calls);
+    if (this.prose) this.#draw(tally.text, tally.calls, tally.reasoning);
     this.root.removeAttribute("aria-busy");
     if (!this.speculate) return;
     const { method, off_reason: reason } = tally.spec ?? {};
@@ -62,9 +64,13 @@ export class Pane {
     this.tools.querySelector("[value=tokens]")?.click();
   }
 
-  #draw(text, calls) {
+  /** Reasoning is open until the answer begins. */
+  #draw(text, calls, reasoning = "") {
+    if (!this.#drawn && text) this.reasoning.open = false;
+    this.reasoning.hidden = !reasoning;
+    this.reasoning.lastChild.textContent = reasoning; // model text is only ever text
     this.#drawn = text;
-    this.prose.replaceChildren(...markdown(text), ...calls.filter(Boolean).map(callBlock));
+    this.answer.replaceChildren(...markdown(text), ...calls.filter(Boolean).map(callBlock));
   }
 
   #switch() {

@@ -4,6 +4,7 @@
 export class Tally {
   tokens = [];
   text = "";
+  reasoning = ""; // what the model wrote before its answer
   calls = []; // tool calls: {id, name, arguments}
   rounds = 0;
   guessed = 0;
@@ -22,6 +23,7 @@ export class Tally {
     this.metrics = event.metrics ?? this.metrics;
     this.finish = choice?.finish_reason ?? this.finish;
     this.text += choice?.text ?? choice?.delta?.content ?? "";
+    this.reasoning += choice?.delta?.reasoning_content ?? "";
     for (const call of choice?.delta?.tool_calls ?? []) this.#call(call);
     this.add(choice?.token_details ?? []);
     return choice?.token_details ?? [];
