@@ -83,7 +83,8 @@ def test_a_predicted_output_is_accepted_and_counted(keyed: Running) -> None:
     plain = client.chat.completions.create(**asked)
     text = plain.choices[0].message.content
     assert plain.usage is not None
-    assert plain.usage.completion_tokens_details is None
+    assert plain.usage.completion_tokens_details is not None
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens is None
     for prediction in (text, [{"type": "text", "text": text}]):
         answer = client.chat.completions.create(**asked, prediction={"type": "content", "content": prediction})  # type: ignore
         assert answer.choices[0].message.content == text
@@ -127,7 +128,7 @@ def test_a_prediction_longer_than_the_context_is_refused(server: Running) -> Non
 )
 def test_what_of_a_prediction_counts_as_accepted(prediction: list[int], outputs: list[list[int]], accepted: int) -> None:
     made = [CompletionOutput(i, "", tokens, "stop", None, 0) for i, tokens in enumerate(outputs)]
-    details = prediction_details(prediction, made)["completion_tokens_details"]
+    details = prediction_details(prediction, made)
     assert details["accepted_prediction_tokens"] == accepted
     assert details["rejected_prediction_tokens"] == len(prediction) * len(outputs) - accepted
     assert prediction_details((), made) == {}

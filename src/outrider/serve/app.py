@@ -119,7 +119,8 @@ _PAGE_TYPES = {
     ".png": "image/png", ".ico": "image/x-icon", ".woff2": "font/woff2",
 }  # fmt: skip
 router = APIRouter(route_class=StrictRoute, responses=_ERRORS)
-router.include_router(loras.router)
+router.post("/v1/load_lora_adapter", **loras.PLAIN, summary="Load a LoRA adapter")(loras.load_lora_adapter)
+router.post("/v1/unload_lora_adapter", **loras.PLAIN, summary="Unload a LoRA adapter")(loras.unload_lora_adapter)
 
 
 def create_app(

@@ -9,21 +9,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
 from outrider.errors import InvalidParameter, ModelError
-from outrider.serve.body import StrictRoute
 from outrider.serve.errors import ApiError
 from outrider.serve.fairness import client_of
 from outrider.serve.requests import PreparedRequest
 from outrider.serve.schemas import LoadLoraRequest, UnloadLoraRequest
 from outrider.serve.service import Service
 
-__all__ = ["adapter_cards", "check_adapter", "router"]
+__all__ = ["PLAIN", "adapter_cards", "check_adapter", "load_lora_adapter", "unload_lora_adapter"]
 
-router = APIRouter(route_class=StrictRoute)
-_PLAIN: dict[str, Any] = {"response_class": Response, "responses": {200: {"content": {"text/plain": {}}}}}
+PLAIN: dict[str, Any] = {"response_class": Response, "responses": {200: {"content": {"text/plain": {}}}}}
 
 
 def adapter_cards(service: Service, card: dict[str, Any]) -> list[dict[str, Any]]:
@@ -42,7 +40,6 @@ def check_adapter(service: Service, name: str | None, prepared: PreparedRequest)
     return service.settings.model_name
 
 
-@router.post("/v1/load_lora_adapter", **_PLAIN, summary="Load a LoRA adapter")
 async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> Response:
     service = _allowed(request)
     llm = service.ready()
@@ -56,7 +53,6 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> Response
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", **_PLAIN, summary="Unload a LoRA adapter")
 async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> Response:
     """Requests that run with the adapter go on to their end; its memory is free after the last of them."""
     service = _allowed(request)
