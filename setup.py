@@ -15,6 +15,7 @@ SOURCES = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
 DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 FLAGS = [
     "-O3",
+    "-g0",
     "-std=c++17",
     "-pthread",
     "-fvisibility=hidden",
@@ -24,7 +25,7 @@ FLAGS = [
     "-Wno-maybe-uninitialized",
     f'-DOUTRIDER_SOURCES="{DIGEST}"',
 ]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 BF16 = [*AVX512, "-mavx512vnni", "-mavx512bf16"]
 BUILDS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16, "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}

@@ -42,8 +42,8 @@ def cpu_ops(spec: ModelSpec) -> Ops:
     if ops.core is None or not missing:
         return ops
     lacking = f"the native core does not support yet: {', '.join(missing)}"
-    if spec.dtype == "int8":
-        raise InvalidParameter("dtype", f"int8 runs in the native core alone; {lacking}; pass dtype=bfloat16")
+    if spec.dtype in ("int8", "int4"):
+        raise InvalidParameter("dtype", f"{spec.dtype} runs in the native core alone; {lacking}; pass dtype=bfloat16")
     _warn_once(f"{spec.architecture}: {lacking}; torch decodes, slower and with the same promises")
     return Blocked()
 

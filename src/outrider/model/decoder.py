@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outrider.model.rotary import Rope, RotaryVariant
 from outrider.model.spec import LayerSpec, ModelSpec, Norm
-from outrider.ops import Ops
+from outrider.ops import Grouped, Ops
 
 __all__ = [
     "Attend",
@@ -63,6 +63,9 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """A parameter, which may lie in a mapped file and be narrower than the decoder holds it."""
+
+    def grouped(self, name: str) -> Grouped | None:
+        """A matrix as groups of integers; None where it is to be read in floating point."""
 
     def fill(self, name: str, target: Tensor) -> None:
         """Write a parameter's values."""
@@ -139,6 +142,7 @@ class Layer(nn.Module):
         qk_norm = None if qk is None else qk.norm
         self.q_norm, self.q_norm_bias = norm_weights(qk_norm, q_width)
         self.k_norm, self.k_norm_bias = norm_weights(qk_norm, k_width)
+        self.grouped: dict[str, Grouped] = {}  # matrices that are integers, while they are read
         self._query_scale = a.scale * math.sqrt(a.head_dim)
 
     def forward(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None) -> Tensor:
@@ -216,13 +220,27 @@ class Decoder(nn.Module):
         parameter = self.get_parameter(name)
         return self.source.read(name) if self.source is not None and parameter.is_meta else parameter
 
-    def read_layers(self) -> Iterator[Layer]:
-        """The layers one by one. What is read from files for a layer leaves memory when the next one is asked for."""
+    def grouped(self, name: str) -> Grouped | None:
+        """A matrix as its source has it in groups of integers; None where there is none in such groups."""
+        absent = self.source is not None and self.get_parameter(name).is_meta
+        return self.source.grouped(name) if absent and self.source is not None else None
+
+    def read_layers(self, grouped: bool = False) -> Iterator[Layer]:
+        """The layers one by one. What is read from files for a layer leaves memory when the next one is asked for.
+
+        With `grouped`, matrices that are to be products of integers are in `Layer.grouped` alone.
+        """
         for i, layer in enumerate(self.layers):
             absent = {name: parameter for name, parameter in layer.named_parameters() if parameter.is_meta}
-            for name in absent:
-                setattr(layer, name, nn.Parameter(self.weight(f"layers.{i}.{name}"), requires_grad=False))
+            groups: dict[str, Grouped] = layer.grouped  # type: ignore[assignment]
+            for name, parameter in absent.items():
+                matrix = self.grouped(f"layers.{i}.{name}") if grouped and parameter.dim() == 2 else None
+                if matrix is None:
+                    setattr(layer, name, nn.Parameter(self.weight(f"layers.{i}.{name}"), requires_grad=False))
+                else:
+                    groups[name] = matrix
             yield layer  # type: ignore[misc]
+            groups.clear()
             for name, parameter in absent.items():
                 setattr(layer, name, parameter)
 

@@ -48,6 +48,8 @@ __all__ = [
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INT8 = "int8"  # int8 weights with a scale per output channel and int8 rows, in the native core; torch holds float32
+INT4 = "int4"  # four bits in groups with a scale each and int8 rows, likewise; the output matrix in int8
+_SERVED = (*DTYPES, INT8, INT4)
 _SHARD_BYTES = 15 * 2**20
 _ROPE_BYTES = 12  # for each position and value of a head while the tables are made: two in float64, two in float32
 _HUB_ID = re.compile(r"[\w\-][\w.\-]{0,95}/[\w.\-]{1,96}")
@@ -64,7 +66,7 @@ class LoadOptions:
     widen: bool = False  # hold bf16 weights in float32, where this process must not multiply bf16
 
     def __post_init__(self) -> None:
-        checks.choice("dtype", self.dtype, ("auto", *DTYPES, INT8))
+        checks.choice("dtype", self.dtype, ("auto", *_SERVED))
         checks.choice("load_format", self.load_format, ("dummy", "safetensors"))
 
 
@@ -126,7 +128,7 @@ def open_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decod
         return decoder.eval()
     _say_how_served(checkpoint, options.dtype, config.dtype)
     parameters = dict(decoder.named_parameters())
-    decoder.source = StoredWeights(checkpoint, parameters, dtype)
+    decoder.source = StoredWeights(checkpoint, parameters, dtype, served=config.dtype, keeps_groups=options.dtype == "auto")
     decoder.materialise(*(name for name in parameters if not name.startswith(("layers.", "embedding", "output"))), "output_bias")
     return decoder.eval()
 
@@ -154,14 +156,10 @@ def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, Checkpoin
 
 def _say_how_served(checkpoint: Checkpoint, requested: str, served: str) -> None:
     """One line where weights are served in another precision than they are stored in."""
-    directory, formats = checkpoint.directory, checkpoint.source.decoded
-    if formats:
-        into = f"{served}: takes the memory of the unquantised model" if served != INT8 else "int8: a byte for each weight"
-        _logger.warning("%s is stored as %s, decoded to %s", directory, ", ".join(formats), into)
     narrowed = {"float16", "float64"} if served == "float32" else {"float16", "float32", "float64"}
     for name in sorted(checkpoint.matrix_dtypes & narrowed if requested == "auto" else ()):
         cure = "" if served == "float32" else "; dtype=float32 keeps more of it"
-        _logger.warning("%s is stored as %s, served as %s%s", directory, name, served, cure)
+        _logger.warning("%s is stored as %s, served as %s%s", checkpoint.directory, name, served, cure)
 
 
 def save_decoder(decoder: Decoder, directory: Path, int8: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -218,7 +216,7 @@ def served_dtype(requested: str, stored: str) -> str:
     """The dtype of a model's products; "auto" is the dtype that config.json names."""
     if requested == "auto":
         return "float32" if stored == "float64" else stored if stored in DTYPES else "bfloat16"  # float16 runs as bfloat16
-    return checks.choice("dtype", requested, ("auto", *DTYPES, INT8))
+    return checks.choice("dtype", requested, ("auto", *_SERVED))
 
 
 def _check_memory(config: ModelSpec, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from outrider.errors import InvalidParameter
 from outrider.model.adapters import AdapterRows, AdapterSlots
 from outrider.model.backends import cpu_ops
 from outrider.model.decoder import Decoder, Hidden
-from outrider.model.load import INT8
+from outrider.model.load import INT4, INT8
 from outrider.model.spec import ModelSpec
 from outrider.model.stack import decoder_stack, lay_out_rows
 from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention
@@ -143,8 +143,8 @@ class Runner:
         self.pool = pool
         self.ops = ops or cpu_ops(decoder.spec)
         config, core = decoder.spec, self.ops.core
-        if config.dtype == INT8 and core is None:
-            raise InvalidParameter("dtype", f"int8 needs the native core, which is not in use: {find_core()[1]}")
+        if config.dtype in (INT8, INT4) and core is None:
+            raise InvalidParameter("dtype", f"{config.dtype} needs the native core, which is not in use: {find_core()[1]}")
         if core is None:
             decoder.materialise()
         self.stack = None if core is None else decoder_stack(decoder, pool, core)

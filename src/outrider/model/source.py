@@ -20,6 +20,7 @@ from outrider.model.formats import Format, format_in
 from outrider.model.formats.parts import PartHeader, Parts
 from outrider.model.gguf_source import GgufSource
 from outrider.model.spec import ModelSpec
+from outrider.ops import Grouped
 
 __all__ = ["PlainSource", "QuantisedSource", "TensorSource", "open_source"]
 
@@ -34,6 +35,9 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor. Matrices are in a dtype; vectors are as precise as they are stored."""
+
+    def grouped(self, name: str) -> Grouped | None:
+        """A matrix as the integers that it is stored in; None where it has to be decoded."""
 
     def close(self) -> None:
         """Close the files. Reading opens them again."""
@@ -64,6 +68,9 @@ class PlainSource:
         tensor = read_tensor(self._files.get(header.file), name, header.dtype)
         return tensor.to(dtype) if tensor.dim() > 1 else tensor
 
+    def grouped(self, name: str) -> None:
+        """Nothing is stored in groups."""
+
     def close(self) -> None:
         self._files.close()
 
@@ -92,6 +99,11 @@ class QuantisedSource:
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         tensor: Tensor = self._checked(name, self._format.decode) if name in self._parts else self._read(name)
         return tensor.to(dtype) if tensor.dim() > 1 else tensor
+
+    def grouped(self, name: str) -> Grouped | None:
+        integers = self._checked(name, self._format.integers) if name in self._parts else None
+        grouped: Grouped | None = None if integers is None else integers.grouped()
+        return grouped
 
     def close(self) -> None:
         self._files.close()

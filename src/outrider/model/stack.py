@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.model.decoder import Decoder, Layer, RopeTable
+from outrider.model.load import INT4
 from outrider.model.rotary import Rope
 from outrider.model.spec import Attention, ModelSpec, Norm
 from outrider.ops import Core, Epilogue, LayerWeights, NormWeights, PackedLinear, RotaryRows, Stack, StackWeights
@@ -48,7 +49,7 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     if s.positions is not None and decoder.positions is not None:
         learned = _floats(decoder.positions[s.positions.offset :])
     return layer_stack(
-        pool, core, s, s.dtype, decoder.read_layers(), decoder.ropes,  # type: ignore[arg-type]
+        pool, core, s, _kind(s.dtype), decoder.read_layers(grouped=True), decoder.ropes,  # type: ignore[arg-type]
         embedding=_floats(decoder.embedding),
         embedding_scale=float(s.embedding_scale),
         learned=learned,
@@ -58,10 +59,17 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
     )  # fmt: skip
 
 
+def _kind(dtype: str) -> str:
+    """What products of a dtype read where a matrix is not in groups of integers."""
+    return "bfloat16" if dtype == INT4 else dtype
+
+
 def _output(decoder: Decoder, core: Core) -> PackedLinear:
     s = decoder.spec
-    matrix = decoder.weight("embedding" if s.tied else "output")
-    return PackedLinear(core, s.dtype, matrix, decoder.output_bias, logit_epilogue(s))
+    name = "embedding" if s.tied else "output"
+    matrix = decoder.grouped(name)
+    kind = "int8" if s.dtype == INT4 else s.dtype
+    return PackedLinear(core, kind, decoder.weight(name) if matrix is None else matrix, decoder.output_bias, logit_epilogue(s))
 
 
 def layer_stack(
@@ -101,10 +109,12 @@ def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core:
     # a norm after a part scales its result; without one, the part's last product does
     after_attention, after_mlp = (Epilogue(scale=1.0 if norm else s.residual_scale) for norm in (s.norm_attn_out, s.norm_mlp_out))
     return LayerWeights(
-        qkv=PackedLinear(core, kind, layer.qkv, layer.qkv_bias, order=_by_head(a)),
-        out=PackedLinear(core, kind, layer.out, layer.out_bias, after_attention),
-        gate_up=PackedLinear(core, kind, layer.gate_up, layer.gate_up_bias, Epilogue(m.activation, paired=m.gated)),
-        down=PackedLinear(core, kind, layer.down, layer.down_bias, after_mlp),
+        qkv=PackedLinear(core, kind, layer.grouped.get("qkv", layer.qkv), layer.qkv_bias, order=_by_head(a)),
+        out=PackedLinear(core, kind, layer.grouped.get("out", layer.out), layer.out_bias, after_attention),
+        gate_up=PackedLinear(
+            core, kind, layer.grouped.get("gate_up", layer.gate_up), layer.gate_up_bias, Epilogue(m.activation, paired=m.gated)
+        ),
+        down=PackedLinear(core, kind, layer.grouped.get("down", layer.down), layer.down_bias, after_mlp),
         **norms,
         q_norm=norm_weights(qk_norm, layer.q_norm, layer.q_norm_bias, q_heads),
         k_norm=norm_weights(qk_norm, layer.k_norm, layer.k_norm_bias, k_heads),

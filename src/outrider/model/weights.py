@@ -21,6 +21,7 @@ from outrider.model.families import Place, names_of, places_of
 from outrider.model.files import Header
 from outrider.model.source import TensorSource, open_source
 from outrider.model.spec import ModelSpec
+from outrider.ops import Grouped
 
 __all__ = ["Checkpoint", "StoredWeights", "known_name"]
 
@@ -31,6 +32,9 @@ _OTHER_PARTS = (
     "vision_embed_tokens", "vision_encoder", "vision_language_adapter", "vision_model", "vision_tower", "visual",
 )  # fmt: skip
 _BAR_AFTER_S = 1.0
+_INT4, _INT4_GROUP = "int4", 64  # inputs
+_PLAIN_SIZE = "takes the memory of the unquantised model"
+_SIZES = {"int8": "a byte for each weight", _INT4: "half a byte for each weight"}
 _logger = logging.getLogger(__name__)
 
 
@@ -124,16 +128,29 @@ class Checkpoint:
 
 
 class StoredWeights:
-    """Reads parameters of a decoder. `dtype` is what matrices are served in: wider stored ones are rounded to it."""
+    """Reads parameters of a decoder. `dtype` is what matrices are served in: wider stored ones are rounded to it.
 
-    def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    With `keeps_groups`, integers that are stored in groups may be asked for as they are. Where a model is served in int4, every
+    matrix of a layer may be, rounded to four bits.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parameters: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        served: str = "",
+        keeps_groups: bool = False,
+    ) -> None:
         self._checkpoint = checkpoint
         self._parameters = parameters
         self._dtype = dtype
+        self._served, self._keeps_groups = served, keeps_groups
         self._places: dict[str, list[tuple[str, Place]]] = {}
         for name, place in places_of(checkpoint.spec).items():
             self._places.setdefault(place.parameter, []).append((checkpoint.stored[name], place))
         self._shared: dict[str, Tensor] = {}
+        self._decodes = bool(checkpoint.source.decoded)  # until it is said
         self._bar: Any = None
 
     def read(self, name: str) -> Tensor:
@@ -145,6 +162,7 @@ class StoredWeights:
         parameter, parts = self._parameters[name], self._places.get(name)
         if parts is None:
             return torch.ones(parameter.shape)  # the weight of a norm that has none
+        self._say_decoded(name)
         stored, place = parts[0]
         if len(parts) == 1 and place.rows == slice(None):
             return place.arrange(self._tensor(stored, parameter))
@@ -159,9 +177,29 @@ class StoredWeights:
         self.fill(name, whole)
         return whole
 
+    def grouped(self, name: str) -> Grouped | None:
+        """A matrix as groups of integers; None where it is to be read in floating point."""
+        stored = self._stored_groups(name) if self._keeps_groups else None
+        if stored is None and self._served == _INT4 and name.startswith("layers."):
+            return Grouped.of(self.read(name), _INT4_GROUP)
+        return stored
+
+    def _stored_groups(self, name: str) -> Grouped | None:
+        matrices = []
+        for stored, place in sorted(self._places.get(name, ()), key=lambda part: part[1].rows.start or 0):
+            matrix = None if place.transposed or place.columns or place.add else self._checkpoint.source.grouped(stored)
+            if matrix is None:
+                return None
+            matrices.append(matrix if place.order is None else matrix.rows(place.order()))
+        joined = Grouped.joined(matrices)
+        for stored, _ in self._places[name] if joined is not None else ():
+            self._advance(self._checkpoint.headers[stored].bytes)
+        return joined
+
     def fill(self, name: str, target: Tensor) -> None:
         """Write a parameter's values."""
         parts = self._places.get(name)
+        self._say_decoded(name)
         if parts is None:
             target.fill_(1.0)
         for stored, place in parts or ():
@@ -179,6 +217,13 @@ class StoredWeights:
         tensor = self._checkpoint.read(stored, self._dtype)
         self._advance(self._checkpoint.headers[stored].bytes)
         return tensor.to(parameter.dtype, copy=True) if parameter.dim() == 1 else tensor
+
+    def _say_decoded(self, name: str) -> None:
+        """One line when the first matrix of a layer is decoded."""
+        if self._decodes and name.startswith("layers.") and self._parameters[name].dim() == 2:
+            self._decodes = False
+            formats, size = ", ".join(self._checkpoint.source.decoded), _SIZES.get(self._served, _PLAIN_SIZE)
+            _logger.warning("%s is stored as %s, decoded to %s: %s", self._checkpoint.directory, formats, self._served, size)
 
     def _advance(self, count: int) -> None:
         if self._bar is None:

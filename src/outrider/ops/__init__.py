@@ -6,6 +6,7 @@ ops/cpu, where it was built. `serving_ops` chooses between the two.
 """
 
 from outrider.ops.attention import AttentionPlan, Segment, paged_attention, plan_attention
+from outrider.ops.groups import GROUP_STEP, Grouped
 from outrider.ops.native import (
     BESIDE,
     JOINED,
@@ -32,6 +33,7 @@ from outrider.ops.torch_threads import keep_one_torch_thread, one_torch_thread, 
 __all__ = [
     "BESIDE",
     "BLOCK",
+    "GROUP_STEP",
     "JOINED",
     "TOKENS",
     "AttentionPlan",
@@ -39,6 +41,7 @@ __all__ = [
     "ChainParams",
     "Core",
     "Epilogue",
+    "Grouped",
     "GrownTree",
     "GrowthParams",
     "LayerWeights",

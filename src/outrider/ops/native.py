@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
-from outrider.ops.packing import KINDS, PANEL, Arena, pack
+from outrider.ops.groups import Grouped
+from outrider.ops.packing import KINDS, PANEL, Arena, pack, pack_groups
 from outrider.platform import cpu_flags
 
 __all__ = [
@@ -293,6 +294,7 @@ _STORED, _NO_NORM = Epilogue(), NormWeights()
 class PackedLinear:
     """A weight matrix (columns, inner) in the core's layout, with its bias and its epilogue.
 
+    `kind` is the dtype that products read; a matrix in groups of integers keeps them, whatever the kind is.
     bf16 weights are packed to 12 bits (lossless) where nearly all fit, unless `pack_12bit` is False. The bits of a product do
     not depend on it. `order` is the weight's row of each column, where they are not in order.
     """
@@ -301,7 +303,7 @@ class PackedLinear:
         self,
         core: Core,
         kind: str,
-        weight: Tensor,
+        weight: Tensor | Grouped,
         bias: Tensor | None = None,
         then: Epilogue = _STORED,
         pack_12bit: bool = True,
@@ -313,9 +315,13 @@ class PackedLinear:
         self.columns = columns // 2 if then.paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
-        self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit, order, arena)
+        if isinstance(weight, Tensor):
+            number = KINDS[kind]
+            self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit, order, arena)
+        else:
+            number, self._packed = pack_groups(core, weight, bias, self.columns_in_panels(), arena)
         panels, steps, *parts = self._packed
-        sizes = (KINDS[kind], self.columns, self.inner, panels, steps, then.paired)
+        sizes = (number, self.columns, self.inner, panels, steps, then.paired)
         self._spec = array("q", _words((*sizes, *parts, then.function, float(then.scale), float(then.cap or 0.0))))
         self.handle = self._spec.buffer_info()[0]
 

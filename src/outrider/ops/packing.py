@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.ops.groups import Grouped, packed
+
 if TYPE_CHECKING:
     from outrider.ops.native import Core
 
-__all__ = ["KINDS", "PANEL", "Arena", "Packed", "pack"]
+__all__ = ["KINDS", "PANEL", "Arena", "Packed", "pack", "pack_groups"]
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 PANEL = 16  # columns
@@ -38,6 +40,9 @@ class Packed(NamedTuple):
     escaped: Tensor  # numbers of the blocks with other high bytes, -1 at the end of each panel
     first_escaped: Tensor  # where each panel's list in `escaped` begins
     raw_blocks: Tensor  # the escaped blocks, not packed
+    group_blocks: int = 1  # blocks of a group of integers
+    offset: int = 0  # of integers in groups
+    panel_stride: int = 0  # bytes of a panel of groups; 0: there are none
 
 
 class Arena:
@@ -91,9 +96,10 @@ def pack(
     none = torch.empty(0)
     biases = none if bias is None else _in_panels((bias if order is None else bias[order]).detach().float(), halves)
     source = _Source(core, KINDS[kind], weight, halves, panels, steps, order, arena or _arena)
-    packed = _pack_12bit(source) if pack_12bit and core.packs_12bit and kind == "bfloat16" else None
-    if packed is not None:
-        return Packed(panels, steps, packed[0], biases, none, *packed[1:])
+    in_12_bits = _pack_12bit(source) if pack_12bit and core.packs_12bit and kind == "bfloat16" else None
+    if in_12_bits is not None:
+        weights, high, escaped, first, raw = in_12_bits
+        return Packed(panels, steps, weights, biases, none, high, escaped, first, raw)
     weights, scale = source.room(_STEP), torch.zeros(panels * PANEL) if kind == "int8" else none
     source.make(_RAW, to=weights, scale=scale)
     return Packed(panels, steps, weights, biases, scale, none, none, none, none)
@@ -129,6 +135,16 @@ class _Source(NamedTuple):
 
     def memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8) if self.core.isolates_matrices else self.arena.take(size)
+
+
+def pack_groups(core: Core, matrix: Grouped, bias: Tensor | None, rows: Tensor, arena: Arena | None = None) -> tuple[int, Packed]:
+    """The kind and the panels of a matrix in groups; `rows` (panels, 16) are its columns in each, -1 where there is none."""
+    kind, steps, made, scale, group_blocks, offset, stride = packed(matrix, rows)
+    weights = torch.empty_like(made) if core.isolates_matrices else (arena or _arena).take(len(made))
+    weights.copy_(made)
+    none = torch.empty(0)
+    biases = none if bias is None else torch.where(rows < 0, 0.0, bias.detach().float()[rows.clamp(min=0)]).flatten()
+    return kind, Packed(len(rows), steps, weights, biases, scale, none, none, none, none, group_blocks, offset, stride)
 
 
 def _in_panels(bias: Tensor, halves: int) -> Tensor:

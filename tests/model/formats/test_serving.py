@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.errors import ModelError
-from outrider.model import Decoder, LoadOptions, load_decoder
+from outrider.model import Decoder, LoadOptions, load_decoder, open_decoder
 from outrider.model.load import generation_defaults
 from tests.support import VOCAB, Oracle, make_engine, make_request, run, write_tokenizer
 from tests.support.engines import assert_same_bits, random_params, run_recorded
@@ -60,14 +60,14 @@ def test_a_quantised_model_is_served_in_bfloat16_by_default(tmp_path: Path) -> N
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("branches", [0, 5], ids=["chains", "trees"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_oracle_drafts_change_nothing(tmp_path: Path, both_paths: str, kind: str, branches: int, dtype: str) -> None:
-    if dtype == "int8" and both_paths == "torch":
-        pytest.skip("int8 is the native core's")
+    if dtype in ("int8", "int4") and both_paths == "torch":
+        pytest.skip(f"{dtype} is the native core's")
     path, _ = written(tmp_path, kind)
-    decoder = load_decoder(path, LoadOptions(dtype))
+    decoder = open_decoder(path, LoadOptions(dtype))
     rng = random.Random(f"{kind} {branches}")
     requests = [
         make_request([rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))], random_params(rng, 30), f"r{i}") for i in range(4)

@@ -21,7 +21,7 @@ from outrider.model.formats.compressed_tensors import CompressedTensors
 from outrider.model.formats.fp8 import FP8
 from outrider.model.formats.gptq import GPTQ
 from outrider.model.formats.mxfp4 import MXFP4
-from outrider.model.formats.parts import Parts
+from outrider.model.formats.parts import Integers, Parts
 
 __all__ = ["FORMATS", "Format", "format_in", "format_of"]
 
@@ -50,6 +50,9 @@ class Format(Protocol):
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """The shape of a decoded matrix. ValueError where its tensors do not fit together."""
+
+    def integers(self, parts: Parts) -> Integers | None:
+        """A matrix as it is stored; None where its values are no integers. ValueError where its tensors do not fit together."""
 
     def decode(self, parts: Parts) -> Tensor:
         """A matrix in floating point. ValueError where its tensors do not fit together."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.model.fields import Fields
 from outrider.model.formats.bits import unpacked
-from outrider.model.formats.parts import FLOATS, Parts, ceil_div, group_scaled
+from outrider.model.formats.parts import FLOATS, Integers, Parts, ceil_div
 
 __all__ = ["AWQ"]
 
@@ -45,11 +45,14 @@ class AWQ:
         parts.require(".qzeros", ("I32",), (groups, words))
         return outputs, inputs
 
-    def decode(self, parts: Parts) -> Tensor:
+    def integers(self, parts: Parts) -> Integers:
         _, inputs = self.shape(parts)
         values, zeros = _in_order(parts[".qweight"]), _in_order(parts[".qzeros"])
         size = inputs if self.group_size <= 0 else self.group_size
-        return group_scaled(values.T, parts[".scales"].T, zeros.T, None, size)
+        return Integers(values.T, parts[".scales"].T, zeros.T, None, size, 4)
+
+    def decode(self, parts: Parts) -> Tensor:
+        return self.integers(parts).decoded()
 
 
 def _in_order(words: Tensor) -> Tensor:

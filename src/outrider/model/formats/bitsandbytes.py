@@ -52,6 +52,9 @@ class BitsAndBytes:
             parts.require(_NESTED_MAP, FLOATS, (256,))
         return outputs, inputs
 
+    def integers(self, parts: Parts) -> None:
+        """Its values are no integers."""
+
     def decode(self, parts: Parts) -> Tensor:
         outputs, inputs = self.shape(parts)
         if ".SCB" in parts:

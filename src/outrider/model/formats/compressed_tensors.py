@@ -15,7 +15,7 @@ from outrider.model.fields import Fields
 from outrider.model.formats.bits import E2M1, fields, unpacked
 from outrider.model.formats.fp8 import scale_block
 from outrider.model.formats.mxfp4 import powers_of_two
-from outrider.model.formats.parts import FLOATS, Parts, block_scaled, ceil_div, group_scaled
+from outrider.model.formats.parts import FLOATS, Integers, Parts, block_scaled, ceil_div
 
 __all__ = ["CompressedTensors"]
 
@@ -61,7 +61,18 @@ class Scheme:
         shape = self.shape(parts)
         if _PACKED not in parts:
             return self._decode_plain(parts, shape)
-        return self._decode_fp4(parts) if self.kind == "float" else self._decode_packed(parts, shape)
+        return self._decode_fp4(parts) if self.kind == "float" else self._packed_integers(parts, shape).decoded()
+
+    def integers(self, parts: Parts) -> Integers | None:
+        shape = self.shape(parts)
+        if self.kind != "int":
+            return None
+        if _PACKED in parts:
+            return self._packed_integers(parts, shape)
+        if self.group_size or _ZERO in parts or scale_block(parts, _SCALE, shape, self.block, FLOATS) != (1, shape[1]):
+            return None
+        scales = parts[_SCALE].reshape(-1, 1)
+        return Integers(parts[".weight"].short() + 128, scales, scales.new_full(scales.shape, 128), None, shape[1], 8)
 
     def _plain_shape(self, parts: Parts) -> tuple[int, int]:
         outputs, inputs = parts.shape(".weight", ("I8",) if self.kind == "int" else ("F8_E4M3",))
@@ -80,7 +91,7 @@ class Scheme:
         values, scales = parts[".weight"], parts[_SCALE]
         zeros = parts[_ZERO] if _ZERO in parts and self.kind == "int" else None
         if self.group_size:
-            return group_scaled(values, scales, zeros, self._group_of(parts), self.group_size)
+            return Integers(values, scales, zeros, self._group_of(parts), self.group_size).decoded()
         block = scale_block(parts, _SCALE, shape, self.block, FLOATS)
         blocks = (ceil_div(shape[0], block[0]), ceil_div(shape[1], block[1]))
         if zeros is not None:
@@ -106,7 +117,7 @@ class Scheme:
         self._check_order(parts, inputs)
         return outputs, inputs
 
-    def _decode_packed(self, parts: Parts, shape: tuple[int, int]) -> Tensor:
+    def _packed_integers(self, parts: Parts, shape: tuple[int, int]) -> Integers:
         outputs, inputs = shape
         middle = 2 ** (self.bits - 1)
         values = unpacked(parts[_PACKED], self.bits, 1)[:, :inputs]
@@ -114,7 +125,7 @@ class Scheme:
         scales = parts[_SCALE].reshape(outputs, -1)
         if zeros is None:
             zeros = scales.new_full(scales.shape, middle)
-        return group_scaled(values, scales, zeros, self._group_of(parts), self.group_size or inputs)
+        return Integers(values, scales, zeros, self._group_of(parts), self.group_size or inputs, self.bits)
 
     def _fp4_shape(self, parts: Parts) -> tuple[int, int]:
         outputs, packed = parts.shape(_PACKED, ("U8",))
@@ -131,7 +142,7 @@ class Scheme:
     def _decode_fp4(self, parts: Parts) -> Tensor:
         values = E2M1[fields(parts[_PACKED], 4).int()]
         scales = parts[_SCALE].float() / parts[_GLOBAL] if self.group_size == 16 else powers_of_two(parts[_SCALE])
-        return group_scaled(values, scales, None, None, self.group_size)
+        return Integers(values, scales, None, None, self.group_size).decoded()
 
     def _check_order(self, parts: Parts, inputs: int) -> None:
         if _GROUP_OF in parts:
@@ -182,6 +193,9 @@ class CompressedTensors:
 
     def decode(self, parts: Parts) -> Tensor:
         return self._scheme(parts).decode(parts)
+
+    def integers(self, parts: Parts) -> Integers | None:
+        return self._scheme(parts).integers(parts)
 
     def _scheme(self, parts: Parts) -> Scheme:
         reasons = []

@@ -44,6 +44,9 @@ class FP8:
         scale_block(parts, self._scale(parts), (outputs, inputs), self.block, _SCALES)
         return outputs, inputs
 
+    def integers(self, parts: Parts) -> None:
+        """Its values are no integers."""
+
     def decode(self, parts: Parts) -> Tensor:
         shape, ending = self.shape(parts), self._scale(parts)
         block = scale_block(parts, ending, shape, self.block, _SCALES)

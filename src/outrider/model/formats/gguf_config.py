@@ -13,7 +13,7 @@ from outrider.checks import shown
 from outrider.errors import ModelError
 from outrider.gguf import Gguf, end_ids
 from outrider.model.fields import Fields
-from outrider.model.formats.gguf_blocks import DECODERS
+from outrider.model.formats.gguf_blocks import decoded
 
 __all__ = ["Architecture", "architecture_of", "config_of", "sampling_of"]
 
@@ -163,7 +163,7 @@ def _factors(gguf: Gguf, name: str) -> list[float]:
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**16:
         raise ModelError(f"{gguf.path}: {name!r} must be a list of F32 factors, one for each pair of rotated dimensions")
-    return DECODERS["F32"](np.frombuffer(gguf.read(name, 0, tensor.nbytes), np.uint8)).tolist()  # type: ignore[no-any-return]
+    return decoded("F32", np.frombuffer(gguf.read(name, 0, tensor.nbytes), np.uint8)).tolist()  # type: ignore[no-any-return]
 
 
 def _llama(model: Model) -> dict[str, Any]:

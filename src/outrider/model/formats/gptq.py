@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.model.fields import Fields
 from outrider.model.formats.bits import unpacked
-from outrider.model.formats.parts import FLOATS, Parts, ceil_div, group_scaled
+from outrider.model.formats.parts import FLOATS, Integers, Parts, ceil_div
 
 __all__ = ["GPTQ"]
 
@@ -60,15 +60,19 @@ class GPTQ:
             raise ValueError("lacks '.g_idx', which desc_act needs")
         return outputs, inputs
 
-    def decode(self, parts: Parts) -> Tensor:
+    def integers(self, parts: Parts) -> Integers:
         _, inputs = self.shape(parts)
         bits, scales, zeros = self._bits(parts), parts[".scales"], parts[".qzeros"]
         if self.zeros_less_one:
             zeros = zeros + _ones(bits)  # in the words, as the writers subtract it: what overflows a field carries on
         values = unpacked(parts[".qweight"], bits, 0).T
-        return group_scaled(
-            values, scales.T, unpacked(zeros, bits, 1).T, parts.get(".g_idx"), self._group_size(inputs, len(scales))
-        )
+        size, group_of = self._group_size(inputs, len(scales)), parts.get(".g_idx")
+        if group_of is not None and torch.equal(group_of.long(), torch.arange(inputs) // size):
+            group_of = None
+        return Integers(values, scales.T, unpacked(zeros, bits, 1).T, group_of, size, bits)
+
+    def decode(self, parts: Parts) -> Tensor:
+        return self.integers(parts).decoded()
 
     def _bits(self, parts: Parts) -> int:
         """Bits of this matrix: those of the settings, or as the shapes say where matrices differ."""

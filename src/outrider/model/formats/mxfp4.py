@@ -38,6 +38,9 @@ class MXFP4:
         parts.require("_scales", ("U8",), (experts, outputs, groups))
         return experts, groups * 32, outputs
 
+    def integers(self, parts: Parts) -> None:
+        """Its values are no integers."""
+
     def decode(self, parts: Parts) -> Tensor:
         """In bfloat16, which holds the values as they are."""
         experts, inputs, outputs = self.shape(parts)

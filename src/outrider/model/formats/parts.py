@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FLOATS", "PartHeader", "Parts", "block_scaled", "ceil_div", "group_scaled"]
+from outrider.ops import GROUP_STEP, Grouped
+
+__all__ = ["FLOATS", "Integers", "PartHeader", "Parts", "block_scaled", "ceil_div"]
 
 FLOATS = ("F32", "BF16", "F16")
 
@@ -56,24 +58,47 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def group_scaled(values: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None, size: int) -> Tensor:
-    """(value - zero) * scale in float32, with a scale for each row and group of columns.
+class Integers(NamedTuple):
+    """A matrix whose values are (integer - zero) * scale, with a scale for each row and group of columns.
 
     `group_of` names the group of every column; without it each `size` columns make a group, the last of them perhaps fewer.
     """
-    rows, columns = values.shape
-    groups, scales = scales.shape[1], scales.float()
-    if group_of is None and columns != groups * size:
-        group_of = torch.arange(columns) // size
-    if group_of is not None:
-        group_of = group_of.long()
-        if bool(((group_of < 0) | (group_of >= groups)).any()):
-            raise ValueError(f"has columns in groups beyond the {groups} that have scales")
-        shifted = values.float() if zeros is None else values.float() - zeros.float()[:, group_of]
-        return shifted * scales[:, group_of]
-    by_group = values.reshape(rows, groups, size).float()
-    shifted = by_group if zeros is None else by_group - zeros.float()[..., None]
-    return (shifted * scales[..., None]).reshape(rows, columns)
+
+    values: Tensor  # (rows, columns)
+    scales: Tensor  # (rows, groups)
+    zeros: Tensor | None  # (rows, groups)
+    group_of: Tensor | None  # (columns,)
+    size: int
+    bits: int = 16  # of the values, if they are unsigned
+
+    def decoded(self) -> Tensor:
+        """The matrix in float32."""
+        values, scales, zeros, group_of, size, _ = self
+        rows, columns = values.shape
+        groups, scales = scales.shape[1], scales.float()
+        if group_of is None and columns != groups * size:
+            group_of = torch.arange(columns) // size
+        if group_of is not None:
+            group_of = group_of.long()
+            if bool(((group_of < 0) | (group_of >= groups)).any()):
+                raise ValueError(f"has columns in groups beyond the {groups} that have scales")
+            shifted = values.float() if zeros is None else values.float() - zeros.float()[:, group_of]
+            return shifted * scales[:, group_of]
+        by_group = values.reshape(rows, groups, size).float()
+        shifted = by_group if zeros is None else by_group - zeros.float()[..., None]
+        return (shifted * scales[..., None]).reshape(rows, columns)
+
+    def grouped(self) -> Grouped | None:
+        """The matrix as products read it; None where it has to be decoded."""
+        columns = self.values.shape[1]
+        in_blocks = self.size % GROUP_STEP == 0 or self.size >= columns
+        if self.group_of is not None or self.bits > 8 or self.zeros is None or not in_blocks:
+            return None
+        first = self.zeros.flatten()[0]
+        scale, bits = self.scales.float(), 4 if self.bits <= 4 else 8
+        if bool((self.zeros == first).all()):
+            return Grouped(self.values.to(torch.uint8), scale, None, int(first), bits, self.size)
+        return Grouped(self.values.to(torch.uint8), scale, scale * self.zeros.float(), 0, bits, self.size)
 
 
 def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -43,6 +43,9 @@ class ModuleSource:
         tensor = self._tensors[name].detach().cpu()
         return tensor.to(dtype) if tensor.dim() == 2 else tensor
 
+    def grouped(self, name: str) -> None:
+        """Modules hold floating point."""
+
     def close(self) -> None:
         """No files are open."""
 

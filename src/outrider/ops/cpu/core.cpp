@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "groups.h"
 #include "growth.h"
 #include "lora.h"
 #include "pack.h"
@@ -711,7 +712,7 @@ OUTRIDER_API double outrider_multiply_add(int64_t kind, int64_t steps, int64_t t
     const std::vector<char> weights(kMeasured * kStepBytes);
     int values = 0;  // of a step
     with_kind(kind, [&](auto k) {
-        using K = decltype(k);
+        using K = std::conditional_t<decltype(k)::grouped, I8, decltype(k)>;
         const auto body = [&](const Member&) { multiply_panels<K, kBlock>(weights.data(), {0, panels}, true); };
         team().run(static_cast<int>(threads), body);
         values = kLanes * K::per_step;

@@ -34,18 +34,24 @@ inline void fetch(const void* line) { _mm_prefetch(static_cast<const char*>(line
 
 // Weights as ops/packing.py lays them out and describes them; all fields have 64 bits.
 struct Linear {
-    int64_t kind;  // 0 float32, 1 bf16, 2 int8
+    int64_t kind;  // 0 float32, 1 bf16, 2 int8; groups of integers: 3 and 4 of four bits, 5 and 6 of eight
     int64_t columns, inner;  // of a product
     int64_t panels, steps;
     int64_t paired;          // panels alternate between two halves of the columns: gate 0, up 0, gate 1, ...
-    const char* weights;     // [panels][steps][16 columns][4 / size values], or blocks of 12-bit packed bf16
-    const float *bias, *scale;  // per packed column, or null; scale for int8
+    const char* weights;     // [panels][steps][16 columns][4 / size values], or blocks of 12-bit packed bf16, or groups
+    const float *bias, *scale;  // per packed column, or null; scale for integers
     const uint8_t* high;     // the sixteen high bytes of 12-bit packed bf16, four times; else null
     const int32_t *escaped, *first_escaped;  // blocks with other high bytes, -1 at the end of each panel; each panel's first
     const char* raw_blocks;  // escaped blocks as they are
+    int64_t group_blocks, offset, panel_stride;  // of groups: blocks of each, what integers are too large by, bytes of a panel
     Epilogue epilogue;       // of paired columns the gate's
 
-    size_t panel_bytes() const { return static_cast<size_t>(steps) * kStepBytes / 4 * (high ? 3 : 4); }
+    size_t panel_bytes() const {
+        if (panel_stride) return static_cast<size_t>(panel_stride);
+        return static_cast<size_t>(steps) * kStepBytes / 4 * (high ? 3 : 4);
+    }
+    int blocks() const { return static_cast<int>(steps) / kSteps; }
+    int groups() const { return (blocks() + static_cast<int>(group_blocks) - 1) / static_cast<int>(group_blocks); }
 
     // The panels of one of several threads; pairs stay together.
     Share share(const Member& m) const {
@@ -57,7 +63,15 @@ struct Linear {
 
 template <class Do>
 inline void with_kind(int64_t kind, const Do& run) {
-    kind == 0 ? run(F32{}) : kind == 1 ? run(BF16{}) : run(I8{});
+    switch (kind) {
+        case 0: return run(F32{});
+        case 1: return run(BF16{});
+        case 2: return run(I8{});
+        case 3: return run(Grouped<4, false>{});
+        case 4: return run(Grouped<4, true>{});
+        case 5: return run(Grouped<8, false>{});
+        default: return run(Grouped<8, true>{});
+    }
 }
 
 struct Rows {
@@ -97,10 +111,19 @@ struct PackedRows {
         int32_t offset;  // 128 x the row's sum, which the shifted weights add too much
     };
     uint32_t* words;
-    Quantum* quantum;  // of each row, for int8
+    Quantum* quantum;  // of each row, where rows become integers
+
+    // Sums of a row's integers in each group, behind the words of all rows: what the offset adds too much, as an integer;
+    // where groups have a value to subtract, the sum as a float.
+    uint32_t* group_sums(int rows, int steps) const { return words + static_cast<size_t>(rows) * steps; }
 
     template <class K>
-    void fill(const Input& in, int steps, Share mine) const {
+    void fill(const Input& in, const Linear& l, Share mine) const {
+        fill<K>(in, static_cast<int>(l.steps), mine, K::grouped ? l.groups() : 0, static_cast<int>(l.group_blocks), l.offset);
+    }
+
+    template <class K>
+    void fill(const Input& in, int steps, Share mine, int groups = 0, int group_blocks = 1, int64_t offset = 0) const {
         for (int r = mine.begin; r < mine.end; r++) {
             const float* x = in.row(r);
             const int width = in.x.width;
@@ -111,16 +134,25 @@ struct PackedRows {
                 return norm ? norm(lanes, at, width - at) : lanes;
             };
             f32x16 top = splat(0.0f);
-            for (int at = 0; std::is_same<K, I8>::value && at < width; at += kLanes) top = maximum(magnitude(values(at)), top);
+            for (int at = 0; K::integers && at < width; at += kLanes) top = maximum(magnitude(values(at)), top);
             const float scale = largest(top) / 127.0f, units = scale > 0.0f ? 1.0f / scale : 0.0f;  // the largest becomes 127
-            f32x16 total = splat(0.0f);
+            f32x16 total = splat(0.0f), of_group = splat(0.0f);
+            uint32_t* sums = group_sums(in.rows, steps) + static_cast<size_t>(r) * groups;
+            int left = group_blocks;  // in the group
             const int first = r / kBlock * kBlock, unit_stride = std::min(kBlock, in.rows - first) * kUnit;
             uint32_t* to = words + static_cast<size_t>(first) * steps + (r - first) * kUnit;
             for (int at = 0; at < steps * K::per_step; to += unit_stride)
                 for (int part = 0; part < K::per_step; part++, at += kLanes) {
                     const f32x16 lanes = values(at);
                     K::encode(lanes, units, to + part * (kLanes / K::per_step));
-                    if (std::is_same<K, I8>::value) total += to_float(nearest_integers(lanes * splat(units)));
+                    if constexpr (K::grouped) {
+                        of_group += to_float(nearest_integers(lanes * splat(units)));
+                        if (--left && at + kLanes < steps * K::per_step) continue;
+                        *sums++ = K::group_sum(sum(of_group), offset);
+                        total += of_group, of_group = splat(0.0f), left = group_blocks;
+                    } else if (K::integers) {
+                        total += to_float(nearest_integers(lanes * splat(units)));
+                    }
                 }
             // a value that is not finite becomes -2^31 as an integer, and no row of finite values adds up to that
             const float all = sum(total);
@@ -203,7 +235,9 @@ __attribute__((always_inline)) inline void finish(const Linear& l, const typenam
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             f32x16 y;
-            if constexpr (std::is_same<K, I8>::value)
+            if constexpr (K::grouped)
+                y = sums[r] * load(l.scale + column) * splat(rows[r].scale);
+            else if constexpr (K::integers)
                 y = to_float(sums[r] - splat_word(rows[r].offset)) * load(l.scale + column) * splat(rows[r].scale);
             else
                 y = sums[r];
@@ -263,6 +297,12 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
     std::memcpy(sums, acc, R * sizeof acc[0]);
 }
 
+// R rows times one panel of groups; see groups.h. Units of the rows' words lie every `unit` words, and a row's group sums
+// every l.groups().
+template <class K, int R>
+__attribute__((noinline)) void multiply_groups(const uint32_t* x, size_t unit, const uint32_t* row_sums, const Linear& l,
+                                               int panel, f32x16* sums);
+
 #if defined(__AMX_TILE__)
 // Products by AMX tiles of 16 x 16 results. A unit of a panel has the layout of a tile, and so do 16 rows of a block. Rows
 // past the end of the block read the memory that follows, and their results are ignored. The bits differ from the vector
@@ -315,12 +355,27 @@ inline void multiply_tiles(const uint32_t* x, size_t unit, const Linear& l, int 
 }
 #endif
 
+// Packed rows of a block, or of a part of it. A unit of the rows' words lies every `unit` words.
+struct PackedBlock {
+    const uint32_t *words, *group_sums;
+    const PackedRows::Quantum* quantum;
+    size_t unit;
+
+    PackedBlock from(int row, int groups) const {
+        return {words + row * kUnit, group_sums + static_cast<size_t>(row) * groups, quantum + row, unit};
+    }
+};
+
+// Rows of one pass over a panel. Of groups, sums take two registers: of the group and of the groups before.
+template <class K>
+constexpr int kPass = !K::grouped ? kBlock : kRegisters == 32 ? 8 : 2;
+
 // Panels [panel, end) times `rows` rows, at most R. Not inlined: in a larger function gcc keeps the sums on the stack.
-template <class K, class Form, int R = kBlock>
-__attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Linear& l, int panel, int end, const Rows& out,
-                                          Then then, const PackedRows::Quantum* quantum, RowDeltas deltas) {
+template <class K, class Form, int R = kPass<K>>
+__attribute__((noinline)) void run_panels(int rows, const PackedBlock& x, const Linear& l, int panel, int end, const Rows& out,
+                                          Then then, RowDeltas deltas) {
     if constexpr (R > 1)
-        if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, quantum, deltas);
+        if (rows < R) return run_panels<K, Form, R - 1>(rows, x, l, panel, end, out, then, deltas);
     alignas(64) float waiting[2 * R][kLanes];
     typename K::Acc sums[R];
     const float (*extra)[kLanes] = nullptr;
@@ -329,17 +384,19 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         extra = room_for_deltas();
     }
     const auto finish_panel = [&](int at) {
-        finish<K, R>(l, sums, at, out, then, quantum, waiting, extra);
+        finish<typename K::Sums, R>(l, sums, at, out, then, x.quantum, waiting, extra);
         if (extra) extra += R;
     };
 #if defined(__AMX_TILE__)
-    for (; !std::is_same<K, F32>::value && panel < end; panel += 4) {
-        const int count = std::min(4, end - panel);
-        alignas(64) Tile tile[4];
-        multiply_tiles<K>(x, R * kUnit, l, panel, count, tile);
-        for (int p = 0; p < count; p++) {
-            std::memcpy(sums, tile[p], sizeof sums);
-            finish_panel(panel + p);
+    if constexpr (K::tiled) {
+        for (; panel < end; panel += 4) {
+            const int count = std::min(4, end - panel);
+            alignas(64) Tile tile[4];
+            multiply_tiles<K>(x.words, x.unit, l, panel, count, tile);
+            for (int p = 0; p < count; p++) {
+                std::memcpy(sums, tile[p], sizeof sums);
+                finish_panel(panel + p);
+            }
         }
     }
 #endif
@@ -347,7 +404,10 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
         // prefetch scale and bias, which lie outside the stream of weights, while the sums are computed
         if (l.scale) fetch(l.scale + (panel + 1) * kLanes - 1);
         if (l.bias) fetch(l.bias + (panel + 1) * kLanes - 1);
-        multiply<K, Form, R>(x, l, panel, sums);
+        if constexpr (K::grouped)
+            multiply_groups<K, R>(x.words, x.unit, x.group_sums, l, panel, sums);
+        else
+            multiply<K, Form, R>(x.words, l, panel, sums);
         finish_panel(panel);
     }
 }
@@ -361,10 +421,16 @@ void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, The
 #endif
     const int group = rows > kBlock || kTiles ? kGroup : deltas ? kDeltaPanels : static_cast<int>(l.panels);
     for (int panel = mine.begin; panel < mine.end; panel += group)
-        for (int first = 0; first < rows; first += kBlock)
-            run_panels<K, Form>(std::min(kBlock, rows - first), x.words + static_cast<size_t>(first) * l.steps, l, panel,
-                                std::min(panel + group, mine.end), out.from(first), then, x.quantum + first,
-                                RowDeltas{deltas, first});
+        for (int first = 0; first < rows; first += kBlock) {
+            const int end = std::min(panel + group, mine.end), of_block = std::min(kBlock, rows - first);
+            const int groups = K::grouped ? l.groups() : 0;
+            const PackedBlock block{x.words + static_cast<size_t>(first) * l.steps,
+                                    x.group_sums(rows, static_cast<int>(l.steps)) + static_cast<size_t>(first) * groups,
+                                    x.quantum + first, static_cast<size_t>(of_block) * kUnit};
+            for (int part = 0; part < of_block; part += kPass<K>)
+                run_panels<K, Form>(std::min(kPass<K>, of_block - part), block.from(part, groups), l, panel, end,
+                                    out.from(first + part), then, RowDeltas{deltas, first + part});
+        }
 }
 
 // All rows times all panels, by every thread of a team. With `ready` the whole result is visible to all threads when it
@@ -381,7 +447,7 @@ inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, The
             const bool alone = part.rows == 1 && m.threads <= kChunk / 8 && !deltas;  // every thread packs the row: no barrier
             const int slot = alone ? 8 * m.thread : 0;
             const PackedRows part_rows{packed.words + static_cast<size_t>(slot) * l.steps, packed.quantum + slot};
-            part_rows.fill<K>(part, static_cast<int>(l.steps), alone ? Share{0, 1} : m.share(part.rows));
+            part_rows.fill<K>(part, l, alone ? Share{0, 1} : m.share(part.rows));
             if (deltas) prepare_deltas<K>(*deltas, part, part_rows, m);
             if (!alone) m.barrier();
             const Rows to = out.from(first);

@@ -93,6 +93,17 @@ inline f32x16 load_upto(const float* p, int n, float fill = 0.0f) {
     return load(all);
 }
 inline void store_upto(float* p, f32x16 a, int n) { n < kLanes ? void(std::memcpy(p, &a, n * sizeof(float))) : store(p, a); }
+// Sixteen float16 values.
+inline f32x16 load_halves(const void* p) {
+    return each_place([&](int at) {
+        const char* from = static_cast<const char*>(p) + 2 * at;
+#if defined(__AVX512F__)
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+    });
+}
 inline Words high_halves(Words a) { return a & splat_word(0xffff0000u); }
 inline f32x16 magnitude(f32x16 a) { return as_float(as_words(a) & splat_word(0x7fffffffu)); }
 
@@ -143,10 +154,12 @@ inline f32x16 exponential(f32x16 x) {
     return scaled_by_power(p, power);
 }
 
-// The three kinds of weights. `Acc` accumulates steps, and `join` adds one step with a row's word from memory. `encode` turns
-// sixteen values into the words that a product reads; for int8 a value is multiplied by `units` first.
+// The kinds of weights. `Acc` accumulates steps, and `join` adds one step with a row's word from memory. `encode` turns
+// sixteen values into the words that a product reads; where rows become integers a value is multiplied by `units` first.
 struct F32 {
     static constexpr int per_step = 1;
+    using Sums = F32;  // kinds with equal sums finish alike
+    static constexpr bool integers = false, grouped = false, tiled = false;
     using Acc = f32x16;
     static Acc zero() { return splat(0.0f); }
     static Acc join(Acc acc, Words w, const uint32_t* x) { return fma(as_float(splat_word(*x)), as_float(w), acc); }
@@ -155,6 +168,8 @@ struct F32 {
 
 struct BF16 {
     static constexpr int per_step = 2;
+    using Sums = BF16;
+    static constexpr bool integers = false, grouped = false, tiled = true;
     using Acc = f32x16;
     static Acc zero() { return splat(0.0f); }
 #if defined(__AVX512BF16__)
@@ -189,6 +204,8 @@ struct BF16 {
 // Weights are bytes with 128 added, because the instruction wants one unsigned side.
 struct I8 {
     static constexpr int per_step = 4;
+    using Sums = I8;
+    static constexpr bool integers = true, grouped = false, tiled = true;
     using Acc = Words;
     static Acc zero() { return splat_word(0); }
     static Acc join(Acc acc, Words w, const uint32_t* x) {
@@ -206,6 +223,31 @@ struct I8 {
         uint32_t word[kLanes];
         store_words(word, look_up(nearest_integers(v * splat(units)), splat_word(0x0c080400u)));  // the low bytes of each four
         for (int i = 0; i < 4; i++) out[i] = word[4 * i];
+    }
+};
+
+// Unsigned integers of four or eight bits, in groups along the inner dimension with a scale for each column; see groups.h.
+// With `has_least` each group and column has a value to subtract too, otherwise all integers share one offset.
+template <int bits, bool least>
+struct Grouped : I8 {
+    using Sums = Grouped<8, false>;
+    static constexpr bool grouped = true, tiled = false, has_least = least;
+    static constexpr int block_bytes = 32 * bits;  // of four steps
+    using Acc = f32x16;
+    static uint32_t group_sum(float sum, int64_t offset) {
+        const int32_t whole = static_cast<int32_t>(sum * static_cast<float>(offset));
+        uint32_t word;
+        least ? std::memcpy(&word, &sum, sizeof word) : std::memcpy(&word, &whole, sizeof word);
+        return word;
+    }
+    template <int half>
+    static void pair(const char* w, Words* step) {
+        if (bits == 8) {
+            step[0] = load_words(w + half * 128), step[1] = load_words(w + half * 128 + 64);
+        } else {
+            const Words both = load_words(w + half * 64), nibble = splat_word(0x0f0f0f0fu);
+            step[0] = both & nibble, step[1] = shift_down<4>(both) & nibble;
+        }
     }
 };
 
