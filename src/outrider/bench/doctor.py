@@ -24,6 +24,7 @@ from outrider.model.bundled import bundled_model
 from outrider.model.listing import loaded_line
 from outrider.ops import (
     Blocked,
+    Grouped,
     Ops,
     PackedLinear,
     Plain,
@@ -110,6 +111,10 @@ def _invariance() -> list[Check]:
             products = (PackedLinear(core, kind, _random(1, *shape)) for shape in _SHAPES)
             equal = (rows_keep_bits(product, _rows(shape), _ROW_COUNTS) for product, shape in zip(products, _SHAPES, strict=True))
             checks.append(_linear_check("rows", f"linear {kind}, native core", equal))
+        for bits in (4, 8):
+            groups = (PackedLinear(core, "bfloat16", Grouped.of(_random(1, *shape), 32, bits)) for shape in _SHAPES)
+            equal = (rows_keep_bits(product, _rows(shape), _ROW_COUNTS) for product, shape in zip(groups, _SHAPES, strict=True))
+            checks.append(_linear_check("rows", f"linear with groups of {bits} bits, native core", equal))
     for dtype in (torch.float32, torch.bfloat16):
         if dtype == torch.bfloat16 and not guard().bf16_products:
             continue

@@ -1,0 +1,107 @@
+"""Matrices of small integers in groups: their products against float64, their rows against themselves, on every build."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.bench.doctor import rows_keep_bits
+from outrider.ops import Core, Epilogue, Grouped, PackedLinear, find_core
+
+pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
+
+SHAPES = [(16, 64), (1, 1), (33, 77), (100, 500), (257, 128), (48, 1090)]  # columns, inner
+
+
+def random_matrix(shape: tuple[int, int], size: int, bits: int, least: bool, seed: int = 0) -> Grouped:
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-shape[1] // size)
+    codes = torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
+    scale = torch.rand(shape[0], groups, generator=generator).half().float() * 2.0 ** torch.randint(-9, 3, (shape[0], 1))
+    subtracted = (scale * torch.randint(0, 2**bits, scale.shape, generator=generator)).half().float() if least else None
+    return Grouped(codes, scale, subtracted, 0 if least else 2 ** (bits - 1), bits, size)
+
+
+def exact(matrix: Grouped, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of the rounded rows in float64, and the sum of magnitudes that bounds its rounding."""
+    scale = x.abs().amax(1, keepdim=True) / 127.0
+    units = torch.where(scale > 0, 1.0 / scale, 0.0)
+    rows = (x * units).round().double() * scale.double()
+    values = matrix.codes.double() * matrix.scale.double().repeat_interleave(matrix.size, 1)[:, : matrix.shape[1]]
+    return rows @ matrix.values().double().T, rows.abs() @ (values.abs() + matrix.values().double().abs()).T
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [16, 32, 48, 128, 4096])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_values(core: Core, shape: tuple[int, int], size: int, bits: int, least: bool) -> None:
+    """Group sums are exact; one rounding follows for each group, and one of each value that is subtracted."""
+    matrix, bias = random_matrix(shape, size, bits, least), torch.randn(shape[0])
+    x = torch.randn(19, shape[1])
+    got = PackedLinear(core, "bfloat16", matrix, bias)(x)
+    want, magnitude = exact(matrix, x)
+    assert bool(((got - bias).double() - want).abs().le(2e-6 * magnitude + 1e-6).all())
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [16, 32, 128])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_its_bits_at_every_place(core: Core, size: int, bits: int, least: bool, threads: int) -> None:
+    matrix = random_matrix((100, 300), size, bits, least)
+    core.threads = threads
+    assert rows_keep_bits(PackedLinear(core, "bfloat16", matrix), torch.randn(70, 300), range(1, 70))
+    core.threads = 1
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_columns_in_another_order_and_gates(core: Core, least: bool) -> None:
+    matrix, x, order = random_matrix((92, 96), 32, 4, least), torch.randn(9, 96), torch.randperm(92)
+    bias = torch.randn(92)
+    plain = PackedLinear(core, "bfloat16", matrix, bias)(x)
+    assert torch.equal(PackedLinear(core, "bfloat16", matrix, bias, order=order)(x), plain[:, order])
+    gated = PackedLinear(core, "bfloat16", matrix, bias, Epilogue("silu", paired=True))(x)
+    torch.testing.assert_close(gated, torch.nn.functional.silu(plain[:, :46]) * plain[:, 46:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_is_to_the_nearest(bits: int) -> None:
+    weight = torch.randn(30, 100)
+    matrix = Grouped.of(weight, 32, bits)
+    step = matrix.scale.repeat_interleave(32, 1)[:, :100]
+    assert bool(((matrix.values() - weight).abs() <= step * 0.51 + weight.abs().amax() * 2**-10).all())
+    assert torch.equal(Grouped.of(torch.full((3, 40), 0.25), 32).values(), torch.full((3, 40), 0.25))
+
+
+def test_matrices_with_different_groups_are_joined() -> None:
+    """As of queries, keys and values in a file where the values have more bits."""
+    parts = [
+        random_matrix((20, 96), 32, 4, True),
+        random_matrix((12, 96), 16, 8, False, 1),
+        random_matrix((8, 96), 48, 4, False, 2),
+    ]
+    joined = Grouped.joined(parts)
+    assert joined is not None
+    assert (joined.bits, joined.size) == (8, 16)
+    torch.testing.assert_close(joined.values(), torch.cat([part.values() for part in parts]), rtol=1e-6, atol=1e-6)
+    same = Grouped.joined([parts[1], parts[2]])
+    assert same is not None
+    assert same.least is None
+    torch.testing.assert_close(same.values(), torch.cat([parts[1].values(), parts[2].values()]), rtol=1e-6, atol=1e-6)
+    assert Grouped.joined([random_matrix((4, 96), 32, 4, True), random_matrix((4, 96), 48, 4, True)]) is None
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_stay_in_their_row_and_column(core: Core, wrong: float) -> None:
+    matrix, x = random_matrix((40, 64), 32, 4, True), torch.randn(6, 64)
+    clean = PackedLinear(core, "bfloat16", matrix)(x)
+    x[2, 5] = wrong
+    matrix.scale[7, 1] = wrong
+    got = PackedLinear(core, "bfloat16", matrix)(x)
+    assert bool(got[2].isnan().all() and got[:, 7].isnan().all())
+    rows, columns = [0, 1, 3, 4, 5], [i for i in range(40) if i != 7]
+    assert torch.equal(got[rows][:, columns], clean[rows][:, columns])
