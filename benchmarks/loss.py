@@ -15,7 +15,7 @@ from outrider.bench.environment import environment
 from outrider.cache import KVPool
 from outrider.engine.acceptance import read_prompts
 from outrider.errors import ModelError
-from outrider.model import Feed, LoadOptions, Runner, load_decoder, locate
+from outrider.model import Feed, LoadOptions, Runner, locate, open_decoder
 from outrider.model.bundled import bundled_model
 from outrider.options import Model
 from outrider.text import Tokenizer
@@ -41,7 +41,7 @@ def bench_loss(data: Path, model: str | None, dtypes: Sequence[str], limit: int 
 
 
 def _loss(directory: Path, dtype: str, texts: Sequence[Sequence[int]]) -> tuple[float, int]:
-    decoder = load_decoder(directory, LoadOptions(dtype))
+    decoder = open_decoder(directory, LoadOptions(dtype))
     c, pages = decoder.spec, -(-max(map(len, texts)) // _PAGE)
     runner = Runner(decoder, KVPool(c.depth, pages + 1, c.kv_heads, _PAGE, c.head_dim))
     total, tokens = 0.0, 0
@@ -56,7 +56,7 @@ def main(
     data: Annotated[Path, typer.Argument(help="JSONL of texts: turns, prompt or text.")],
     model: Model = None,
     dtypes: Annotated[str, typer.Option(help="Comma-separated; the first is what the others are compared with.")] = (
-        "float32,bfloat16,int8"
+        "float32,bfloat16,int8,int4"
     ),
     limit: Annotated[int | None, typer.Option(help="Use only this many texts.")] = None,
     longest: Annotated[int, typer.Option(min=2, help="Tokens read of each text.")] = 512,

@@ -22,7 +22,7 @@ Number = TypeVar("Number", int, float)
 
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32, or int8 (weights and rows; native core).")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float32; int8 or int4, quantised at load (native core).")]
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -10,7 +10,7 @@ from outrider.model.spec import ModelSpec
 
 __all__ = ["Wants", "amount", "loaded_line"]
 
-_BYTES = {"float32": 4, "int8": 1}  # of a weight; others have two
+_BYTES = {"float32": 4.0, "int8": 1.0, "int4": 0.6}  # of a weight; others have two
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Wants:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as config.json stores them."""
-        return self.spec.parameters * _BYTES.get(self.spec.dtype, 2)
+        return int(self.spec.parameters * _BYTES.get(self.spec.dtype, 2.0))
 
     @property
     def missing(self) -> dict[str, list[str]]:

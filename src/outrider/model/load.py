@@ -22,11 +22,13 @@ from outrider.model.decoder import Decoder
 from outrider.model.families import places_of, read_spec
 from outrider.model.families.llama import hf_config
 from outrider.model.fields import Fields, read_json
-from outrider.model.files import INDEX, SCALE, is_int8, quantised, refuse_foreign
+from outrider.model.files import INDEX, SCALE, is_int8, quantised, refuse_foreign, weight_files
+from outrider.model.formats import format_in
 from outrider.model.formats.gguf_config import sampling_of
 from outrider.model.source import open_source
 from outrider.model.spec import ModelSpec
 from outrider.model.weights import Checkpoint, StoredWeights
+from outrider.ops import serving_ops
 from outrider.platform import memory_bytes
 from outrider.sampling.params import SamplingParams
 
@@ -50,6 +52,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INT8 = "int8"  # int8 weights with a scale per output channel and int8 rows, in the native core; torch holds float32
 INT4 = "int4"  # four bits in groups with a scale each and int8 rows, likewise; the output matrix in int8
 _SERVED = (*DTYPES, INT8, INT4)
+_BYTES = {INT8: 1.0, INT4: 0.6}  # of a weight
 _SHARD_BYTES = 15 * 2**20
 _ROPE_BYTES = 12  # for each position and value of a head while the tables are made: two in float64, two in float32
 _HUB_ID = re.compile(r"[\w\-][\w.\-]{0,95}/[\w.\-]{1,96}")
@@ -145,7 +148,7 @@ def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, Checkpoin
     name = served_dtype(options.dtype, config.dtype)
     held = torch.float32 if options.widen else DTYPES.get(name, torch.float32)
     config = replace(config, dtype=name)
-    _check_memory(config, held)
+    _check_memory(config, _weight_bytes(directory, config, held, options.dtype == "auto"))
     checkpoint = None if options.load_format == "dummy" else Checkpoint.of(directory, config)
     with torch.device("meta"):
         decoder = Decoder(config if checkpoint is None else checkpoint.spec, held)
@@ -219,9 +222,21 @@ def served_dtype(requested: str, stored: str) -> str:
     return checks.choice("dtype", requested, ("auto", *_SERVED))
 
 
-def _check_memory(config: ModelSpec, dtype: torch.dtype) -> None:
+def _weight_bytes(directory: Path, config: ModelSpec, held: torch.dtype, as_stored: bool) -> int:
+    """Bytes that weights take at least. Beside integers in the native core the embedding is in float32."""
+    embedding = 4 * config.vocab * config.hidden
+    if config.dtype in _BYTES:
+        return int(config.parameters * _BYTES[config.dtype]) + embedding
+    if as_stored and serving_ops().core is not None:
+        if (gguf := find_gguf(directory)) is not None:
+            return embedding + sum(tensor.nbytes for tensor in Gguf(gguf).tensors.values())
+        if format_in(directory) is not None:
+            return embedding + sum(path.stat().st_size for path in weight_files(directory))
+    return config.parameters * held.itemsize
+
+
+def _check_memory(config: ModelSpec, weights: int) -> None:
     """Refuse a model that this machine cannot hold, before anything is allocated."""
-    weights = config.parameters * dtype.itemsize
     table = _ROPE_BYTES * config.context * config.head_dim
     memory = memory_bytes()
     if weights + table > memory:

@@ -14,12 +14,14 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.errors import ModelError
-from outrider.model import Decoder, LoadOptions, load_decoder, open_decoder
+from outrider.model import Decoder, Feed, LoadOptions, load_decoder, open_decoder
 from outrider.model.load import generation_defaults
+from outrider.ops import find_core
 from tests.support import VOCAB, Oracle, make_engine, make_request, run, write_tokenizer
 from tests.support.engines import assert_same_bits, random_params, run_recorded
 from tests.support.families import build_reference
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import K_QUANTS, write_gguf
+from tests.support.native import make_runner
 from tests.support.packing import FOLDERS, write_quantised
 
 SIZES = {
@@ -29,9 +31,12 @@ SIZES = {
 KINDS = [*FOLDERS, "Q8_0", "Q4_0"]
 
 
-def written(directory: Path, kind: str, family: str = "llama") -> tuple[Path, Any]:
+LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def written(directory: Path, kind: str, family: str = "llama", **sizes: Any) -> tuple[Path, Any]:
     """A quantised model's folder or file, and the model that it stands for."""
-    reference = build_reference(family, None, **SIZES)
+    reference = build_reference(family, None, **SIZES | sizes)
     if kind in FOLDERS:
         write_quantised(directory / kind, reference, kind)
         return directory / kind, reference
@@ -57,6 +62,27 @@ def test_parameters_are_those_of_the_dequantised_model(
 def test_a_quantised_model_is_served_in_bfloat16_by_default(tmp_path: Path) -> None:
     path, _ = written(tmp_path, "Q8_0")
     assert load_decoder(path).spec.dtype == "bfloat16"
+
+
+KEPT = ["awq", "w4a16", "w8a8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+
+
+@pytest.mark.parametrize("kind", [*KEPT, "gptq", "fp8"])
+def test_the_native_core_reads_integers_as_they_are_stored(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Logits are those of the dequantised model up to the rounding of activations to int8. What cannot be kept is decoded."""
+    core, reason = find_core()
+    if core is None:
+        pytest.skip(reason)
+    path, reference = written(tmp_path, kind, **LARGE if kind in K_QUANTS else {})
+    runner = make_runner(core, open_decoder(path), 64)
+    assert ("decoded to" in caplog.text) == (kind not in KEPT)
+    as_floats = make_runner(core, open_decoder(path, LoadOptions("bfloat16")), 64).weight_bytes
+    assert runner.weight_bytes < 0.85 * as_floats or kind not in KEPT or kind == "w8a8"  # rows so short are mostly padding
+    text = [i * 37 % VOCAB for i in range(40)]
+    logits = runner.logits(runner.forward([Feed(range(2), 0, text)]).last, range(len(text)))
+    with torch.no_grad():
+        want = reference(torch.tensor([text])).logits[0]
+    assert float((logits - want).norm() / want.norm()) < (0.05 if kind in KEPT else 0.02)
 
 
 @pytest.mark.grid

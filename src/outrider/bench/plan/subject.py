@@ -25,7 +25,7 @@ __all__ = ["Prompt", "RequestRun", "Subject", "learn_from", "memory_of"]
 
 _LONG = 640  # tokens that a sequence of a batch may have on average
 _COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
-_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.6}
 Prompt = str | Sequence[int]
 
 
@@ -109,8 +109,8 @@ def memory_of(llm: LLM) -> Memory:
     """Weights and KV of the drafter that came with an engine."""
     folders = {path for config in _parts(llm.speculation) if (path := _folder(config, llm.directory)) is not None}
     dtype = str(llm.speculation.options.get("dtype", llm.config.dtype))
-    size = _BYTES.get(dtype, 2)
-    return Memory(sum(_parameters(path) * size for path in folders), llm.engine.drafter.needs.kv_bytes_per_token)
+    size = _BYTES.get(dtype, 2.0)
+    return Memory(int(sum(_parameters(path) * size for path in folders)), llm.engine.drafter.needs.kv_bytes_per_token)
 
 
 def _parts(config: SpeculationConfig) -> Iterable[SpeculationConfig]:
