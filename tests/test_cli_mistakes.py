@@ -58,6 +58,8 @@ def test_version(outrider) -> None:  # type: ignore[no-untyped-def]
         (["x", "--rule", "typical"], b"", "lossy_typical"),
         (["x", "--json", "--stream"], b"", "--stream"),
         (["x", "--dtype", "int3"], b"", "dtype"),
+        (["x", "--threads", "99999999999"], b"", "--threads: must be at most"),
+        (["x", "--threads", "9999"], b"", "--threads: must be at most"),
     ],
 )
 def test_mistakes_are_one_line(  # type: ignore[no-untyped-def]
@@ -68,6 +70,47 @@ def test_mistakes_are_one_line(  # type: ignore[no-untyped-def]
     assert message in done.err
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--speculative-config", "[" * 100_000], "--speculative-config: is nested too deeply"),
+        (["--speculative-config", "[" + "1," * 5000 + "1]"], "--speculative-config: must be a JSON object"),
+        (["--max-body", "9" * 400 + "G"], "--max-body: must be a size"),
+        (["--memory", "9" * 400], "--memory: must be a size"),
+        (["--threads", "9999"], "--threads: must be at most"),
+        (["--chat-template", "FILE"], "--chat-template: "),
+        (["--config", "FILE"], "--config: "),
+    ],
+)
+def test_mistakes_of_a_server_are_one_short_line(  # type: ignore[no-untyped-def]
+    outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setenv("OUTRIDER_PORT", "0")
+    (tmp_path / "file").write_bytes(b"\xff\xfe")
+    done = outrider("serve", *(str(tmp_path / "file") if word == "FILE" else word for word in arguments))
+    assert (done.code, message in done.err, done.err.count("\n")) == (2, True, 1), done.err[:500]
+    assert len(done.err) < 500
+
+
+@pytest.mark.parametrize("content", [b"[" * 9999, b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "report", "FILE"),
+        ("bench", "acceptance", "FILE"),
+        ("bench", "run", "--quick", "--workloads", "FILE"),
+        ("bench", "run", "--quick", "--schema", "FILE"),
+        ("bench", "agent", "--recordings", "FILE"),
+    ],
+)
+def test_files_that_are_no_json_are_one_line(outrider, tmp_path: Path, command: tuple[str, ...], content: bytes) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "file.jsonl"
+    file.write_bytes(content)
+    done = outrider(*(str(file) if word == "FILE" else word for word in command))
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err[:500]
+    assert "file.jsonl" in done.err
 
 
 def test_a_null_character_is_text(outrider, model: list[str]) -> None:  # type: ignore[no-untyped-def]
@@ -149,6 +192,7 @@ def test_serve_takes_the_model_by_name(outrider, tmp_path: Path, monkeypatch: py
         done = outrider("serve", *arguments)
         assert f"{tmp_path}/config.json is missing" in done.err, done.err
     assert outrider("serve", "x", "--model", "y").code == 2
+    assert "--model: needs a model directory or hub id" in outrider("serve", "--model").err
 
 
 def test_a_class_is_found_in_the_current_folder(  # type: ignore[no-untyped-def]

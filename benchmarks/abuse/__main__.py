@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def _stop(server: ServerProcess) -> None:
     if server.alive:
         try:
             server.stop()
-        except (OSError, OutriderError, TimeoutError) as error:
+        except (OSError, OutriderError, subprocess.TimeoutExpired) as error:
             _console.print(f"the server did not stop: {error}")
             server.kill()
 

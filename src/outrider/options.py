@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
+from outrider.checks import shown
 from outrider.errors import InvalidParameter
 from outrider.terminal import print_error
 
 __all__ = [
-    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "json_object",
-    "numbers", "set_threads", "spread", "with_parameters",
+    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "check_threads",
+    "json_object", "numbers", "set_threads", "spread", "with_parameters",
 ]  # fmt: skip
 
+_THREADS_OF_A_CORE = 4  # the most that is accepted
 Number = TypeVar("Number", int, float)
 
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
@@ -40,7 +43,9 @@ class ModelFirst(TyperCommand):
             name, is_joined, value = word.partition("=")
             if word == "--":
                 break
-            if name == "--model" and (is_joined or place + 1 < len(args)):
+            if name == "--model":
+                if not is_joined and place + 1 == len(args):
+                    raise InvalidParameter("--model", "needs a model directory or hub id after it")
                 after = place + (1 if is_joined else 2)
                 args = [*args[:place], *args[after:], value if is_joined else args[place + 1]]
                 break
@@ -87,19 +92,30 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     """A JSON object."""
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise InvalidParameter(option, "is nested too deeply") from None
     except ValueError as error:
         raise InvalidParameter(option, f"is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidParameter(option, f"must be a JSON object, got {text}")
+        raise InvalidParameter(option, f"must be a JSON object, got {shown(text)}")
     return value
 
 
 def set_threads(threads: int | None) -> None:
     """Limit the CPU threads of torch and of the native core."""
     if threads is not None:
+        check_threads(threads)
         import torch
 
         torch.set_num_threads(threads)
+
+
+def check_threads(threads: int) -> None:
+    """Refuse so many threads that a forward would take minutes: threads wait for each other, and most would not be running."""
+    cores = os.cpu_count() or 1
+    if threads > _THREADS_OF_A_CORE * cores:
+        reason = f"must be at most {_THREADS_OF_A_CORE * cores}, got {threads}: this machine runs {cores} threads at once"
+        raise InvalidParameter("--threads", reason)
 
 
 def add_moved(app: typer.Typer, name: str, command: str) -> None:

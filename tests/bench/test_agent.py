@@ -105,9 +105,11 @@ def test_the_command_prints_one_json_line_last(tmp_path: Path, monkeypatch: pyte
     assert {"device", "versions", "command", "by_kind", "slowest_with_prompt"} <= set(result)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"name": "a", "kind": "b"}', '{"name": "a", "kind": "b", "turns": []}', ""])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"name": "a", "kind": "b"}', '{"name": "a", "kind": "b", "turns": []}', "", "[" * 9999, "\xff"]
+)
 def test_what_is_no_recording_is_an_error_with_its_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "own.jsonl"
-    file.write_text(line)
+    file.write_bytes(line.encode("latin-1"))
     with pytest.raises(InvalidParameter, match="recordings: .*own.jsonl"):
         read_recordings(file)

@@ -143,10 +143,18 @@ def test_traces_survive_the_disk_and_bad_lines_are_named(tmp_path: Path) -> None
     write_traces(path, [constant(2, 3), constant(1, 3, "other")])
     assert read_traces(path) == [constant(2, 3), constant(1, 3, "other")]
     good = path.read_text()
-    for bad in ('{"parents": [5]}', '{"parents": [5], "survival": [0.5], "path": [], "at": 0, "room": 1}', "nonsense"):
+    for bad in (
+        '{"parents": [5]}',
+        '{"parents": [5], "survival": [0.5], "path": [], "at": 0, "room": 1}',
+        "nonsense",
+        "[" * 9999,
+    ):
         path.write_text(good + f'{{"method": "x", "prompt": 1, "most": 2, "rounds": [{bad}]}}\n')
         with pytest.raises(InvalidParameter, match=r"trace\.jsonl:3"):
             read_traces(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(InvalidParameter, match=r"trace\.jsonl cannot be read"):
+        read_traces(path)
 
 
 def test_the_controllers_own_file_serves_as_costs(tmp_path: Path) -> None:
@@ -157,9 +165,10 @@ def test_the_controllers_own_file_serves_as_costs(tmp_path: Path) -> None:
     costs.save(tmp_path / "costs.json")
     table = read_costs(tmp_path / "costs.json")
     assert table["eagle"].round_s(4, 4) == pytest.approx(0.002 + 0.0020 + 0.00045, rel=0.1)
-    (tmp_path / "bad.json").write_text("[1]")
-    with pytest.raises(InvalidParameter, match="no table of costs"):
-        read_costs(tmp_path / "bad.json")
+    for bad in ("[1]", "[" * 9999):
+        (tmp_path / "bad.json").write_text(bad)
+        with pytest.raises(InvalidParameter, match="no table of costs"):
+            read_costs(tmp_path / "bad.json")
 
 
 def test_what_a_drafter_needs_beside_the_target() -> None:

@@ -70,6 +70,12 @@ def hostile(many: int) -> dict[str, tuple[str, Any]]:
     }
 
 
+def calls(*inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """A turn of the assistant with calls of a tool."""
+    blocks = [{"type": "tool_use", "id": "1", "name": "f", "input": value} for value in inputs]
+    return [{"role": "assistant", "content": blocks}]
+
+
 FEW = 100  # shorter than the limits on most lists, so that items are checked and not only counted
 
 
@@ -96,8 +102,10 @@ def test_a_long_wrong_list_reports_few_errors(name: str) -> None:
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * MANY}]}),
         (MESSAGES, {"max_tokens": 1, "messages": [USER] * MANY}),
         (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * MANY}]}),
+        (MESSAGES, {"max_tokens": 1, "messages": calls({str(i): i for i in range(4 * MANY)})}),
+        (COUNT, {"messages": calls(*[{"a": [{"b": [1] * 100}] * 100}] * 10)}),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_every_list_has_a_length_that_is_refused(path: str, value: Any) -> None:
     refusal = check(path, json.dumps(value).encode(), 64)
@@ -183,6 +191,14 @@ PATHS = st.sampled_from(sorted(SCHEMAS))
 def test_the_checker_process_gives_the_same_result(checker_process: PythonProcess, path: str, value: Any) -> None:
     data = json.dumps(value).encode()
     assert restore(path, *checker_process(path, data, 16)) == check(path, data, 16)
+
+
+@pytest.mark.parametrize("field", ["context_management", "thread"])
+def test_values_without_effect_are_not_handed_on(checker_process: PythonProcess, field: str) -> None:
+    body = {"max_tokens": 1, "messages": [USER], field: {"edits": [{"keep": "all"}] * MANY}}
+    valid, value = checker_process(MESSAGES, json.dumps(body).encode(), 64)
+    assert valid
+    assert len(json.dumps(value)) < 500
 
 
 INTERNAL = re.compile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import re
 import select
@@ -43,9 +44,58 @@ def talk(server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return run
 
 
+@pytest.fixture
+def foreign() -> Iterator[Callable[[bytes], str]]:
+    """Starts servers that answer GET with a given body, and streams with the prompt as an event; returns their addresses."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(body: bytes) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"data: " + sent["prompt"].encode() + b"\n\n")
+
+            def log_message(self, *_: object) -> None: ...
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
 def complete(server: Running, prompt: str, **changes: Any) -> str:
     text: str = server.post("/v1/completions", prompt=prompt, **PARAMS | changes).json()["choices"][0]["text"]
     return text
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://a b", "http://127.0.0.1:99999", "http://127.0.0.1:1/\n"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(OutriderError, match="does not answer"):
+        RemoteModel(url, None)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"data": []}', b"[" * 100_000, b'{"data": [1]}'])
+def test_servers_of_another_kind(foreign: Callable[[bytes], str], body: bytes) -> None:
+    with pytest.raises(OutriderError, match="names no model"):
+        RemoteModel(foreign(body), None)
+
+
+@pytest.mark.parametrize("event", [b"{", b"[]", b"1", b"[" * 100_000])
+def test_streams_of_another_format(foreign: Callable[[bytes], str], event: bytes) -> None:
+    partner = RemoteModel(foreign(b'{"data": [{"id": "m"}]}\n'), None)
+    with pytest.raises(OutriderError, match="not in OpenAI's format"):
+        list(partner.answer(event.decode(), {}, True))
 
 
 def test_text_mode_continues_the_previous_text(server: Running, talk: Talk) -> None:

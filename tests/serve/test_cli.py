@@ -102,6 +102,10 @@ def test_a_config_file_with_an_unknown_flag_is_refused(resolve: Any, tmp_path: P
     file.write_text("- a\n")
     with pytest.raises(InvalidParameter, match="must hold flags"):
         resolve("--config", str(file))
+    for broken in ("port: [1", "port: 2020-13-45", "port: !!timestamp x", f"port: {'9' * 5000}", f"port: {'[' * 5000}"):
+        file.write_text(broken)
+        with pytest.raises(InvalidParameter, match="cannot be read"):
+            resolve("--config", str(file))
 
 
 def test_reloaded_limits_stay_below_flags_and_the_environment(resolve: Any, tmp_path: Path) -> None:

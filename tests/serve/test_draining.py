@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from outrider import LLM, SamplingParams
 from tests.support import make_engine, make_request, random_decoder, write_family
@@ -72,6 +73,16 @@ def test_a_started_stream_ends_with_an_error_event(server_with: Starter) -> None
     drain(server)
     events = [json.loads(line[6:]) for line in answer_of(waiting).splitlines() if line.startswith(b"data: {")]
     assert [event["error"]["code"] for event in events] == ["draining"]
+
+
+def test_grammars_that_are_being_compiled_end_with_the_server(
+    server_with: Starter, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their threads would keep the process alive until the compiler's budget is used up."""
+    server, grammars, closed = server_with(drain_timeout=0.14), llm.engine.grammars, []
+    monkeypatch.setattr(grammars, "close", lambda: closed.append(server.service.thread._thread.is_alive()))  # type: ignore[union-attr]
+    server.close()
+    assert closed == [False], "after the engine's thread, which uses them"
 
 
 def test_times_of_a_request_with_some_text_are_not_negative(server_with: Starter, llm: LLM) -> None:

@@ -132,8 +132,8 @@ class Client:
                     await _read(response, answer, begun, leave_after)
         except self._httpx.HTTPError as error:
             answer.failed = f"{type(error).__name__}: {error}".rstrip(": ")
-        except ValueError as error:
-            answer.failed = f"an event is not JSON: {error}"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            answer.failed = f"an event is not in OpenAI's shape: {type(error).__name__}: {error}"
         return answer
 
 
@@ -155,7 +155,7 @@ async def find_model(endpoint: Endpoint) -> str:
         if status != 200:
             raise ValueError(f"HTTP {status}")
         return str(json.loads(data)["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise OutriderError(f"{endpoint.url}/v1/models names no model ({reason}); is a server running and ready there?") from None
 
@@ -239,6 +239,6 @@ def _message(raw: bytes | str) -> str:
     try:
         error = json.loads(raw)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
         return text[:200]

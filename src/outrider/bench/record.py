@@ -104,13 +104,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InvalidParameter("results", f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter("results", f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             assert {"method", "workload", "batch", "conditions"} <= row.keys()
-        except (ValueError, AssertionError, AttributeError):
+        except (ValueError, AssertionError, AttributeError, RecursionError):
             raise InvalidParameter("results", f"{path}:{number} is not a row that `outrider bench` wrote") from None
         rows.append(row)
     if not rows:

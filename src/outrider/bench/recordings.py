@@ -45,11 +45,15 @@ class Recording:
 
 def read_recordings(path: Path) -> list[Recording]:
     """Recordings from JSONL: objects with `name`, `kind` and `turns`, each of `user`, `answer` and perhaps `forgets`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter("recordings", f"{path} cannot be read: {error}") from None
     recordings = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             recordings.append(_recording(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = f"line {number} of {path.name} is no conversation ({type(error).__name__}: {error})"
             raise InvalidParameter("recordings", problem) from None
     if not recordings:

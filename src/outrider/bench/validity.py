@@ -16,7 +16,7 @@ def read_schema(path: Path) -> dict[str, Any]:
     """A schema from a file."""
     try:
         schema = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidParameter("--schema", f"{path} cannot be read: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidParameter("--schema", f"{path} must hold a JSON schema, an object")
@@ -35,6 +35,6 @@ def meets(text: str, schema: dict[str, Any]) -> bool:
     """Whether a text is JSON of this schema."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return bool(require_validator().Draft202012Validator(schema).is_valid(value))

@@ -123,7 +123,7 @@ def _item(place: str, row: bytes | dict[str, Any]) -> tuple[str | None, tuple[st
         turns, category = _turns(item), item.get("category")
         if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
             raise TypeError
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         keys = ", ".join(f'"{key}"' for key in _TEXTS)
         raise InvalidParameter(
             "data", f'{place} is not a row with "turns" or "messages" (lists), or a text in one of {keys}'

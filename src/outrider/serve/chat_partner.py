@@ -83,8 +83,11 @@ class RemoteModel:
             raise InvalidParameter("--url", f"must begin with http:// or https://, got {url!r}")
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        with self._ask("/v1/models") as response:
-            self.name = json.load(response)["data"][0]["id"]
+        try:
+            with self._ask("/v1/models") as response:
+                self.name = str(json.load(response)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise OutriderError(f"{self._url}/v1/models names no model; start a server with `outrider serve`") from None
 
     def answer(self, prompt: Prompt, params: Mapping[str, Any], speculation: Speculation) -> Iterator[AnswerChunk]:
         path, name = ("/v1/completions", "prompt") if isinstance(prompt, str) else ("/v1/chat/completions", "messages")
@@ -110,12 +113,12 @@ class RemoteModel:
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)
         try:
+            request = urllib.request.Request(self._url + path, data, self._headers)
             return urllib.request.urlopen(request, timeout=_SILENCE_S)
         except urllib.error.HTTPError as error:
             raise _http_error(error) from None
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: an address that is none, a key with a line break
             reason = getattr(error, "reason", error)
             raise OutriderError(f"{self._url} does not answer ({reason}); start one with `outrider serve`") from None
 
@@ -138,18 +141,28 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         data = line[5:].strip()
         if data == b"[DONE]":
             return
-        event = json.loads(data)
+        event = _event(data)
         if "error" in event:
             raise OutriderError(event["error"]["message"])
         yield event
     raise OutriderError("the connection closed before the answer was complete")
 
 
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        event = None
+    if not isinstance(event, dict):
+        raise OutriderError("the server's stream is not in OpenAI's format; is --url that of `outrider serve`?")
+    return event
+
+
 def _http_error(error: urllib.error.HTTPError) -> OutriderError:
     with error:
         try:
             message = json.load(error)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             message = f"the server answered {error.code} {error.reason}"
     if error.code == 401:
         message += "; pass --api-key, or set OUTRIDER_API_KEY"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outrider.checks import shown
 from outrider.errors import InvalidParameter
-from outrider.options import ModelFirst, json_object
+from outrider.options import ModelFirst, check_threads, json_object, set_threads
 from outrider.serve.address import has_terminal, listen
 from outrider.serve.flags import LogFormat, ServeFlags, as_command, parse_loras, reread
 from outrider.serve.logs import configure
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "parse_bytes", "register", "resolve_speculation", "serve"]
 
+_MAX_BYTES = 2.0**63
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _STDERR = 2  # the file descriptor: stacks are written by a handler that runs no Python
 _console = PlainConsole(stderr=True)
@@ -43,7 +45,7 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     _check_devices(flags)
     settings = settings_of(flags)
     speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
-    template = None if flags.chat_template is None else flags.chat_template.read_text(encoding="utf-8")
+    template = None if flags.chat_template is None else _read_template(flags.chat_template)
     load = partial(_load, flags, speculation, _sizes(flags), template)
     with listen(flags.host, flags.port) as listener:
         _check(flags, speculation)
@@ -109,6 +111,8 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     from outrider.model import LoadOptions, check_model, is_hub_id, locate
     from outrider.serve.reasoning import check_parser
 
+    if flags.threads is not None:
+        check_threads(flags.threads)
     check_parser(flags.reasoning_parser)
     check_speculation(speculation)
     device, options, model = Device.resolve(flags.device), LoadOptions(flags.dtype, flags.load_format), model_name(flags.model)
@@ -119,6 +123,13 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
         check_weights(resolve_drafters(speculation, folder, device.is_gpu), folder, options)
 
 
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter("--chat-template", f"{path} cannot be read: {error}") from None
+
+
 def _check_devices(flags: ServeFlags) -> None:
     if flags.tensor_parallel_size != 1:
         from outrider.engine.intake import check_parallel
@@ -127,12 +138,9 @@ def _check_devices(flags: ServeFlags) -> None:
 
 
 def _load(flags: ServeFlags, speculation: SpeculationConfig, sizes: dict[str, Any], template: str | None) -> LLM:
-    import torch
-
     from outrider.engine.llm import LLM
 
-    if flags.threads is not None:
-        torch.set_num_threads(flags.threads)
+    set_threads(flags.threads)
     llm = LLM(
         flags.model,
         speculation=speculation,
@@ -174,9 +182,10 @@ def resolve_speculation(
 def parse_bytes(flag: str, text: str) -> int:
     """A size such as 512MiB, 4G or a plain number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
-    if match is None or not float(match[1]):
-        raise InvalidParameter(flag, f"must be a size such as 512MiB or 4G, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
+    if not 1 <= size < _MAX_BYTES:
+        raise InvalidParameter(flag, f"must be a size such as 512MiB or 4G, got {shown(text)}")
+    return int(size)
 
 
 def _short_name(model: str | None) -> str:

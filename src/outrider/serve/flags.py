@@ -62,7 +62,7 @@ def _yaml(path: Path) -> Mapping[str, Any]:
         raise InvalidParameter("--config", "needs PyYAML: pip install 'outrider[serve]'") from None
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:  # PyYAML lets all of these through
         raise InvalidParameter("--config", f"{path} cannot be read: {error}") from None
     if not isinstance(values, Mapping):
         raise InvalidParameter("--config", f"{path} must hold flags and their values, such as 'port: 8000'")

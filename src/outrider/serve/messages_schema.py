@@ -123,6 +123,20 @@ class Turn(_Block):
     content: Blocks
 
 
+def _few_values(turns: list[Turn]) -> list[Turn]:
+    """Refuse inputs of calls that hold so many values that handing them on would hold the interpreter lock for long."""
+    level: list[Any] = [block.input for turn in turns for block in turn.content if isinstance(block, UseBlock)]
+    count = 0
+    while level:
+        below: list[Any] = []
+        for item in level:
+            below += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        count, level = count + len(below), below
+    if count > _L.call_values:
+        raise ValueError(f"the inputs of tool_use blocks must hold at most {_L.call_values} values, not {count}")
+    return turns
+
+
 def _custom_only(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in (None, "custom"):
@@ -172,7 +186,7 @@ class CountRequest(GenerationRequest):
         "return_token_ids", "return_token_details",
     )  # fmt: skip
 
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=_L.messages), FirstOnly()]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=_L.messages), FirstOnly(), AfterValidator(_few_values)]
     system: JoinedText | None = None
     tools: Annotated[list[Annotated[_Tool, BeforeValidator(_custom_only)]], Field(max_length=_L.tools), FirstOnly()] | None = None
     tool_choice: ToolChoice | None = None
@@ -194,7 +208,13 @@ class CountRequest(GenerationRequest):
         edits = (value or {}).get("edits") or []
         if not isinstance(edits, list) or any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits):
             raise ValueError("edits of the conversation are not supported; send the conversation as the model shall see it")
-        return value
+        return None  # it has no effect
+
+    @field_validator("thread")
+    @classmethod
+    def _present(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Only whether there is one matters."""
+        return None if value is None else {}
 
 
 class MessagesRequest(CountRequest):

@@ -205,6 +205,8 @@ class Service:
         if self.thread is not None:
             timeout = 10.0 if self.failure is None else 0.5  # a stuck engine never ends
             await in_daemon_thread(partial(self.thread.close, timeout), "outrider-close")
+        if self.llm is not None:  # the process would wait at its end for grammars that are being compiled
+            await in_daemon_thread(self.llm.engine.grammars.close, "outrider-close-grammars")
         self._text.close()
 
     async def drain(self) -> None:

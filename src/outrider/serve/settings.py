@@ -35,6 +35,7 @@ class Limits:
     messages: int = 2048
     parts: int = 1024  # in one message
     tool_calls: int = 4096  # in all messages
+    call_values: int = 2**16  # in the inputs of all calls of a request to /v1/messages, which writes them as JSON
     stop: int = 4
     stop_chars: int = 256
     logprobs: int = 20

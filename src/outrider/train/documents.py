@@ -88,7 +88,7 @@ def _jsonl_documents(path: Path, text: str) -> Iterator[Document]:
 def _jsonl_document(line: str, place: str, package: str) -> Document:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise OutriderError(f"{place}: not JSON ({error})") from None
     if not isinstance(fields, dict) or not fields.keys() & {"text", "prompt", "completion", "messages"}:
         raise OutriderError(f"{place}: not an object with {_FIELDS}")

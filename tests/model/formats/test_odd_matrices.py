@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.errors import ModelError
+from outrider.model.formats import format_in, format_of
 from tests.support.packing import FOLDERS, decoded
 
 SHAPE = (64, 96)
@@ -128,6 +130,42 @@ def test_a_tensor_that_is_no_part(tmp_path: Path) -> None:
     refused(
         tmp_path, config, tensors | {"layer.m.other": torch.ones(3, dtype=torch.int32)}, "stored as I32, which is no part of AWQ"
     )
+
+
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 3, 10**30, 1e308, float("nan"), "", "x", "re:(", [], [None], [0, 0], [128, 128], [-1, 1], {},
+    {"a": None}, {"group_0": None}, {"group_0": {"weights": None}}, {"weights": {"num_bits": [4]}},
+]  # fmt: skip
+NAMES = [
+    "quant_method", "bits", "group_size", "desc_act", "sym", "version", "format", "config_groups", "ignore", "kv_cache_scheme",
+    "sparsity_config", "activation_scheme", "weight_block_size", "modules_to_not_convert", "modules_in_block_to_quantize",
+    "bnb_4bit_quant_type", "llm_int8_skip_modules", "load_in_4bit", "load_in_8bit", "zero_point", "dynamic", "checkpoint_format",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_settings_of_any_value(tmp_path: Path, kind: str) -> None:
+    """Any value of any setting: the matrix comes out, or a ModelError."""
+    config, tensors = stored(kind)
+    for name in {*NAMES, *config}:
+        for value in VALUES:
+            try:
+                format_of({"quantization_config": config | {name: value}}, "config.json")
+            except ModelError as error:
+                assert str(error).startswith("config.json: "), (name, value)  # noqa: PT017
+                continue
+            try:
+                decoded(tmp_path, config | {name: value}, tensors, "layer.m.weight")
+            except ModelError as error:
+                assert "layer.m" in str(error) or "none of them is" in str(error), (name, value)  # noqa: PT017
+
+
+@pytest.mark.parametrize("value", ["x", 5, [1], [[1, 2]]])
+def test_a_file_beside_the_config_that_is_none(tmp_path: Path, value: object) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "quant_config.json").write_text(json.dumps({"quantization": value}))
+    with pytest.raises(ModelError, match=r"quant_config\.json: quantization must be an object"):
+        format_in(tmp_path)
 
 
 DTYPES = [torch.int32, torch.uint8, torch.int8, torch.float32, torch.float16, torch.float8_e4m3fn]

@@ -99,7 +99,7 @@ def fits_schema(text: str, schema: Mapping[str, Any]) -> bool:
     """Whether a text is JSON that fits a schema of types, properties, required, items and enum."""
     try:
         return _fits(json.loads(text), schema)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -82,5 +82,5 @@ def _read(raw: bytes, seconds: float) -> Answer:
         if not choices:
             return Answer(failed="the answer has no choices")
         return Answer(choices, tokens, seconds, drafting_of(data))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return Answer(failed=f"the answer is not in OpenAI's shape: {type(error).__name__}: {error}")

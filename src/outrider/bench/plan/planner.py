@@ -175,5 +175,5 @@ def read_costs(path: Path) -> dict[str, RoundCosts]:
         }
     except OSError as error:
         raise InvalidParameter("--costs", f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidParameter("--costs", f"{path} is no table of costs ({type(error).__name__}: {error})") from None

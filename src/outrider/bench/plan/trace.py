@@ -119,8 +119,8 @@ def read_traces(path: Path) -> list[Trace]:
     """What `write_traces` wrote; a bad line is named."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InvalidParameter("--simulate", f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter("--simulate", f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
     traces = []
     for number, line in enumerate(lines, 1):
         try:
@@ -130,7 +130,7 @@ def read_traces(path: Path) -> list[Trace]:
                 for draft in data["rounds"]
             ]
             traces.append(Trace(str(data["method"]), int(data["prompt"]), int(data["most"]), _checked(drafts)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidParameter("--simulate", f"{path}:{number} is no trace of `outrider plan --record`: {error}") from None
     if not traces:
         raise InvalidParameter("--simulate", f"{path} holds no traces")

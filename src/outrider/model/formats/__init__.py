@@ -71,8 +71,10 @@ def format_in(directory: Path) -> Format | None:
     for name, method in _BESIDE.items():
         if found is None and (path := directory / name).exists():
             settings = read_json(path)
-            settings = dict(settings.get("quantization") or settings) | {"quant_method": method}
-            found = format_of({"quantization_config": settings}, str(path))
+            settings = settings.get("quantization") or settings
+            if not isinstance(settings, Mapping):
+                raise ModelError(f"{path}: quantization must be an object, got {shown(settings)}")
+            found = format_of({"quantization_config": {**settings, "quant_method": method}}, str(path))
     return found
 
 
@@ -85,7 +87,7 @@ def format_of(data: Mapping[str, Any], where: str) -> Format | None:
         if not isinstance(settings, Mapping):
             raise ModelError(f"{where}: {key} must be an object, got {shown(settings)}")
         method = _method(settings, key)
-        if method not in FORMATS:
+        if not isinstance(method, str) or method not in FORMATS:
             raise ModelError(
                 f"{where}: the weights are quantised with {shown(method)} ({key}), which is not read; "
                 f"known: {', '.join(FORMATS)}; for others pass the unquantised model"
