@@ -59,6 +59,7 @@ def refuse_foreign_flags(arguments: Iterable[str]) -> None:
         if word == "--":
             return
         flag = word.partition("=")[0]
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
         if flag in _FLAGS:
             engine, ours = _FLAGS[flag]
             raise InvalidParameter(flag, f"is a flag of {engine}; here: {ours}")
