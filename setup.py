@@ -1,7 +1,7 @@
 """The native CPU core, built once per instruction set; ops/native.py picks one at run time.
 
-Optional: without a compiler, or on another kind of processor, installation goes on and torch serves. The libraries are loaded with
-ctypes and know nothing of Python, so one wheel serves every version of it.
+Optional: without a compiler, or on another kind of processor, installation goes on and torch serves. The libraries are loaded
+with ctypes and know nothing of Python, so one wheel serves every version of it.
 """
 
 import hashlib

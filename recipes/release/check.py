@@ -35,8 +35,8 @@ def check_wheel(wheel: Path) -> None:
         programs = home / "venv" / "bin"
         environment = _without_compiler(programs, home)
         constraints = Path("constraints.txt").resolve()
-        install = [programs / "pip", "install", "--quiet", "--only-binary", ":all:", "-c", constraints, f"{wheel}[serve]"]
-        run(install, environment, home)
+        pip: list[str | Path] = [programs / "pip", "install", "--quiet", "--only-binary", ":all:", "-c", constraints]
+        run([*pip, f"{wheel}[serve]"], environment, home)
         version = run([programs / "outrider", "--version"], environment, home)
         assert f"built for {', '.join(_BUILDS)}" in version, version
         assert "wheel py3-none-" in version, version

@@ -1,8 +1,8 @@
 """The steps of the Dockerfile, run in order where docker is absent.
 
-Each stage gets a folder in place of its file system and a virtual environment in place of the image of Python. COPY copies, RUN runs
-in a shell with the folder's paths, and what only a system's package manager or user database can do is skipped and said. Then the
-entry point is started, the health check must pass, a request must be answered, and SIGTERM must end the server.
+Each stage gets a folder in place of its file system and a virtual environment in place of the image of Python. COPY copies, RUN
+runs in a shell with the folder's paths, and what only a system's package manager or user database can do is skipped and said. Then
+the entry point is started, the health check must pass, a request must be answered, and SIGTERM must end the server.
 """
 
 from __future__ import annotations

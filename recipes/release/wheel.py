@@ -42,7 +42,7 @@ def build_wheel(out: Path) -> Path:
 def _check_name(name: str) -> None:
     """The wheel is for any version of Python, and on Linux for any distribution that is not too old."""
     assert "-py3-none-" in name, name
-    assert sys.platform != "linux" or f"manylinux_2_" in name and platform.machine() in name, name
+    assert sys.platform != "linux" or ("manylinux_2_" in name and platform.machine() in name), name
 
 
 def run(command: list[str | Path], environment: dict[str, str] | None = None, folder: Path | None = None) -> str:
