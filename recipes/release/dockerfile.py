@@ -1,8 +1,8 @@
 """The steps of the Dockerfile, run in order where docker is absent.
 
 Each stage gets a folder in place of its file system and a virtual environment in place of the image of Python. COPY copies, RUN
-runs in a shell with the folder's paths, and what only a system's package manager or user database can do is skipped and said. Then
-the entry point is started, the health check must pass, a request must be answered, and SIGTERM must end the server.
+runs in a shell with the folder's paths, and what only a system's package manager or user database can do is skipped and said.
+Then the entry point is started, the health check must pass, a request must be answered, and SIGTERM must end the server.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Built:
         self.venv = root / "usr"
         root.mkdir()
         print(f"FROM {stage.base} AS {stage.name}: {self.venv}", flush=True)
-        venv.create(self.venv, with_pip=True)
+        venv.create(self.venv, with_pip=any(step.text.startswith("pip ") for step in stage.steps))
         kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name in ("HOME", "LANG")}
         self.environment = kept | {"PATH": f"{self.venv / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
         copied = [step.text.split()[-1] for step in stage.steps if step.name == "COPY"]

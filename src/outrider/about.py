@@ -1,4 +1,4 @@
-"""What this installation is: versions, the builds of the native core, and where the package comes from. Nothing heavy is imported."""
+"""What this installation is: versions, builds of the native core, where the package comes from. Nothing heavy is imported."""
 
 from __future__ import annotations
 

@@ -142,7 +142,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", "-V", help="Print the version and what was built.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", "-V", help="Print versions and builds.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Speculative decoding whose text is the same text."""
