@@ -15,6 +15,7 @@ from outrider.serve.unserved import check_served, unknown_fields
 from outrider.serve.validation import Refusal, check, restore
 from tests.support.server import Running
 
+USER = {"role": "user", "content": "x"}
 REFUSED: list[tuple[str, Any, str]] = [
     ("mirostat", 2, ""), ("typical_p", 0.9, ""), ("xtc_probability", 0.1, ""), ("dry_multiplier", 0.8, ""), ("num_beams", 4, ""),
     ("top_n_sigma", 1.0, ""), ("repeat_penalty", 1.1, "repetition_penalty"), ("n_predict", 5, "max_tokens"),
@@ -39,6 +40,7 @@ def test_what_would_change_the_result_is_refused_by_name(schema: Any, name: str,
     refusal = check(path, json.dumps(prompt | penalty | {name: value}).encode(), 16)
     assert isinstance(refusal, Refusal)
     assert refusal.message.startswith(f"{name} is not supported")
+    assert refusal.param == name
     assert ours in refusal.message
 
 
@@ -46,6 +48,15 @@ def test_values_without_effect_pass() -> None:
     request = check("/v1/completions", json.dumps({"prompt": "x"} | WITHOUT_EFFECT).encode(), 16)
     assert isinstance(request, CompletionRequest)
     assert request.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("route", "prompt"), [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [USER]})]
+)
+def test_special_tokens_are_added_to_text_alone(route: str, prompt: dict[str, Any]) -> None:
+    for added in (True, False):
+        refused = isinstance(check(route, json.dumps(prompt | {"add_special_tokens": added}).encode(), 16), Refusal)
+        assert refused == (added != ("prompt" in prompt))
 
 
 def test_what_a_route_serves_is_not_refused_there() -> None:

@@ -160,9 +160,10 @@ def test_rules_shape_drafts_and_never_tokens(server_with: Starter, rules_file: P
     off = ask(server, temperature=1.0, tag="chat")
     assert off["choices"] == hot["choices"]
     assert (drafted(hot) > 0, drafted(off)) == (True, 0)
-    assert drafted(ask(server, temperature=0, response_format={"type": "json_object"}, model="pyrite")) <= 2
+    assert drafted(ask(server, temperature=0, response_format={"type": "json_object"})) <= 2
     text = server.http.get("/metrics").text
     assert 'speculation_rule_requests_total{model_name="pyrite",rule="prose"} 1.0' in text
+    assert 'speculation_rule_requests_total{model_name="pyrite",rule="json"} 1.0' in text, "without a model it is the server's"
     assert 'reason="the rule prose turned it off"' in text
 
 

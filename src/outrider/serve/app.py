@@ -272,7 +272,7 @@ async def _generate(
     _check_model(service, body.model)
     _check_priority(service, body.priority)
     adopt(body.request_id)
-    body.tag = body.tag or _header_tag(request)
+    body.model, body.tag = body.model or service.settings.model_name, body.tag or _header_tag(request)
     admission = service.admit(client_of(request.scope), count_sequences(body, service.settings.limits))
     try:
         work = partial(prepare, llm, body, service.settings.limits, service.rules)

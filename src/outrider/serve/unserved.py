@@ -47,6 +47,7 @@ _UNSERVED = frozenset(
         # vLLM
         "use_beam_search", "prompt_embeds", "logits_processors", "truncate_prompt_tokens", "mm_processor_kwargs", "documents",
         "vllm_xargs", "return_tokens_as_token_ids", "logprob_token_ids", "repetition_detection", "chat_template",
+        "add_special_tokens",
         # SGLang
         "logits_processor", "custom_logit_processor", "custom_params", "stop_regex", "session_params", "token_ids_logprob",
         "return_hidden_states", "input_embeds", "audio_data", "video_data",
@@ -68,12 +69,22 @@ _WITHOUT_EFFECT = frozenset(  # known, and nothing of the result depends on them
 def check_served(data: Mapping[str, Any], served: Collection[str]) -> None:
     """Raise ValueError at the first field that would change the result and is not among those served."""
     for name, value in data.items():
-        if name in _UNSERVED and name not in served and value is not None and value not in _NEUTRAL.get(name, _OFF):
+        if (
+            name in _UNSERVED
+            and name not in served
+            and value is not None
+            and value not in _without_effect(name, "prompt" in served)
+        ):
             ours = f"; here: {_OURS[name]}" if name in _OURS else ""
             raise ValueError(f"{name} is not supported{ours}")
     for name in _WINDOWS:
         if data.get(name) not in (None, -1) and any(data.get(penalty) not in (None, off) for penalty, off in _PENALTIES.items()):
             raise ValueError(f"{name} is not supported: penalties read all earlier tokens")
+
+
+def _without_effect(name: str, takes_text: bool) -> tuple[Any, ...]:
+    """Values of a field that change nothing. A prompt of text has special tokens added, and a template writes them itself."""
+    return (takes_text,) if name == "add_special_tokens" else _NEUTRAL.get(name, _OFF)
 
 
 def unknown_fields(data: Mapping[str, Any], served: Collection[str]) -> tuple[str, ...]:

@@ -145,6 +145,8 @@ def refusal_of(error: ValidationError, value: Any) -> Refusal:
         param = f"{param}.{last}" if param else str(last)
     reason = _REASONS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String|List|Dictionary) should", "must", reason).replace(" after validation", "")
+    if not param and (unserved := re.match(r"(\w+) is not supported", reason)):
+        return Refusal(reason, unserved[1])
     return Refusal(f"{param}: {reason}" if param else reason, param or None)
 
 
