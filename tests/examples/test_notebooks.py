@@ -20,6 +20,7 @@ def test_there_are_four() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["choose_a_drafter", "quick_start", "serve_and_watch", "train_a_head"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(
     notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
