@@ -12,7 +12,7 @@ COMPILE = $(CXX) -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthre
 # Both workers begin with one half of the tests each, so that servers and models are made once; whoever is done first takes over.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-fast test-all check demo doctor sanitize emulate clean
+.PHONY: test test-fast test-all check demo doctor sanitize emulate notebooks packages dockerfile-steps docs clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
@@ -59,6 +59,28 @@ $(EMULATED): setup.py tests/ops/emulated_tiles.h $(CORE)
 emulate: $(STAMP) $(EMULATED)
 	OUTRIDER_CORE=$(CURDIR)/$(EMULATED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_adapters.py \
 	  tests/model/test_features.py
+
+# The notebooks of examples/ from top to bottom; `make test` runs them too.
+notebooks: $(STAMP)
+	$(BIN)/python -m pytest -n0 tests/examples
+
+# The sdist and the manylinux wheel in dist/, and the wheel in use where there is no compiler: about 4 minutes on two cores.
+packages: $(STAMP)
+	$(BIN)/python -m recipes.release wheel
+	$(BIN)/python -m recipes.release check
+
+# The Dockerfile's steps in order, without docker: about 3 minutes on two cores.
+dockerfile-steps: $(STAMP)
+	$(BIN)/python -m recipes.release dockerfile --target cpu
+
+# The documentation as a site in build/site; any warning is an error.
+docs: build/docs-tools
+	NO_MKDOCS_2_WARNING=1 build/docs-tools/bin/mkdocs build --quiet --strict
+
+build/docs-tools: constraints.txt
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material
+	touch $@
 
 doctor: $(STAMP)
 	$(BIN)/outrider doctor

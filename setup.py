@@ -1,6 +1,7 @@
 """The native CPU core, built once per instruction set; ops/native.py picks one at run time.
 
-Optional: without a compiler, or on another kind of processor, installation goes on and torch serves.
+Optional: without a compiler, or on another kind of processor, installation goes on and torch serves. The libraries are loaded
+with ctypes and know nothing of Python, so one wheel serves every version of it.
 """
 
 import hashlib
@@ -8,6 +9,8 @@ import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("src/outrider/ops/cpu")
 SOURCES = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
@@ -30,7 +33,23 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 BF16 = [*AVX512, "-mavx512vnni", "-mavx512bf16"]
 BUILDS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16, "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
 
+
+class BuildLibraries(build_ext):
+    """Names the libraries without the version of Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+class AnyPython(bdist_wheel):
+    """Marks the wheel for its platform and any version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": AnyPython},
     ext_modules=[
         Extension(
             f"outrider.ops.cpu._core_{name}",
@@ -42,5 +61,5 @@ setup(
         )
         for name, flags in BUILDS.items()
         if platform.machine() in ("x86_64", "AMD64")
-    ]
+    ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from outrider import __version__
+from outrider.ops import find_core
 from outrider.terminal import PlainConsole, print_error
 from tests.support import write_family, write_tokenizer
 from tests.support.command import Command
@@ -29,9 +32,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_version(outrider) -> None:  # type: ignore[no-untyped-def]
-    for word in ("--version", "-V", "version"):
+    done = outrider("version")
+    assert (done.code, done.out.strip()) == (0, __version__)
+    for word in ("--version", "-V"):
         done = outrider(word)
-        assert (done.code, done.out.strip()) == (0, __version__)
+        first, *details = done.out.strip().splitlines()
+        assert (done.code, first) == (0, __version__)
+        assert [line.split()[0] for line in details] == ["core", "python", "libraries", "installed"]
+        core, python, libraries, _ = details
+        names, path = find_core()
+        assert platform.python_version() in python
+        assert f"torch {importlib.metadata.version('torch')}" in libraries
+        assert "none: torch computes" in core if names is None else f" {names.name}" in core, path
 
 
 @pytest.mark.parametrize(

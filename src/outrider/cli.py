@@ -133,14 +133,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(__version__)
+        from outrider.about import build_details
+
+        print(build_details())
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", "-V", help="Print versions and builds.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Speculative decoding whose text is the same text."""
@@ -148,7 +151,7 @@ def options(
 
 @app.command()
 def version() -> None:
-    """Print the version."""
+    """Print the version alone."""
     print(__version__)
 
 

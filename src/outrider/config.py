@@ -92,6 +92,13 @@ class EngineConfig:
         checks.boolean("prefix_cache", self.prefix_cache)
         checks.real("calibration_s", self.calibration_s, 0.0)
 
+    def within(self, context: int) -> EngineConfig:
+        """The same sizes with the context length resolved: the model's, or a shorter one."""
+        if self.max_model_len is not None and self.max_model_len > context:
+            longer = f"{self.max_model_len} is more than the model's context of {context} tokens"
+            raise InvalidParameter("max_model_len", f"{longer}; lower it or leave it out")
+        return replace(self, max_model_len=self.max_model_len or context)
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:

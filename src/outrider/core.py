@@ -81,6 +81,8 @@ class Request:
     adapter: Adapter | None = None  # the LoRA adapter that the target runs with
     memory: str | None = None  # whose earlier texts lookups search, where that is not the tenant; "": nobody's
     prediction: tuple[int, ...] = ()  # what the user expects the output to be: one more text to look up
+    tag: str | None = None  # what the client calls this kind of request, for metrics and rules
+    rule: str | None = None  # the server's rule that shaped its speculation
 
     @property
     def owner(self) -> str | None:

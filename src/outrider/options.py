@@ -22,6 +22,10 @@ __all__ = [
 
 _THREADS_OF_A_CORE = 4  # the most that is accepted
 Number = TypeVar("Number", int, float)
+_WITHOUT_EFFECT = (  # switches of vLLM: what they ask for is so here, or there is nothing of the kind
+    "--enforce-eager", "--use-v2-block-manager", "--disable-log-stats", "--disable-log-requests", "--no-enable-log-requests",
+    "--trust-remote-code", "--enable-chunked-prefill", "--enable-prefix-caching", "--enable-auto-tool-choice",
+)  # fmt: skip
 
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
@@ -34,11 +38,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 class ModelFirst(TyperCommand):
     """A command whose first argument, the model, may be passed as --model too, as other engines have it.
 
-    Options may be written with underscores, as vLLM allows.
+    Options may be written with underscores, as vLLM allows. Switches of vLLM that change nothing here are left out.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = [_hyphenated(word) for word in args]
+        end = args.index("--") if "--" in args else len(args)
+        args = [*(word for word in map(_hyphenated, args[:end]) if word not in _WITHOUT_EFFECT), *args[end:]]
         for place, word in enumerate(args):
             name, is_joined, value = word.partition("=")
             if word == "--":

@@ -155,6 +155,47 @@ def test_more_requests_than_slots(model: Path) -> None:
     assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
 
 
+def test_limits_of_one_request_by_the_names_of_other_engines(model: Path) -> None:
+    llm = LLM(model, load_format="dummy", speculation="mixture:8:members=suffix+recycle:adaptive=false")
+    prompt, few = [[1, 2, 3, 1, 2, 3, 1, 2]], {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    plain = llm.generate(prompt, speculation=False, **few)[0].outputs[0]
+    for limit in (0, 1, 3):
+        by_keyword = llm.generate(prompt, num_speculative_tokens=limit, **few)[0].outputs[0]
+        by_params = llm.generate(prompt, SamplingParams(num_speculative_tokens=limit, **few))[0].outputs[0]  # type: ignore[arg-type]
+        assert by_keyword.token_ids == by_params.token_ids == plain.token_ids
+        assert by_keyword.speculation["drafted"] <= limit * by_keyword.speculation["rounds"]
+        assert by_keyword.speculation == by_params.speculation
+        assert (by_keyword.speculation["drafted"] > 0) == (limit > 0)
+    requests, method = llm.intake.prepare([1], SamplingParams(prompt_lookup_num_tokens=4))
+    assert (requests[0].method, requests[0].draft_tokens, method) == ("suffix", 4, "suffix")
+    (piece, *_) = llm.stream(prompt[0], num_speculative_tokens=1, **few)
+    assert piece.token_ids[0] == plain.token_ids[0]
+    off = LLM(model, load_format="dummy", speculation="none")
+    assert off.generate(prompt, prompt_lookup_num_tokens=4, **few)[0].outputs[0].token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"num_speculative_tokens": 2, "prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens: was given beside another"),
+        ({"num_speculative_tokens": 2, "speculation": {"max_tokens": 2}}, "num_speculative_tokens: was given beside another"),
+        (
+            {"prompt_lookup_num_tokens": 2, "speculation": {"method": "eagle"}},
+            "is for lookups .ngram, suffix., not for method 'eagle'",
+        ),
+    ],
+)
+def test_limits_that_contradict_are_refused(llm: LLM, limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        llm.generate([[1]], max_tokens=1, **limits)
+
+
+def test_a_context_above_the_model_s_is_an_error(model: Path) -> None:
+    with pytest.raises(InvalidParameter, match="max_model_len: 257 is more than the model's context of 256 tokens"):
+        LLM(model, load_format="dummy", speculation="none", max_model_len=257)
+    assert LLM(model, load_format="dummy", speculation="none", max_model_len=256).max_model_len == 256
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

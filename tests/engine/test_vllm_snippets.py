@@ -70,7 +70,7 @@ def test_a_draft_model_in_a_program(speculation: str, call: str, capsys: pytest.
 def test_a_draft_model_in_a_command() -> None:
     command = (
         "--model facebook/opt-6.7b --speculative-model facebook/opt-125m --num_speculative_tokens 5 --tensor-parallel-size 1 "
-        "--gpu_memory_utilization 0.8 --max-model-len 512"
+        "--gpu_memory_utilization 0.8 --max-model-len 512 --enforce-eager --disable_log_requests --trust-remote-code"
     )
     process = Process(*with_small_models(command).split())
     try:

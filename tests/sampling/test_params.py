@@ -34,6 +34,8 @@ BAD = {
     "logprobs": [-1, 101, 1.0, "1", True],
     "prompt_logprobs": [-1, 101, 1.0, "1", True],
     "skip_special_tokens": [None, 1, "yes"],
+    "num_speculative_tokens": [-1, 257, 1.0, "1", True],
+    "prompt_lookup_num_tokens": [-1, 257, 1.0, "1", True],
     "structured": ["json", {"type": "object"}, True],
 }  # fmt: skip
 

@@ -279,7 +279,7 @@ def test_large_bodies_are_checked_in_another_process(server: Running, monkeypatc
 @pytest.mark.parametrize("prompt", [list(range(MANY)), [[5] * MANY, [2**31 - 1]], ["a", "b"]], ids=["ids", "lists", "texts"])
 def test_long_prompts_cross_processes_as_bytes(checker_process: PythonProcess, prompt: Any) -> None:
     """Unpickling a list of a million ids holds the interpreter lock. Unpickling bytes does not."""
-    sound, value = checker_process(COMPLETION, json.dumps({"prompt": prompt}).encode(), 64)
+    sound, value, _ = checker_process(COMPLETION, json.dumps({"prompt": prompt}).encode(), 64)
     assert not isinstance(prompt[0], int) or isinstance(value["prompt"], bytes)
     assert not isinstance(prompt[0], list) or all(isinstance(ids, bytes) for ids in value["prompt"])
     assert restore(COMPLETION, sound, value).prompt == prompt

@@ -108,6 +108,11 @@ def test_a_config_file_with_an_unknown_flag_is_refused(resolve: Any, tmp_path: P
             resolve("--config", str(file))
 
 
+def test_a_context_above_the_model_s_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(InvalidParameter, match="max_model_len: 2049 is more than the model's context of 2048 tokens"):
+        CliRunner().invoke(app, ["serve", "--port", "0", "--max-model-len", "2049"], catch_exceptions=False)
+
+
 def test_reloaded_limits_stay_below_flags_and_the_environment(resolve: Any, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("max-queue: 5\nmax-body: 1k\n")

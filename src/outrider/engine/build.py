@@ -95,7 +95,7 @@ def load_target(settings: Settings) -> Target:
     options = LoadOptions(settings.dtype, settings.load_format, widen=not guard().bf16_products)
     decoder = open_decoder(directory, options)
     config = decoder.spec
-    sizes = replace(sizes, max_model_len=min(sizes.max_model_len or config.context, config.context))
+    sizes = sizes.within(config.context)
     tokenizer = Tokenizer.load(directory)
     defaults, eos = generation_defaults(directory, config)
     if tokenizer is not None and tokenizer.eos_id is not None:

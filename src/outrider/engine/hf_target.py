@@ -33,7 +33,7 @@ def target_of(model: Any, tokenizer: Any, sizes: EngineConfig, native: bool, pac
     """A loaded model as a target: on the native backend where its family is known and `native` allows it, else by its class."""
     check_causal(model)
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 4096
-    sizes = replace(sizes, max_model_len=min(sizes.max_model_len or context, context))
+    sizes = sizes.within(context)
     runner = _native_runner(model, sizes, None) if native else None
     runner = runner or build_runner(
         model, lambda token_bytes: _pages(sizes, token_bytes), sizes.page_size, sizes.max_num_seqs, pack

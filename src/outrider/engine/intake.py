@@ -40,6 +40,7 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 WantedLora = str | Sequence[str | None] | None
 WantedSpeculation = bool | Mapping[str, Any] | RequestSpeculation | None
+_LOOKUPS = ("ngram", "suffix")  # methods that look up earlier text, in the order in which a request gets them
 _PROMPT = "must be a text or token ids"
 
 
@@ -81,7 +82,7 @@ class Intake:
             self.engine.grammars.check(params.structured)
         if params.bad_words:
             params = replace(params, bad_word_ids=self._bad_words(params.bad_words))
-        wanted = self._wanted(speculation)
+        wanted = self._wanted(speculation, params)
         request = Request(
             id=f"request-{next(self.ids)}",
             prompt_ids=ids,
@@ -115,15 +116,37 @@ class Intake:
         ids = self.tokenizer.encode_bare(checks.text("prediction", prediction)) if isinstance(prediction, str) else prediction
         return check_ids("prediction", ids, self.target.config.vocab)[: self.target.max_model_len]
 
-    def _wanted(self, speculation: WantedSpeculation) -> RequestSpeculation:
+    def _wanted(self, speculation: WantedSpeculation, params: SamplingParams) -> RequestSpeculation:
         """What a request asks of speculation, where it can be had."""
-        wanted = RequestSpeculation.parse(speculation)
-        loaded = sorted({"none", *self.speculation.methods()})
+        wanted = self._limited(RequestSpeculation.parse(speculation), params)
+        loaded = self.loaded_methods
         if wanted.method is not None and wanted.method not in loaded:
             raise InvalidParameter("speculation", f"method {wanted.method!r} is not loaded; loaded: {', '.join(loaded)}")
         if wanted.method == "none":
             return replace(wanted, enabled=False)
         return replace(wanted, method=None) if wanted.method == self.speculation.method else wanted
+
+    @property
+    def loaded_methods(self) -> list[str]:
+        """The methods that a request may name."""
+        return sorted({"none", *self.speculation.methods()})
+
+    def _limited(self, wanted: RequestSpeculation, params: SamplingParams) -> RequestSpeculation:
+        """What a request asks of speculation, with what other engines call a limit of its drafts."""
+        limit, lookup = params.num_speculative_tokens, params.prompt_lookup_num_tokens
+        if limit is None and lookup is None:
+            return wanted
+        name = "num_speculative_tokens" if lookup is None else "prompt_lookup_num_tokens"
+        if wanted.draft_tokens is not None or (limit is not None and lookup is not None):
+            raise InvalidParameter(name, "was given beside another limit of drafted tokens; pass one of them")
+        if lookup is None:
+            return replace(wanted, draft_tokens=limit)
+        if wanted.method is not None and wanted.method not in _LOOKUPS:
+            raise InvalidParameter(name, f"is for lookups ({', '.join(_LOOKUPS)}), not for method {wanted.method!r}")
+        method = wanted.method or next((method for method in _LOOKUPS if method in self.loaded_methods), None)
+        if method is None and self.speculation.method != "none":
+            raise InvalidParameter(name, f"no lookup is loaded, but {', '.join(self.loaded_methods)}; start with --method auto")
+        return replace(wanted, draft_tokens=lookup, method=method)
 
     def _check_ids(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab = self.target.config.vocab

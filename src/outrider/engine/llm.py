@@ -240,9 +240,10 @@ class LLM:
         Sampling parameters may be passed by keyword, as in `generate(prompt, max_tokens=50)`; they change those of `params`, or
         the model's defaults.
         `speculation=False` decodes plainly, and {"method": "suffix", "max_tokens": 8} limits how these requests
-        are drafted for; the tokens are the same. `tenant` says whose texts these are:
-        a drafter set to share earlier texts does so within one tenant, and never without a key (see `forget`). `prediction` is
-        a text that the outputs are likely to be like, such as a file that is to be changed: they are drafted from it.
+        are drafted for, as do `num_speculative_tokens` and `prompt_lookup_num_tokens`; the tokens are the same.
+        `tenant` says whose texts these are: a drafter set to share earlier texts does so within one tenant, and never without
+        a key (see `forget`). `prediction` is a text that the outputs are likely to be like, such as a file that is to be
+        changed: they are drafted from it.
         `lora` names the adapter that the model runs with: one for all prompts, or one each (None: without).
         `use_tqdm` shows a progress bar, or takes tqdm's place; by default several prompts on a terminal have one.
         All prompts are queued, or none is. Any number of threads may call this and `stream` at the same time.

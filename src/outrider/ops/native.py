@@ -7,7 +7,6 @@ weights in the core's layout. ops/cpu documents the layouts and why rows keep th
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
 import struct
@@ -25,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.cores import NEEDED, digest_of_sources
+from outrider.cores import built as _built
 from outrider.errors import InvalidParameter
 from outrider.ops.groups import Grouped
 from outrider.ops.packing import KINDS, PANEL, Arena, pack, pack_groups
@@ -53,14 +54,6 @@ __all__ = [
     "usable_builds",
 ]
 
-# Builds, best first, and the processor flags each needs; setup.py has the compiler's side of it.
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
-_BUILDS: dict[str, frozenset[str]] = {
-    "amx": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
-    "avx512bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
-    "avx512": _AVX512,
-    "avx2": frozenset({"avx2", "fma"}),
-}
 _MACHINES = ("x86_64", "AMD64")
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
@@ -185,25 +178,17 @@ def find_core(steady: bool = False) -> tuple[Core | None, str]:
 
 @lru_cache(maxsize=1)
 def _digest() -> str:
-    """The digest of the C++ sources installed beside the libraries, as setup.py computes it."""
-    folder = Path(__file__).parent / "cpu"
-    sources = sorted([*folder.glob("*.h"), *folder.glob("*.cpp")])
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return digest_of_sources()
 
 
 def usable_builds() -> list[str]:
     """Libraries for instructions this processor has, best first."""
-    return [name for name in _built() if _BUILDS[name] <= cpu_flags()]
+    return [name for name in _built() if NEEDED[name] <= cpu_flags()]
 
 
 def load_build(name: str, steady: bool = False) -> Core:
     """One of the usable builds; OSError says why it cannot run here after all."""
     return Core(_built()[name], steady)
-
-
-def _built() -> dict[str, Path]:
-    folder = Path(__file__).parent / "cpu"
-    return {name: path for name in _BUILDS for path in sorted(folder.glob(f"_core_{name}.*so"))}
 
 
 class Threads:

@@ -21,8 +21,12 @@ _INTEGERS = {  # lowest and highest value
     "max_tokens": (1, MAX_COUNT),
     "logprobs": (0, 100),
     "prompt_logprobs": (0, 100),
+    "num_speculative_tokens": (0, 256),
+    "prompt_lookup_num_tokens": (0, 256),
 }
-_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")  # integers that may be None
+_OPTIONAL = (  # integers that may be None
+    "seed", "max_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens", "prompt_lookup_num_tokens",
+)  # fmt: skip
 _REALS = {  # lowest and highest value, and whether the lowest one itself is excluded
     "temperature": (0.0, 100.0, False),
     "top_p": (0.0, 1.0, True),
@@ -42,6 +46,8 @@ class SamplingParams:
     `top_k` 0 or -1 keeps every token. `max_tokens=None` runs to the end of the context.
     `logprobs=k` reports the chosen token and the k most probable ones, of the raw logits.
     `structured` makes the output match a JSON schema, a regex or a grammar.
+    `num_speculative_tokens` and `prompt_lookup_num_tokens` limit how far this request is drafted for, the latter by looking up
+    earlier text alone. They never change the tokens.
     """
 
     n: int = 1
@@ -66,6 +72,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured: Structured | None = None
+    num_speculative_tokens: int | None = None
+    prompt_lookup_num_tokens: int | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # filled from bad_words by the engine
 
     # derived from the parameters once, because every round reads them

@@ -54,6 +54,7 @@ from outrider.serve.responses import ResponseAnswer
 from outrider.serve.responses_chat import NAMES as RESPONSE_NAMES
 from outrider.serve.responses_chat import open_turn
 from outrider.serve.responses_schema import DeletedResponse, ResponseObject, ResponsesRequest
+from outrider.serve.rules import Rules
 from outrider.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -65,6 +66,8 @@ from outrider.serve.schemas import (
 from outrider.serve.service import RequestHandle, Service
 from outrider.serve.settings import Limits, ServerSettings
 from outrider.serve.streaming import ClientGone, LiveAnswer, dumps, unless_gone
+from outrider.serve.tags import HEADER as TAG_HEADER
+from outrider.serve.tags import is_tag
 from outrider.serve.translation import named_as
 
 if TYPE_CHECKING:
@@ -260,7 +263,7 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
 async def _generate(
     request: Request,
     body: GenerationRequest,
-    prepare: Callable[[LLM, Any, Limits], PreparedRequest],
+    prepare: Callable[[LLM, Any, Limits, Rules], PreparedRequest],
     answers: Callable[..., Answer],
     prefix: str,
 ) -> Response:
@@ -269,9 +272,10 @@ async def _generate(
     _check_model(service, body.model)
     _check_priority(service, body.priority)
     adopt(body.request_id)
+    body.model, body.tag = body.model or service.settings.model_name, body.tag or _header_tag(request)
     admission = service.admit(client_of(request.scope), count_sequences(body, service.settings.limits))
     try:
-        work = partial(prepare, llm, body, service.settings.limits)
+        work = partial(prepare, llm, body, service.settings.limits, service.rules)
         with service.metrics.preparation():
             prepared = await unless_gone(request.receive, _prepare(request, service, admission.client, work, body))
         service.hold_logprobs(admission, prepared.logprob_entries)
@@ -335,6 +339,14 @@ def _note(request: Request, service: Service, body: GenerationRequest, answer: A
 def _count_tokens(request: Request, prepared: PreparedRequest, handle: RequestHandle) -> None:
     prompts = sum(len(requests[0].prompt_ids) for requests, _ in prepared.jobs)
     request.scope[TOKENS] = (prompts, sum(len(output.token_ids) for output in handle.outputs.values()))
+
+
+def _header_tag(request: Request) -> str | None:
+    """The tag in the request's header."""
+    tag = request.headers.get(TAG_HEADER)
+    if tag is not None and not is_tag(tag):
+        raise ApiError(400, f"{TAG_HEADER}: must be 1 to 64 letters, digits, '.', '_' or '-'", TAG_HEADER)
+    return tag
 
 
 def _check_model(service: Service, name: str | None) -> None:

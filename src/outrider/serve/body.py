@@ -7,6 +7,7 @@ checked in another process, and other requests do not wait for them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -17,10 +18,14 @@ from fastapi.routing import APIRoute
 from outrider.process import ProcessDied, PythonProcess
 from outrider.serve.errors import ApiError
 from outrider.serve.fairness import Completions, FairPool, Places, client_of
+from outrider.serve.schemas import GenerationRequest
 from outrider.serve.settings import Limits
 from outrider.serve.validation import Refusal, check, restore
 
 __all__ = ["BodyChecker", "StrictRoute"]
+
+_log = logging.getLogger("outrider.serve")
+_LOGGED_FIELDS, _LOGGED_CHARS = 256, 64  # unknown fields that are logged, and letters of each
 
 
 class BodyChecker:
@@ -33,6 +38,7 @@ class BodyChecker:
         self._pool = FairPool("outrider-body", threads=1, reserved=0)  # its thread waits for the process
         self._waiting = Places(limits.large_bodies)
         self._checked = Completions()
+        self._logged: set[str] = set()  # unknown fields
 
     async def request_from(self, path: str, body: bytes, client: str = "") -> Any:
         """The checked request to a route. Raises ApiError if the body is invalid."""
@@ -42,7 +48,16 @@ class BodyChecker:
             result = await self._check_in_worker(path, body, client)
         if isinstance(result, Refusal):
             raise ApiError(400, result.message, result.param)
+        if isinstance(result, GenerationRequest) and result.ignored:
+            self._log_ignored(result.ignored)
         return result
+
+    def _log_ignored(self, fields: tuple[str, ...]) -> None:
+        """Log each unknown field once."""
+        for name in (field[:_LOGGED_CHARS] for field in fields):
+            if name not in self._logged and len(self._logged) < _LOGGED_FIELDS:
+                self._logged.add(name)
+                _log.warning("the field %r of a request is unknown and was ignored (logged once)", name)
 
     async def _check_in_worker(self, path: str, body: bytes, client: str) -> Any:
         if not self._waiting.take(client):

@@ -103,23 +103,29 @@ def _sizes(flags: ServeFlags) -> dict[str, Any]:
 
 def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     """Check the settings before the server listens. A model on the hub is checked when it is loaded."""
+    from outrider.config import EngineConfig
     from outrider.draft import check_speculation, check_weights
     from outrider.draft.resolve import resolve_drafters
     from outrider.engine.adapters import check_adapters
     from outrider.engine.device import Device
     from outrider.engine.intake import model_name
-    from outrider.model import LoadOptions, check_model, is_hub_id, locate
+    from outrider.model import LoadOptions, check_model, is_hub_id, locate, read_spec
     from outrider.serve.reasoning import check_parser
+    from outrider.serve.rules import read_rules
 
     if flags.threads is not None:
         check_threads(flags.threads)
     check_parser(flags.reasoning_parser)
+    loras = parse_loras(flags.lora, settings_of(flags).names)
+    if flags.speculation_rules is not None:
+        read_rules(flags.speculation_rules).check_models([*settings_of(flags).names, *loras])
     check_speculation(speculation)
     device, options, model = Device.resolve(flags.device), LoadOptions(flags.dtype, flags.load_format), model_name(flags.model)
-    check_adapters(parse_loras(flags.lora, settings_of(flags).names), device.name)
+    check_adapters(loras, device.name)
     if not is_hub_id(model):
         folder = locate(model)
         check_model(folder, options)
+        EngineConfig(max_model_len=flags.max_model_len).within(read_spec(folder).context)
         check_weights(resolve_drafters(speculation, folder, device.is_gpu), folder, options)
 
 

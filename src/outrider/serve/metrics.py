@@ -27,6 +27,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput, Timings
 from outrider.engine.tally import GAP_BOUNDS, Tally
 from outrider.quantiles import percentile_ms
+from outrider.serve.tags import TagCounts
 
 __all__ = ["Metrics", "Snapshot", "bucket_quantile", "metrics_of", "snapshot_of"]
 
@@ -102,6 +103,8 @@ class Metrics(Collector):
             "request_speculation", "Requests with speculation on or off, and why.", "state", "reason"
         )
         self._fallbacks = self._counter("spec_decode_fallbacks", "Requests without drafts after a fault.", "reason")
+        self._rules = self._counter("speculation_rule_requests", "Requests by the rule of speculation that applied.", "rule")
+        self.tags = TagCounts()
         self._corrupted = self._counter("corrupted_requests", "Requests whose logits were not finite or whose forward failed.")
         self.refused = self._counter("requests_refused", "Requests refused because the queue was full.").labels(model)
         self._http = self._counter("http_requests", "HTTP answers by route and status.", "route", "status")
@@ -127,6 +130,8 @@ class Metrics(Collector):
         if reason == "error":
             self._corrupted.labels(self._model).inc()
         values = {"request_queue_time_seconds": timings.queued_s}
+        if request.tag is not None:
+            self.tags.add(request.tag, output)
         if tokens:
             self._recent.append(timings)
             values |= {
@@ -148,7 +153,10 @@ class Metrics(Collector):
     def _count_speculation(self, request: Request, output: CompletionOutput) -> None:
         stats = output.speculation
         fallback = stats["fallback_reason"]
-        off = stats["off_reason"] if request.speculate else "the request turned it off"
+        by = "the request" if request.rule is None else f"the rule {request.rule}"
+        off = stats["off_reason"] if request.speculate else f"{by} turned it off"
+        if request.rule is not None:
+            self._rules.labels(self._model, request.rule).inc()
         if fallback:
             self._fallbacks.labels(self._model, _kind(fallback)).inc()
         if off is not None:
@@ -216,10 +224,23 @@ class Metrics(Collector):
             (GaugeMetricFamily, "acceptance", "Share of drafted tokens accepted, by drafter.", shares),
         ):
             yield self._family(kind, f"spec_decode_{name}_by_method", text, values, "method")
+        yield from self._by_tag()
         gaps = HistogramMetricFamily(_P + "inter_token_latency_seconds", "Time between tokens.", labels=["model_name"])
         bounds = map(str, (*GAP_BOUNDS, "+Inf"))
         gaps.add_metric([self._model], list(zip(bounds, accumulate(tally.gaps), strict=True)), tally.gap_s)
         yield gaps
+
+    def _by_tag(self) -> Iterator[Metric]:
+        tallies = dict(self.tags.items())
+        for kind, name, text, value in (
+            (CounterMetricFamily, "num_rounds_by_tag", "Rounds of finished sequences by tag.", "rounds"),
+            (CounterMetricFamily, "generation_tokens_by_tag", "Tokens of finished sequences by tag.", "tokens"),
+            (CounterMetricFamily, "spec_decode_draft_tokens_by_tag", "Drafted tokens by tag.", "drafted"),
+            (CounterMetricFamily, "spec_decode_accepted_tokens_by_tag", "Accepted tokens by tag.", "accepted"),
+            (GaugeMetricFamily, "spec_decode_acceptance_by_tag", "Share of drafted tokens accepted, by tag.", "acceptance"),
+            (GaugeMetricFamily, "tokens_per_round_by_tag", "Tokens that a round emits, by tag.", "tokens_per_round"),
+        ):
+            yield self._family(kind, name, text, {tag: getattr(tally, value) for tag, tally in tallies.items()}, "tag")
 
     def _family(self, kind: Any, name: str, text: str, values: Mapping[str, float], label: str = "") -> Metric:
         """A metric with a value for each value of its label, or with one value if it has no label but the model's name."""

@@ -12,6 +12,7 @@ from outrider.errors import InvalidParameter
 from outrider.sampling import Markers, Reasoning, SamplingParams, Structured
 from outrider.serve.errors import ApiError
 from outrider.serve.reasoning import ReasoningFormat, expected_reasoning, reasoning_of
+from outrider.serve.rules import Rules, Traits
 from outrider.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, TokenizeChat, TokenizePrompt
 from outrider.serve.settings import Limits
 from outrider.serve.tool_formats import describes_tools, family_of
@@ -31,6 +32,7 @@ __all__ = [
     "tokenize",
 ]
 
+NO_RULES = Rules()
 _COPIED = {field.name for field in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - {"max_tokens"}
 
 
@@ -62,7 +64,7 @@ def count_sequences(body: GenerationRequest, limits: Limits) -> int:
     return sequences
 
 
-def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> PreparedRequest:
+def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits, rules: Rules = NO_RULES) -> PreparedRequest:
     """Tokenise and check every prompt of a completion request."""
     prompts = _prompts(body.prompt)
     tokenizer = llm.tokenizer
@@ -74,7 +76,7 @@ def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> Pre
     changes["logprobs"] = body.logprobs
     changes["prompt_logprobs"] = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
     params = llm.default_params(**changes)
-    jobs = [_requests(llm, prompt, params, body) for prompt in prompts]
+    jobs = [_requests(llm, prompt, params, body, rules) for prompt in prompts]
     entries = _prompt_entries(jobs, body, limits)
     texts: list[str] = []
     if body.echo:
@@ -82,7 +84,12 @@ def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits) -> Pre
     return PreparedRequest(jobs, texts, cut=cut, logprob_entries=entries)
 
 
-def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest:  # noqa: ARG001 (as for completions)
+def prepare_chat(
+    llm: LLM,
+    body: ChatRequest,
+    limits: Limits,  # noqa: ARG001 (as for completions)
+    rules: Rules = NO_RULES,
+) -> PreparedRequest:
     """Render and check the conversation of a chat request."""
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
@@ -111,7 +118,7 @@ def prepare_chat(llm: LLM, body: ChatRequest, limits: Limits) -> PreparedRequest
         if family or reasoning is not None:
             changes["skip_special_tokens"] = False
         changes["structured"] = _after_reasoning(grammar_of(llm, body), reasoning, body)
-        jobs = [_requests(llm, ids, llm.default_params(**changes), body)]
+        jobs = [_requests(llm, ids, llm.default_params(**changes), body, rules)]
     except InvalidParameter as error:
         raise renamed(error, body) from None
     channels = form is not None and form.channels and reasoning is not None
@@ -276,15 +283,41 @@ def _prompt_entries(jobs: list[tuple[list[Request], str]], body: CompletionReque
     return entries
 
 
-def _requests(llm: LLM, prompt: str | list[int], params: SamplingParams, body: GenerationRequest) -> tuple[list[Request], str]:
-    speculation: Any = body.speculation
-    if speculation is not None and not isinstance(speculation, bool):
-        speculation = speculation.model_dump(exclude_none=True)
+def _requests(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, body: GenerationRequest, rules: Rules
+) -> tuple[list[Request], str]:
+    speculation, rule = _speculation(params, body, rules)
     prediction = body.prediction.text if isinstance(body, ChatRequest) and body.prediction is not None else None
     if prediction is not None:
         _check_chars(llm, "prediction", len(prediction))
     lora = body.model if body.model in llm.loras else None
-    return llm.intake.prepare(prompt, params, speculation, body.cache_salt, body.priority or 0, lora=lora, prediction=prediction)
+    requests, method = llm.intake.prepare(
+        prompt, params, speculation, body.cache_salt, body.priority or 0, lora=lora, prediction=prediction
+    )
+    if body.tag is None and rule is None:
+        return requests, method
+    return [replace(request, tag=body.tag, rule=rule) for request in requests], method
+
+
+def _speculation(params: SamplingParams, body: GenerationRequest, rules: Rules) -> tuple[Any, str | None]:
+    """What a request sets of speculation, with what a rule sets, and the name of that rule."""
+    own: Any = body.speculation
+    if own is not None and not isinstance(own, bool):
+        own = own.model_dump(exclude_unset=True, exclude_none=True)
+    if not rules.rules:
+        return own, None
+    rule = rules.first(Traits(body.tag, body.model or "", params.temperature, _format(body)))
+    if rule is None:
+        return own, None
+    return rule.merged(own, params), rule.name
+
+
+def _format(body: GenerationRequest) -> str:
+    """The format of the answer, as rules name it."""
+    for kind, _ in _named_grammars(body):
+        return kind
+    tools = isinstance(body, ChatRequest) and check_tools(_tools(body), _tool_choice(body)) != "none"
+    return "tools" if tools else "text"
 
 
 def _sampling(body: GenerationRequest) -> dict[str, Any]:

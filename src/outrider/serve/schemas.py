@@ -17,12 +17,15 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    PrivateAttr,
     Tag,
     field_validator,
     model_validator,
 )
 
 from outrider.serve.settings import Limits
+from outrider.serve.tags import TAG, tag_of_metadata
+from outrider.serve.unserved import check_served
 
 __all__ = [
     "ChatRequest", "CompletionRequest", "DetokenizeRequest", "ForgetRequest", "GenerationRequest", "Message", "TokenizeChat",
@@ -151,9 +154,7 @@ class GenerationRequest(_Request):
     """Fields that completions and chats share."""
 
     UNSUPPORTED: ClassVar[tuple[str, ...]] = (
-        "best_of", "suffix", "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search",
-        "length_penalty", "prompt_embeds", "chat_template", "logits_processors", "logits_processor", "custom_logit_processor",
-        "truncate_prompt_tokens", "mm_processor_kwargs", "lora", "stop_regex",
+        "best_of", "suffix", "functions", "function_call", "audio", "prediction", "web_search_options", "lora",
     )  # fmt: skip
 
     model: str | None = None
@@ -188,10 +189,23 @@ class GenerationRequest(_Request):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     speculation: Speculation | None = None
+    num_speculative_tokens: int | None = Field(None, ge=0, le=256)
+    prompt_lookup_num_tokens: int | None = Field(None, ge=0, le=256)
     return_token_ids: bool | None = None
     return_token_details: bool | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.\-]{1,128}$")  # appears in logs and in the answer's id
+    tag: str | None = Field(None, pattern=TAG)
     user: str | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Unknown fields of the body."""
+        return self._ignored
+
+    def ignore(self, fields: tuple[str, ...]) -> None:
+        """Note the unknown fields of the body."""
+        self._ignored = fields
 
     @model_validator(mode="before")
     @classmethod
@@ -204,8 +218,10 @@ class GenerationRequest(_Request):
                 if name == "function_call" and value in ("none", "auto") and not data.get("functions"):
                     continue  # without functions it has no effect
                 raise ValueError(f"{name} is not supported")
+            check_served(data, cls.model_fields)
             if data.get("modalities") not in (None, ["text"]):
                 raise ValueError("modalities is not supported beyond text")
+            return data if "tag" in data else data | tag_of_metadata(data.get("metadata"))
         return data
 
     @field_validator("logit_bias")

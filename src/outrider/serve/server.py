@@ -34,7 +34,7 @@ class Server(uvicorn.Server):
     """uvicorn with different signal handlers.
 
     The first SIGTERM or SIGINT drains the server, a second one aborts running requests, and a third one ends it at once.
-    The exit code is then 0. SIGHUP reloads keys and limits, or drains if the terminal of the server was closed.
+    The exit code is then 0. SIGHUP reloads keys, rules and limits, or drains if the terminal of the server was closed.
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, reread: Reread | None = None) -> None:
@@ -86,14 +86,15 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     def reload(self) -> None:
-        """Reload the key file and the limits in the file of --config. If either is invalid, nothing changes."""
+        """Reload the key file, the rules, and the limits in the file of --config. If one is invalid, nothing changes."""
         try:
             settings = self.service.settings if self._reread is None else self._reread()
+            rules = self.service.read_rules(settings)
             self._keys.reload()
         except OutriderError as error:
             _log.error("nothing was reloaded: %s", error)
             return
-        self.service.configure(settings)
+        self.service.configure(settings, rules)
         _log.warning("reloaded; keys of: %s", ", ".join(self._keys.names) or "nobody, none is needed")
 
     def _hang_up(self, leaves: bool) -> None:

@@ -27,6 +27,7 @@ from outrider.serve.health import Watchdog, check_model
 from outrider.serve.logs import request_id
 from outrider.serve.memory import memory_of
 from outrider.serve.metrics import Metrics, Snapshot, snapshot_of
+from outrider.serve.rules import Rules, read_rules
 from outrider.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Service:
         self.started = time.time()
         self.failure: BaseException | None = None  # why the model could not be loaded or the engine cannot continue
         self.llm: LLM | None = None
+        self.rules = self.read_rules(settings)
+        self.metrics.tags.reserve(self.rules.tags)
         self.thread: EngineThread | None = None
         self.draining = False
         self._drain_until = 0.0
@@ -146,6 +149,13 @@ class Service:
         self._delivery_scheduled = False  # whether the event loop will call `_deliver`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def read_rules(self, settings: ServerSettings) -> Rules:
+        """The rules of the settings' file, checked as far as the model is known. Raises InvalidParameter."""
+        rules = Rules() if settings.speculation_rules is None else read_rules(settings.speculation_rules)
+        if self.llm is not None:
+            _check_rules(rules, settings, self.llm)
+        return rules
 
     @property
     def status(self) -> Status:
@@ -174,6 +184,7 @@ class Service:
     def _load_checked(self) -> tuple[LLM, EngineThread]:
         """Load the model, start its engine and check that it generates a token."""
         llm = self._load()
+        _check_rules(self.rules, self.settings, llm)
         thread = llm.thread
         try:
             check_model(llm, thread, self.settings.watchdog_timeout or None)
@@ -184,9 +195,12 @@ class Service:
         gc.freeze()  # garbage collections that traverse the loaded model would block all threads
         return llm, thread
 
-    def configure(self, settings: ServerSettings) -> None:
-        """Use these settings from now on."""
+    def configure(self, settings: ServerSettings, rules: Rules | None = None) -> None:
+        """Use these settings from now on, and these rules."""
         self.settings = settings
+        if rules is not None:
+            self.rules = rules
+            self.metrics.tags.reserve(rules.tags)
         if self.llm is not None:
             self.places.capacity = self.llm.engine.scheduler.max_num_seqs + settings.max_queue
 
@@ -381,6 +395,7 @@ class Service:
             },
             "off_reasons": dict(self.metrics.off_reasons),
             "finished": dict(self.metrics.finish_reasons),
+            "by_tag": self.metrics.tags.as_dict(),
             "latency": self.metrics.latency(tally.gaps),
         }
 
@@ -389,6 +404,12 @@ def _named(request: Request, client: str) -> Request:
     """The request with who sent it, and whose earlier texts may draft for it."""
     memory = memory_of(client, request.tenant) if request.memory is None else request.memory
     return replace(request, client=client, memory=memory)
+
+
+def _check_rules(rules: Rules, settings: ServerSettings, llm: LLM) -> None:
+    """Raise InvalidParameter where a rule names a model or a method that is not here."""
+    rules.check_models([*settings.names, *llm.loras])
+    rules.check_methods(llm.intake.loaded_methods)
 
 
 def _unserved(chunk: StreamPiece) -> bool:

@@ -80,6 +80,12 @@ class ServerSettings:
         (), "Model name in the API; may be repeated for aliases. Default: the directory's name."
     )
     max_queue: int = flag(256, "Maximum number of waiting sequences; further requests get 429.", min=0)
+    speculation_rules: Path | None = flag(
+        None,
+        "YAML or JSON file of rules for speculation by tag, model name, temperature or response format. Reloaded on SIGHUP.",
+        exists=True,
+        dir_okay=False,
+    )
     allow_priority: bool = flag(False, "Let requests set a priority.")
     allow_lora_updates: bool = flag(False, "Let clients load and unload LoRA adapters without --api-key.")
     stream_interval: int = flag(1, "Minimum number of tokens in a chunk of a stream.", min=1)

@@ -22,10 +22,12 @@ from outrider.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     ForgetRequest,
+    GenerationRequest,
     LoadLoraRequest,
     TokenizeRequest,
     UnloadLoraRequest,
 )
+from outrider.serve.unserved import unknown_fields
 
 __all__ = ["SCHEMAS", "Refusal", "check", "check_in_worker", "refusal_of", "restore"]
 
@@ -77,33 +79,39 @@ def check(path: str, body: bytes, depth: int) -> Any:
     if not isinstance(value, dict):
         return Refusal("the body must be a JSON object")
     try:
-        return SCHEMAS[path].validate_python(value)
+        request = SCHEMAS[path].validate_python(value)
     except ValidationError as error:
         return refusal_of(error, value)
+    if isinstance(request, GenerationRequest):
+        request.ignore(unknown_fields(value, {*type(request).model_fields, *request.UNSUPPORTED}))
+    return request
 
 
-def check_in_worker(path: str, body: bytes, depth: int) -> tuple[bool, Any]:
-    """Run `check` in another process. Returns whether the body is valid, and plain data for `restore`."""
+def check_in_worker(path: str, body: bytes, depth: int) -> tuple[bool, Any, tuple[str, ...]]:
+    """Run `check` in another process. Returns whether the body is valid, plain data for `restore`, and unknown fields."""
     gc.disable()  # garbage collections while millions of values are created only cost time
     try:
         result = check(path, body, depth)
         if isinstance(result, Refusal):
-            return False, (result.message, result.param)
+            return False, (result.message, result.param), ()
         value = result.model_dump(by_alias=True, exclude_unset=True)
-        return True, value | {"prompt": _packed(value["prompt"])} if "prompt" in value else value
+        ignored = result.ignored if isinstance(result, GenerationRequest) else ()
+        return True, value | {"prompt": _packed(value["prompt"])} if "prompt" in value else value, ignored
     finally:
         gc.collect()
 
 
-def restore(path: str, valid: bool, value: Any) -> Any:
+def restore(path: str, valid: bool, value: Any, ignored: tuple[str, ...] = ()) -> Any:
     """The result of `check` from the other process. Long prompts of ids are not validated a second time."""
     if not valid:
         return Refusal(*value)
     prompt = value.get("prompt")
-    if not isinstance(prompt, list | bytes):
-        return SCHEMAS[path].validate_python(value)
-    request = SCHEMAS[path].validate_python(value | {"prompt": ""})
-    request.prompt = _unpacked(prompt)
+    is_text = not isinstance(prompt, list | bytes)
+    request = SCHEMAS[path].validate_python(value if is_text else value | {"prompt": ""})
+    if not is_text:
+        request.prompt = _unpacked(prompt)
+    if isinstance(request, GenerationRequest):
+        request.ignore(ignored)
     return request
 
 
@@ -137,6 +145,8 @@ def refusal_of(error: ValidationError, value: Any) -> Refusal:
         param = f"{param}.{last}" if param else str(last)
     reason = _REASONS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String|List|Dictionary) should", "must", reason).replace(" after validation", "")
+    if not param and (unserved := re.match(r"(\w+) is not supported", reason)):
+        return Refusal(reason, unserved[1])
     return Refusal(f"{param}: {reason}" if param else reason, param or None)
 
 
