@@ -266,9 +266,8 @@ def test_a_schema_gives_the_same_text_without_speculation(server: Running, seed:
     assert without_ids(on["output"]) == without_ids(off["output"])
     assert set(json.loads(on["output"][0]["content"][0]["text"])) == {"name", "size"}
     assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
-    assert without_ids(post(server, **body, speculation={"method": "suffix", "max_tokens": 3}).json()["output"]) == without_ids(
-        off["output"]
-    )
+    short = post(server, **body, speculation={"max_tokens": 3}).json()
+    assert without_ids(short["output"]) == without_ids(off["output"])
 
 
 def test_a_forced_call_takes_precedence_over_a_format(client: OpenAI) -> None:
