@@ -93,6 +93,7 @@ def _usage(prompt: int, cached: int, written: int) -> dict[str, Any]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": written,
+        "service_tier": "standard",
     }
 
 

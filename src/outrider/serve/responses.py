@@ -188,21 +188,30 @@ def _content(part: Part) -> dict[str, Any]:
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
     """What an answer repeats of its request."""
     choice, effort = body.tool_choice, None if body.reasoning is None else body.reasoning.effort
-    form = None if body.text is None or body.text.format is None else body.text.format
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
         "store": body.store is not False,
-        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "text": {"format": _format_of(body), "verbosity": "medium"},
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [_echoed(tool) for tool in body.tools or ()],
         "top_logprobs": 0,
         "user": body.user,
     }
+
+
+def _format_of(body: ResponsesRequest) -> dict[str, Any]:
+    if body.text is None or body.text.format is None:
+        return {"type": "text"}
+    return body.text.format.model_dump(by_alias=True, exclude_none=True)
 
 
 def _echoed(tool: AnyTool) -> dict[str, Any]:

@@ -274,6 +274,8 @@ class ResponsesRequest(GenerationRequest):
     reasoning: Reasoning | None = None
     include: Annotated[list[str], Field(max_length=16), FirstOnly()] | None = None
     metadata: Metadata | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
