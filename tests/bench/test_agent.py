@@ -28,7 +28,7 @@ def replayed() -> Replay:
 
 def test_the_bundled_recordings_edit_in_every_form() -> None:
     recordings = read_recordings(RECORDINGS)
-    assert {recording.kind for recording in recordings} == {"rewrite", "search", "diff", "free"}
+    assert {recording.kind for recording in recordings} == {"rewrite", "search", "diff", "tool", "free"}
     assert all(recording.turns[0].user.strip() for recording in recordings)
     assert any(turn.forgets for recording in recordings if recording.kind == "rewrite" for turn in recording.turns)
     for recording in recordings:

@@ -219,6 +219,8 @@ def test_limits_and_bad_folders(llm: LLM, folders: list[Path], tmp_path: Path) -
         llm.load_lora("d", folders[3])
     with pytest.raises(InvalidParameter, match="'a' is loaded already"):
         llm.load_lora("a", folders[3])
+    llm.load_lora("a", folders[3], replace=True)
+    assert llm.loras["a"] == folders[3], "the one that it replaces leaves"
     for name in "abc":
         llm.unload_lora(name)
     with pytest.raises(ModelError, match="rank 33; ranks from 1 to 32"):

@@ -149,6 +149,8 @@ REFUSED_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], tuple
     "no rank": (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(0, 48)}), ("rank 0",)),
     "no B": (lambda t: t.pop(f"{Q}.lora_B.weight"), ("lacks", "lora_B")),
     "integers": (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int8)}), ("I8",)),
+    "not a number": (lambda t: t[f"{Q}.lora_B.weight"][3].fill_(float("nan")), (f"{Q}.lora_B", "not finite")),
+    "infinite": (lambda t: t[f"{Q}.lora_A.weight"][0].fill_(float("inf")), (f"{Q}.lora_A", "not finite")),
     "nothing": (lambda t: t.clear(), ("no adapter",)),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from outrider.plugins.vllm import SuffixProposer
 
@@ -55,6 +56,16 @@ def test_it_is_found_and_called_as_recorded() -> None:
     expected = RECORDED["propose"]
     assert list(parameters) == ["self", *expected["positional"], *expected["by_name"]]
     assert all(parameters[name].default is None for name in expected["by_name"])
+
+
+def test_it_is_called_by_name_with_tensors_too() -> None:
+    """vLLM's class around it passes every argument by name, and says that the texts are a tensor."""
+    text = [*LOOP, 1, 5, 6]
+    tokens = torch.full((2, CONTEXT), 99, dtype=torch.int32)
+    tokens[0, : len(text)] = torch.tensor(text)
+    arguments = [[[5, 6]], torch.tensor([len(text)], dtype=torch.int32), tokens, None]
+    names = [*RECORDED["propose"]["positional"], *RECORDED["propose"]["by_name"]]
+    assert proposer().propose(**dict(zip(names, arguments, strict=True))) == [[7, 8, 9, 1]]
 
 
 def test_it_imports_without_vllm() -> None:

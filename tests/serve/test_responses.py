@@ -15,6 +15,8 @@ from openai.types.responses import Response as ResponseType
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from outrider.serve.responses_schema import ResponsesRequest
+from outrider.serve.responses_tools import ToolBook
 from tests.support.agents import CITY, SCHEMA, joined, order, think_first
 from tests.support.server import Running
 
@@ -96,6 +98,23 @@ def test_instructions_and_items_become_messages(client: OpenAI) -> None:
     assert answer.usage.input_tokens == chat.usage.prompt_tokens
 
 
+def test_instructions_and_what_developers_say_at_the_start_are_one_message(server: Running) -> None:
+    """And later on it is the system's, where the template does not know developers."""
+    items = [
+        {"role": "developer", "content": "Use tabs."}, {"role": "user", "content": "def f("},
+        {"role": "developer", "content": "Now spaces."}, {"role": "user", "content": "go on"},
+    ]  # fmt: skip
+    answer = post(server, instructions="Be brief.", input=items).json()
+    joint = {"role": "system", "content": "Be brief.\n\nUse tabs."}
+    messages = [joint, items[1], {"role": "system", "content": "Now spaces."}, items[3]]
+    chat = server.post("/v1/chat/completions", messages=messages, max_tokens=8, temperature=0).json()
+    assert answer["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    spelled = [{"role": "system", "content": "Be brief."}, *items]
+    again = server.post("/v1/chat/completions", messages=spelled, max_tokens=8, temperature=0).json()
+    assert again["usage"]["prompt_tokens"] == chat["usage"]["prompt_tokens"]
+    assert again["choices"][0]["message"] == chat["choices"][0]["message"]
+
+
 # streams
 
 
@@ -138,6 +157,75 @@ def test_events_of_reasoning_come_before_those_of_text(server: Running, monkeypa
     assert without_ids(post(server).json()["output"]) == without_ids([thought, said])
 
 
+CUSTOM: Any = {"type": "custom", "name": "patch", "description": "Apply a patch."}
+SPACE: Any = {"type": "namespace", "name": "mcp__home__", "description": "A house.", "tools": [TOOL, CUSTOM | {"name": "say"}]}
+
+
+def test_a_custom_tool_is_called_with_text(server: Running) -> None:
+    """Its input is the text inside the call's arguments, and comes whole."""
+    limits: Any = {"temperature": 0, "max_output_tokens": 200, "bad_words": ["\\"], "parallel_tool_calls": False}
+    body = {"tools": [TOOL, CUSTOM], "tool_choice": {"type": "custom", "name": "patch"}} | limits
+    events = events_of(server, **body)
+    kinds = [kind.replace("function_call_arguments", "custom_tool_call_input") for kind in CALL]
+    assert order(event["type"] for event in events) in (
+        [*OPENED, *kinds, f"response.{end}"] for end in ("completed", "incomplete")
+    )
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"]) == ("custom_tool_call", "patch")
+    assert item["input"] == joined(events, "response.custom_tool_call_input.delta", "delta")
+    assert events[2]["item"] == item | {"input": "", "status": "in_progress"}
+    (whole,) = post(server, **body).json()["output"]
+    assert without_ids([whole]) == without_ids([item])
+
+
+def test_a_tool_of_a_namespace_is_called_by_both_names(server: Running) -> None:
+    body = {"tools": [SPACE], "tool_choice": {"type": "function", "name": "get_weather"}, "parallel_tool_calls": False}
+    events = events_of(server, **body, max_output_tokens=60)
+    assert order(event["type"] for event in events) == [*OPENED, *CALL, "response.completed"]
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "mcp__home__", "get_weather")
+    assert events[-1]["response"]["tools"][0]["tools"][0]["name"] == "get_weather"
+
+
+def test_calls_of_all_tools_go_back_under_the_offered_names(server: Running) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": "go"},
+        {"type": "function_call", "call_id": "1", "namespace": "mcp__home__", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "sunny"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": 'a "b"\n'},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
+    ]
+    book = ToolBook(ResponsesRequest.model_validate({"input": items, "tools": [SPACE, CUSTOM]}).tools)
+    assert [tool["function"]["name"] for tool in book.functions] == ["mcp__home__get_weather", "mcp__home__say", "patch"]
+    assert book.functions[0]["function"]["description"] == "A house.\n\nWeather."
+    calls = [
+        {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+        for name, function, arguments in (("1", "mcp__home__get_weather", "{}"), ("2", "patch", '{"input": "a \\"b\\"\\n"}'))
+    ]
+    messages: list[Any] = [items[0]]
+    for call, result in zip(calls, ("sunny", "done"), strict=True):
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": result}]
+    answer = post(server, input=items, tools=[SPACE, CUSTOM]).json()
+    chat = server.post("/v1/chat/completions", messages=messages, tools=book.functions, max_tokens=8, temperature=0).json()
+    assert answer["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+def test_tools_of_a_service_are_left_out_beside_others(server: Running) -> None:
+    """As agents send them: they always list what OpenAI's service would run."""
+    services = [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "web_search_preview_2025_03_11"},
+        {"type": "image_generation", "output_format": "png"},
+        {"type": "local_shell"},
+        {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}},
+    ]
+    mixed, alone = (post(server, tools=tools, store=False).json() for tools in ([*services, TOOL], [TOOL]))
+    assert without_ids(mixed["output"]) == without_ids(alone["output"])
+    assert mixed["usage"]["input_tokens"] == alone["usage"]["input_tokens"]
+    assert [tool["name"] for tool in mixed["tools"]] == ["get_weather"], "the answer tells what the model was offered"
+
+
 def test_a_long_echo_is_written_like_a_short_one(server: Running) -> None:
     """Large tools come back with the first and the last event, which are then not written on the event loop."""
     short, long = ({"tools": [TOOL | {"description": "x" * size}], "tool_choice": "none"} for size in (1, 40_000))
@@ -178,6 +266,8 @@ def test_a_schema_gives_the_same_text_without_speculation(server: Running, seed:
     assert without_ids(on["output"]) == without_ids(off["output"])
     assert set(json.loads(on["output"][0]["content"][0]["text"])) == {"name", "size"}
     assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    short = post(server, **body, speculation={"max_tokens": 3}).json()
+    assert without_ids(short["output"]) == without_ids(off["output"])
 
 
 def test_a_forced_call_takes_precedence_over_a_format(client: OpenAI) -> None:
@@ -313,6 +403,10 @@ def test_ids_cannot_be_chosen(server: Running) -> None:
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
         ({"tools": [{"type": "function", "name": "f", "parameters": [1]}]}, "tools[0].parameters"),
         ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL, {"type": "fucntion", "name": "f"}]}, "tools[1]"),
+        ({"tools": [SPACE | {"tools": [{"type": "web_search"}]}]}, "tools[0].tools[0]"),
+        ({"tools": [SPACE, SPACE | {"name": "x"}], "tool_choice": {"type": "function", "name": "get_weather"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom", "name": "get_weather"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "rm"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
         ({"tools": [TOOL | {"parameters": {"properties": {"a": {"type": "nonsense"}}}}], "tool_choice": "required"}, None),

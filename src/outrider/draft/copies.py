@@ -11,7 +11,8 @@ from outrider.core import Sequence, Tree
 from outrider.draft.automaton import Match, SuffixAutomaton
 from outrider.draft.edits import Copied, CopyCursor
 from outrider.draft.lookup import AcceptanceRates, verified_nodes
-from outrider.draft.patches import PatchCursor
+from outrider.draft.patches import PatchCursor, Words
+from outrider.draft.quoted import QuotedCursor
 from outrider.draft.retokenized import cut_after
 from outrider.text import Tokenizer
 
@@ -46,6 +47,7 @@ class Copying:
     speller: Speller
     _cursor: CopyCursor = field(init=False)
     _patch: PatchCursor | None = field(init=False)
+    _quoted: QuotedCursor | None = field(init=False)
     _source: SuffixAutomaton | None = None  # where it differs from the sequence's text
     _last: _Guess | None = None
 
@@ -53,6 +55,7 @@ class Copying:
         self._cursor = CopyCursor(self.seq.prompt_len)
         spellings = self.speller.spellings
         self._patch = PatchCursor(self.seq.request.prompt_ids, spellings) if spellings else None
+        self._quoted = QuotedCursor(self.seq.request.prompt_ids, spellings) if spellings else None
 
     def expect(self, source: SuffixAutomaton) -> None:
         """The output is likely to begin as this text does."""
@@ -85,19 +88,25 @@ class Copying:
     def _copied(self, text: list[int], matches: Seq[tuple[SuffixAutomaton, Match]], nodes: int) -> Copied | None:
         cursor = self._cursor
         cursor.advance(text)
-        if self._patch is not None:
-            if self._patch.advance(text):
-                self._source = None
-                cursor.jump(text, self._patch.search_start, 0, text)
-            words = self._patch.guess(nodes)
-            if words is not None:
-                assert self.speller.tokenizer is not None
-                tokens = cut_after(self.speller.tokenizer, text, words.text)[:nodes]
-                return Copied(tokens, ("patch", words.kind), 0.6, 0.9)
+        words = self._words(text, nodes)
+        if words is not None:
+            assert self.speller.tokenizer is not None
+            tokens = cut_after(self.speller.tokenizer, text, words.text)[:nodes]
+            return Copied(tokens, ("patch", words.kind), 0.6, 0.9)
         copied = cursor.guess(text, nodes)
         if not cursor.follows and self._finds_another(text, matches):
             copied = cursor.guess(text, nodes)
         return copied
+
+    def _words(self, text: list[int], nodes: int) -> Words | None:
+        """What comes next in a diff or in a JSON string, after reading the new tokens."""
+        if self._patch is None or self._quoted is None:
+            return None
+        self._quoted.advance(text)
+        if self._patch.advance(text):
+            self._source = None
+            self._cursor.jump(text, self._patch.search_start, 0, text)
+        return self._patch.guess(nodes) or self._quoted.guess(nodes)
 
     def _finds_another(self, text: list[int], matches: Seq[tuple[SuffixAutomaton, Match]]) -> bool:
         """Follow the text in which the longest suffix occurred, where it is long enough."""

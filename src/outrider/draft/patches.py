@@ -11,11 +11,13 @@ from collections.abc import Sequence as Seq
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["PatchCursor", "Words"]
+__all__ = ["PatchCursor", "Words", "guessed_bytes", "lines_of"]
 
 _HEADER = re.compile(rb"@@ -(\d+)")
 _NEAR = 200  # lines after the expected one in which an edit may go on
+_MOST_TOKENS = 65536  # of a prompt that are read for its lines, the last ones
 _MOST_LINES = 5000  # of a prompt that are searched for a line, the last ones
+_NUMBERED = re.compile(rb" *(\d+)(?:\t|\xe2\x86\x92)")  # a line as `cat -n` shows it, or with an arrow
 _BYTES_PER_TOKEN = 6  # more than most tokens have
 _MOST_BYTES = 4096  # of a guess
 
@@ -32,6 +34,23 @@ class Words(NamedTuple):
 
     text: str
     kind: str
+
+
+def guessed_bytes(tokens: int) -> int:
+    """Room for a guess of so many tokens."""
+    return min(tokens * _BYTES_PER_TOKEN, _MOST_BYTES)
+
+
+def lines_of(prompt: Seq[int], spellings: Mapping[int, tuple[bool, bytes]]) -> list[bytes]:
+    """The last lines of a prompt, those of files without the numbers that agents show before them."""
+    spelled = b"".join([spellings.get(token, (False, b""))[1] for token in prompt[-_MOST_TOKENS:]])
+    lines = spelled.split(b"\n")[-_MOST_LINES:]
+    marks = [_NUMBERED.match(line) for line in lines]
+    numbers = [-1 if mark is None else int(mark[1]) for mark in marks]
+    for i, mark in enumerate(marks):
+        if mark is not None and (numbers[i] - 1 in numbers[max(i - 1, 0) : i] or numbers[i] + 1 in numbers[i + 1 : i + 2]):
+            lines[i] = lines[i][mark.end() :]
+    return lines
 
 
 class PatchCursor:
@@ -66,7 +85,7 @@ class PatchCursor:
         """Text that should come next in a diff."""
         if self._mode is not _Mode.DIFF:
             return None
-        room = min(tokens * _BYTES_PER_TOKEN, _MOST_BYTES)
+        room = guessed_bytes(tokens)
         sign, body = self._partial[:1], self._partial[1:]
         if sign in (b"", b"+") and self._added < len(self._removed):
             words = self._replacing(sign, body)
@@ -116,8 +135,7 @@ class PatchCursor:
 
     def _start_diff(self, line: bytes) -> None:
         if not self._file:
-            spelled = b"".join([self._spellings.get(token, (False, b""))[1] for token in self._prompt])
-            self._file = spelled.split(b"\n")[-_MOST_LINES:]
+            self._file = lines_of(self._prompt, self._spellings)
         self._mode, self._removed, self._added = _Mode.DIFF, [], 0
         header = _HEADER.match(line)
         if self._path:

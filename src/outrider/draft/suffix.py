@@ -34,7 +34,7 @@ class SuffixOptions:
     shared_tokens: int = option(0, "tokens of finished outputs kept and searched, those of the same tenant alone", 0)
     shared_prompts: bool = option(False, "1: what is new in their prompts is kept too")
     tenants: int = option(16, "tenants whose texts are kept", 1)
-    edits: bool = option(False, "1: copies go on behind an edit, and diffs are drafted from the file that they change")
+    edits: bool = option(False, "1: copies go on behind an edit, also in diffs and in the JSON strings of tool calls")
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match <= 256:
@@ -59,12 +59,13 @@ class SuffixDrafter(LookupDrafter["_Reading"]):
         the same tenant (`Request.owner`) are searched too, and with `shared_prompts` what their
         prompts added; sequences without a tenant key share nothing. What the user expects the output to be
         (`Request.prediction`) is one more text. With `edits` a copy that was left
-        for an edit is gone on with where the edit ends, and lines of a unified diff are
-        drafted from the file in the prompt.
+        for an edit is gone on with where the edit ends, and the lines of unified diffs and of JSON strings
+        are drafted from the file in the prompt.
     When it helps: editing, agents, code, anything that repeats the prompt, itself or (shared)
         earlier texts; it knows longer contexts than n-gram lookup and how sure they are.
     Cost: amortised constant per token plus at most `max_match` counters, about 0.5 kB of
-        memory per token; independent of the context's length. `edits` adds some microseconds, in a diff 0.1 ms.
+        memory per token; independent of the context's length. `edits` adds some microseconds, in a copied diff or JSON
+        string 0.1 ms.
     Needs: nothing from the target.
     Reference: Oliaro et al. 2411.04975 (SuffixDecoding); Hu et al. 2411.10666 (SAM-Decoding);
         Blumer et al. 1985 (the automaton).

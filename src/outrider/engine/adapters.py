@@ -105,9 +105,11 @@ class Adapters:
 
     def _check_free(self, name: str, replace: bool) -> None:
         with self._lock:
-            if not replace and self._find(name) is not None:
+            before = self._find(name)
+            if not replace and before is not None:
                 raise InvalidParameter("lora", f"an adapter {checks.shown(name)} is loaded already; unload it first")
-            if len(self._by_serial) >= self._sizes.max_loras:
+            leaves = before is not None and not before.users  # as soon as the new one is loaded
+            if len(self._by_serial) - leaves >= self._sizes.max_loras:
                 raise InvalidParameter("lora", f"{len(self._by_serial)} adapters are loaded or still in use, max_loras of them")
 
     def _retire(self, loaded: _Loaded) -> None:

@@ -88,7 +88,7 @@ def read_lora(directory: Path, decoder: Decoder, dtype: torch.dtype, max_rank: i
         pairs = _pairs(path, shapes, decoder, max_rank)
         parts: dict[tuple[int, str], tuple[LowRank, ...]] = {}
         for prefix, pair in pairs.items():
-            down, up = (file.get_tensor(prefix + ending).to(dtype) for ending in (_DOWN, _UP))
+            down, up = (_finite(path, prefix + ending, file.get_tensor(prefix + ending).to(dtype)) for ending in (_DOWN, _UP))
             _, layer, product = pair.place.parameter.split(".")
             low_rank = LowRank(pair.place.rows, down, _arranged(up, pair.place), scales.of(pair.module, pair.rank))
             parts[int(layer), product] = (*parts.get((int(layer), product), ()), low_rank)
@@ -195,6 +195,12 @@ def _check_shapes(
             raise ModelError(
                 f"{path}: {name!r} has shape {shapes[name]}, this model needs {expected}; the adapter is of another base model"
             )
+
+
+def _finite(path: Path, name: str, matrix: Tensor) -> Tensor:
+    if not matrix.isfinite().all():
+        raise ModelError(f"{path}: {name!r} holds values that are not finite as {matrix.dtype}; the adapter is damaged")
+    return matrix
 
 
 def _arranged(up: Tensor, place: Place) -> Tensor:

@@ -66,7 +66,7 @@ class SuffixProposer:
                 self._rows.append(None)
                 drafts.append([])
                 continue
-            tokens = np.array(token_ids_cpu[row, :size], dtype=np.int32)
+            tokens = np.asarray(token_ids_cpu[row, :size]).astype(np.int32)
             self._rows.append(self._known(before, row, tokens, size - len(sampled)))
             drafts.append(self._draft(self._rows[-1], min(self._length, self._context - size - 1)))
         self._end(one for one in before if one is not None)

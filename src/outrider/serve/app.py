@@ -46,6 +46,7 @@ from outrider.serve.requests import (
     may_name_grammar,
     prepare_chat,
     prepare_completion,
+    prepare_message,
     renamed,
 )
 from outrider.serve.requests import tokenize as ids_of
@@ -240,7 +241,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     reasons = tokenizer is not None and reasoning_of(tokenizer) is not None
     with named_as(MESSAGE_NAMES):
         chat = await service.off_loop(partial(as_chat, body, reasons), client_of(request.scope), len(await request.body()))
-        return await _generate(request, chat, prepare_chat, MessageAnswer, "msg")
+        return await _generate(request, chat, prepare_message, MessageAnswer, "msg")
 
 
 @router.post(

@@ -50,7 +50,9 @@ def body_of(error: ApiError, path: str = "") -> dict[str, Any]:
     """The error as JSON, in the format of the API that the path belongs to."""
     if path.startswith("/v1/messages"):
         kind = _MESSAGE_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-        fields: dict[str, Any] = {"type": kind, "message": error.detail}
+        too_long = error.code == "context_length_exceeded" and error.param == "messages"
+        message = f"prompt is too long: {error.detail}" if too_long else error.detail  # Claude Code looks for these words
+        fields: dict[str, Any] = {"type": kind, "message": message}
         if error.code is not None:
             fields["details"] = {"error_code": error.code}
         return {"type": "error", "error": fields, "request_id": request_id.get()}

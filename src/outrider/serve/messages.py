@@ -6,11 +6,15 @@ import json
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.outputs import CompletionOutput
 from outrider.serve.errors import ApiError, body_of
 from outrider.serve.parts import Part, PartsAnswer, Step
+from outrider.serve.schemas import ChatRequest
+
+if TYPE_CHECKING:
+    from outrider.engine.llm import LLM
 
 __all__ = ["PATH", "MessageAnswer"]
 
@@ -21,8 +25,9 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"
 class MessageAnswer(PartsAnswer):
     """The answer to one request."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, llm: LLM, body: ChatRequest, *args: Any) -> None:
+        super().__init__(llm, body, *args)
+        self._chat = body
         self.id = f"msg_{secrets.token_hex(12)}"
 
     def ping(self) -> bytes:
@@ -48,8 +53,7 @@ class MessageAnswer(PartsAnswer):
             yield {"type": "content_block_stop", "index": part.index}
 
     def ending(self, output: CompletionOutput, reason: str) -> Iterator[dict[str, Any]]:
-        text = output.stop_reason if reason == "stop" and isinstance(output.stop_reason, str) else None
-        end = {"stop_reason": _REASONS[reason] if text is None else "stop_sequence", "stop_sequence": text}
+        end = self._end_of(output, reason)
         usage = self._usage([output])
         details = usage["prompt_tokens_details"]
         counts = _usage(usage["prompt_tokens"], details["cached_tokens"], usage["completion_tokens"])
@@ -58,6 +62,13 @@ class MessageAnswer(PartsAnswer):
         self.document = self._message([_block(part) for part in self.parts.parts], counts) | end | {"metrics": metrics}
         yield {"type": "message_delta", "delta": end, "usage": counts, "metrics": metrics}
         yield {"type": "message_stop"}
+
+    def _end_of(self, output: CompletionOutput, reason: str) -> dict[str, str | None]:
+        """Why an output ended. One that is shorter than its limit has filled the context."""
+        if reason == "stop" and isinstance(output.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
+        is_full = reason == "length" and len(output.token_ids) < (self._chat.max_completion_tokens or 0)
+        return {"stop_reason": "model_context_window_exceeded" if is_full else _REASONS[reason], "stop_sequence": None}
 
     def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
         yield body_of(error, PATH)
@@ -82,6 +93,7 @@ def _usage(prompt: int, cached: int, written: int) -> dict[str, Any]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": written,
+        "service_tier": "standard",
     }
 
 

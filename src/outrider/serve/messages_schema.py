@@ -51,6 +51,27 @@ JoinedText = Annotated[
 ]
 
 
+_ATTRIBUTION = "x-anthropic-billing-header:"
+
+
+def _without_attribution(blocks: list[TextBlock]) -> list[TextBlock]:
+    """System blocks without the one in which Claude Code counts its requests: it differs every time, so that no prompt after
+    it would ever be found in the prefix cache."""
+    return [block for block in blocks if not block.text.startswith(_ATTRIBUTION)]
+
+
+def _instructions(blocks: list[TextBlock]) -> str | None:
+    return _joined(kept) if (kept := _without_attribution(blocks)) else None
+
+
+System = Annotated[
+    Annotated[str, Tag("string")]
+    | Annotated[list[TextBlock], Field(max_length=_L.parts), FirstOnly(), AfterValidator(_instructions), Tag("list")],
+    one_of("a string or a list of text blocks"),
+    BeforeValidator(_texts_only),
+]
+
+
 class UseBlock(_Block):
     type: Literal["tool_use"]
     id: str
@@ -187,7 +208,7 @@ class CountRequest(GenerationRequest):
     )  # fmt: skip
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=_L.messages), FirstOnly(), AfterValidator(_few_values)]
-    system: JoinedText | None = None
+    system: System | None = None
     tools: Annotated[list[Annotated[_Tool, BeforeValidator(_custom_only)]], Field(max_length=_L.tools), FirstOnly()] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -234,7 +255,7 @@ class MessageAnswerObject(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: dict[str, Any]
 

@@ -28,6 +28,7 @@ __all__ = [
     "may_name_grammar",
     "prepare_chat",
     "prepare_completion",
+    "prepare_message",
     "renamed",
     "tokenize",
 ]
@@ -84,13 +85,19 @@ def prepare_completion(llm: LLM, body: CompletionRequest, limits: Limits, rules:
     return PreparedRequest(jobs, texts, cut=cut, logprob_entries=entries)
 
 
+def prepare_message(llm: LLM, body: ChatRequest, limits: Limits, rules: Rules = NO_RULES) -> PreparedRequest:
+    """A chat request whose output may fill the context before it has `max_tokens`."""
+    return prepare_chat(llm, body, limits, rules, fills=True)
+
+
 def prepare_chat(
     llm: LLM,
     body: ChatRequest,
     limits: Limits,  # noqa: ARG001 (as for completions)
     rules: Rules = NO_RULES,
+    fills: bool = False,
 ) -> PreparedRequest:
-    """Render and check the conversation of a chat request."""
+    """Render and check the conversation of a chat request. `fills`: a limit of tokens beyond the context is taken as its end."""
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise InvalidParameter("max_completion_tokens", "must be at least 1")
@@ -104,7 +111,8 @@ def prepare_chat(
             "thinking_token_budget",
             "this model's template shows no markers of reasoning; the server's --reasoning-parser names them",
         )
-    messages = as_messages(body.messages, form.field if form is not None else "")
+    has_developer = "developer" in (tokenizer.chat_template or "")
+    messages = as_messages(body.messages, form.field if form is not None else "", has_developer)
     changes = _sampling(body) | {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     settings = _template_settings(body)
     tools, family = _tools(body), ""
@@ -114,6 +122,8 @@ def prepare_chat(
         settings["tools"] = None if family == "default" else tools
     try:
         ids = tokenizer.chat(messages, max_chars=tokenizer.longest * llm.max_model_len, **settings)
+        if fills and max_tokens is not None:
+            changes["max_tokens"] = max(1, min(max_tokens, llm.max_model_len - len(ids)))
         reasoning = None if form is None else _reasoning(form, tokenizer, ids, body)
         if family or reasoning is not None:
             changes["skip_special_tokens"] = False
@@ -203,16 +213,24 @@ def _with_calls(body: ChatRequest, tokenizer: Tokenizer) -> Structured | None:
     return calls if answer is None else tool_or_answer(calls, answer, family, tokenizer.token_id)
 
 
-def as_messages(messages: list[Message], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:
+def as_messages(
+    messages: list[Message], reasoning: str = "reasoning_content", has_developer: bool = True
+) -> list[dict[str, Any]]:
     """Messages as templates expect them, without fields that the request did not set.
 
+    Where a template does not know the developer, what a developer says is the system's: else it would be left out or refused.
     `reasoning` is the field where the template expects the reasoning of earlier messages. A message of gpt-oss that calls
     tools has one text, so there the reasoning gives way to the content.
     """
-    out = []
+    out: list[dict[str, Any]] = []
     for message in messages:
         fields = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
         fields.setdefault("content", "")
+        if message.role == "developer" and not has_developer:
+            fields["role"] = "system"
+            if [other["role"] for other in out] == ["system"]:  # many templates take no second one
+                out[0]["content"] += f"\n\n{fields['content']}"
+                continue
         is_single = reasoning == "thinking" and bool(fields.get("tool_calls")) and bool(fields["content"])
         if message.reasoning_content and reasoning and not is_single:
             fields[reasoning] = message.reasoning_content

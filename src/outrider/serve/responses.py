@@ -12,16 +12,18 @@ from outrider.serve.errors import ApiError
 from outrider.serve.parts import Part, PartsAnswer, Step
 from outrider.serve.response_store import StoredResponse
 from outrider.serve.responses_chat import ResponseTurn
-from outrider.serve.responses_schema import ResponsesRequest
+from outrider.serve.responses_schema import AnyTool, ResponsesRequest
+from outrider.serve.responses_tools import custom_input
 from outrider.serve.translation import ChatMessages
 
 __all__ = ["ResponseAnswer"]
 
-_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 _DELTAS = {
     "reasoning": "response.reasoning_text",
     "text": "response.output_text",
     "call": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
 
 
@@ -46,23 +48,44 @@ class ResponseAnswer(PartsAnswer):
 
     def step(self, step: Step, cut: bool = False) -> Iterator[dict[str, Any]]:
         part = step.part
-        at = {"output_index": part.index}
-        inside = at | {"item_id": self._item_id(part)} | ({} if part.kind == "call" else {"content_index": 0})
-        extra: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
         if step.action == "open":
-            yield self._event("response.output_item.added", **at, item=self._item(part, "in_progress"))
-            if part.kind != "call":
-                yield self._event("response.content_part.added", **inside, part=_content(part))
-        elif step.action == "add":
-            yield self._event(f"{_DELTAS[part.kind]}.delta", **inside, delta=step.text, **extra)
-        else:
-            written: dict[str, Any] = {"text": part.text}
-            if part.kind == "call":
-                written = {"name": part.name, "arguments": part.text}
-            yield self._event(f"{_DELTAS[part.kind]}.done", **inside, **written, **extra)
-            if part.kind != "call":
-                yield self._event("response.content_part.done", **inside, part=_content(part))
-            yield self._event("response.output_item.done", **at, item=self._item(part, "incomplete" if cut else "completed"))
+            yield from self._opened(part)
+        elif step.action == "close":
+            yield from self._closed(part, "incomplete" if cut else "completed")
+        elif self._kind(part) != "custom":  # its input is known when its arguments are complete
+            yield self._delta(part, step.text)
+
+    def _opened(self, part: Part) -> Iterator[dict[str, Any]]:
+        yield self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
+        if part.kind != "call":
+            yield self._event("response.content_part.added", **self._inside(part), part=_content(part))
+
+    def _closed(self, part: Part, status: str) -> Iterator[dict[str, Any]]:
+        kind = self._kind(part)
+        written: dict[str, Any] = {"text": part.text}
+        if kind == "custom":
+            written = {"input": custom_input(part.text)}
+            yield self._delta(part, written["input"])
+        elif kind == "call":
+            written = {"name": self._turn.tools.names(part.name)["name"], "arguments": part.text}
+        elif kind == "text":
+            written["logprobs"] = []
+        yield self._event(f"{_DELTAS[kind]}.done", **self._inside(part), **written)
+        if part.kind != "call":
+            yield self._event("response.content_part.done", **self._inside(part), part=_content(part))
+        yield self._event("response.output_item.done", output_index=part.index, item=self._item(part, status))
+
+    def _delta(self, part: Part, text: str) -> dict[str, Any]:
+        extra: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        return self._event(f"{_DELTAS[self._kind(part)]}.delta", **self._inside(part), delta=text, **extra)
+
+    def _kind(self, part: Part) -> str:
+        return "custom" if part.kind == "call" and self._turn.tools.is_custom(part.name) else part.kind
+
+    def _inside(self, part: Part) -> dict[str, Any]:
+        """The place of an event inside an item."""
+        place = {"output_index": part.index, "item_id": self._item_id(part)}
+        return place if part.kind == "call" else place | {"content_index": 0}
 
     def ending(self, output: CompletionOutput, reason: str) -> Iterator[dict[str, Any]]:
         status = "incomplete" if reason == "length" else "completed"
@@ -120,11 +143,13 @@ class ResponseAnswer(PartsAnswer):
             return item | {"type": "message", "role": "assistant", "content": content}
         if part.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": content}
-        call = {"call_id": part.call_id, "name": part.name, "arguments": "" if empty else part.text}
-        return item | {"type": "function_call"} | call
+        item |= {"call_id": part.call_id} | self._turn.tools.names(part.name)
+        if self._kind(part) == "custom":
+            return item | {"type": "custom_tool_call", "input": "" if empty else custom_input(part.text)}
+        return item | {"type": "function_call", "arguments": "" if empty else part.text}
 
     def _item_id(self, part: Part) -> str:
-        return f"{_PREFIXES[part.kind]}_{self.id.removeprefix('resp_')}_{part.index}"
+        return f"{_PREFIXES[self._kind(part)]}_{self.id.removeprefix('resp_')}_{part.index}"
 
     def _usage_of_output(self, output: CompletionOutput) -> dict[str, Any]:
         usage = self._usage([output])
@@ -163,18 +188,32 @@ def _content(part: Part) -> dict[str, Any]:
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
     """What an answer repeats of its request."""
     choice, effort = body.tool_choice, None if body.reasoning is None else body.reasoning.effort
-    form = None if body.text is None or body.text.format is None else body.text.format
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
         "store": body.store is not False,
-        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "text": {"format": _format_of(body), "verbosity": "medium"},
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [{"parameters": None, "strict": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        "tools": [_echoed(tool) for tool in body.tools or ()],
         "top_logprobs": 0,
         "user": body.user,
     }
+
+
+def _format_of(body: ResponsesRequest) -> dict[str, Any]:
+    if body.text is None or body.text.format is None:
+        return {"type": "text"}
+    return body.text.format.model_dump(by_alias=True, exclude_none=True)
+
+
+def _echoed(tool: AnyTool) -> dict[str, Any]:
+    empty = {"parameters": None, "strict": None} if tool.type == "function" else {}
+    return empty | tool.model_dump(exclude_none=True)

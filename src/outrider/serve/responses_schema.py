@@ -10,8 +10,8 @@ from outrider.serve.schemas import FirstOnly, GenerationRequest, one_of, within
 from outrider.serve.settings import Limits
 
 __all__ = [
-    "CallItem", "DeletedResponse", "FunctionTool", "InputItem", "MessageItem", "NamedTool", "OutputItem", "ReasoningItem",
-    "ResponseObject", "ResponsesRequest",
+    "AnyTool", "CallItem", "CustomCallItem", "CustomTool", "DeletedResponse", "FunctionTool", "InputItem", "MessageItem",
+    "NamedTool", "NamespaceTool", "OutputItem", "ReasoningItem", "ResponseObject", "ResponsesRequest", "TextFormat",
 ]  # fmt: skip
 
 _L = Limits()
@@ -64,11 +64,20 @@ class CallItem(_Part):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
+class CustomCallItem(_Part):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 class OutputItem(_Part):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
 
@@ -104,11 +113,13 @@ def _known(value: Any) -> Any:
     return value
 
 
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_ITEMS = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning")
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[OutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
     BeforeValidator(_known),
@@ -120,13 +131,7 @@ Input = Annotated[
 ]
 
 
-def _function_only(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type", "function") != "function":
-        raise ValueError(f"only tools of type 'function' are supported, got {str(value['type'])[:80]!r}: nothing is run here")
-    return value
-
-
-class _Function(_Part):
+class FunctionTool(_Part):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
@@ -134,15 +139,84 @@ class _Function(_Part):
     strict: bool | None = None
 
 
+class InputFormat(_Part):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(_Part):
+    """A tool whose input is free text. A grammar for it is told to the model and not enforced."""
+
+    type: Literal["custom"]
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+def _runnable(value: Any) -> Any:
+    return _of_kind(value, ("function", "custom"))
+
+
+class NamespaceTool(_Part):
+    """Tools under a common name, such as those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")],
+                Discriminator(_kind),
+                BeforeValidator(_runnable),
+            ]
+        ],
+        Field(min_length=1, max_length=_L.tools),
+        FirstOnly(),
+    ]
+
+
+_TOOLS = ("function", "custom", "namespace")
+_SERVICES = (
+    "web_search", "image_generation", "file_search", "code_interpreter", "computer", "mcp", "tool_search", "local_shell", "shell",
+    "apply_patch", "programmatic_tool_calling",
+)  # fmt: skip
+
+
+def _of_kind(value: Any, kinds: tuple[str, ...]) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind not in kinds:
+        raise ValueError(f"tools of type {str(kind)[:80]!r} are not supported; there are {', '.join(kinds)}: nothing is run here")
+    return value
+
+
+def _any_tool(value: Any) -> Any:
+    return _of_kind(value, _TOOLS)
+
+
+def _is_service(tool: Any) -> bool:
+    """Whether a tool is run by OpenAI's service, or is one that its models alone know."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith(_SERVICES)
+
+
+AnyTool = FunctionTool | CustomTool | NamespaceTool
+ListedTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[NamespaceTool, Tag("namespace")],
+    Discriminator(_kind),
+    BeforeValidator(_any_tool),
+]
+
+
 class NamedTool(_Part):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
-FunctionTool = Annotated[_Function, BeforeValidator(_function_only)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
-    one_of("none, auto, required or an object that names a function"),
+    one_of("none, auto, required or an object that names a tool"),
 ]
 
 
@@ -193,21 +267,25 @@ class ResponsesRequest(GenerationRequest):
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    tools: Annotated[list[FunctionTool], Field(max_length=_L.tools), FirstOnly()] | None = None
+    tools: Annotated[list[ListedTool], Field(max_length=_L.tools), FirstOnly()] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     include: Annotated[list[str], Field(max_length=16), FirstOnly()] | None = None
     metadata: Metadata | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
 
     @field_validator("tools", mode="before")
     @classmethod
-    def _small_tools(cls, value: Any) -> Any:
-        return within(value, _L.tools_bytes)
+    def _own_tools(cls, value: Any) -> Any:
+        """Leave out tools of OpenAI's service where there are others: agents always send them."""
+        kept = [tool for tool in value if not _is_service(tool)] if isinstance(value, list) else None
+        return within(kept or value, _L.tools_bytes)
 
     @field_validator("include")
     @classmethod

@@ -47,7 +47,7 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 
 
 def _json_type(value: Any) -> str:
-    return _JSON_TYPES.get(type(value), "null")
+    return "object" if isinstance(value, BaseModel) else _JSON_TYPES.get(type(value), "null")  # also when it is dumped
 
 
 def _prompt_type(value: Any) -> str:

@@ -18,7 +18,7 @@ __all__ = ["ToolChoice", "check_tools", "family_of", "with_tools"]
 
 ToolChoice = str | Mapping[str, Any] | None  # "none", "auto", "required", or {"type": "function", "function": {"name"}}
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")  # a schema
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -56,7 +56,7 @@ def _checked_name(tool: Any) -> str:
         raise InvalidParameter("tools", 'must hold {"type": "function", "function": {"name": ..., "parameters": ...}}')
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidParameter("tools", f"a function's name has 1 to 64 letters, digits or any of _ . -, got {name!r}")
+        raise InvalidParameter("tools", f"a function's name has 1 to 128 letters, digits or any of _ . -, got {name!r}")
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise InvalidParameter("tools", f"the parameters of {name!r} must be a JSON schema")
     parameters = function.get("parameters") or {}
