@@ -138,8 +138,8 @@ class SpedUpModel(LLM):
 def custom_generate(speculation: Speculation = None, *, streamer: Any = None, **settings: Any) -> Callable[..., Any]:
     """A function for `model.generate(..., custom_generate=...)`. Keywords are those of `speed_up`.
 
-    What Transformers does not hand to such functions is passed here: `streamer`, `tokenizer`, `assistant_model`. What a model
-    is served with is kept for as long as the function and the model live; `close` on the function frees it.
+    What Transformers does not hand to such functions is passed here alone: `streamer`, `tokenizer`, `assistant_model`. What a
+    model is served with is kept for as long as the function and the model live; `close` on the function frees it.
     """
     held: weakref.WeakKeyDictionary[Any, SpedUpModel] = weakref.WeakKeyDictionary()
 
