@@ -22,7 +22,7 @@ from outrider.bench.audit.audit import AuditPlan, audit
 from outrider.bench.audit.cases import SCHEMA, AuditSize
 from outrider.bench.audit.http_side import HttpSide
 from outrider.bench.audit.launched import launched
-from outrider.bench.audit.records import AuditRequest, Choice
+from outrider.bench.audit.records import Answer, AuditRequest, Choice
 from outrider.bench.audit.transformers_side import TransformersSide, load_sides
 from outrider.bench.audit.verdict import DIFFERENT, LOSSLESS, SAME
 from outrider.bench.client import Endpoint
@@ -178,6 +178,25 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["audit", *arguments])
     assert isinstance(result.exception, OutriderError)
     assert message in str(result.exception)
+
+
+def test_what_a_server_does_by_default_is_switched_off_unless_the_request_asks_for_it() -> None:
+    """A penalty by default turns choices that the returned log probabilities then do not explain."""
+    sent: list[dict[str, Any]] = []
+
+    class Recording(HttpSide):
+        async def _send(self, body: dict[str, object]) -> Answer:
+            sent.append(dict(body))
+            return Answer((Choice("x"),), 1, 1.0)
+
+    side = Recording("plain", Endpoint("http://127.0.0.1:9"))
+    for request in (AuditRequest("x", 1), AuditRequest("x", 1, repetition_penalty=1.2)):
+        asyncio.run(side.answer(request))
+    plain, penalised = ([body[name] for name in ("repetition_penalty", "repeat_penalty")] for body in sent)
+    assert plain == [1.0, 1.0]
+    assert penalised == [1.2, 1.2]
+    assert sent[0]["top_p"] == 1.0
+    assert sent[0]["min_p"] == 0.0
 
 
 def test_redirects_are_not_followed() -> None:
