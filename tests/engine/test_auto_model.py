@@ -64,6 +64,14 @@ def test_a_program_changes_its_import_alone(assistant: str, speculation: str, py
             assert fast.engine.tally.accepted > 4
 
 
+def test_weights_that_accelerate_has_placed_on_one_device_are_fine(pyrite: Path) -> None:
+    pytest.importorskip("accelerate", reason="device_map needs it")
+    ids = torch.tensor([[25, 26, 27, 25, 26, 27]])
+    with AutoModelForCausalLM.from_pretrained(pyrite / "draft", speculation="ngram", device_map="auto") as model:
+        wanted = model.transformers_model.generate(ids, max_new_tokens=8, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), wanted)
+
+
 @pytest.fixture
 def model() -> Iterator[GeneratingModel]:
     with GeneratingModel(tiny_model("mixtral"), "ngram") as model:
