@@ -13,18 +13,32 @@ from outrider.platform import guard
 
 guard()  # before anything here loads torch
 
-__all__ = ["LLM", "SamplingParams", "__version__", "custom_generate", "register_drafter", "speed_up"]
+__all__ = [
+    "LLM",
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "SamplingParams",
+    "__version__",
+    "custom_generate",
+    "register_drafter",
+    "speed_up",
+]
 
 _HOMES = {
     "LLM": "outrider.engine.llm",
     "SamplingParams": "outrider.sampling.params",
+    "AutoModelForCausalLM": "outrider.engine.auto_model",
+    "AutoTokenizer": "transformers",
     "register_drafter": "outrider.draft",
     "custom_generate": "outrider.engine.speed_up",
     "speed_up": "outrider.engine.speed_up",
 }
 
 if TYPE_CHECKING:
+    from transformers import AutoTokenizer
+
     from outrider.draft import register_drafter
+    from outrider.engine.auto_model import AutoModelForCausalLM
     from outrider.engine.llm import LLM
     from outrider.engine.speed_up import custom_generate, speed_up
     from outrider.sampling.params import SamplingParams

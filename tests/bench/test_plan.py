@@ -220,6 +220,7 @@ def test_the_command_plans_from_what_is_given(tmp_path: Path) -> None:
         app, ["plan", "--acceptance", "0.8", "--ranks", "0.7,0.2", "--draft-cost", "0.05", "--json", "--html", str(page)]
     )
     assert result.exit_code == 0, result.output
+    assert "[d" not in result.output, "styles, not their names"
     result = json.loads(result.stdout.splitlines()[-1])
     assert result["tree"]["tokens"] > 1.0
     assert len(result["what_if"]["speedup"]["0.8"]) == 12

@@ -70,11 +70,11 @@ def test_tokens_are_the_same_with_every_drafter(name: str) -> None:
     with outrider.speed_up(model, speculation="none", assistant_model=near(name), **QUICK) as fast:
         assert isinstance(fast.engine.runner, PagedRunner)
         assert fast.guarantee.tokens_guaranteed, fast.guarantee.reason
-        plain = written(fast, 4)
+        plain = written(fast, 8)
         assert_greedy_is_the_class(model, fast)
-        for method in METHODS:
-            other = drafted(fast, method)
-            assert written(other, 4) == plain, method
+        for i, method in enumerate(METHODS):
+            other, batch = drafted(fast, method), 1 + (list(EXACT).index(name) + 3 * i) % 8
+            assert written(other, batch) == plain[:batch], (method, batch)
         assert 0 < other.engine.tally.accepted < other.engine.tally.drafted
 
 
@@ -93,7 +93,7 @@ def test_tokens_are_the_same_in_every_batch(method: str) -> None:
         assert 0 < other.engine.tally.accepted < other.engine.tally.drafted
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "jamba", "gptj", "llama4", "llama-dynamic"])
+@pytest.mark.parametrize("name", ["qwen3-next", "jamba", "gptj", "llama4", "llama-dynamic", "minimax"])
 def test_a_class_that_bypasses_the_interfaces_is_served_plainly(name: str, assistant: Any) -> None:
     model = tiny_model(name)
     with outrider.speed_up(model, speculation="none", assistant_model=assistant, **QUICK) as fast:
@@ -113,6 +113,23 @@ def test_drafts_are_accepted_by_a_class_with_recurrent_state() -> None:
         other = drafted(fast, "ngram")
         outputs = other.generate(prompts(4), SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)
         assert sum(output.outputs[0].speculation["accepted"] for output in outputs) > 0
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "qwen3-next"])
+def test_a_class_that_fails_in_a_forward_leaves_no_torn_cache(name: str) -> None:
+    """The first layer has stored its part of the row when the second one raises; the round is run again."""
+    model, calls = tiny_model(name), iter(range(10**6))
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 30:
+            raise RuntimeError("planted")
+
+    with outrider.speed_up(model, speculation="none", **QUICK) as fast:
+        plain = written(fast, 3)
+    model.model.layers[1].register_forward_pre_hook(fail)
+    with outrider.speed_up(model, speculation="none", **QUICK) as fast:
+        assert written(drafted(fast, "ngram"), 3) == plain
+        assert next(calls) > 31
 
 
 class _Uneven(nn.Linear):

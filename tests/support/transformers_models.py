@@ -62,6 +62,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "jamba": ("Jamba", _MAMBA | {"num_experts": 2, "num_hidden_layers": 8}),
+    "minimax": ("MiniMax", {"num_local_experts": 4, "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
     "gptj": ("GPTJ", _GPT | {"rotary_dim": 8}),
     "bloom": ("Bloom", {"n_layer": 3, "n_head": 4}),
     "llama4": ("Llama4Text", _CHUNKED | {"num_local_experts": 4, "num_experts_per_tok": 1}),

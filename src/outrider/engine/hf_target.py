@@ -18,7 +18,7 @@ from outrider.engine.build import KV_SHARE_OF_MEMORY, Target
 from outrider.engine.device import Device
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import Feed, LoadOptions, Runner
-from outrider.model.hf import CachedRunner, build_runner, check_causal, native_decoder, view_of
+from outrider.model.hf import CachedRunner, build_runner, check_causal, context_of, native_decoder, view_of
 from outrider.platform import guard, memory_bytes
 from outrider.text import Tokenizer
 
@@ -32,7 +32,7 @@ _MOST_ROWS = 2**16
 def target_of(model: Any, tokenizer: Any, sizes: EngineConfig, native: bool, pack: bool) -> Target:
     """A loaded model as a target: on the native backend where its family is known and `native` allows it, else by its class."""
     check_causal(model)
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 4096
+    context = context_of(model)
     sizes = sizes.within(context)
     runner = _native_runner(model, sizes, None) if native else None
     runner = runner or build_runner(

@@ -68,7 +68,7 @@ class SpedUpModel(LLM):
         target = target_of(model, tokenizer, sizes, native, pack)
         if not _is_path(assistant_model) and assistant_model is not None:
             target = replace(target, draft=draft_of(assistant_model, assistant_tokenizer or tokenizer, target))
-        self._tokenizer, self._generation = tokenizer, model.generation_config
+        self._tokenizer, self.generation_config = tokenizer, model.generation_config
         self._beside: dict[tuple[Any, ...], tuple[Any, Self]] = {}  # an assistant is kept: its id is in the key
         self._open(target, wanted)
 
@@ -94,7 +94,7 @@ class SpedUpModel(LLM):
         chosen = {name: settings.pop(name) for name in _PER_CALL if settings.get(name) is not None}
         mask, streamer = settings.pop("attention_mask", None), settings.pop("streamer", None)
         settings.pop("tokenizer", None)
-        config = prepared_config(self._generation, settings, ids.shape[1], self.max_model_len)
+        config = prepared_config(self.generation_config, settings, ids.shape[1], self.max_model_len)
         return run_request(self._drafted_by(chosen), TensorRequest(ids, mask, config, streamer))
 
     def stream(self, prompt: Any, *rest: Any, **settings: Any) -> Any:
@@ -138,8 +138,8 @@ class SpedUpModel(LLM):
 def custom_generate(speculation: Speculation = None, *, streamer: Any = None, **settings: Any) -> Callable[..., Any]:
     """A function for `model.generate(..., custom_generate=...)`. Keywords are those of `speed_up`.
 
-    What Transformers does not hand to such functions is passed here: `streamer`, `tokenizer`, `assistant_model`. What a model
-    is served with is kept for as long as the function and the model live; `close` on the function frees it.
+    What Transformers does not hand to such functions is passed here alone: `streamer`, `tokenizer`, `assistant_model`. What a
+    model is served with is kept for as long as the function and the model live; `close` on the function frees it.
     """
     held: weakref.WeakKeyDictionary[Any, SpedUpModel] = weakref.WeakKeyDictionary()
 

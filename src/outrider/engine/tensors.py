@@ -102,8 +102,7 @@ def _streamed(llm: SpedUpModel, request: TensorRequest, prompts: list[list[int]]
     """One row, its tokens given to a streamer as they come."""
     if len(prompts) != 1 or each[0].n != 1:
         raise InvalidParameter("streamer", f"takes one sequence, got {len(prompts)} rows of {each[0].n}")
-    if not request.expanded:  # Transformers has given it the prompt
-        request.streamer.put(request.ids.cpu())
+    request.streamer.put(request.ids.cpu())
     tokens: list[int] = []
     for piece in llm.stream(prompts[0], each[0]):
         for token in piece.token_ids:

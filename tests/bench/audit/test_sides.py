@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import outrider
 from outrider.bench.audit.audit import AuditPlan, audit
 from outrider.bench.audit.cases import SCHEMA, AuditSize
 from outrider.bench.audit.http_side import HttpSide
 from outrider.bench.audit.launched import launched
-from outrider.bench.audit.records import AuditRequest, Choice
+from outrider.bench.audit.records import Answer, AuditRequest, Choice
 from outrider.bench.audit.transformers_side import TransformersSide, load_sides
 from outrider.bench.audit.verdict import DIFFERENT, LOSSLESS, SAME
 from outrider.bench.client import Endpoint
@@ -76,6 +78,22 @@ def test_a_model_that_says_something_else_is_detected(sides: tuple[TransformersS
     result = audit(plain, wrong, AuditPlan(PROMPTS, SMALL))
     assert result["verdict"] == DIFFERENT
     assert any(reason.startswith("greedy") for reason in result["reasons"])
+
+
+def test_a_model_that_is_sped_up_is_audited_against_its_class(sides: tuple[TransformersSide, TransformersSide]) -> None:
+    """It returns no logits, so samples are told apart by the ids of their tokens."""
+    model, tokenizer = sides[0]._model, sides[0]._tokenizer
+    size = AuditSize(prompts=1, few=1, tokens=24, concurrent=0, samples=40, sampled_prompts=2)
+    with outrider.speed_up(model, tokenizer, "ngram", native=False, calibration_s=0, max_num_seqs=4) as fast:
+        sound = audit(sides[0], TransformersSide("outrider", fast, tokenizer), AuditPlan(PROMPTS, size))
+        warm = TransformersSide("outrider", fast, tokenizer, {"temperature": 3.0})
+        planted = audit(sides[0], warm, AuditPlan(PROMPTS, replace(size, few=1, tokens=4)))
+    assert sound["verdict"] in (SAME, LOSSLESS), sound["reasons"]
+    assert "output_logits" in next(iter(sound["kinds"]["logprobs"]["not_with_speculation"]))
+    assert 70 <= sound["sampling"]["samples"] <= 80
+    assert {"first_tokens_between_sides", "later_tokens_between_sides"} <= sound["sampling"].keys()
+    assert planted["verdict"] == DIFFERENT
+    assert any("tokens differ between the sides" in reason for reason in planted["reasons"])
 
 
 def test_what_generate_returns(sides: tuple[TransformersSide, TransformersSide]) -> None:
@@ -160,6 +178,25 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["audit", *arguments])
     assert isinstance(result.exception, OutriderError)
     assert message in str(result.exception)
+
+
+def test_what_a_server_does_by_default_is_switched_off_unless_the_request_asks_for_it() -> None:
+    """A penalty by default turns choices that the returned log probabilities then do not explain."""
+    sent: list[dict[str, Any]] = []
+
+    class Recording(HttpSide):
+        async def _send(self, body: dict[str, object]) -> Answer:
+            sent.append(dict(body))
+            return Answer((Choice("x"),), 1, 1.0)
+
+    side = Recording("plain", Endpoint("http://127.0.0.1:9"))
+    for request in (AuditRequest("x", 1), AuditRequest("x", 1, repetition_penalty=1.2)):
+        asyncio.run(side.answer(request))
+    plain, penalised = ([body[name] for name in ("repetition_penalty", "repeat_penalty")] for body in sent)
+    assert plain == [1.0, 1.0]
+    assert penalised == [1.2, 1.2]
+    assert sent[0]["top_p"] == 1.0
+    assert sent[0]["min_p"] == 0.0
 
 
 def test_redirects_are_not_followed() -> None:

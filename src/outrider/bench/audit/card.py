@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -13,6 +14,7 @@ from outrider.charts import Series, bars, page
 __all__ = ["html_card", "markdown_card", "write_card"]
 
 Card = Mapping[str, Any]
+_NUMBER = re.compile(r"\d+ of \d+|(at least )?-?[\d.]+|\u2013|unknown")
 _HEAD = ("requests", "equal", "with margin above the limit", "largest margin, nats", "remarks")
 
 
@@ -175,9 +177,12 @@ def _cell(text: str) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    """Numbers stand on the right; texts on the left, and are wrapped."""
+    kinds = ["" if all(_NUMBER.fullmatch(row[i]) for row in rows) else ' class="text"' for i in range(len(head))]
+    top = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(head, kinds, strict=True))
+    lines = ("".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return (
-        f'<section><h2>{escape(title)}</h2><div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
-        "</div></section>"
+        f'<section><h2>{escape(title)}</h2><div class="wide"><table class="mixed"><thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div></section>"
     )

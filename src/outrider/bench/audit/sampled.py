@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.bench.audit.records import Answer, AuditRequest, Side
@@ -39,13 +39,29 @@ async def sample_prompts(
     for group, size in ((_OPEN, count // 2), (list(dict.fromkeys(prompts))[:_CANDIDATES], count - count // 2)):
         references = [(await _reference(runner, prompt), prompt) for prompt in group]
         chosen += sorted(references, key=lambda pair: -_information(pair[0]))[:size]
+    has_names = all(reference for reference, _ in chosen) and await _names_tokens(runner, prompts[0])
+    has_ids = not has_names and await _numbers_tokens(runner, prompts[0])
+    shape = AuditRequest("", _LENGTH if has_names or has_ids else 1, temperature=1.0, logprobs=1 if has_names else None)
     for number, (reference, prompt) in enumerate(chosen):
         first = seed + 10_000 * (number + 1)
         rows = [
-            await _draw(runner, side, prompt, range(first + offset, first + offset + samples), bool(reference))
+            await _draw(runner, side, replace(shape, prompt=prompt), range(first + offset, first + offset + samples))
             for side, offset in ((runner.plain, 0), (runner.speculative, 5_000))
         ]
-        yield SampledPrompt(reference, *rows)
+        yield SampledPrompt(reference if has_names else {}, *rows)
+
+
+async def _names_tokens(runner: Runner, prompt: str) -> bool:
+    """Whether the speculative side, too, returns log probabilities; with speculation some engines do not."""
+    answer = await runner.send(runner.speculative, AuditRequest(prompt, 1, temperature=1.0, seed=1, logprobs=1))
+    return answer.good and bool(answer.choices[0].tokens)
+
+
+async def _numbers_tokens(runner: Runner, prompt: str) -> bool:
+    """Whether both sides return the ids of their tokens."""
+    request = AuditRequest(prompt, 1, temperature=1.0, seed=1)
+    answers = [await runner.send(side, request) for side in (runner.plain, runner.speculative)]
+    return all(answer.good and answer.choices[0].ids for answer in answers)
 
 
 async def _reference(runner: Runner, prompt: str) -> Mapping[str, float]:
@@ -76,19 +92,23 @@ def _information(logprobs: Mapping[str, float]) -> float:
     return sum(math.exp(value) * (value - mean) ** 2 for value in logprobs.values())
 
 
-async def _draw(runner: Runner, side: Side, prompt: str, seeds: range, tokens: bool) -> list[tuple[str, ...]]:
-    """A row of tokens for every seed, or the text of the first one alone where the engine does not say what the tokens are."""
-    length, logprobs = (_LENGTH, 1) if tokens else (1, None)
-    requests = [AuditRequest(prompt, length, temperature=1.0, seed=seed, logprobs=logprobs) for seed in seeds]
-    return [row for answer in await runner.flood(side, requests) if (row := _row(answer))]
+async def _draw(runner: Runner, side: Side, shape: AuditRequest, seeds: range) -> list[tuple[str, ...]]:
+    """A row of tokens for every seed."""
+    requests = [replace(shape, seed=seed) for seed in seeds]
+    by_text = shape.max_tokens == 1
+    return [row for answer in await runner.flood(side, requests) if (row := _row(answer, by_text))]
 
 
-def _row(answer: Answer) -> tuple[str, ...]:
+def _row(answer: Answer, by_text: bool) -> tuple[str, ...]:
+    """The tokens by their texts, or by their ids where these are not known, or the text of the only one."""
     if not answer.good:
         return ()
     choice = answer.choices[0]
-    row = tuple(token.text for token in choice.tokens) if choice.tokens else (choice.text,)
-    return () if _is_end(row[0]) else row
+    if choice.tokens:
+        row = tuple(token.text for token in choice.tokens)
+    else:
+        row = (choice.text,) if by_text else tuple(map(str, choice.ids or ()))
+    return () if not row or _is_end(row[0]) else row
 
 
 def sampling_result(drawn: Sequence[SampledPrompt]) -> dict[str, Any]:

@@ -10,8 +10,11 @@ from outrider.bench.audit.records import AuditRequest, Choice, Drafting, TokenLo
 
 __all__ = ["NEUTRAL", "body_of", "choices_of", "counters_of", "drafting_of"]
 
-# Fields that OpenAI does not have. They switch off truncation that is on by default (llama.cpp: 40, 0.95 and 0.05), and add ids.
-NEUTRAL = {"top_p": 1.0, "top_k": 1_000_000, "min_p": 0.0, "return_token_ids": True}
+# Fields that OpenAI does not have. They add ids, and switch off what an engine has on by default or a model's folder asks for:
+# truncation (llama.cpp: 40, 0.95 and 0.05), and penalties (llama-cpp-python: 1.1), which returned log probabilities do not show.
+NEUTRAL = {
+    "top_p": 1.0, "top_k": 1_000_000, "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0, "return_token_ids": True,
+}  # fmt: skip
 _COUNTER = re.compile(
     r"^[\w:]*spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}]*\})? ([\d.e+]+)", re.MULTILINE
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from outrider.bench.environment import environment
 from outrider.bench.plan.formulas import FORMULAS
@@ -47,7 +48,7 @@ def what_if(curves: Curves, title: str, console: Console) -> None:
     top = max(value for curve in curves.values() for _, value in curve)
     for chance, curve in curves.items():
         best = max(value for _, value in curve)
-        cells = [f"[{_style(value, best)}]{value:.2f}[/]" for _, value in curve]
+        cells = [Text(f"{value:.2f}", style=_style(value, best)) for _, value in curve]
         table.add_row(f"{chance:.2f}", *cells, _spark([value for _, value in curve], top))
     console.print(table)
 

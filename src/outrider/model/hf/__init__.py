@@ -6,9 +6,10 @@ products independent of the row count, `paged` and `cached` run them, and `check
 
 from outrider.model.hf.cached import CachedRunner
 from outrider.model.hf.check import build_runner
+from outrider.model.hf.facade import context_of
 from outrider.model.hf.native import native_decoder
 from outrider.model.hf.paged import PagedRunner
 from outrider.model.hf.refuse import check_causal
 from outrider.model.hf.view import view_of
 
-__all__ = ["CachedRunner", "PagedRunner", "build_runner", "check_causal", "native_decoder", "view_of"]
+__all__ = ["CachedRunner", "PagedRunner", "build_runner", "check_causal", "context_of", "native_decoder", "view_of"]

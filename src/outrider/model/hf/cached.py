@@ -63,15 +63,19 @@ class ClassCache:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether it holds keys and values of every token, and nothing else."""
+        """Whether it holds keys and values of every token, and nothing else.
+
+        A cache class may hold more beside its layers, and then says that it cannot be cut.
+        """
         layers = getattr(self.state, "layers", ())
-        return bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+        plain = bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+        return plain and bool(getattr(self.state, "is_croppable", True))
 
     def cut(self, length: int) -> None:
         """Forget all but the first tokens."""
         if length < len(self.tokens):
             self.state.crop(length - len(self.tokens))
-            del self.tokens[length:]
+            self.tokens = self.tokens[:length]
 
 
 @dataclass(slots=True)
@@ -181,9 +185,10 @@ class CachedRunner(Runner):
         device = self.decoder.embedding.device
         ids = torch.tensor([tokens], device=device)
         extra = {} if cache.state is None else {cache.name: cache.state}
+        known, cache.tokens, cache.state = cache.tokens, [], None  # where the class raises, its cache may hold anything
         out = self._view(input_ids=ids, use_cache=True, **extra)
         cache.name, cache.state = _cache_of(out)
-        cache.tokens += tokens
+        cache.tokens = known + tokens
         hidden = torch.cat(self._taps.taken(taps), -1).cpu() if taps and self._taps else torch.empty(len(tokens), 0)
         return out.logits[0].float().cpu(), hidden
 

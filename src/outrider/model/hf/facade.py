@@ -14,7 +14,7 @@ from outrider.model.hf.attention import Form
 from outrider.model.hf.view import base_of, layers_of
 from outrider.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
 
-__all__ = ["Facade", "describe"]
+__all__ = ["Facade", "context_of", "describe"]
 
 _CONTEXT = 4096  # of a model that names no limit
 
@@ -74,7 +74,7 @@ def describe(view: Any, forms: Sequence[Form], guarantee: Guarantee) -> Facade:
         architecture=type(view).__name__,
         vocab=output.shape[0],
         hidden=output.shape[1],
-        context=getattr(config, "max_position_embeddings", None) or _CONTEXT,
+        context=context_of(view),
         layers=layers,
         norm=Norm(kind, eps, bias is not None),
         tied=output.data_ptr() == embedding.data_ptr(),
@@ -84,6 +84,12 @@ def describe(view: Any, forms: Sequence[Form], guarantee: Guarantee) -> Facade:
         eos_ids=_eos(view),
     )
     return Facade(spec, guarantee, view, weight, bias, None, norm_module)
+
+
+def context_of(model: Any) -> int:
+    """The longest text that a model reads. Some classes write -1 for no limit."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _CONTEXT
+    return int(longest) if longest > 0 else _CONTEXT
 
 
 def _eos(view: Any) -> tuple[int, ...]:
@@ -99,6 +105,7 @@ def _final_norm(base: Any) -> Any:
     layers = layers_of(base)
     holder = next(module for module in base.modules() if any(child is layers for child in module.children()))
     norms = [child for name, child in holder.named_children() if "norm" in name.lower() or name == "ln_f"]
+    norms = [norm for norm in norms if not isinstance(norm, nn.ModuleList)]  # of the layers
     return norms[-1] if norms else nn.Identity()
 
 
