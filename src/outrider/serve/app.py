@@ -101,7 +101,7 @@ _Chat = Literal["chat.completion"]
 ChatCompletion = _answer(
     "ChatCompletion", "The answer of /v1/chat/completions.", **_Common, object=_Chat, choices=_ChatChoices, usage=_Usage
 )
-ModelCard = _answer("ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int)
+ModelCard = _answer("ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int, fingerprint=dict[str, Any])
 ModelList = _answer("ModelList", object=Literal["list"], data=list[ModelCard])  # type: ignore[valid-type]
 Tokenized = _answer("Tokenized", tokens=list[int], count=int, max_model_len=int)
 Detokenized = _answer("Detokenized", prompt=str)
@@ -375,6 +375,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "outrider",
         "root": service.settings.model_name,
         "max_model_len": llm.max_model_len,
+        "fingerprint": llm.fingerprint.as_dict(),
     }
 
 
