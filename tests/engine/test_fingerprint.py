@@ -14,7 +14,8 @@ def test_each_condition_changes_the_fingerprint(tmp_path: Path) -> None:
     one = LLM(load_format="dummy", speculation="none", max_num_seqs=1).fingerprint
     assert one == LLM(load_format="dummy", speculation="ngram", max_num_seqs=2).fingerprint
     digests = {one.digest} | {
-        replace(one, **change).digest for change in ({"weights": ""}, {"build": ""}, {"device": ""}, {"dtype": ""}, {"threads": 99})
+        replace(one, **change).digest
+        for change in ({"weights": ""}, {"build": ""}, {"device": ""}, {"dtype": ""}, {"threads": 99})
     }
     assert len(digests) == 6
     assert one.as_dict()["digest"] == one.digest

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ import typer
 
 from outrider.errors import InvalidParameter
 from outrider.options import ModelFirst, json_object
-from outrider.serve.address import has_terminal, listen
+from outrider.serve.address import has_terminal, listen, listen_on_path
 from outrider.serve.flags import LogFormat, ServeFlags, as_command, parse_loras, reread
 from outrider.serve.logs import configure
 from outrider.serve.settings import Limits, ServerSettings
@@ -45,9 +46,12 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
     template = None if flags.chat_template is None else flags.chat_template.read_text(encoding="utf-8")
     load = partial(_load, flags, speculation, _sizes(flags), template)
-    with listen(flags.host, flags.port) as listener:
+    with listen(flags.host, flags.port) if flags.uds is None else listen_on_path(flags.uds) as listener:
         _check(flags, speculation)
-        _run(settings, load, listener, lambda: settings_of(replace(flags, **reread(context))))
+        if flags.data_parallel_size > 1:
+            _run_replicas(settings, listener, lambda: settings_of(replace(flags, **reread(context))))
+        else:
+            _run(settings, load, listener, lambda: settings_of(replace(flags, **reread(context))))
 
 
 def _run(
@@ -61,14 +65,29 @@ def _run(
     except ImportError as error:
         raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
     tracer = None if settings.otlp_traces_endpoint is None else open_tracer(settings.otlp_traces_endpoint)
-    address = listener.getsockname()[:2]
-    app = create_app(settings, load, tracer, lambda llm: _say(settings, describe(llm, settings, address)))
-    _say(settings, f"listening on http://{written(address)}; loading {settings.model_name}")
+    address, name = listener.getsockname()[:2], settings.model_name
+    if settings.uds is None:
+        app = create_app(settings, load, tracer, lambda llm: _say(settings, describe(llm, settings, address)))
+        _say(settings, f"listening on http://{written(address)}; loading {name}")
+    else:
+        app = create_app(settings, load, tracer, lambda _: _say(settings, f"{name} is ready on {settings.uds}"))
     try:
         run(app, settings, listener, reread_settings)
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _run_replicas(settings: ServeFlags, listener: socket.socket, reread_settings: Callable[[], ServeFlags]) -> None:
+    """Start the replicas and serve in front of them until a signal stops it."""
+    try:
+        from outrider.serve.fleet.command import plan_of, serve_replicas
+    except ImportError as error:
+        raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
+    plan = plan_of(settings, sys.argv[1:], _sizes(settings).get("kv_bytes"))
+    place = f"http://{written(listener.getsockname()[:2])}" if settings.uds is None else str(settings.uds)
+    _say(settings, f"listening on {place}; starting {plan.replicas} replicas of {settings.model_name}")
+    serve_replicas(settings, plan, listener, reread_settings, lambda text: _say(settings, f"{text}\nready on {place}"))
 
 
 def register(app: typer.Typer) -> None:

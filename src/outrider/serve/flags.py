@@ -98,6 +98,13 @@ class ServeFlags(ServerSettings):
         "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
         "--gpu-memory-utilization",
     )
+    data_parallel_size: int = flag(
+        1,
+        "Number of replicas behind one front door: processes that share out --threads and --memory, or have a GPU each.",
+        "-dp",
+        min=1,
+        max=64,
+    )
     tensor_parallel_size: int = flag(1, "Must be 1: the model runs on one device.", "-tp")
     device: str = flag("auto", "auto (a GPU if there is one), cpu or cuda.")
     dtype: str = flag("auto", "auto, bfloat16, float32 or int8.")
