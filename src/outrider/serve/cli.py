@@ -26,10 +26,12 @@ from outrider.serve.settings import Limits, ServerSettings
 from outrider.terminal import PlainConsole
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from outrider.config import SpeculationConfig
     from outrider.engine.llm import LLM
 
-__all__ = ["describe", "parse_bytes", "register", "resolve_speculation", "serve"]
+__all__ = ["describe", "open_app", "parse_bytes", "register", "resolve_speculation", "serve", "settings_of"]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _STDERR = 2  # the file descriptor: stacks are written by a handler that runs no Python
@@ -76,6 +78,15 @@ def _run(
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def open_app(flags: ServeFlags) -> FastAPI:
+    """The app of a server that something else listens for. Its model is loaded when its lifespan begins."""
+    from outrider.serve.app import create_app
+
+    speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
+    template = None if flags.chat_template is None else flags.chat_template.read_text(encoding="utf-8")
+    return create_app(flags, partial(_load, flags, speculation, _sizes(flags), template))
 
 
 def _run_replicas(settings: ServeFlags, listener: socket.socket, reread_settings: Callable[[], ServeFlags]) -> None:

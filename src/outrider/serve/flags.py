@@ -14,11 +14,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from outrider.checks import nearest
 from outrider.errors import InvalidParameter
 from outrider.options import with_parameters
 from outrider.serve.settings import ServerSettings, flag
 
-__all__ = ["LogFormat", "ServeFlags", "as_command", "parse_loras", "reread"]
+__all__ = ["LogFormat", "ServeFlags", "as_command", "flags_of", "parse_loras", "reread"]
 
 _RELOADED = ("max_queue", "max_body", "stream_interval", "ping_interval", "drain_timeout", "watchdog_timeout")
 
@@ -149,6 +150,20 @@ def _option(field: Field[Any]) -> Any:
     names = (f"--{field.name.replace('_', '-')}", *field.metadata["spellings"])
     callbacks: dict[str, Callable[..., Any]] = {"config": _read_config, "api_key": _read_keys}
     return typer.Option(*names, envvar=variable, help=text, callback=callbacks.get(field.name), **field.metadata["options"])
+
+
+def flags_of(values: Mapping[str, Any]) -> ServeFlags:
+    """Flags by field name, as a program or a config of Ray gives them."""
+    from pydantic import TypeAdapter, ValidationError
+
+    known = {field.name for field in fields(ServeFlags) if field.metadata}
+    for name in values.keys() - known:
+        raise InvalidParameter(name, f"is no flag of outrider serve{nearest(name, known)}; see outrider serve --help")
+    try:
+        return TypeAdapter(ServeFlags).validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidParameter(".".join(map(str, first["loc"])), first["msg"]) from None
 
 
 def parse_loras(flags: Sequence[str], served: Sequence[str]) -> dict[str, str]:

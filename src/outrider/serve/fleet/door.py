@@ -22,7 +22,7 @@ from outrider.serve.exchange import SAFE_HEADERS, Exchange
 from outrider.serve.fairness import Places, client_of
 from outrider.serve.fleet.keys import routed
 from outrider.serve.fleet.totals import Counts, merged_metrics, merged_stats
-from outrider.serve.fleet.upstream import HOP_BY_HOP, Call, NoReplica, ReplicaLost, Reply
+from outrider.serve.fleet.upstream import HOP_BY_HOP, Call, NoReplica, ReplicaLost, Reply, WholeReply
 from outrider.serve.guard import OPEN_PATHS
 from outrider.serve.logs import request_id
 from outrider.serve.settings import ServerSettings
@@ -41,22 +41,26 @@ _ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/forget")  # what e
 class Fleet(Protocol):
     """Replicas that a front door passes requests on to."""
 
-    settings: ServerSettings
-    failure: BaseException | None
-
+    @property
+    def settings(self) -> ServerSettings: ...
     def begin(self) -> None: ...
     async def end(self) -> None: ...
-    async def drain(self) -> None: ...
-    def stop_draining(self) -> None: ...
-    def configure(self, settings: Any) -> None: ...
 
     def state(self) -> dict[str, Any]:
         """`status` as a single server has it, `same_tokens`, and `replicas` by name."""
         ...
 
-    async def send(self, call: Call, to: str | None = None) -> Reply:
-        """Pass a request on to a replica, or to the named one. Raises ReplicaLost or NoReplica."""
+    async def send(self, call: Call) -> Reply:
+        """Pass a request on to the replica that is best for it. Raises ReplicaLost or NoReplica."""
         ...
+
+    async def each(self, call: Call) -> dict[str, WholeReply]:
+        """The answers of all replicas that can answer now."""
+        ...
+
+
+class _CutOff(Exception):
+    """Ends a connection in the middle of an answer, where the server has no other way."""
 
 
 class _Routes:
@@ -100,6 +104,8 @@ class _Routes:
             await self._handle(scope, receive, forward)
         except ClientGone:
             pass
+        except _CutOff:
+            raise
         except ApiError as refusal:
             error = refusal
         except asyncio.CancelledError:  # the server is shutting down
@@ -151,9 +157,9 @@ class _Routes:
             if dict(reply.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
                 await send({"type": "http.response.body", "body": _last_event(call.path)})
             else:
-                scope[ABORT]()  # an answer that is cut off must not look complete
+                _cut_off(scope)  # such an answer must not look complete
         except (TimeoutError, OSError):
-            scope[ABORT]()
+            _cut_off(scope)
         finally:
             reply.close()
 
@@ -161,12 +167,12 @@ class _Routes:
         async with asyncio.timeout(self._fleet.settings.limits.write_s):  # this waits while the client's buffer is full
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def _begun(self, call: Call, to: str | None = None) -> tuple[Reply, bytes]:
+    async def _begun(self, call: Call) -> tuple[Reply, bytes]:
         """An answer with its first bytes, from the first replica that gives one."""
         refused: tuple[Reply, bytes] | None = None
-        for attempt in range(_ATTEMPTS if to is None else 1):
+        for attempt in range(_ATTEMPTS):
             try:
-                reply = await self._fleet.send(call, to)
+                reply = await self._fleet.send(call)
             except ReplicaLost:
                 self._counts.retried.inc()
                 continue
@@ -207,40 +213,23 @@ class _Routes:
         fails = status == "dead" if path == "/livez" else status != "ok"
         return _json(content, 503 if fails else 200)
 
-    async def _each(self, call: Call) -> dict[str, tuple[Reply, bytes]]:
-        """The answers of all replicas that are ready. Of those that fail the first is raised as it is."""
-        names = [name for name, replica in self._fleet.state()["replicas"].items() if replica["status"] == "ok"]
-        if not names:
+    async def _each(self, call: Call) -> dict[str, WholeReply]:
+        answers = await self._fleet.each(call)
+        if not answers:
             raise self._unavailable()
-
-        async def one(name: str) -> tuple[Reply, bytes]:
-            reply = await self._fleet.send(call, name)
-            return reply, await reply.whole()
-
-        answers = await asyncio.gather(*(one(name) for name in names), return_exceptions=True)
-        found = {}
-        for name, answer in zip(names, answers, strict=True):
-            if isinstance(answer, ReplicaLost | NoReplica):
-                continue
-            if isinstance(answer, BaseException):
-                raise answer
-            found[name] = answer
-        if not found:
-            raise self._unavailable()
-        return found
+        return answers
 
     async def _everywhere(self, call: Call) -> Reply:
         """What every replica must do. The first refusal is the answer, else the first answer."""
         answers = list((await self._each(call)).values())
-        reply, body = next(((r, b) for r, b in answers if r.status != 200), answers[0])
-        return _whole(reply.status, reply.headers, body)
+        return _whole(*next((answer for answer in answers if answer.status != 200), answers[0]))
 
     async def _merged(self, call: Call, merge: Callable[[dict[str, bytes]], Reply]) -> Reply:
         answers = await self._each(call)
-        for reply, body in answers.values():
-            if reply.status != 200:
-                return _whole(reply.status, reply.headers, body)
-        return merge({name: body for name, (_, body) in answers.items()})
+        for answer in answers.values():
+            if answer.status != 200:
+                return _whole(*answer)
+        return merge({name: answer.body for name, answer in answers.items()})
 
     async def _metrics(self, call: Call) -> Reply:
         headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
@@ -333,7 +322,13 @@ def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Repl
 
 async def _send_whole(send: Send, reply: Reply) -> None:
     await send({"type": "http.response.start", "status": reply.status, "headers": _shown(reply)})
-    await send({"type": "http.response.body", "body": await reply.whole()})
+    await send({"type": "http.response.body", "body": (await reply.whole()).body})
+
+
+def _cut_off(scope: Scope) -> None:
+    if ABORT not in scope:
+        raise _CutOff
+    scope[ABORT]()
 
 
 def _last_event(path: str) -> bytes:

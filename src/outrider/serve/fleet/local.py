@@ -19,7 +19,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.routing import ReplicaLoad, Router
-from outrider.serve.fleet.upstream import Call, NoReplica, ReplicaLost, Reply, ask
+from outrider.serve.fleet.upstream import Call, NoReplica, ReplicaLost, Reply, WholeReply, ask
 from outrider.serve.settings import ServerSettings
 
 __all__ = ["NO_PROMISE", "LocalFleet", "LocalPlan"]
@@ -128,8 +128,19 @@ class LocalFleet:
             },
         }
 
-    async def send(self, call: Call, to: str | None = None) -> Reply:
-        replica = self._chosen(call) if to is None else self._replicas[int(to)]
+    async def each(self, call: Call) -> dict[str, WholeReply]:
+        async def one(replica: _Replica) -> WholeReply | None:
+            try:
+                return await (await ask(replica.socket, call)).whole()
+            except ReplicaLost:
+                return None
+
+        ready = [replica for replica in self._replicas if replica.status == "ok"]
+        answers = await asyncio.gather(*map(one, ready))
+        return {replica.name: answer for replica, answer in zip(ready, answers, strict=True) if answer is not None}
+
+    async def send(self, call: Call) -> Reply:
+        replica = self._chosen(call)
         replica.in_flight += call.sequences
         process, is_open = replica.process, True
 
@@ -239,7 +250,7 @@ class LocalFleet:
             try:
                 async with asyncio.timeout(_HEALTH_S):
                     reply = await ask(replica.socket, Call("GET", "/health", [(b"host", b"localhost")]))
-                    health = json.loads(await reply.whole())
+                    health = json.loads((await reply.whole()).body)
                 replica.status = health["status"]
                 replica.fingerprint = health.get("fingerprint", replica.fingerprint)
                 self._check()

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 
 from outrider.routing import RequestKeys
 
-__all__ = ["Call", "NoReplica", "ReplicaLost", "Reply", "ask"]
+__all__ = ["Call", "NoReplica", "ReplicaLost", "Reply", "WholeReply", "ask"]
 
+Headers = list[tuple[bytes, bytes]]
 _READ = 64 * 2**10
 _WAITING = 256 * 2**10  # bytes of an answer that wait for a slow client; then the replica waits
-Headers = list[tuple[bytes, bytes]]
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-connection", b"expect")
 )
@@ -46,6 +46,14 @@ class Call:
         return self.target.partition("?")[0]
 
 
+class WholeReply(NamedTuple):
+    """A complete answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
 @dataclass(slots=True)
 class Reply:
     """The head of an answer, and its body as it arrives. `close` must be called; it ends an unfinished answer."""
@@ -55,10 +63,10 @@ class Reply:
     chunks: AsyncIterator[bytes]  # raises ReplicaLost
     close: Callable[[], None]
 
-    async def whole(self) -> bytes:
-        """The whole body."""
+    async def whole(self) -> WholeReply:
+        """The complete answer."""
         try:
-            return b"".join([chunk async for chunk in self.chunks])
+            return WholeReply(self.status, self.headers, b"".join([chunk async for chunk in self.chunks]))
         finally:
             self.close()
 
