@@ -20,7 +20,7 @@ import typer
 from outrider.errors import InvalidParameter
 from outrider.options import ModelFirst, json_object
 from outrider.serve.address import has_terminal, listen, listen_on_path
-from outrider.serve.flags import LogFormat, ServeFlags, as_command, parse_loras, reread
+from outrider.serve.flags import LogFormat, ParallelBackend, ServeFlags, as_command, parse_loras, reread
 from outrider.serve.logs import configure
 from outrider.serve.settings import Limits, ServerSettings
 from outrider.terminal import PlainConsole
@@ -48,6 +48,9 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
     template = None if flags.chat_template is None else flags.chat_template.read_text(encoding="utf-8")
     load = partial(_load, flags, speculation, _sizes(flags), template)
+    if flags.data_parallel_backend == ParallelBackend.ray:
+        _run_on_ray(settings, speculation)
+        return
     with listen(flags.host, flags.port) if flags.uds is None else listen_on_path(flags.uds) as listener:
         _check(flags, speculation)
         if flags.data_parallel_size > 1:
@@ -78,6 +81,15 @@ def _run(
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _run_on_ray(settings: ServeFlags, speculation: SpeculationConfig) -> None:
+    try:
+        from outrider.serve.fleet.ray_command import serve_on_ray
+    except ImportError as error:
+        raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
+    _check(settings, speculation)
+    serve_on_ray(settings, partial(_say, settings))
 
 
 def open_app(flags: ServeFlags) -> FastAPI:

@@ -19,7 +19,7 @@ from outrider.errors import InvalidParameter
 from outrider.options import with_parameters
 from outrider.serve.settings import ServerSettings, flag
 
-__all__ = ["LogFormat", "ServeFlags", "as_command", "flags_of", "parse_loras", "reread"]
+__all__ = ["LogFormat", "ParallelBackend", "ServeFlags", "as_command", "flags_of", "parse_loras", "reread"]
 
 _RELOADED = ("max_queue", "max_body", "stream_interval", "ping_interval", "drain_timeout", "watchdog_timeout")
 
@@ -29,6 +29,13 @@ class LogFormat(enum.StrEnum):
 
     text = "text"
     json = "json"
+
+
+class ParallelBackend(enum.StrEnum):
+    """Where replicas run."""
+
+    mp = "mp"
+    ray = "ray"
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -105,6 +112,12 @@ class ServeFlags(ServerSettings):
         "-dp",
         min=1,
         max=64,
+    )
+    data_parallel_backend: ParallelBackend = flag(
+        ParallelBackend.mp, "Where replicas run: mp (processes of this machine) or ray (needs outrider[ray])."
+    )
+    data_parallel_config: str | None = flag(
+        None, 'JSON, for ray: {"scaling": {"max_replicas": 8}, "routing": ..., "num_cpus": ..., "num_gpus": ..., "doors": ...}.'
     )
     tensor_parallel_size: int = flag(1, "Must be 1: the model runs on one device.", "-tp")
     device: str = flag("auto", "auto (a GPU if there is one), cpu or cuda.")

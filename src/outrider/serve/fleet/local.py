@@ -123,7 +123,12 @@ class LocalFleet:
             "status": self._status(),
             "same_tokens": len(prints) <= 1,
             "replicas": {
-                replica.name: {"status": replica.status, "sequences": replica.in_flight, "starts": replica.starts}
+                replica.name: {
+                    "status": replica.status,
+                    "sequences": replica.in_flight,
+                    "starts": replica.starts,
+                    "pid": None if replica.process is None else replica.process.pid,
+                }
                 for replica in self._replicas
             },
         }

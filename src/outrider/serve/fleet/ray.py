@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -193,7 +194,8 @@ class Replica:
         """What the front door shows of this replica."""
         fingerprint = self._service.ready().fingerprint.as_dict() if self._service.status == "ok" else None
         name = serve.get_replica_context().replica_id.unique_id
-        return {"name": name, "status": self._service.status, "sequences": self._service.in_flight, "fingerprint": fingerprint}
+        own = {"name": name, "status": self._service.status, "sequences": self._service.in_flight, "pid": os.getpid()}
+        return own | {"fingerprint": fingerprint}
 
     def record_routing_stats(self) -> dict[str, Any]:
         running = min(self._service.in_flight, self._capacity)
