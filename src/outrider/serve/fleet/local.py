@@ -19,7 +19,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.routing import ReplicaLoad, Router
-from outrider.serve.fleet.upstream import Call, NoReplica, ReplicaLost, Reply, WholeReply, ask
+from outrider.serve.fleet.upstream import REPLICA_HEADER, Call, NoReplica, ReplicaLost, Reply, WholeReply, ask
 from outrider.serve.settings import ServerSettings
 
 __all__ = ["NO_PROMISE", "LocalFleet", "LocalPlan"]
@@ -171,6 +171,7 @@ class LocalFleet:
             close()
 
         reply.close = close_both
+        reply.headers.append((REPLICA_HEADER, replica.name.encode()))
         return reply
 
     def _chosen(self, call: Call) -> _Replica:

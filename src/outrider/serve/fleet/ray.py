@@ -21,7 +21,7 @@ from outrider.serve.cli import open_app, settings_of
 from outrider.serve.connection import ABORT
 from outrider.serve.flags import ServeFlags, flags_of
 from outrider.serve.fleet.door import FrontDoor
-from outrider.serve.fleet.upstream import Call, NoReplica, ReplicaLost, Reply, WholeReply
+from outrider.serve.fleet.upstream import REPLICA_HEADER, Call, NoReplica, ReplicaLost, Reply, WholeReply
 from outrider.serve.service import Service
 
 try:
@@ -156,7 +156,7 @@ class Replica:
         try:
             while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield message["status"], message.get("headers", [])
+                    yield message["status"], [*message.get("headers", ()), (REPLICA_HEADER, _own_name().encode())]
                 elif message.get("body"):
                     yield message["body"]
             await task
@@ -188,13 +188,12 @@ class Replica:
                 body += item
             else:
                 status, headers = item
-        return serve.get_replica_context().replica_id.unique_id, WholeReply(status, headers, body)
+        return _own_name(), WholeReply(status, headers, body)
 
     async def state(self) -> dict[str, Any]:
         """What the front door shows of this replica."""
         fingerprint = self._service.ready().fingerprint.as_dict() if self._service.status == "ok" else None
-        name = serve.get_replica_context().replica_id.unique_id
-        own = {"name": name, "status": self._service.status, "sequences": self._service.in_flight, "pid": os.getpid()}
+        own = {"name": _own_name(), "status": self._service.status, "sequences": self._service.in_flight, "pid": os.getpid()}
         return own | {"fingerprint": fingerprint}
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -330,6 +329,11 @@ class Door:
 
     def __serve_build_asgi_app__(self) -> FrontDoor:
         return FrontDoor(RayFleet(self._replicas, FleetPlan.parse(self._arguments).serve_flags()))
+
+
+def _own_name() -> str:
+    """The name of the replica that this runs in."""
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def _call_of(pending_request: PendingRequest | None) -> Call:

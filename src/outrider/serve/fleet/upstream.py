@@ -17,6 +17,7 @@ __all__ = ["Call", "NoReplica", "ReplicaLost", "Reply", "WholeReply", "ask"]
 Headers = list[tuple[bytes, bytes]]
 _READ = 64 * 2**10
 _WAITING = 256 * 2**10  # bytes of an answer that wait for a slow client; then the replica waits
+REPLICA_HEADER = b"x-outrider-replica"  # in an answer: the name of the replica that gave it
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-connection", b"expect")
 )
