@@ -7,7 +7,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,9 +87,13 @@ class Outcome:
 
 
 async def run_conversations(
-    url: str, plan: ConversationPlan, midway: Callable[[], None] | None = None, address: str | None = None
+    url: str,
+    plan: ConversationPlan,
+    midway: Callable[[], None] | None = None,
+    address: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Send every request, and call `midway` once half of them have ended."""
+    """Send every request, from an address of this machine, and call `midway` once half of them have ended."""
     outcome, waiting = Outcome(), list(range(plan.conversations))
     transport = httpx.AsyncHTTPTransport(local_address=address, limits=httpx.Limits(max_connections=None))
     called = midway is None
@@ -107,7 +111,7 @@ async def run_conversations(
                     assert midway is not None
                     await asyncio.to_thread(midway)
 
-    async with httpx.AsyncClient(base_url=url, transport=transport, timeout=120, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, transport=transport, timeout=120, headers=headers, trust_env=False) as client:
         await asyncio.gather(*(stream() for _ in range(plan.streams)))
     return outcome
 

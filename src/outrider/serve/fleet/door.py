@@ -28,7 +28,7 @@ from outrider.serve.logs import request_id
 from outrider.serve.settings import ServerSettings
 from outrider.serve.streaming import ClientGone, unless_gone
 
-__all__ = ["Fleet", "FrontDoor"]
+__all__ = ["CutOff", "Fleet", "FrontDoor"]
 
 _log = logging.getLogger("outrider.serve")
 _ATTEMPTS = 4  # replicas that are tried for one request
@@ -59,7 +59,7 @@ class Fleet(Protocol):
         ...
 
 
-class _CutOff(Exception):
+class CutOff(Exception):
     """Ends a connection in the middle of an answer, where the server has no other way."""
 
 
@@ -104,7 +104,7 @@ class _Routes:
             await self._handle(scope, receive, forward)
         except ClientGone:
             pass
-        except _CutOff:
+        except CutOff:
             raise
         except ApiError as refusal:
             error = refusal
@@ -327,7 +327,7 @@ async def _send_whole(send: Send, reply: Reply) -> None:
 
 def _cut_off(scope: Scope) -> None:
     if ABORT not in scope:
-        raise _CutOff
+        raise CutOff
     scope[ABORT]()
 
 

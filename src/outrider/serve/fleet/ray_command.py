@@ -58,6 +58,13 @@ def serve_on_ray(flags: ServeFlags, say: Callable[[str], None]) -> None:
             _close(ray, serve)
 
 
+def _builder() -> Callable[[dict[str, Any]], Any]:
+    """What makes the application. Says what to install where Ray is missing, so it comes before any import of Ray."""
+    from outrider.serve.fleet.ray import build
+
+    return build
+
+
 def arguments_of(flags: ServeFlags, threads: int) -> dict[str, Any]:
     """The arguments of the application that serves as these flags say."""
     config = {} if flags.data_parallel_config is None else json_object("--data-parallel-config", flags.data_parallel_config)
