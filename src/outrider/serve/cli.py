@@ -85,9 +85,10 @@ def _run(
 
 def _run_on_ray(settings: ServeFlags, speculation: SpeculationConfig) -> None:
     try:
-        from outrider.serve.fleet.ray_command import serve_on_ray
+        from outrider.serve.fleet.ray_command import load_ray, serve_on_ray
     except ImportError as error:
         raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
+    load_ray()
     _check(settings, speculation)
     serve_on_ray(settings, partial(_say, settings))
 

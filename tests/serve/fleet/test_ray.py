@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,8 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.fleet.load import ConversationPlan, replicas_of, run_conversations, unequal
+from outrider.cli import app
 from outrider.errors import InvalidParameter
 from outrider.routing import RequestKeys, Router
 from outrider.serve.flags import ServeFlags, flags_of
@@ -158,12 +159,12 @@ def test_wrong_arguments_say_what_to_write() -> None:
         ray.FleetPlan.parse({}).serve_flags()
 
 
-def test_where_ray_is_missing_the_error_says_what_to_install() -> None:
-    code = "import sys; sys.modules['ray'] = None; from outrider.cli import main; main()"
-    flags = ["serve", "--data-parallel-backend", "ray", "--port", "0"]
-    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "pip install 'outrider[ray]'" in done.stderr
+def test_where_ray_is_missing_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "outrider.serve.fleet.ray", raising=False)
+    result = CliRunner().invoke(app, ["serve", "--data-parallel-backend", "ray", "--port", "0"])
+    assert isinstance(result.exception, InvalidParameter)
+    assert str(result.exception) == "ray: needs ray: pip install 'outrider[ray]'"
 
 
 def _ready(fleet: Process) -> int:

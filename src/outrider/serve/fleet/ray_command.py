@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from outrider.options import json_object
 from outrider.serve.address import listen
 from outrider.serve.flags import ServeFlags
 
-__all__ = ["arguments_of", "serve_on_ray"]
+__all__ = ["arguments_of", "load_ray", "serve_on_ray"]
 
 _NOT_OF_REPLICAS = ("data_parallel_size", "data_parallel_backend", "data_parallel_config", "port", "uds", "config", "limits")
 _GPU_SHARE = {"num_gpus": 1.0, "num_cpus": 1.0}
@@ -34,10 +35,8 @@ def serve_on_ray(flags: ServeFlags, say: Callable[[str], None]) -> None:
     port = listener.getsockname()[1]
     listener.close()
     os.environ.update({"RAY_USAGE_STATS_ENABLED": "0"} | os.environ)
-    import ray
-    from ray import serve
-
-    from outrider.serve.fleet.ray import build  # says what to install where Ray is missing
+    ours = load_ray()
+    ray, serve = ours.ray, ours.serve
 
     arguments = arguments_of(flags, torch.get_num_threads())
     stopped = threading.Event()
@@ -48,7 +47,7 @@ def serve_on_ray(flags: ServeFlags, say: Callable[[str], None]) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):  # now, because Ray has set handlers of its own
                 signal.signal(number, lambda *_: stopped.set())
             serve.start(http_options={"host": flags.host, "port": port})
-            serve.run(build(arguments), name="outrider", route_prefix="/")
+            serve.run(ours.build(arguments), name="outrider", route_prefix="/")
             say(f"ready on http://{flags.host}:{port}")
             stopped.wait()
             serve.delete("outrider")  # the front door and the replicas finish what they have begun
@@ -58,11 +57,9 @@ def serve_on_ray(flags: ServeFlags, say: Callable[[str], None]) -> None:
             _close(ray, serve)
 
 
-def _builder() -> Callable[[dict[str, Any]], Any]:
-    """What makes the application. Says what to install where Ray is missing, so it comes before any import of Ray."""
-    from outrider.serve.fleet.ray import build
-
-    return build
+def load_ray() -> Any:
+    """Our module for Ray, or an error that says what to install."""
+    return import_module("outrider.serve.fleet.ray")
 
 
 def arguments_of(flags: ServeFlags, threads: int) -> dict[str, Any]:
