@@ -7,7 +7,6 @@ The front door reads the body of a request, which Ray's own proxy does not, and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import time
@@ -176,9 +175,10 @@ class Replica:
 
         try:
             await self._app(_scope(call), receive, messages.put)
-        finally:
-            with contextlib.suppress(asyncio.QueueFull):
-                messages.put_nowait(None)
+        except Exception:
+            await messages.put(None)
+            raise
+        await messages.put(None)  # nobody reads it where this was cancelled
 
     async def whole(self, call: Call) -> tuple[str, WholeReply]:
         """This replica's name, and a complete answer."""
@@ -242,7 +242,8 @@ class FleetRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
         name, sequences = self._calls.pop(internal_request_id, ("", 0))
-        self._sequences[name] -= sequences
+        if name in self._sequences:  # else the replica is gone
+            self._sequences[name] -= sequences
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         before = {replica.unique_id for replica in self._replica_id_set}
