@@ -23,8 +23,10 @@ NEED_TRITON = (
 
 
 def modules() -> list[str]:
-    """All modules that can be imported here. GPU modules need Triton."""
+    """All modules that can be imported here. GPU modules need Triton, and one module needs Ray."""
     left_out = () if importlib.util.find_spec("triton") else NEED_TRITON
+    if not importlib.util.find_spec("ray"):
+        left_out = (*left_out, "outrider.serve.fleet.ray")
     names = [m.name for m in pkgutil.walk_packages([str(SOURCE)], "outrider.", onerror=lambda name: None)]
     return [name for name in names if not name.endswith("__main__") and not name.startswith(left_out)]
 

@@ -206,7 +206,8 @@ _RENAMED = {"enable_prefix_caching": "prefix_cache"}
 def check_parallel(name: str, value: object) -> None:
     """Refuse a model spread over several devices."""
     if value != 1 or isinstance(value, bool):
-        raise InvalidParameter(name, f"must be 1, because the model runs on one device; got {checks.shown(value)}")
+        hint = "; `outrider serve --data-parallel-size N` runs several" if name == "data_parallel_size" else ""
+        raise InvalidParameter(name, f"must be 1, because the model runs on one device; got {checks.shown(value)}{hint}")
 
 
 def vllm_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:

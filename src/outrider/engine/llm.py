@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +27,7 @@ from outrider.engine.build import Built, Settings, Target, build_engine, load_ta
 from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.device import Device
+from outrider.engine.fingerprint import Fingerprint, fingerprint_of
 from outrider.engine.intake import (
     Intake,
     Messages,
@@ -173,6 +175,11 @@ class LLM:
         """The thread that runs the rounds of this LLM and of those beside it; started when it is first needed."""
         self._check_open()
         return self._host.thread
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What its tokens depend on, besides the request. LLMs with equal fingerprints give equal tokens."""
+        return fingerprint_of(self._target)
 
     @property
     def loras(self) -> dict[str, Path]:

@@ -88,7 +88,8 @@ class Core:
         self.name = path.name.removeprefix("_core_").split(".")[0]
         library = ctypes.CDLL(str(path))
         library.outrider_sources.restype = ctypes.c_char_p
-        if library.outrider_sources().decode() != _digest():
+        self.sources: str = library.outrider_sources().decode()  # the digest of what it was built from
+        if self.sources != _digest():
             raise OSError(f"{path.name} was built from other sources; install outrider again")
         refused = library.outrider_try()
         if refused:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from pathlib import Path
 
 from outrider.errors import InvalidParameter
 
-__all__ = ["has_terminal", "listen"]
+__all__ = ["has_terminal", "listen", "listen_on_path"]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -28,6 +29,23 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise InvalidParameter("--port", f"{port} is in use on {host}; choose another, or 0 for any free one") from None
         raise InvalidParameter("--host", f"{host}:{port} cannot be bound: {error.strerror}") from None
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+def listen_on_path(path: Path) -> socket.socket:
+    """Bind and return a listening Unix socket that this user alone can reach. A socket that nobody listens on is replaced."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except OSError as error:
+        listener.close()
+        reason = "is in use; choose another" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror or error}"
+        raise InvalidParameter("--uds", f"{path} {reason}") from None
     listener.listen(2048)
     listener.setblocking(False)
     return listener

@@ -187,7 +187,7 @@ class Answer:
             "object": kind,
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": f"outrider-{__version__}",
+            "system_fingerprint": f"outrider-{__version__}-{self._llm.fingerprint.digest}",
         }
 
     def _detail(self, index: int, token: int, source: tuple[str, int | None], logprobs: LogprobsAt) -> dict[str, Any]:

@@ -105,12 +105,14 @@ _Chat = Literal["chat.completion"]
 ChatCompletion = _answer(
     "ChatCompletion", "The answer of /v1/chat/completions.", **_Common, object=_Chat, choices=_ChatChoices, usage=_Usage
 )
-ModelCard = _answer("ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int)
+ModelCard = _answer(
+    "ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int, fingerprint=dict[str, Any]
+)
 ModelList = _answer("ModelList", object=Literal["list"], data=list[ModelCard])  # type: ignore[valid-type]
 Tokenized = _answer("Tokenized", tokens=list[int], count=int, max_model_len=int)
 Detokenized = _answer("Detokenized", prompt=str)
 Forgotten = _answer("Forgotten", texts=int, tokens=int)
-Health = _answer("Health", status=Literal["ok", "loading", "draining", "dead"])
+Health = _answer("Health", status=Literal["ok", "loading", "draining", "dead"], fingerprint=(str | None, None))
 Version = _answer("Version", version=str)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
@@ -388,6 +390,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "outrider",
         "root": service.settings.model_name,
         "max_model_len": llm.max_model_len,
+        "fingerprint": llm.fingerprint.as_dict(),
     }
 
 
@@ -441,8 +444,10 @@ _HEALTH: dict[str, Any] = {"response_model": Health, "responses": {503: {"model"
 @router.get("/health", **_HEALTH, summary="Whether it serves")
 @router.get("/readyz", **_HEALTH, summary="Whether it serves")
 async def health(request: Request) -> Response:
-    status = _service(request).status
-    return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+    service = _service(request)
+    if service.status == "ok":
+        return JSONResponse({"status": "ok", "fingerprint": service.ready().fingerprint.digest})
+    return JSONResponse({"status": service.status}, 503)
 
 
 @router.get("/livez", **_HEALTH, summary="Whether it lives")

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,17 +20,19 @@ import typer
 from outrider.checks import shown
 from outrider.errors import InvalidParameter
 from outrider.options import ModelFirst, check_threads, json_object, set_threads
-from outrider.serve.address import has_terminal, listen
-from outrider.serve.flags import LogFormat, ServeFlags, as_command, parse_loras, reread
+from outrider.serve.address import has_terminal, listen, listen_on_path
+from outrider.serve.flags import LogFormat, ParallelBackend, ServeFlags, as_command, parse_loras, reread
 from outrider.serve.logs import configure
 from outrider.serve.settings import Limits, ServerSettings
 from outrider.terminal import PlainConsole
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from outrider.config import SpeculationConfig
     from outrider.engine.llm import LLM
 
-__all__ = ["describe", "parse_bytes", "register", "resolve_speculation", "serve"]
+__all__ = ["describe", "open_app", "parse_bytes", "register", "resolve_speculation", "serve", "settings_of"]
 
 _MAX_BYTES = 2.0**63
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -47,9 +50,15 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
     template = None if flags.chat_template is None else _read_template(flags.chat_template)
     load = partial(_load, flags, speculation, _sizes(flags), template)
-    with listen(flags.host, flags.port) as listener:
+    if flags.data_parallel_backend == ParallelBackend.ray:
+        _run_on_ray(settings, speculation)
+        return
+    with listen(flags.host, flags.port) if flags.uds is None else listen_on_path(flags.uds) as listener:
         _check(flags, speculation)
-        _run(settings, load, listener, lambda: settings_of(replace(flags, **reread(context))))
+        if flags.data_parallel_size > 1:
+            _run_replicas(settings, listener, lambda: settings_of(replace(flags, **reread(context))))
+        else:
+            _run(settings, load, listener, lambda: settings_of(replace(flags, **reread(context))))
 
 
 def _run(
@@ -63,14 +72,48 @@ def _run(
     except ImportError as error:
         raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
     tracer = None if settings.otlp_traces_endpoint is None else open_tracer(settings.otlp_traces_endpoint)
-    address = listener.getsockname()[:2]
-    app = create_app(settings, load, tracer, lambda llm: _say(settings, describe(llm, settings, address)))
-    _say(settings, f"listening on http://{written(address)}; loading {settings.model_name}")
+    address, name = listener.getsockname()[:2], settings.model_name
+    if settings.uds is None:
+        app = create_app(settings, load, tracer, lambda llm: _say(settings, describe(llm, settings, address)))
+        _say(settings, f"listening on http://{written(address)}; loading {name}")
+    else:
+        app = create_app(settings, load, tracer, lambda _: _say(settings, f"{name} is ready on {settings.uds}"))
     try:
         run(app, settings, listener, reread_settings)
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _run_on_ray(settings: ServeFlags, speculation: SpeculationConfig) -> None:
+    try:
+        from outrider.serve.fleet.ray_command import load_ray, serve_on_ray
+    except ImportError as error:
+        raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
+    load_ray()
+    _check(settings, speculation)
+    serve_on_ray(settings, partial(_say, settings))
+
+
+def open_app(flags: ServeFlags) -> FastAPI:
+    """The app of a server that something else listens for. Its model is loaded when its lifespan begins."""
+    from outrider.serve.app import create_app
+
+    speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
+    template = None if flags.chat_template is None else flags.chat_template.read_text(encoding="utf-8")
+    return create_app(flags, partial(_load, flags, speculation, _sizes(flags), template))
+
+
+def _run_replicas(settings: ServeFlags, listener: socket.socket, reread_settings: Callable[[], ServeFlags]) -> None:
+    """Start the replicas and serve in front of them until a signal stops it."""
+    try:
+        from outrider.serve.fleet.command import plan_of, serve_replicas
+    except ImportError as error:
+        raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
+    plan = plan_of(settings, sys.argv[1:], _sizes(settings).get("kv_bytes"))
+    place = f"http://{written(listener.getsockname()[:2])}" if settings.uds is None else str(settings.uds)
+    _say(settings, f"listening on {place}; starting {plan.replicas} replicas of {settings.model_name}")
+    serve_replicas(settings, plan, listener, reread_settings, lambda text: _say(settings, f"{text}\nready on {place}"))
 
 
 def register(app: typer.Typer) -> None:

@@ -7,27 +7,32 @@ import logging
 import secrets
 from collections.abc import Collection
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.connection import CYCLE
 from outrider.serve.logs import adopt, request_id
-from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServerSettings
 
-__all__ = ["TOKENS", "Exchange"]
+__all__ = ["SAFE_HEADERS", "TOKENS", "Exchange"]
 
 TOKENS = "outrider.tokens"  # key in a request's scope: prompt and completion tokens, set when all sequences have ended
 _CLIENT_GONE = 499  # the client left before it was answered
 _PATIENCE_S = 1.0  # to discard a small unread body: a client that is still sending may miss the answer
-_SAFE = (
+SAFE_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),
     (b"x-frame-options", b"DENY"),
     (b"content-security-policy", b"frame-ancestors 'none'"),
 )
 _log = logging.getLogger("outrider.access")
+
+
+class AnswerCounts(Protocol):
+    """What counts HTTP answers."""
+
+    def answered(self, route: str, status: int) -> None: ...
 
 
 class Exchange:
@@ -38,7 +43,7 @@ class Exchange:
     headers, is counted by route and status, and is logged with `--access-log`.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: AnswerCounts, paths: Collection[str]) -> None:
         self._app = app
         self._settings = settings
         self._metrics = metrics
@@ -60,7 +65,7 @@ class Exchange:
             nonlocal status, size, is_endless
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.get().encode()), *_SAFE]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.get().encode()), *SAFE_HEADERS]
                 if (b"connection", b"close") not in headers and not await body.discarded():
                     headers.append((b"connection", b"close"))
                 message["headers"] = headers

@@ -14,11 +14,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from outrider.checks import nearest
 from outrider.errors import InvalidParameter
 from outrider.options import with_parameters
 from outrider.serve.settings import ServerSettings, flag
 
-__all__ = ["LogFormat", "ServeFlags", "as_command", "parse_loras", "reread"]
+__all__ = ["LogFormat", "ParallelBackend", "ServeFlags", "as_command", "flags_of", "parse_loras", "reread"]
 
 _RELOADED = ("max_queue", "max_body", "stream_interval", "ping_interval", "drain_timeout", "watchdog_timeout")
 
@@ -28,6 +29,13 @@ class LogFormat(enum.StrEnum):
 
     text = "text"
     json = "json"
+
+
+class ParallelBackend(enum.StrEnum):
+    """Where replicas run."""
+
+    mp = "mp"
+    ray = "ray"
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -98,6 +106,19 @@ class ServeFlags(ServerSettings):
         "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
         "--gpu-memory-utilization",
     )
+    data_parallel_size: int = flag(
+        1,
+        "Number of replicas behind one front door: processes that share out --threads and --memory, or have a GPU each.",
+        "-dp",
+        min=1,
+        max=64,
+    )
+    data_parallel_backend: ParallelBackend = flag(
+        ParallelBackend.mp, "Where replicas run: mp (processes of this machine) or ray (needs outrider[ray])."
+    )
+    data_parallel_config: str | None = flag(
+        None, 'JSON, for ray: {"scaling": {"max_replicas": 8}, "routing": ..., "num_cpus": ..., "num_gpus": ..., "doors": ...}.'
+    )
     tensor_parallel_size: int = flag(1, "Must be 1: the model runs on one device.", "-tp")
     device: str = flag("auto", "auto (a GPU if there is one), cpu or cuda.")
     dtype: str = flag("auto", "auto, bfloat16, float32 or int8.")
@@ -142,6 +163,20 @@ def _option(field: Field[Any]) -> Any:
     names = (f"--{field.name.replace('_', '-')}", *field.metadata["spellings"])
     callbacks: dict[str, Callable[..., Any]] = {"config": _read_config, "api_key": _read_keys}
     return typer.Option(*names, envvar=variable, help=text, callback=callbacks.get(field.name), **field.metadata["options"])
+
+
+def flags_of(values: Mapping[str, Any]) -> ServeFlags:
+    """Flags by field name, as a program or a config of Ray gives them."""
+    from pydantic import TypeAdapter, ValidationError
+
+    known = {field.name for field in fields(ServeFlags) if field.metadata}
+    for name in values.keys() - known:
+        raise InvalidParameter(name, f"is no flag of outrider serve{nearest(name, known)}; see outrider serve --help")
+    try:
+        return TypeAdapter(ServeFlags).validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidParameter(".".join(map(str, first["loc"])), first["msg"]) from None
 
 
 def parse_loras(flags: Sequence[str], served: Sequence[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,14 +21,25 @@ from outrider.errors import OutriderError
 from outrider.serve.address import has_terminal
 from outrider.serve.connection import protocol
 from outrider.serve.guard import Keys
-from outrider.serve.service import Service
 from outrider.serve.settings import ServerSettings
 
-__all__ = ["Server", "serve"]
+__all__ = ["Reread", "Server", "run_server", "serve"]
 
 _log = logging.getLogger("outrider.serve")
 _SAME_S = 0.5  # signals this close count as one: timeout(1) signals its child and then the process group
 Reread = Callable[[], ServerSettings]
+
+
+class Served(Protocol):
+    """What a server drains, and whose failure ends it."""
+
+    settings: ServerSettings
+    failure: BaseException | None
+
+    async def drain(self) -> None: ...
+    def stop_draining(self) -> None: ...
+    def read_rules(self, settings: ServerSettings) -> Any: ...
+    def configure(self, settings: ServerSettings, rules: Any) -> None: ...
 
 
 class Server(uvicorn.Server):
@@ -37,8 +49,8 @@ class Server(uvicorn.Server):
     The exit code is then 0. SIGHUP reloads keys, rules and limits, or drains if the terminal of the server was closed.
     """
 
-    def __init__(self, app: FastAPI, settings: ServerSettings, reread: Reread | None = None) -> None:
-        self.service: Service = app.state.service
+    def __init__(self, app: Any, settings: ServerSettings, reread: Reread | None = None) -> None:
+        self.service: Served = app.state.service
         self._keys: Keys = app.state.keys
         self._reread = reread
         self._draining: asyncio.Task[None] | None = None
@@ -54,6 +66,7 @@ class Server(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
+            forwarded_allow_ips=None if settings.uds is None else "*",  # the front door says whose request it is
         )
         super().__init__(config)
 
@@ -110,8 +123,15 @@ class Server(uvicorn.Server):
 
 def serve(app: FastAPI, settings: ServerSettings, listener: socket.socket, reread: Reread | None = None) -> None:
     """Serve until a signal. Returns after a drain. Raises if the model cannot be loaded or the engine has died."""
-    server = Server(app, settings, reread)
-    service = server.service
+    run_server(Server(app, settings, reread), listener)
+    if app.state.service.thread is None:  # the model is still loading, in a thread that cannot be stopped
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def run_server(server: Server, listener: socket.socket) -> None:
+    """Run a server on a socket until it ends."""
 
     async def run() -> None:
         failure_watcher = asyncio.ensure_future(_stop_on_failure(server))
@@ -120,12 +140,8 @@ def serve(app: FastAPI, settings: ServerSettings, listener: socket.socket, rerea
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(run())
-    if service.failure is not None:
-        raise _as_error(service.failure)
-    if service.thread is None:  # the model is still loading, in a thread that cannot be stopped
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    if server.service.failure is not None:
+        raise _as_error(server.service.failure)
 
 
 async def _stop_on_failure(server: Server) -> None:

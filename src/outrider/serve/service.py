@@ -188,6 +188,7 @@ class Service:
         thread = llm.thread
         try:
             check_model(llm, thread, self.settings.watchdog_timeout or None)
+            llm.fingerprint  # noqa: B018  (reads the weights, which must not hold up a request)
         except BaseException:
             thread.close()
             raise

@@ -65,6 +65,7 @@ class ServerSettings:
 
     host: str = flag("127.0.0.1", "Address to listen on. An address other than loopback needs --api-key.")
     port: int = flag(8000, "Port to listen on; 0 takes any free one.", min=0, max=65535)
+    uds: Path | None = flag(None, "Unix socket to listen on, instead of --host and --port.")
     api_key: tuple[str, ...] = flag(
         (), "Key that every request must carry, except health checks; may be repeated.", is_secret=True, show_default=False
     )

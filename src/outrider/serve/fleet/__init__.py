@@ -1,0 +1,1 @@
+"""Several replicas of one server behind one front door, on one machine or on Ray."""

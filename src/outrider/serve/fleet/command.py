@@ -1,0 +1,67 @@
+"""`outrider serve --data-parallel-size N`: what each replica gets, and the server of the front door."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+
+from outrider.engine.build import KV_SHARE_OF_MEMORY
+from outrider.engine.device import Device
+from outrider.errors import InvalidParameter
+from outrider.platform import memory_bytes
+from outrider.routing import Router
+from outrider.serve.flags import ServeFlags
+from outrider.serve.fleet.door import FrontDoor
+from outrider.serve.fleet.local import NO_PROMISE, LocalFleet, LocalPlan
+from outrider.serve.server import Reread, Server, run_server
+
+__all__ = ["DoorServer", "plan_of", "serve_replicas"]
+
+
+class DoorServer(Server):
+    """The server of a front door. Keys and hosts are checked by the replicas."""
+
+    def __init__(self, fleet: LocalFleet, flags: ServeFlags, reread: Reread | None = None) -> None:
+        super().__init__(FrontDoor(fleet), flags, reread)
+        self._fleet = fleet
+
+    def reload(self) -> None:
+        self._fleet.reload()
+
+
+def serve_replicas(
+    flags: ServeFlags, plan: LocalPlan, listener: socket.socket, reread: Reread, say: Callable[[str], None]
+) -> None:
+    """Serve until a signal. Raises if the replicas cannot be started."""
+
+    def announce() -> None:
+        shared = "share one fingerprint" if fleet.state()["same_tokens"] else f"differ: {NO_PROMISE}"
+        say(f"{plan.replicas} replicas {shared}; {plan.capacity} sequences at once on each")
+
+    fleet = LocalFleet(plan, flags, Router(), announce)
+    run_server(DoorServer(fleet, flags, reread), listener)
+
+
+def plan_of(flags: ServeFlags, arguments: Sequence[str], kv_bytes: int | None) -> LocalPlan:
+    """The replicas' command lines: the same as this one, with their shares of threads and memory, or a GPU each."""
+    number = flags.data_parallel_size
+    own = ["--data-parallel-size", "1"]
+    environments: list[dict[str, str]] = []
+    if Device.resolve(flags.device).is_gpu:
+        gpus = _gpus()
+        if number > len(gpus):
+            raise InvalidParameter("--data-parallel-size", f"must be at most {len(gpus)}, the number of GPUs; got {number}")
+        environments = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:number]]
+    else:
+        threads = flags.threads or torch.get_num_threads()
+        share = (kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())) // number
+        own += ["--threads", str(max(threads // number, 1)), "--memory", str(share)]
+    return LocalPlan((*arguments, *own), number, flags.max_num_seqs, environments)
+
+
+def _gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
