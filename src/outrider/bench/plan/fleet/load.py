@@ -70,11 +70,10 @@ class LoadShape:
 
     def requests(self) -> Iterator[FleetRequest]:
         """The requests in order of time. The same seed gives the same ones."""
-        draw, pending, number = random.Random(self.seed), list[tuple[float, int, _Talk]](), 0
-        for begin in self._beginnings(draw):
+        draw, pending = random.Random(self.seed), list[tuple[float, int, _Talk]]()
+        for number, begin in enumerate(self._beginnings(draw)):
             while pending and pending[0][0] <= begin:
                 yield from self._turn(pending, draw)
-            number += 1
             heapq.heappush(pending, (begin, number, _Talk(f"c{number}", number % self.tenants, draw.randrange(2**30))))
             while pending and pending[0][0] <= begin:
                 yield from self._turn(pending, draw)
@@ -110,7 +109,7 @@ class LoadShape:
     def _length(self, mean: int, draw: random.Random) -> int:
         if not self.spread:
             return mean
-        return max(1, min(round(mean * draw.lognormvariate(-self.spread**2 / 2, self.spread)), 8 * mean))
+        return max(1, min(round(mean * draw.lognormvariate(-(self.spread**2) / 2, self.spread)), 8 * mean))
 
 
 @dataclass(slots=True)
@@ -174,8 +173,8 @@ def _read_request(data: Mapping[str, Any], number: int, talks: dict[str, tuple[i
     tokens += _tokens(number * 65_536 + 3, int(prompt) - len(tokens))
     if conversation is not None:
         talks[str(conversation)] = tokens + (ANSWER_TOKEN,) * int(output)
-    names = (None if name is None else str(name) for name in (tenant, conversation))
-    return FleetRequest(at / 1e3, tokens, int(output), number, *names, float(data.get("temperature", 0.0)))
+    tenant, conversation = (None if name is None else str(name) for name in (tenant, conversation))
+    return FleetRequest(at / 1e3, tokens, int(output), number, tenant, conversation, float(data.get("temperature", 0.0)))
 
 
 def _number(data: Mapping[str, Any], name: str) -> float:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from outrider.bench.environment import environment
 from outrider.bench.plan.fleet.replica_costs import ReplicaCosts
@@ -62,7 +62,9 @@ class RoundTimes:
             self.samples[-1] = last._replace(host_s=max(host, 0.0))
         users: dict[int, tuple[int, int]] = {}
         begun = 0
-        for seq, arm, length, tree in zip(sequences, plan.arms or [0] * len(sequences), plan.lengths, report.drafts.per_sequence, strict=True):
+        for seq, arm, length, tree in zip(
+            sequences, plan.arms or [0] * len(sequences), plan.lengths, report.drafts.per_sequence, strict=True
+        ):
             if length:
                 count, longest = users.get(arm, (0, 1))
                 users[arm] = count + 1, max(longest, len(tree.tokens))
@@ -73,10 +75,10 @@ class RoundTimes:
                 self._met.pop(seq, None)
         self._sequences = list(sequences)
         names = [(self._policy.arms[arm].name, count, longest) for arm, (count, longest) in users.items()]
-        think = phases.plan + phases.select
+        think, context = phases.plan + phases.select, sum(len(seq.tokens) for seq in sequences)
         self.samples.append(
             RoundSample(
-                report.began, report.rows, len(sequences), sum(len(seq.tokens) for seq in sequences), report.prefill, names, begun,
+                report.began, report.rows, len(sequences), context, report.prefill, names, begun,
                 phases.propose, phases.forward, phases.verify + phases.commit + phases.record + phases.schedule, think,
                 self._policy.replanned,
             )

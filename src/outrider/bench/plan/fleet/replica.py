@@ -70,6 +70,10 @@ class _Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.scale = 1.0
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds * self.scale
 
     def clock(self) -> float:
         return self.now
@@ -93,7 +97,7 @@ class _TimedPolicy:
 
     def plan(self, load: Load) -> Plan:
         plan = self._policy.plan(load)
-        self._clock.now += self._plan_s[self._policy.replanned]
+        self._clock.advance(self._plan_s[self._policy.replanned])
         return plan
 
 
@@ -119,7 +123,7 @@ class _Runner:
             samples = seq.cached + fed == tokens
             roots.append(wanted if samples else -1)
             wanted += 1 + nodes if samples else 0
-        self._clock.now += self._table.forward(rows, context)
+        self._clock.advance(self._table.forward(rows, context))
         return Scores(_NO_LOGITS, roots, choices=_CHOICES)
 
 
@@ -152,13 +156,13 @@ class _Drafter:
             users[arm] = count + 1, max(longest, len(tree.tokens))
             if arm not in self._met[seq]:
                 self._met[seq].add(arm)
-                self._clock.now += self._table.switch(self._arms[arm], len(seq.tokens))
+                self._clock.advance(self._table.switch(self._arms[arm], len(seq.tokens)))
         for arm, (count, longest) in users.items():
-            self._clock.now += self._table.proposal(self._arms[arm], count, longest)
+            self._clock.advance(self._table.proposal(self._arms[arm], count, longest))
         return Drafts(trees)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:  # noqa: ARG002
-        self._clock.now += self._table.rest(len(batch.sequences))
+        self._clock.advance(self._table.rest(len(batch.sequences)))
 
 
 class Live:
@@ -207,10 +211,10 @@ class Replica:
         self._inbox.append(Live(request))
         return request.at + self._request_s
 
-    def round(self, now: float) -> tuple[float, list[Live]]:
-        """One round that begins now: when it is over, and who has ended in it."""
+    def round(self, now: float, scale: float = 1.0) -> tuple[float, list[Live]]:
+        """One round that begins now and takes `scale` times as long as it costs: when it is over, and who has ended in it."""
         clock, engine, inbox = self._clock, self.engine, self._inbox
-        clock.now = now
+        clock.now, clock.scale = now, scale
         while inbox and inbox[0].at + self._request_s <= now:
             self._admit(inbox.popleft())
         if not engine.has_work:

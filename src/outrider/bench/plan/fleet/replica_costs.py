@@ -37,6 +37,8 @@ class ReplicaCosts:
     context: int = 2048
     request_s: float = 0.0  # from a request's arrival to the engine's queue
     plan_s: tuple[float, float] = (0.0, 0.0)  # the controller's seconds in a round whose plan stands, and where it plans anew
+    per_machine: int = 1  # replicas that share a machine
+    alone: float = 1.0  # what a round takes while the others of its machine are idle, against the same while they work
     measured: Mapping[str, Any] = field(default_factory=dict)  # on what, and how
     named: bool = False  # the user named the only arm
 
@@ -67,7 +69,9 @@ def read_replica(path: Path | None) -> ReplicaCosts:
     except OSError as error:
         raise InvalidParameter("--costs", f"{path} cannot be read: {error.strerror}; {_HOW}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InvalidParameter("--costs", f"{path} holds no costs of a replica ({type(error).__name__}: {error}); {_HOW}") from None
+        raise InvalidParameter(
+            "--costs", f"{path} holds no costs of a replica ({type(error).__name__}: {error}); {_HOW}"
+        ) from None
 
 
 def _from_data(data: Mapping[str, Any]) -> ReplicaCosts:
@@ -82,9 +86,10 @@ def _from_data(data: Mapping[str, Any]) -> ReplicaCosts:
         arms = tuple(Arm(str(name), int(longest)) for name, longest in about["arms"].items())
         return ReplicaCosts(
             costs, arms, texts, EngineConfig(**about["sizes"]), int(about["pages"]), int(about["context"]),
-            float(about["request_s"]), (float(about["plan_s"][0]), float(about["plan_s"][1])), data.get("measured", {}),
+            float(about["request_s"]), (float(about["plan_s"][0]), float(about["plan_s"][1])),
+            int(about["per_machine"]), float(about["alone"]), data.get("measured", {}),
         )  # fmt: skip
-    accepted = costs.accepted.get("0") or next(iter(costs.accepted.values()), {})
+    accepted: Mapping[str, Any] = costs.accepted.get("0") or next(iter(costs.accepted.values()), {})
     longest = {name: 32 for name in data["propose"] if name in accepted and costs.knows_proposal(name)}
     if not longest:
         raise ValueError("it does not say how often drafts were accepted: serve or generate for a while first")
@@ -101,6 +106,8 @@ def write_replica(path: Path, replica: ReplicaCosts) -> None:
         "context": replica.context,
         "request_s": replica.request_s,
         "plan_s": list(replica.plan_s),
+        "per_machine": replica.per_machine,
+        "alone": replica.alone,
     }
     texts = [{name: trace_record(trace) for name, trace in text.items()} for text in replica.texts]
     data = replica.costs.as_dict() | {"replica": about, "measured": dict(replica.measured), "texts": texts}

@@ -67,7 +67,7 @@ def simulate(
     run = FleetRun(replicas, replicas * costs.sizes.max_num_seqs)
     began = time.perf_counter()
     with _without_collector():
-        _Events(fleet, Router(options), run, costs.sizes.page_size).go(iter(requests))
+        _Events(fleet, Router(options), run, costs).go(iter(requests))
     run.wall_s = time.perf_counter() - began
     for replica in fleet:
         _add(run, replica)
@@ -77,8 +77,8 @@ def simulate(
 class _Events:
     """What happens next: an arrival, or the end of a replica's round."""
 
-    def __init__(self, fleet: list[Replica], router: Router, run: FleetRun, page_size: int) -> None:
-        self._fleet, self._router, self._run, self._page_size = fleet, router, run, page_size
+    def __init__(self, fleet: list[Replica], router: Router, run: FleetRun, costs: ReplicaCosts) -> None:
+        self._fleet, self._router, self._run, self._costs = fleet, router, run, costs
         self._numbers = {replica.name: i for i, replica in enumerate(fleet)}
         self._loads: dict[str, ReplicaLoad] = {replica.name: replica.load for replica in fleet}
         self._stale: set[int] = set()  # replicas whose load has changed since it was looked at
@@ -86,6 +86,8 @@ class _Events:
     def go(self, arrivals: Iterator[FleetRequest]) -> None:
         due: list[tuple[float, int]] = []  # when the next round of a replica can begin
         fleet, run, stale = self._fleet, self._run, self._stale
+        shared, alone = self._costs.per_machine, self._costs.alone
+        working = [0] * (len(fleet) // shared + 1)  # replicas with work, by machine
         now, request = 0.0, next(arrivals, None)
         while True:
             while request is not None and (not due or request.at <= due[0][0]):
@@ -95,19 +97,21 @@ class _Events:
                 ready = fleet[number].send(request)
                 if was_idle:
                     heapq.heappush(due, (ready, number))
+                    working[number // shared] += 1
                 run.last_arrival = now
                 if (request := next(arrivals, None)) is None:
                     run.backlog = sum(load.running + load.waiting for load in (replica.load for replica in fleet))
             if not due:
                 break
             at, number = due[0]
-            now, ended = fleet[number].round(at)
+            now, ended = fleet[number].round(at, 1.0 if working[number // shared] > 1 or shared == 1 else alone)
             for live in ended:
                 run.note(live, now if request is not None else run.last_arrival)
             run.seconds = max(run.seconds, now)
             stale.add(number)
             if fleet[number].idle:
                 heapq.heappop(due)
+                working[number // shared] -= 1
             else:
                 heapq.heapreplace(due, (now, number))
 
@@ -120,7 +124,7 @@ class _Events:
             replica = self._fleet[number]
             self._loads[replica.name] = replica.load
         self._stale.clear()
-        prefix = token_prefix(request.prompt, request.tenant or "", self._page_size)
+        prefix = token_prefix(request.prompt, request.tenant or "", self._costs.sizes.page_size)
         keys = RequestKeys(request.conversation, request.tenant, prefix)
         name = self._router.choose(keys, self._loads, request.at)
         self._router.sent(name, keys)
