@@ -21,7 +21,6 @@ _FIRST_PROMPT_TOKEN = 8
 _TOKENS = 2**31  # different prompt tokens
 _BLOCK = 512  # tokens that an entry of `hash_ids` stands for
 _LONGEST = 2**20  # tokens of a prompt or an answer
-_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,8 @@ class LoadShape:
     tenants: int = 1
     turns: float = 1.0
     pause: float = 10.0  # seconds from one turn to the next, on average
-    swing: float = 0.0  # the rate rises and falls over 24 hours by this share
+    swing: float = 0.0  # the rate rises and falls by this share
+    period: float = 86_400.0  # within so many seconds: a day
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class LoadShape:
             now += draw.gammavariate(self.burstiness, 1.0 / (self.burstiness * top))
             if now >= self.seconds:
                 return
-            level = 1.0 - self.swing * math.cos(2.0 * math.pi * now / _DAY)
+            level = 1.0 - self.swing * math.cos(2.0 * math.pi * now / self.period)
             if not self.swing or draw.random() * (1.0 + self.swing) < level:
                 yield now
 

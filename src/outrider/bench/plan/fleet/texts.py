@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from outrider.bench.plan.fleet.load import ANSWER_TOKEN
@@ -43,30 +44,52 @@ class Texts:
 
 
 class _Guesses:
-    """One arm's drafts of one text."""
+    """One arm's drafts of one text, by position."""
 
     def __init__(self, trace: Trace) -> None:
-        self._records: list[DraftRecord] = []
-        self._reach: list[int] = []  # by position: tokens from there on that are guessed right
+        self._longest = trace.max_length
+        self._chains = all(record.parents == list(range(-1, len(record.parents) - 1)) for record in trace.drafts)
+        self._places: list[tuple[DraftRecord, int]] = []  # by position: the record that covers it, and tokens since its root
         for record, after in zip(trace.drafts, [*trace.drafts[1:], None], strict=True):
             length = len(record.path) + 1 if after is None else max(after.at - record.at, 1)
-            self._records += [record] * length
-            self._reach += [max(len(record.path) - i, 0) for i in range(length)]
-        for position in range(len(self._records) - 2, -1, -1):  # what was right to its last node goes on with what came after
-            record = self._records[position]
-            if 0 < len(record.path) == len(record.parents) and record.room > len(record.path):
-                self._reach[position] = max(self._reach[position], 1 + self._reach[position + 1])
+            self._places += [(record, i) for i in range(length)]
 
     def tree(self, position: int, nodes: int) -> Tree:
-        if not self._records or nodes == 0:
+        if not self._places or nodes == 0:
             return _NOTHING
-        place = position % len(self._records)
-        record, reach = self._records[place], self._reach[place]
+        position %= len(self._places)
+        if self._chains:
+            confidences, right = self._chain(position, nodes)
+            tokens = [ANSWER_TOKEN] * right + [_WRONG_TOKEN] * (len(confidences) - right)
+            return Tree(tokens, list(range(-1, len(tokens) - 1)), list(accumulate(confidences, mul)))
+        record, consumed = self._places[position]
         kept, parents, survival = record.likeliest(nodes)
-        chain = parents == list(range(-1, len(parents) - 1))
-        right = set(range(min(reach, len(kept)))) if chain else {i for i, n in enumerate(kept) if n in record.path[:reach]}
-        tokens = [ANSWER_TOKEN if i in right else _WRONG_TOKEN for i in range(len(kept))]
-        return Tree(tokens, parents, survival)
+        path = record.path[: max(len(record.path) - consumed, 0)]
+        return Tree([ANSWER_TOKEN if node in path else _WRONG_TOKEN for node in kept], parents, survival)
+
+    def _chain(self, position: int, nodes: int) -> tuple[list[float], int]:
+        """The confidence in every node after its parent, and how many of them are right: drafts that were right to their
+        last node go on with the next record.
+        """
+        confidences: list[float] = []
+        while len(confidences) < nodes and position < len(self._places):
+            record, consumed = self._places[position]
+            steps = _steps(record)
+            confidences += steps[consumed:]
+            if len(record.path) < len(steps) or not steps:
+                right = min(len(confidences) - len(steps) + max(len(record.path), consumed), len(confidences))
+                if 0 < len(steps) >= min(self._longest, record.room):  # it was cut there, and would have gone on
+                    confidences += [steps[-1]] * (nodes - len(confidences))
+                return confidences[:nodes], min(right, nodes)
+            confidences.append(steps[-1])  # the token after the draft, which nobody drafted
+            position += max(len(steps) - consumed, 0) + 1
+        return confidences[:nodes], min(len(confidences), nodes)
+
+
+def _steps(record: DraftRecord) -> list[float]:
+    """Of a chain, the confidence in every node once its parent is right."""
+    before = [1.0, *record.survival]
+    return [min(chance / last, 1.0) if last > 0 else 0.0 for chance, last in zip(record.survival, before, strict=False)]
 
 
 def made_up_texts(accepted: Mapping[str, Any], arms: Mapping[str, int], seed: int = 0) -> list[dict[str, Trace]]:
