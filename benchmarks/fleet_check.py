@@ -23,6 +23,7 @@ import typer
 from benchmarks.command import close_report, errors, run
 from benchmarks.server import ServerProcess, client_of
 from outrider.bench.client import ServedAnswer
+from outrider.bench.environment import environment
 from outrider.bench.plan.fleet.load import FleetRequest
 from outrider.bench.plan.fleet.measure import RoundSample, costs_from, plan_seconds, record_texts
 from outrider.bench.plan.fleet.replica_costs import ReplicaCosts, write_replica
@@ -43,6 +44,7 @@ __all__ = ["main"]
 
 _TOLERANCE = 0.15
 _AT_ONCE = (1, 2, 4)  # requests of each server while costs are measured
+_KEPT_TEXTS = 8  # in a file of costs
 _SHARES = (0.25, 0.5, 0.75)  # of the throughput of both servers when they are busy
 
 
@@ -156,12 +158,12 @@ async def offer(fleet: Fleet, texts: Sequence[Text], load: Sequence[FleetRequest
     return [task.result() for task in tasks], wall, (time.process_time() - cpu) / wall
 
 
-def requests_at(rate: float, seconds: float, texts: Sequence[Text], tokens: int, seed: int) -> list[FleetRequest]:
-    """Poisson arrivals of texts at random, of several lengths."""
+def requests_at(rate: float, seconds: float, prompts: Sequence[tuple[int, ...]], tokens: int, seed: int) -> list[FleetRequest]:
+    """Poisson arrivals of prompts at random, with answers of several lengths."""
     draw, now, load = random.Random(seed), 0.0, list[FleetRequest]()
     while (now := now + draw.expovariate(rate)) < seconds:
-        text = draw.randrange(len(texts))
-        load.append(FleetRequest(now, texts[text].ids, draw.randint(tokens // 2, tokens), text))
+        text = draw.randrange(len(prompts))
+        load.append(FleetRequest(now, prompts[text], draw.randint(tokens // 2, tokens), text))
     return load
 
 
@@ -211,7 +213,7 @@ async def real_runs(
         runs = []
         for number, share in enumerate(_SHARES):
             status.update(f"load {share:g} of {rate:.1f} requests a second")
-            load = requests_at(share * rate, seconds, texts, tokens, number)
+            load = requests_at(share * rate, seconds, [text.ids for text in texts], tokens, number)
             runs.append((share, load, *await offer(fleet, texts, load)))
     await fleet.close()
     return {"both": both, "one": one, "runs": runs}
@@ -260,7 +262,8 @@ def main(
         "request_s": paper.request_s, "plan_s": paper.plan_s, "rounds_timed": len(samples), "passed": worst <= _TOLERANCE,
     }  # fmt: skip
     if save_costs is not None:
-        write_replica(save_costs, replace(paper, measured={"model": "pyrite", "with": "benchmarks.fleet_check"}))
+        few = replace(paper, texts=paper.texts[:_KEPT_TEXTS], measured=environment() | {"model": "pyrite"})
+        write_replica(save_costs, few)
     close_report(report, output)
 
 

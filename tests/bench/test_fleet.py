@@ -7,10 +7,9 @@ from statistics import fmean
 
 import pytest
 
-from outrider.bench.plan.fleet import simulate as simulation
 from outrider.bench.plan.fleet.load import FleetRequest, LoadShape
 from outrider.bench.plan.fleet.replica import CostTable, Replica
-from outrider.bench.plan.fleet.simulate import FleetRun, simulate
+from outrider.bench.plan.fleet.simulate import FleetRun, run_fleet, simulate
 from outrider.bench.plan.fleet.sizing import FleetQuestion, choose_fleet, speculation_by_load, stops_paying
 from outrider.bench.plan.fleet.summary import Slo, summarise
 from outrider.bench.plan.fleet.texts import Texts
@@ -72,18 +71,12 @@ def test_the_same_load_gives_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize("pages", [0, 9])
-def test_every_request_ends_once_and_its_tokens_are_counted(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Replica] = []
-
-    class Kept(Replica):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
-            made.append(self)
-
-    monkeypatch.setattr(simulation, "Replica", Kept)
+def test_every_request_ends_once_and_its_tokens_are_counted(pages: int) -> None:
     costs = paper(6, [{"guesser": guesser(2, 6)}], pages=pages, context=512)
     requests = list(MIXED.requests())
-    run = simulate(requests, costs, 2)
+    table, texts = CostTable(costs.costs), Texts(costs.texts, ["guesser"])
+    made = [Replica.on_paper(f"r{i}", costs, table, texts) for i in range(2)]
+    run = run_fleet(requests, made, costs)
     fit = [r for r in requests if len(r.prompt) + r.output <= 512]
     assert len(fit) < len(requests)  # conversations outgrow the context
     assert run.refused == len(requests) - len(fit)
@@ -127,7 +120,7 @@ def test_it_runs_the_parts_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.count("Engine.round") == calls.count("Scheduler.next") == calls.count("Controller.plan") == run.rounds
     assert calls.count("Controller.observe") == run.rounds
     assert calls.count("Router.choose") == run.offered
-    engine = Replica("r", costs, CostTable(costs.costs), Texts(costs.texts, ["guesser"])).engine
+    engine = Replica.on_paper("r", costs, CostTable(costs.costs), Texts(costs.texts, ["guesser"])).engine
     assert type(engine) is Engine
     assert type(engine.scheduler) is Scheduler
 

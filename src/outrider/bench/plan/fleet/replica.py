@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 
@@ -16,14 +16,14 @@ from outrider.bench.plan.fleet.replica_costs import ReplicaCosts
 from outrider.bench.plan.fleet.texts import Texts
 from outrider.cache import PageTable
 from outrider.control import Controller, Costs, FixedLength, Load, Policy
-from outrider.core import Batch, Drafts, Needs, Plan, Request, Scores, Sequence, Tree, Verdict
+from outrider.core import Batch, Drafts, Needs, Plan, Request, RoundProfile, Scores, Sequence, Tree, Verdict
 from outrider.engine.engine import Engine
 from outrider.errors import QueueFull
 from outrider.model import Runner
 from outrider.routing import ReplicaLoad
 from outrider.sampling import SamplingParams
 
-__all__ = ["CostTable", "Live", "Replica"]
+__all__ = ["Clock", "CostTable", "Live", "PaperClock", "Replica"]
 
 _NO_LOGITS = torch.empty(0)
 _CHOICES = [ANSWER_TOKEN] * 2**16  # the target chooses the same token in every row
@@ -65,12 +65,25 @@ class CostTable:
         return self._costs.switch(drafter, tokens)
 
 
-class _Clock:
-    """Virtual seconds, as the engine reads them: the profile of an engine whose time stands still unless it is moved."""
+class Clock(RoundProfile, Protocol):
+    """Virtual seconds: the profile of a replica's engine."""
+
+    @property
+    def now(self) -> float: ...
+
+    def begin(self, now: float, scale: float) -> None:
+        """A round begins at this time, and takes `scale` times as long as it costs."""
+
+
+class PaperClock:
+    """Time stands still unless it is moved."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.scale = 1.0
+
+    def begin(self, now: float, scale: float) -> None:
+        self.now, self.scale = now, scale
 
     def advance(self, seconds: float) -> None:
         self.now += seconds * self.scale
@@ -88,7 +101,7 @@ class _Clock:
 class _TimedPolicy:
     """A policy whose planning takes time."""
 
-    def __init__(self, policy: Controller, clock: _Clock, plan_s: tuple[float, float]) -> None:
+    def __init__(self, policy: Controller, clock: PaperClock, plan_s: tuple[float, float]) -> None:
         self._policy, self._clock, self._plan_s = policy, clock, plan_s
         self.arms = policy.arms
         self.arms_named, self.select, self.observe, self.forget = (
@@ -108,7 +121,7 @@ class _Runner:
     separate_prefill = overlaps_rounds = False
     device_name = "paper"
 
-    def __init__(self, clock: _Clock, table: CostTable, context: int) -> None:
+    def __init__(self, clock: PaperClock, table: CostTable, context: int) -> None:
         self._clock, self._table = clock, table
         self.decoder = SimpleNamespace(spec=SimpleNamespace(vocab=_VOCAB, context=context), rotary_start=lambda _: 0)
         self.pool = SimpleNamespace(clear=lambda _: None, move=lambda *_: None, slots=lambda *_: [])
@@ -132,7 +145,7 @@ class _Drafter:
 
     needs = Needs()
 
-    def __init__(self, clock: _Clock, table: CostTable, texts: Texts, arms: Seq[str]) -> None:
+    def __init__(self, clock: PaperClock, table: CostTable, texts: Texts, arms: Seq[str]) -> None:
         self._clock, self._table, self._texts, self._arms = clock, table, texts, arms
         self._met: dict[Sequence, set[int]] = {}
 
@@ -179,22 +192,30 @@ class Live:
 class Replica:
     """An engine, the requests that wait for its next round, and its own time."""
 
-    def __init__(self, name: str, costs: ReplicaCosts, table: CostTable, texts: Texts) -> None:
+    def __init__(self, name: str, engine: Engine, clock: Clock, request_s: float, context: int) -> None:
+        """The engine's profile must be `clock`: what it says before and after a round is what the round took."""
         self.name = name
+        self.engine = engine
         self.rounds = 0
         self.busy_s = 0.0
         self.refused = 0
-        self._clock = clock = _Clock()
-        self._request_s = costs.request_s
-        self._context = costs.context
+        self._clock = clock
+        self._request_s = request_s
+        self._context = context
         self._inbox: deque[Live] = deque()
         self._live: dict[Sequence, Live] = {}
         self._submitted = 0
+
+    @classmethod
+    def on_paper(cls, name: str, costs: ReplicaCosts, table: CostTable, texts: Texts) -> Replica:
+        """A replica without a model."""
+        clock = PaperClock()
         runner = cast(Runner, _Runner(clock, table, costs.context))
         drafter = _Drafter(clock, table, texts, [arm.name for arm in costs.arms])
         pages = PageTable(costs.kv_pages, costs.sizes.page_size)
-        self.engine = Engine(runner, None, drafter, _policy(costs, clock), costs.sizes, pages)
-        self.engine.profile(clock)
+        engine = Engine(runner, None, drafter, _policy(costs, clock), costs.sizes, pages)
+        engine.profile(clock)
+        return cls(name, engine, clock, costs.request_s, costs.context)
 
     @property
     def load(self) -> ReplicaLoad:
@@ -214,7 +235,7 @@ class Replica:
     def round(self, now: float, scale: float = 1.0) -> tuple[float, list[Live]]:
         """One round that begins now and takes `scale` times as long as it costs: when it is over, and who has ended in it."""
         clock, engine, inbox = self._clock, self.engine, self._inbox
-        clock.now, clock.scale = now, scale
+        clock.begin(now, scale)
         while inbox and inbox[0].at + self._request_s <= now:
             self._admit(inbox.popleft())
         if not engine.has_work:
@@ -252,7 +273,7 @@ class Replica:
         self._live[processor.seq] = live
 
 
-def _policy(costs: ReplicaCosts, clock: _Clock) -> Policy:
+def _policy(costs: ReplicaCosts, clock: PaperClock) -> Policy:
     """The controller over the replica's arms, as if it were started with these costs; without arms plain decoding."""
     if not costs.arms:
         return FixedLength(0)

@@ -16,7 +16,7 @@ from outrider.bench.plan.fleet.replica_costs import ReplicaCosts
 from outrider.bench.plan.fleet.texts import Texts
 from outrider.routing import ReplicaLoad, RequestKeys, Router, RouterOptions, token_prefix
 
-__all__ = ["FleetRun", "simulate"]
+__all__ = ["FleetRun", "run_fleet", "simulate"]
 
 
 @dataclass(slots=True)
@@ -63,8 +63,14 @@ def simulate(
 ) -> FleetRun:
     """Run the load on so many replicas to its end. The same load gives the same numbers."""
     table, texts = CostTable(costs.costs), Texts(costs.texts, [arm.name for arm in costs.arms])
-    fleet = [Replica(f"r{i}", costs, table, texts) for i in range(replicas)]
-    run = FleetRun(replicas, replicas * costs.sizes.max_num_seqs)
+    return run_fleet(requests, [Replica.on_paper(f"r{i}", costs, table, texts) for i in range(replicas)], costs, options)
+
+
+def run_fleet(
+    requests: Iterable[FleetRequest], fleet: list[Replica], costs: ReplicaCosts, options: RouterOptions | None = None
+) -> FleetRun:
+    """Run the load on these replicas, on paper or not, to its end."""
+    run = FleetRun(len(fleet), len(fleet) * costs.sizes.max_num_seqs)
     began = time.perf_counter()
     with _without_collector():
         _Events(fleet, Router(options), run, costs).go(iter(requests))
