@@ -29,6 +29,7 @@ _NO_LOGITS = torch.empty(0)
 _CHOICES = [ANSWER_TOKEN] * 2**16  # the target chooses the same token in every row
 _VOCAB = 16
 _NOTHING = Tree([], [], [])
+_STOPPING = ("draft_model",)  # drafters that end a chain below Plan.confidence_threshold
 T = TypeVar("T")
 
 
@@ -157,25 +158,40 @@ class _Drafter:
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         trees: list[Tree] = []
-        users: dict[int, tuple[int, int]] = {}  # by arm: how many, and the nodes of the longest draft
+        users: dict[int, list[int]] = {}  # by arm: places in the batch
         arms = plan.arms or (0,) * len(plan.lengths)
         for seq, arm, nodes in zip(batch.sequences, arms, plan.lengths, strict=True):
             if not nodes:
                 trees.append(_NOTHING)
                 continue
-            tree = self._texts.draft(seq.request.seed, arm, len(seq.tokens) - len(seq.request.prompt_ids), nodes)
-            trees.append(tree)
-            count, longest = users.get(arm, (0, 1))
-            users[arm] = count + 1, max(longest, len(tree.tokens))
+            users.setdefault(arm, []).append(len(trees))
+            trees.append(self._texts.draft(seq.request.seed, arm, len(seq.tokens) - len(seq.request.prompt_ids), nodes))
             if arm not in self._met[seq]:
                 self._met[seq].add(arm)
                 self._clock.advance(self._table.switch(self._arms[arm], len(seq.tokens)))
-        for arm, (count, longest) in users.items():
-            self._clock.advance(self._table.proposal(self._arms[arm], count, longest))
+        for arm, places in users.items():
+            name = self._arms[arm]
+            if plan.confidence_threshold and name in _STOPPING:
+                _stop_early(trees, places, plan.confidence_threshold)
+            longest = max([len(trees[b].tokens) for b in places])
+            self._clock.advance(self._table.proposal(name, len(places), longest or 1))
         return Drafts(trees)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:  # noqa: ARG002
         self._clock.advance(self._table.rest(len(batch.sequences)))
+
+
+def _stop_early(trees: list[Tree], places: Seq[int], threshold: float) -> None:
+    """End all chains with the first step after which none of them is likely to survive."""
+    steps, longest = 0, max([len(trees[b].tokens) for b in places])
+    while steps < longest:
+        steps += 1
+        if all(len(trees[b].survival) < steps or trees[b].survival[steps - 1] < threshold for b in places):
+            break
+    for b in places:
+        tokens, parents, survival = trees[b]
+        if len(tokens) > steps:
+            trees[b] = Tree(tokens[:steps], parents[:steps], survival[:steps])
 
 
 class Live:
