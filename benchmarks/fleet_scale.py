@@ -46,6 +46,13 @@ def _sized(replicas: int, seconds: float, speculation: str = "auto") -> Case:
     return Case(replicas, replace(_LOAD, rate=_PER_REPLICA * replicas, seconds=seconds), speculation)
 
 
+def _chosen(per_replica: float, day_share: float) -> dict[str, Case]:
+    """The cases at another load of each replica, and with a part of the day."""
+    scale = per_replica / _PER_REPLICA
+    cases = {name: replace(case, load=replace(case.load, rate=case.load.rate * scale)) for name, case in CASES.items()}
+    return cases | {"day": _day(day_share)}
+
+
 def _day(share: float) -> Case:
     """A day of a million requests on ten replicas; with a share below 1 the day passes that much quicker, at the same rates."""
     return Case(10, replace(_LOAD, rate=_MILLION / _DAY, seconds=share * _DAY, period=share * _DAY, swing=0.6))
@@ -103,13 +110,14 @@ def picture(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(
     only: Annotated[str | None, typer.Option(help="Comma-separated cases. Default: all.")] = None,
+    per_replica: Annotated[float, typer.Option(help="Requests a second of each replica; the day has its own.")] = _PER_REPLICA,
     day_share: Annotated[float, typer.Option(min=0.001, max=1, help="Of the day's million requests, at the same rates.")] = 1.0,
     costs: Annotated[Path | None, typer.Option(help="Costs of a replica. Default: the bundled ones.")] = None,
     output: Annotated[Path, typer.Option(help="File for the result, as JSON.")] = Path("results/fleet_scale.json"),
     plot: Annotated[Path | None, typer.Option(help="Draw the plot of the result into this SVG file.")] = None,
 ) -> None:
     """Simulate the cases, and print the table of all there are."""
-    cases = dict(CASES) | {"day": _day(day_share)}
+    cases = _chosen(per_replica, day_share)
     names = list(cases) if only is None else [name for name in only.split(",") if name]
     replica = read_replica(costs)
     for name in names:

@@ -15,11 +15,13 @@ from outrider.bench.plan.fleet.summary import Slo, summarise
 from outrider.bench.plan.fleet.texts import Texts
 from outrider.bench.plan.trace import DraftRecord, Trace
 from outrider.control import Controller
+from outrider.core import Batch, Plan, Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import InvalidParameter
 from outrider.quantiles import quantile
 from outrider.routing import Router
+from outrider.sampling import SamplingParams
 from tests.support.fleet import ROUND_S, guesser, paper
 
 MIXED = LoadShape(rate=40.0, seconds=5.0, prompt=100, output=12, turns=3.0, pause=0.5, shared=64, tenants=2, seed=3)
@@ -190,3 +192,14 @@ def test_what_no_fleet_can_do_is_an_error() -> None:
 
 def test_an_empty_run_has_numbers_too() -> None:
     assert summarise(FleetRun(1, 8), 8, "auto", Slo()).output_tok_s == 0
+
+
+def test_a_draft_model_ends_a_draft_that_is_not_likely_to_survive() -> None:
+    record = DraftRecord([-1, 0, 1, 2], [0.9, 0.4, 0.3, 0.2], [0, 1, 2], 0, 9)
+    for name, nodes in (("draft_model", 2), ("suffix", 4)):
+        costs = paper(texts=[{name: Trace(name, 0, 4, [record])}])
+        engine = Replica.on_paper("r", costs, CostTable(costs.costs), Texts(costs.texts, [name])).engine
+        processor = engine.submit(Request("r", (8, 9), SamplingParams(), 0, frozenset(), 8), "paper")
+        engine.drafter.begin(processor.seq)
+        drafts = engine.drafter.propose(Batch([processor.seq], [1]), Plan((4,), arms=(0,), confidence_threshold=0.5))
+        assert drafts.counts == [nodes]
