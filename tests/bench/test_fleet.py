@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from outrider.bench.plan.fleet.load import FleetRequest, LoadShape
-from outrider.bench.plan.fleet.replica import CostTable, Replica
+from outrider.bench.plan.fleet.paper import CostTable, on_paper
 from outrider.bench.plan.fleet.simulate import FleetRun, run_fleet, simulate
 from outrider.bench.plan.fleet.sizing import FleetQuestion, choose_fleet, speculation_by_load, stops_paying
 from outrider.bench.plan.fleet.summary import Slo, summarise
@@ -77,7 +77,7 @@ def test_every_request_ends_once_and_its_tokens_are_counted(pages: int) -> None:
     costs = paper(6, [{"guesser": guesser(2, 6)}], pages=pages, context=512)
     requests = list(MIXED.requests())
     table, texts = CostTable(costs.costs), Texts(costs.texts, ["guesser"])
-    made = [Replica.on_paper(f"r{i}", costs, table, texts) for i in range(2)]
+    made = [on_paper(f"r{i}", costs, table, texts) for i in range(2)]
     run = run_fleet(requests, made, costs)
     fit = [r for r in requests if len(r.prompt) + r.output <= 512]
     assert len(fit) < len(requests)  # conversations outgrow the context
@@ -122,7 +122,7 @@ def test_it_runs_the_parts_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.count("Engine.round") == calls.count("Scheduler.next") == calls.count("Controller.plan") == run.rounds
     assert calls.count("Controller.observe") == run.rounds
     assert calls.count("Router.choose") == run.offered
-    engine = Replica.on_paper("r", costs, CostTable(costs.costs), Texts(costs.texts, ["guesser"])).engine
+    engine = on_paper("r", costs, CostTable(costs.costs), Texts(costs.texts, ["guesser"])).engine
     assert type(engine) is Engine
     assert type(engine.scheduler) is Scheduler
 
@@ -198,7 +198,7 @@ def test_a_draft_model_ends_a_draft_that_is_not_likely_to_survive() -> None:
     record = DraftRecord([-1, 0, 1, 2], [0.9, 0.4, 0.3, 0.2], [0, 1, 2], 0, 9)
     for name, nodes in (("draft_model", 2), ("suffix", 4)):
         costs = paper(texts=[{name: Trace(name, 0, 4, [record])}])
-        engine = Replica.on_paper("r", costs, CostTable(costs.costs), Texts(costs.texts, [name])).engine
+        engine = on_paper("r", costs, CostTable(costs.costs), Texts(costs.texts, [name])).engine
         processor = engine.submit(Request("r", (8, 9), SamplingParams(), 0, frozenset(), 8), "paper")
         engine.drafter.begin(processor.seq)
         drafts = engine.drafter.propose(Batch([processor.seq], [1]), Plan((4,), arms=(0,), confidence_threshold=0.5))

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from outrider.bench.plan.fleet.load import FleetRequest
-from outrider.bench.plan.fleet.replica import CostTable, Live, Replica
+from outrider.bench.plan.fleet.paper import CostTable, on_paper
+from outrider.bench.plan.fleet.replica import Live, Replica
 from outrider.bench.plan.fleet.replica_costs import ReplicaCosts
 from outrider.bench.plan.fleet.texts import Texts
 from outrider.routing import ReplicaLoad, RequestKeys, Router, RouterOptions, token_prefix
@@ -46,6 +47,7 @@ class FleetRun:
     preemptions: int = 0
     by_arm: dict[str, int] = field(default_factory=dict)  # drafted tokens
     wall_s: float = 0.0  # real
+    cpu_s: float = 0.0  # of this process
 
     def note(self, live: Live, limit: float) -> None:
         """Count a request that has ended."""
@@ -63,7 +65,7 @@ def simulate(
 ) -> FleetRun:
     """Run the load on so many replicas to its end. The same load gives the same numbers."""
     table, texts = CostTable(costs.costs), Texts(costs.texts, [arm.name for arm in costs.arms])
-    return run_fleet(requests, [Replica.on_paper(f"r{i}", costs, table, texts) for i in range(replicas)], costs, options)
+    return run_fleet(requests, [on_paper(f"r{i}", costs, table, texts) for i in range(replicas)], costs, options)
 
 
 def run_fleet(
@@ -71,10 +73,10 @@ def run_fleet(
 ) -> FleetRun:
     """Run the load on these replicas, on paper or not, to its end."""
     run = FleetRun(len(fleet), len(fleet) * costs.sizes.max_num_seqs)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     with _without_collector():
         _Events(fleet, Router(options), run, costs).go(iter(requests))
-    run.wall_s = time.perf_counter() - began
+    run.wall_s, run.cpu_s = time.perf_counter() - began, time.process_time() - cpu
     for replica in fleet:
         _add(run, replica)
     return run

@@ -59,6 +59,7 @@ class FleetRow:
     seconds: float
     rounds: int
     rounds_per_s: float  # simulated in a second of real time
+    rounds_per_cpu_s: float  # and of the processor
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,6 +99,7 @@ def summarise(run: FleetRun, batch: int, speculation: str, slo: Slo, replica_cos
         seconds=run.seconds,
         rounds=run.rounds,
         rounds_per_s=run.rounds / run.wall_s if run.wall_s else 0.0,
+        rounds_per_cpu_s=run.rounds / run.cpu_s if run.cpu_s else 0.0,
     )
 
 
