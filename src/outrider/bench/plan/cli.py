@@ -28,7 +28,10 @@ def plan(
     model: Model = None,
     methods: Annotated[
         str | None,
-        typer.Option(help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for.'),
+        typer.Option(
+            help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for; '
+            "with --fleet: auto,none."
+        ),
     ] = None,
     prompts: Annotated[str | None, typer.Option(help="JSONL of prompts, or `editing`. Default: bundled code.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 8.")] = None,
