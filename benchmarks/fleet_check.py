@@ -35,6 +35,7 @@ from outrider.control import Controller, Costs
 from outrider.core import Arm
 from outrider.engine.acceptance import read_prompts
 from outrider.engine.llm import LLM
+from outrider.errors import OutriderError
 from outrider.quantiles import quantile
 from outrider.routing import ReplicaLoad, RequestKeys, Router, token_prefix
 from outrider.sampling import SamplingParams
@@ -44,6 +45,7 @@ __all__ = ["main"]
 
 _TOLERANCE = 0.15
 _AT_ONCE = (1, 2, 4)  # requests of each server while costs are measured
+_FEWEST = 20  # requests of the lightest load
 _KEPT_TEXTS = 8  # in a file of costs
 _SHARES = (0.25, 0.5, 0.75)  # of the throughput of both servers when they are busy
 
@@ -210,6 +212,11 @@ async def real_runs(
         both = await keep_busy(fleet, fleet.names, texts, tokens, seconds)
         one = await keep_busy(fleet, fleet.names[:1], texts, tokens, seconds / 2)
         rate = both.tok_s / (0.75 * tokens)
+        if _SHARES[0] * rate * seconds < _FEWEST:
+            raise OutriderError(
+                f"two busy servers gave {both.tok_s:.0f} tokens a second: too few requests to compare; "
+                "run it while nothing else runs, or with more --seconds"
+            )
         runs = []
         for number, share in enumerate(_SHARES):
             status.update(f"load {share:g} of {rate:.1f} requests a second")
