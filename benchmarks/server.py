@@ -32,8 +32,8 @@ def client_of(port: int, address: str | None = None) -> Client:
 class ServerProcess:
     """`outrider serve` as a process, on any free port of this machine."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "outrider.cli", "serve", *arguments, "--port", "0"]
+    def __init__(self, arguments: Sequence[str], program: Sequence[str] = ("outrider.cli", "serve")) -> None:
+        command = [sys.executable, "-m", *program, *arguments, "--port", "0"]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.port = 0
         self._log: list[str] = []

@@ -106,6 +106,11 @@ class Controller:
         """What is known about each arm, as plain data."""
         return self._acceptance.as_dict()
 
+    @property
+    def replanned(self) -> bool:
+        """Whether this round's plan was made anew, or the next one's already; until the round is observed."""
+        return self._replanned
+
     def keep(self, path: Path) -> None:
         """Write what was measured and what was accepted, for the next start on this machine."""
         self._learn()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _errors = PlainConsole(stderr=True)
+_fleet = partial(typer.Option, rich_help_panel="With --fleet")
 
 
 def plan(
     model: Model = None,
     methods: Annotated[
         str | None,
-        typer.Option(help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for.'),
+        typer.Option(
+            help='Comma-separated drafters, as in "ngram:8,eagle:5". Default: all the model has weights for; '
+            "with --fleet: auto,none."
+        ),
     ] = None,
     prompts: Annotated[str | None, typer.Option(help="JSONL of prompts, or `editing`. Default: bundled code.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts. Default: 8.")] = None,
@@ -34,7 +39,9 @@ def plan(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     dtype: Dtype = "auto",
     threads: Threads = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once, for --acceptance and --simulate.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences at once, for --acceptance and --simulate (default 1) and --fleet.")
+    ] = None,
     acceptance: Annotated[
         str | None,
         typer.Option(help="Plan for this chance that a guess is right (or chances by position: 0.8,0.75,0.7) instead."),
@@ -64,11 +71,39 @@ def plan(
     simulate: Annotated[
         Path | None, typer.Option(help="Replay traces of --record through the controller; needs --costs.")
     ] = None,
-    arrival: Annotated[float | None, typer.Option(help="With --simulate: requests per second. Default: all at once.")] = None,
+    arrival: Annotated[
+        float | None, typer.Option(help="Requests per second. Default: all at once with --simulate, 1 with --fleet.")
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, help="With --simulate: how many.")] = 64,
     record: Annotated[Path | None, typer.Option(help="Write what was guessed and accepted, a request per line.")] = None,
     save_costs: Annotated[Path | None, typer.Option(help="Write the measured costs.")] = None,
     check: Annotated[bool, typer.Option("--check", hidden=True)] = False,
+    fleet: Annotated[
+        bool, _fleet("--fleet", help="Plan replicas for a load: how many, which batch, what drafting is worth.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        _fleet(help="JSONL of requests: timestamp (ms), input_length, output_length; hash_ids, conversation, tenant if known."),
+    ] = None,
+    seconds: Annotated[float, _fleet(help="Seconds of load.")] = 60.0,
+    prompt_tokens: Annotated[int, _fleet(min=1, help="Prompt tokens that a request adds to its conversation.")] = 128,
+    spread: Annotated[
+        float, _fleet(min=0, max=3, help="Of the lengths: standard deviation of the logarithm; 0: all alike.")
+    ] = 0.5,
+    burstiness: Annotated[float, _fleet(help="1: Poisson arrivals; below 1 they come in bursts (gamma, as in vLLM).")] = 1.0,
+    shared_prefix: Annotated[int, _fleet(min=0, help="Tokens with which all prompts of a tenant begin.")] = 0,
+    tenants: Annotated[int, _fleet(min=1, help="How many share the fleet.")] = 1,
+    turns: Annotated[float, _fleet(min=1, help="Requests of a conversation, on average.")] = 1.0,
+    swing: Annotated[float, _fleet(min=0, max=0.99, help="Share by which the rate rises and falls over 24 hours.")] = 0.0,
+    seed: Annotated[int, _fleet(help="Of the load.")] = 0,
+    ttft: Annotated[float, _fleet(help="SLO: milliseconds to the first token, for 99 % of the requests.")] = 1000.0,
+    tpot: Annotated[float, _fleet(help="SLO: milliseconds for each further token, likewise.")] = 50.0,
+    replicas: Annotated[
+        int | None, _fleet(min=1, help="Simulate so many. Default: find the smallest fleet that meets the SLO.")
+    ] = None,
+    replica_cost: Annotated[
+        float | None, _fleet(min=0, help="Price of a replica for an hour, for the cost of a million tokens.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the what-if plots as a page.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the formulas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -76,9 +111,11 @@ def plan(
     """Expect: speed-up, best draft length and tree, break-even batch and memory, for each drafter, before relying on it.
 
     Measures costs and acceptance on prompts, or takes them from --acceptance and --costs. --target recommends draft
-    models, --simulate replays recorded drafts through the controller.
+    models, --simulate replays recorded drafts through the controller. --fleet simulates many replicas under a load; with
+    --save-costs it measures a replica of --model first, with --costs it reads what was saved, or the controller's own file.
     """
     options = dict(locals())
+    options["fleet_batch"], options["batch"] = batch, batch or 1
     from outrider.bench.environment import environment
     from outrider.bench.plan.formulas import FORMULAS
 
@@ -89,7 +126,9 @@ def plan(
     console = _errors if as_json else PlainConsole(width=max(PlainConsole().width, 130))
     if explain:
         console.print(FORMULAS, markup=False, highlight=False)
-    if target is not None:
+    if fleet:
+        result = _plan_fleet(options, console)
+    elif target is not None:
         result = _recommend(options, console)
     elif simulate is not None:
         result = _simulate(options, console)
@@ -158,6 +197,13 @@ def _measured(options: dict[str, Any], console: Console) -> dict[str, Any]:
     if options["html"]:
         options["html"].write_text(show.page_of(rows, table, best.method), encoding="utf-8")
     return result
+
+
+def _plan_fleet(options: dict[str, Any], console: Console) -> dict[str, Any]:
+    from outrider.bench.plan.fleet.cli import plan_fleet
+
+    with _errors.status("simulating") as status:
+        return plan_fleet(options | {"batch": options["fleet_batch"]}, lambda: _prompts(options, 8), console, status.update)
 
 
 def _from_acceptance(options: dict[str, Any], console: Console) -> dict[str, Any]:

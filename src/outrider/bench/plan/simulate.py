@@ -140,7 +140,7 @@ class _Simulation:
         arms = plan.arms or (self.fixed_arm,) * len(running)
         planned = list(zip(running, arms, plan.lengths, strict=True))
         records = [request.draft(arm) if n else _NO_DRAFT for request, arm, n in planned]
-        trees = [_likeliest(record, n) for record, n in zip(records, plan.lengths, strict=True)]
+        trees = [record.likeliest(n) for record, n in zip(records, plan.lengths, strict=True)]
         drafts = Drafts.trees([(nodes, parents) for nodes, parents, _ in trees], survival=[chances for _, _, chances in trees])
         kept = [tree.tokens for tree in self.policy.select(drafts, load).per_sequence]  # a node's token is its number
         paths = [_path(record, nodes) for record, nodes in zip(records, kept, strict=True)]
@@ -161,14 +161,6 @@ class _Simulation:
             emitted = min(len(path) + 1, request.left)
             request.read, request.emitted, request.left = True, request.emitted + emitted, request.left - emitted
         self.policy.observe(RoundStats([len(nodes) for nodes in kept], paths, total, propose_s, forward_s, host_s))
-
-
-def _likeliest(draft: DraftRecord, max_nodes: int) -> tuple[list[int], list[int], list[float]]:
-    """The nodes a drafter would have proposed under a shorter plan: their numbers, parents and survival."""
-    order = sorted(range(len(draft.parents)), key=lambda i: (-draft.survival[i], i))[:max_nodes]
-    nodes = sorted(order)
-    place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
-    return nodes, [place[draft.parents[node]] for node in nodes], [draft.survival[node] for node in nodes]
 
 
 def _path(draft: DraftRecord, kept: Sequence[int]) -> list[int]:

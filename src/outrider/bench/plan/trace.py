@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.core import RoundReport
 from outrider.core import Sequence as Generation
 from outrider.errors import InvalidParameter
 
-__all__ = ["DraftRecord", "RecordedRound", "Recorder", "Trace", "read_traces", "write_traces"]
+__all__ = ["DraftRecord", "RecordedRound", "Recorder", "Trace", "read_traces", "trace_from", "trace_record", "write_traces"]
 
 
 class DraftRecord(NamedTuple):
@@ -31,6 +31,13 @@ class DraftRecord(NamedTuple):
         order = sorted(range(len(self.parents)), key=lambda i: (-self.survival[i], i))[:max_nodes]
         kept = set(order)
         return max_nodes, next((i for i, node in enumerate(self.path) if node not in kept), len(self.path))
+
+    def likeliest(self, max_nodes: int) -> tuple[list[int], list[int], list[float]]:
+        """The nodes a drafter would have proposed under a shorter plan: their numbers, parents and survival."""
+        order = sorted(range(len(self.parents)), key=lambda i: (-self.survival[i], i))[:max_nodes]
+        nodes = sorted(order)
+        place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
+        return nodes, [place[self.parents[node]] for node in nodes], [self.survival[node] for node in nodes]
 
 
 @dataclass(slots=True)
@@ -109,10 +116,21 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """One request per line."""
     with path.open("w", encoding="utf-8") as file:
         for trace in traces:
-            rounds = [draft._asdict() for draft in trace.drafts]
-            file.write(
-                json.dumps({"method": trace.method, "prompt": trace.prompt, "most": trace.max_length, "rounds": rounds}) + "\n"
-            )
+            file.write(json.dumps(trace_record(trace)) + "\n")
+
+
+def trace_record(trace: Trace) -> dict[str, Any]:
+    """A trace as plain data, for JSON."""
+    rounds = [draft._asdict() for draft in trace.drafts]
+    return {"method": trace.method, "prompt": trace.prompt, "most": trace.max_length, "rounds": rounds}
+
+
+def trace_from(data: Mapping[str, Any]) -> Trace:
+    """A trace from plain data; what is none raises ValueError, KeyError or TypeError."""
+    drafts = [
+        DraftRecord(draft["parents"], draft["survival"], draft["path"], draft["at"], draft["room"]) for draft in data["rounds"]
+    ]
+    return Trace(str(data["method"]), int(data["prompt"]), int(data["most"]), _checked(drafts))
 
 
 def read_traces(path: Path) -> list[Trace]:
@@ -124,12 +142,7 @@ def read_traces(path: Path) -> list[Trace]:
     traces = []
     for number, line in enumerate(lines, 1):
         try:
-            data = json.loads(line)
-            drafts = [
-                DraftRecord(draft["parents"], draft["survival"], draft["path"], draft["at"], draft["room"])
-                for draft in data["rounds"]
-            ]
-            traces.append(Trace(str(data["method"]), int(data["prompt"]), int(data["most"]), _checked(drafts)))
+            traces.append(trace_from(json.loads(line)))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidParameter("--simulate", f"{path}:{number} is no trace of `outrider plan --record`: {error}") from None
     if not traces:
