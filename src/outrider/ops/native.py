@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.errors import InvalidParameter
+from outrider.errors import InvalidParameter, RankDied
 from outrider.ops.packing import KINDS, PANEL, Arena, pack
 from outrider.platform import cpu_flags
 
@@ -94,7 +94,8 @@ class Core:
         self.name = path.name.removeprefix("_core_").split(".")[0]
         library = ctypes.CDLL(str(path))
         library.outrider_sources.restype = ctypes.c_char_p
-        if library.outrider_sources().decode() != _digest():
+        self.sources: str = library.outrider_sources().decode()  # the digest of what it was built from
+        if self.sources != _digest():
             raise OSError(f"{path.name} was built from other sources; install outrider again")
         refused = library.outrider_try()
         if refused:
@@ -417,7 +418,7 @@ class StackWeights(NamedTuple):
     ffn: int  # of the widest layer
     vocab: int
     rotary_rows: int  # of the shortest rotary table
-    embedding: Tensor  # (vocab, hidden)
+    embedding: Tensor | None  # (vocab, hidden); None: rows come as features
     learned: Tensor | None = None  # of positions
     learned_rows: int = 0
     embedding_scale: float = 1.0
@@ -427,6 +428,8 @@ class StackWeights(NamedTuple):
     output: PackedLinear | None = None  # to logits
     norm: NormWeights = _NO_NORM  # the last one
     norm_hidden: NormWeights = _NO_NORM  # of BESIDE: the feature's
+    ranks: int = 1  # that share every layer
+    gather: int = 0  # address of the function that gathers their parts; see ops/group.py
 
 
 class StackSpan(NamedTuple):
@@ -584,6 +587,8 @@ class Stack:
         """Call the core with a ForwardSpec of core.cpp and further specs, whose fields all have 64 bits. It is one step."""
         spec[-1] = threads
         status = call(self._place, spec.buffer_info()[0], *(values.buffer_info()[0] for values in more))
+        if status == 3:
+            raise RankDied("a rank of the model is gone; load it again")
         if status == 1:
             raise IndexError("a row's token, position, page, parent or layer is out of range")
         if status:
@@ -634,6 +639,8 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
     if w.output is not None and w.output.inner != w.hidden:
         raise ValueError(f"the output matrix does not have rows of {w.hidden} values")
     _check_rows("the embedding", (w.embedding,), (w.vocab, w.hidden))
+    if w.ranks > 1 and not w.gather:
+        raise ValueError(f"{w.ranks} ranks need a function that gathers their parts")
     _check_rows("the table of positions", (w.learned,), (w.learned_rows, w.hidden))
     _check_rows("a norm", (*w.norm[:2], *w.norm_hidden[:2]), (w.hidden,))
     width = -(-w.head_dim // 16) * 16

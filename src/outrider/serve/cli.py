@@ -40,7 +40,6 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     """Serve a model over HTTP, with OpenAI's API. Every flag is also a variable: --max-queue is OUTRIDER_MAX_QUEUE."""
     _take_signals()
     configure(flags.log_format)
-    _check_devices(flags)
     settings = settings_of(flags)
     speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
     template = None if flags.chat_template is None else flags.chat_template.read_text(encoding="utf-8")
@@ -91,6 +90,7 @@ def _sizes(flags: ServeFlags) -> dict[str, Any]:
         "device": flags.device,
         "max_loras": flags.max_loras,
         "max_lora_rank": flags.max_lora_rank,
+        "tensor_parallel_size": flags.tensor_parallel_size,
     }
     if flags.memory is None:
         return sizes
@@ -106,24 +106,20 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     from outrider.engine.adapters import check_adapters
     from outrider.engine.device import Device
     from outrider.engine.intake import model_name
-    from outrider.model import LoadOptions, check_model, is_hub_id, locate
+    from outrider.engine.ranks import check_parallel
+    from outrider.model import LoadOptions, check_model, is_hub_id, locate, read_spec
     from outrider.serve.reasoning import check_parser
 
     check_parser(flags.reasoning_parser)
     check_speculation(speculation)
     device, options, model = Device.resolve(flags.device), LoadOptions(flags.dtype, flags.load_format), model_name(flags.model)
     check_adapters(parse_loras(flags.lora, settings_of(flags).names), device.name)
+    check_parallel(flags.tensor_parallel_size, device, loras=bool(flags.lora))
     if not is_hub_id(model):
         folder = locate(model)
         check_model(folder, options)
+        check_parallel(flags.tensor_parallel_size, device, read_spec(folder))
         check_weights(resolve_drafters(speculation, folder, device.is_gpu), folder, options)
-
-
-def _check_devices(flags: ServeFlags) -> None:
-    if flags.tensor_parallel_size != 1:
-        from outrider.engine.intake import check_parallel
-
-        check_parallel("--tensor-parallel-size", flags.tensor_parallel_size)
 
 
 def _load(flags: ServeFlags, speculation: SpeculationConfig, sizes: dict[str, Any], template: str | None) -> LLM:
