@@ -54,9 +54,15 @@ def _digest(directory: Path, options: LoadOptions) -> str:
     for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
-        step = max((size - _SAMPLE) // (_SAMPLES - 1), _SAMPLE)
         with path.open("rb") as file:
-            for start in range(0, max(size, 1), step):
+            for start in _starts(size):
                 file.seek(start)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()[:16]
+
+
+def _starts(size: int) -> list[int]:
+    """Where pieces begin: everywhere in a small file, else evenly spread from the first bytes to the last."""
+    if size <= _SAMPLES * _SAMPLE:
+        return list(range(0, size, _SAMPLE))
+    return [(size - _SAMPLE) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]

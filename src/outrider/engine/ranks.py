@@ -79,10 +79,10 @@ def shared_threads(ranks: int) -> Iterator[None]:
 
 def start_parallel(sharing: Sharing) -> ParallelRunner:
     """Start the other ranks, load this one's share beside them, and compare what all have. Called with the threads of a rank."""
+    store = _listen(sharing.ranks)
     others = Ranks(sharing)
     try:
         check_identities([identity_of(sharing.directory, sharing.options), *others.hear_all("here")])
-        store = _listen(sharing.ranks)
         others.tell(store.port)
         group = others.beside(lambda: Group(store, 0, sharing.ranks))
         others.hear_all("joined")
