@@ -143,7 +143,7 @@ SCRIPT = """
 import os, signal, sys, time
 from outrider import LLM
 llm = LLM(speculation="ngram", tensor_parallel_size=2, calibration_s=0)
-print(*llm.engine.runner._others.processes, flush=True)
+print(*llm.engine.runner.others.processes, flush=True)
 print(llm.generate("def f(x):", max_tokens=4, temperature=0.0)[0].outputs[0].token_ids, flush=True)
 if "stay" in sys.argv:
     for _ in llm.stream("x = [", max_tokens=1500, temperature=0.0, ignore_eos=True):
@@ -205,7 +205,7 @@ def test_a_rank_that_dies_while_nothing_runs() -> None:
 
 
 def processes(llm: LLM) -> list[int]:
-    others = llm.engine.runner._others  # type: ignore[attr-defined]
+    others = llm.engine.runner.others  # type: ignore[attr-defined]
     assert isinstance(others, Ranks)
     return others.processes
 

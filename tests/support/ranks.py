@@ -40,6 +40,9 @@ class Held:
     def parts(self, name: str) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self._parameters[name].detach()
 
+    def release(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -47,7 +50,7 @@ class Held:
 def shard_of(decoder: Decoder, cut: Cut) -> Decoder:
     """A rank's share of a decoder in memory."""
     with torch.device("meta"):
-        shard = Decoder(shard_spec(decoder.spec, cut.ranks), decoder.embedding.dtype)
+        shard = Decoder(shard_spec(decoder.spec, cut.ranks), decoder.layers[0].qkv.dtype)  # type: ignore[arg-type]
     shard.make_tables()
     shard.requires_grad_(False)
     shard.source = ShardWeights(Held(decoder), shard, decoder, cut, DTYPES.get(decoder.spec.dtype, torch.float32))

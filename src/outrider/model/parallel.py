@@ -98,13 +98,14 @@ class ParallelRunner(Runner):
         self.ops = cpu_ops(whole.spec)
         self.pool = ParallelPool(c.depth, pages, c.kv_heads, page_size, c.head_dim)
         self.ranks = group.size
-        shard.materialise("embedding")
+        # first, while little else is held; as narrow as it is stored, which torch does not multiply by
+        table = None if self.ops.core is None else shard.weight("embedding")
         self._share = Runner(shard, self.pool, self.ops, group)
         self.stack = self._share.stack
         self.group = group
         self.adapters = NoAdapters()  # type: ignore[assignment]
         self._others: OtherRanks | None = None
-        self._table = shard.embedding.detach()
+        self._table = shard.embedding.detach() if table is None else table
         self._first = group.rank * c.vocab  # of the tokens whose embeddings are here
 
     def lead(self, others: OtherRanks) -> None:
@@ -114,6 +115,11 @@ class ParallelRunner(Runner):
     @property
     def fault(self) -> EngineDead | None:  # type: ignore[override]
         return None if self._others is None else self._others.fault
+
+    @property
+    def others(self) -> OtherRanks | None:
+        """The other ranks, from the first one's side."""
+        return self._others
 
     @property
     def drafts_chains(self) -> int:

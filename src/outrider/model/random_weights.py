@@ -34,6 +34,9 @@ class RandomWeights:
         """As StoredWeights.parts: each parameter is one part."""
         yield slice(None), self.read(name)
 
+    def release(self) -> None:
+        """Nothing is mapped."""
+
     def close(self) -> None:
         self._drawn = iter(())
 

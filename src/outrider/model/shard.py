@@ -43,6 +43,9 @@ class PartSource(Protocol):
     def parts(self, name: str) -> Iterator[tuple[slice, Tensor]]:
         """Tensors that a parameter is made of, and their rows of it."""
 
+    def release(self) -> None:
+        """Unmap files. Reading maps them again."""
+
     def close(self) -> None: ...
 
 
@@ -98,9 +101,8 @@ def open_shard(directory: Path, options: LoadOptions, cut: Cut) -> tuple[Decoder
     """The whole model without its weights, for who asks what it is; and a rank's share, which reads its weights when asked."""
     whole = describe_decoder(directory, options)
     check_ranks(whole.spec, cut.ranks)
-    held = whole.embedding.dtype
     with torch.device("meta"):
-        shard = Decoder(shard_spec(whole.spec, cut.ranks), held)
+        shard = Decoder(shard_spec(whole.spec, cut.ranks), whole.layers[0].qkv.dtype)  # type: ignore[arg-type]
     shard.make_tables()
     shard.requires_grad_(False)
     source: PartSource = whole.source  # type: ignore[assignment]
@@ -112,7 +114,7 @@ def open_shard(directory: Path, options: LoadOptions, cut: Cut) -> tuple[Decoder
 
 
 class ShardWeights:
-    """A rank's share of every parameter, cut out of the stored tensors; the files are closed after each layer.
+    """A rank's share of every parameter, cut out of the stored tensors. Files are unmapped after each matrix.
 
     Pages of a mapped file count as this process's memory for as long as it is mapped.
     """
@@ -125,25 +127,27 @@ class ShardWeights:
         self._cut = cut
         self._dtype = dtype
         self._buffers: dict[str, Tensor] = {}  # of matrices, which those of all layers share in turn
-        self._layer = ""
 
     def read(self, name: str) -> Tensor:
         layer, last = name.rpartition(".")[::2]
-        if layer != self._layer:
-            self._source.close()
-            self._layer = layer
-        shape = self._shapes[name]
-        if name in self._vectors:
-            target = torch.empty(shape, dtype=self._vectors[name])
-        else:
-            if last not in self._buffers or self._buffers[last].shape != shape:
-                self._buffers[last] = torch.empty(shape, dtype=self._dtype)
-            target = self._buffers[last]
-        self.fill(name, target)
+        shape, target = self._shapes[name], self._buffers.get(last)
+        parts = list(self._source.parts(name))
+        dtypes = {part.dtype for _, part in parts}  # of a matrix it may be narrower than what is served
+        dtype = self._vectors.get(name) or (dtypes.pop() if len(dtypes) == 1 else self._dtype)
+        if name in self._vectors or target is None or target.shape != shape or target.dtype != dtype:
+            target = torch.empty(shape, dtype=dtype)
+        if layer and name not in self._vectors:
+            self._buffers[last] = target
+        self._fill(name, parts, target)
+        del parts
+        self._source.release()
         return target
 
     def fill(self, name: str, target: Tensor) -> None:
-        last, parts = name.rpartition(".")[2], list(self._source.parts(name))
+        self._fill(name, list(self._source.parts(name)), target)
+
+    def _fill(self, name: str, parts: Sequence[tuple[slice, Tensor]], target: Tensor) -> None:
+        last = name.rpartition(".")[2]
         if not parts:
             target.fill_(1.0)  # the weight of a norm that has none
         if last in _ONCE and self._cut.rank:

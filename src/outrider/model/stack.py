@@ -47,7 +47,8 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | Non
     """
     s = decoder.spec
     output = _output(decoder, core)
-    decoder.materialise("embedding")  # the core reads its rows
+    if group is None:
+        decoder.materialise("embedding")  # the core reads its rows
     learned = None
     if s.positions is not None and decoder.positions is not None:
         learned = _floats(decoder.positions[s.positions.offset :])

@@ -171,9 +171,13 @@ class StoredWeights:
         for stored, place in self._places.get(name, ()):
             yield place.rows, place.arrange(self._tensor(stored, self._parameters[name]))
 
+    def release(self) -> None:
+        """Unmap the files. Reading maps them again."""
+        self._checkpoint.source.close()
+
     def close(self) -> None:
         """Close the files and the progress bar. Reading opens them again."""
-        self._checkpoint.source.close()
+        self.release()
         self._shared.clear()
         if self._bar is not None:
             self._bar.close()
