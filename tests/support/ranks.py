@@ -51,7 +51,7 @@ def shard_of(decoder: Decoder, cut: Cut) -> Decoder:
     """A rank's share of a decoder in memory."""
     with torch.device("meta"):
         shard = Decoder(shard_spec(decoder.spec, cut.ranks), decoder.layers[0].qkv.dtype)  # type: ignore[arg-type]
-    shard.make_tables()
+    shard.share_tables(decoder)
     shard.requires_grad_(False)
     shard.source = ShardWeights(Held(decoder), shard, decoder, cut, DTYPES.get(decoder.spec.dtype, torch.float32))
     names = (name for name, _ in shard.named_parameters() if not name.startswith(("layers.", "embedding", "output")))

@@ -107,8 +107,7 @@ def load_target(settings: Settings) -> Target:
     if sizes.tensor_parallel_size == 1:
         runner = _runner(decoder, device, pages, sizes.page_size)
     else:
-        decoder.close()
-        runner = start_parallel(Sharing(directory, options, sizes.tensor_parallel_size, pages + 1, sizes.page_size))
+        runner = start_parallel(decoder, Sharing(directory, options, sizes.tensor_parallel_size, pages + 1, sizes.page_size))
     if not device.is_gpu and (missing := missing_core()) is not None:
         _log.warning("the native core is not in use, so torch decodes, slower and with the same promises: %s", missing)
     _log.info("%s: %s", directory, loaded_line(runner))

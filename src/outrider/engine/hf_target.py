@@ -32,6 +32,8 @@ _MOST_ROWS = 2**16
 def target_of(model: Any, tokenizer: Any, sizes: EngineConfig, native: bool, pack: bool) -> Target:
     """A loaded model as a target: on the native backend where its family is known and `native` allows it, else by its class."""
     check_causal(model)
+    if sizes.tensor_parallel_size > 1:
+        raise InvalidParameter("tensor_parallel_size", "a loaded model stays in its process; pass the folder of its files to LLM")
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 4096
     sizes = replace(sizes, max_model_len=min(sizes.max_model_len or context, context))
     runner = _native_runner(model, sizes, None) if native else None

@@ -43,9 +43,10 @@ def _serve(pipe: Connection[Any, Any]) -> None:
     import torch
 
     from outrider.engine.rank_identity import identity_of
-    from outrider.model.load import LoadOptions
+    from outrider.model.load import LoadOptions, describe_decoder
     from outrider.model.parallel import ParallelRunner, follow
     from outrider.model.shard import Cut, open_shard
+    from outrider.ops import keep_one_torch_thread
     from outrider.ops.group import Group
 
     settings = marshal.loads(pipe.recv_bytes())
@@ -56,11 +57,13 @@ def _serve(pipe: Connection[Any, Any]) -> None:
     cut = Cut(settings["rank"], settings["ranks"])
     group = Group.join(port, cut.rank, cut.ranks)
     _send(pipe, "joined")
-    whole, shard = open_shard(directory, options, cut)
+    whole = describe_decoder(directory, options)
+    shard = open_shard(whole, cut)
     runner = ParallelRunner(whole, shard, settings["pages"], settings["page_size"], group)
     whole.close()
     shard.close()
     _send(pipe, "loaded")
+    keep_one_torch_thread(runner.ops)
     with torch.inference_mode():
         follow(runner, _commands(pipe), lambda answer: _send(pipe, answer))
 

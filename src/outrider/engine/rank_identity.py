@@ -12,7 +12,7 @@ from outrider._version import __version__
 from outrider.errors import RanksDiffer
 from outrider.gguf import find_gguf
 from outrider.model.load import LoadOptions
-from outrider.ops import find_core, serving_ops, threads_used
+from outrider.ops import find_core, serving_ops
 from outrider.platform import cpu_name
 
 __all__ = ["check_identities", "identity_of"]
@@ -30,7 +30,7 @@ def identity_of(directory: Path, options: LoadOptions) -> dict[str, str]:
         "native core": f"{core.name} {core.sources}" if native and core is not None else f"none: {reason}",
         "torch": str(torch.__version__),
         "processor": cpu_name(),
-        "threads": str(threads_used()),
+        "threads": str(torch.get_num_threads()),
     }
 
 

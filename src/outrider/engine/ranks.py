@@ -25,6 +25,7 @@ from outrider import checks
 from outrider.engine.device import Device
 from outrider.engine.rank_identity import check_identities, identity_of
 from outrider.errors import InvalidParameter, ModelError, OutriderError, RankDied
+from outrider.model.decoder import Decoder
 from outrider.model.load import LoadOptions
 from outrider.model.parallel import ParallelRunner
 from outrider.model.shard import PARAMETER, Cut, check_ranks, open_shard
@@ -54,7 +55,7 @@ def check_parallel(ranks: int, device: Device, spec: ModelSpec | None = None, lo
     if ranks == 1:
         return
     if device.is_gpu:
-        raise InvalidParameter(PARAMETER, "rounds of several GPUs are not driven yet; pass device=cpu, or leave it at 1")
+        raise InvalidParameter(PARAMETER, "models are not shared by several GPUs yet; pass device=cpu, or leave it at 1")
     if reason := missing_backend(device.name):
         raise InvalidParameter(PARAMETER, f"cannot be {ranks}: {reason}; leave it at 1")
     if loras:
@@ -77,8 +78,11 @@ def shared_threads(ranks: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def start_parallel(sharing: Sharing) -> ParallelRunner:
-    """Start the other ranks, load this one's share beside them, and compare what all have. Called with the threads of a rank."""
+def start_parallel(whole: Decoder, sharing: Sharing) -> ParallelRunner:
+    """Start the other ranks, load this one's share beside them, and compare what all have. Called with the threads of a rank.
+
+    `whole` is the model without its weights.
+    """
     store = _listen(sharing.ranks)
     others = Ranks(sharing)
     try:
@@ -86,7 +90,7 @@ def start_parallel(sharing: Sharing) -> ParallelRunner:
         others.tell(store.port)
         group = others.beside(lambda: Group(store, 0, sharing.ranks))
         others.hear_all("joined")
-        whole, shard = open_shard(sharing.directory, sharing.options, Cut(0, sharing.ranks))
+        shard = open_shard(whole, Cut(0, sharing.ranks))
         runner = ParallelRunner(whole, shard, sharing.pages, sharing.page_size, group)
         whole.close()
         shard.close()

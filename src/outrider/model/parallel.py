@@ -7,6 +7,7 @@ weights and of the KV. Hidden rows and logits are whole, and have the same bits,
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -61,13 +62,19 @@ class ParallelPool(KVPool):
 
     others: OtherRanks | None = None
 
+    def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int) -> None:
+        super().__init__(layers, pages, kv_heads, page_size, head_dim)
+        self.turn = threading.RLock()  # all ranks do one thing at a time, in one order
+
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        if source and self._tell("move", list(source), list(target)):
-            super().move(source, target)
+        with self.turn:
+            if source and self._tell("move", list(source), list(target)):
+                super().move(source, target)
 
     def clear(self, pages: Sequence[int]) -> None:
-        if self._tell("clear", list(pages)):
-            super().clear(pages)
+        with self.turn:
+            if self._tell("clear", list(pages)):
+                super().clear(pages)
 
     def _tell(self, *command: Any) -> bool:
         """Whether there is still something to do: after a rank has died nothing is computed any more."""
@@ -145,8 +152,9 @@ class ParallelRunner(Runner):
     ) -> Hidden:
         """As Runner.run, by all ranks."""
         span = None if layers is None else (layers.start, layers.stop)
-        self._tell("run", rows.feeds, taps, span, None if x is None else x.numpy().tobytes(), list(wanted))
-        return self.run_here(rows, taps, layers, x, wanted)
+        with self.pool.turn:
+            self._tell("run", rows.feeds, taps, span, None if x is None else x.numpy().tobytes(), list(wanted))
+            return self.run_here(rows, taps, layers, x, wanted)
 
     def run_here(
         self, rows: FeedRows, taps: tuple[int, ...], layers: range | None, x: Tensor | None, wanted: Sequence[int]
@@ -162,8 +170,9 @@ class ParallelRunner(Runner):
     @network
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         chosen = last if len(rows) == len(last) else last[list(rows)]
-        self._tell("logits", chosen.float().contiguous().numpy().tobytes())
-        return self.logits_here(chosen)
+        with self.pool.turn:
+            self._tell("logits", chosen.float().numpy().tobytes())
+            return self.logits_here(chosen)
 
     def logits_here(self, last: Tensor) -> Tensor:
         with self._in_step():
@@ -193,9 +202,10 @@ class ParallelRunner(Runner):
     def digests(self, feeds: Sequence[Feed]) -> list[str]:
         """Of each rank's logits and hidden rows after a forward of these feeds: all are the same, or something is wrong."""
         rows = self.prepare(feeds)
-        self._tell("digest", rows.feeds)
-        own = self.digest_here(rows)
-        return [own, *(self._others.answers() if self._others is not None else ())]
+        with self.pool.turn:
+            self._tell("digest", rows.feeds)
+            own = self.digest_here(rows)
+            return [own, *(self._others.answers() if self._others is not None else ())]
 
     def probe(self) -> None:
         """Raise where the ranks do not agree on a first forward, in the page that padding writes to."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from outrider.errors import InvalidParameter
 from outrider.model.decoder import Decoder
-from outrider.model.load import DTYPES, LoadOptions, describe_decoder
+from outrider.model.load import DTYPES
 from outrider.model.spec import LayerSpec, ModelSpec
 
 __all__ = [
@@ -97,20 +96,22 @@ def _layer_share(layer: LayerSpec, ranks: int) -> LayerSpec:
     return replace(layer, attention=attention, mlp=replace(m, width=m.width // ranks))
 
 
-def open_shard(directory: Path, options: LoadOptions, cut: Cut) -> tuple[Decoder, Decoder]:
-    """The whole model without its weights, for who asks what it is; and a rank's share, which reads its weights when asked."""
-    whole = describe_decoder(directory, options)
+def open_shard(whole: Decoder, cut: Cut) -> Decoder:
+    """A rank's share of a decoder that holds no weights, which reads its own when it is asked for them.
+
+    Of the whole one it fills in what every rank holds: a few vectors.
+    """
     check_ranks(whole.spec, cut.ranks)
     with torch.device("meta"):
         shard = Decoder(shard_spec(whole.spec, cut.ranks), whole.layers[0].qkv.dtype)  # type: ignore[arg-type]
-    shard.make_tables()
+    shard.share_tables(whole)
     shard.requires_grad_(False)
     source: PartSource = whole.source  # type: ignore[assignment]
     shard.source = ShardWeights(source, shard, whole, cut, DTYPES.get(whole.spec.dtype, torch.float32))
     for decoder in (whole, shard):  # a few vectors, which all ranks hold
         names = (name for name, _ in decoder.named_parameters() if not name.startswith(("layers.", "embedding", "output")))
         decoder.materialise(*names, "output_bias")
-    return whole, shard.eval()
+    return shard.eval()
 
 
 class ShardWeights:

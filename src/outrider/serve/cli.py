@@ -201,12 +201,13 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
     chats = llm.tokenizer is not None and llm.tokenizer.chat_template
     calls, reasons = _formats(llm)
     pool = llm.engine.runner.pool
-    mib = (pool.keys.nbytes + pool.values.nbytes) / 2**20
+    mib, ranks = (pool.keys.nbytes + pool.values.nbytes) / 2**20, llm.engine.runner.ranks
+    shared = f" in each of {ranks} processes that share the model" if ranks > 1 else ""
     lines = [
         f"model         {settings.model_name} ({llm.directory})",
         f"speculation   {speculation}",
         f"context       {llm.max_model_len} tokens; {slots} sequences at once, {settings.max_queue} may wait",
-        f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB",
+        f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB{shared}",
         f"chat          {'yes' if chats else 'no: the model has no chat template; --chat-template gives it one'}",
         f"tools         calls as {calls}; reasoning {reasons}",
         f"key           {'needed' if settings.needs_key else 'none; anybody who can reach the address is served'}",
