@@ -47,7 +47,7 @@ def bench_tensor_parallel(model: str, dtypes: Sequence[str], ranks: Sequence[int
             for count in ranks:
                 without = _in_a_process(_peaks, str(idle), dtype, count)
                 held = _in_a_process(_peaks, str(large), dtype, count)
-                speed = _in_a_process(_speed, str(large), dtype, count, repeats, tokens)
+                speed = _in_a_process(_speed, str(large), dtype, count, repeats, tokens) if repeats else {}
                 results.append(_memory(dtype, count, without, held) | speed)
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     conditions = {"threads_of_a_rank": 1, "load_average": os.getloadavg()[0]}
@@ -125,7 +125,7 @@ def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(RANDOM_MODELS)}.")] = "1.1b",
     dtypes: Annotated[str, typer.Option(help="What the weights are served in.")] = "bfloat16,int8",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    repeats: Annotated[int, typer.Option(min=0, help="Runs of each; 0 measures memory alone.")] = 5,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a run.")] = 24,
     out: Annotated[Path | None, typer.Option(help="Also write the report here.")] = None,
 ) -> None:

@@ -84,7 +84,7 @@ def test_a_rank_that_is_gone_ends_the_forward() -> None:
     gone.size = 2
     stack = stack_of(decoder, gone)
     x = torch.zeros(71, decoder.spec.hidden)
-    with pytest.raises(RankDied, match="a rank of the model is gone; load it again"):
+    with pytest.raises(RankDied, match="a rank of the model is gone; load the model again"):
         stack.forward(lay_out_rows([PROMPT]), features=x, wanted=[70])
     assert len(calls) == 1, "nobody is asked again"
 

@@ -73,7 +73,7 @@ class Group:
             self._group.allgather([list(parts.unbind())], [part.view(-1)]).wait()
         except BaseException as error:  # after an interruption, too, the others are one step ahead
             self.failure = error
-            raise RankDied(f"a rank of the model did not answer ({error}); load it again") from error
+            raise RankDied(f"a rank of the model did not answer ({error}); load the model again") from error
         return parts.view(self.size, *part.shape)
 
     def sum(self, part: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Group:
     def check(self) -> None:
         """Raise RankDied where the group has failed."""
         if self.failure is not None:
-            raise RankDied(f"a rank of the model is gone ({self.failure}); load it again")
+            raise RankDied(f"a rank of the model is gone ({self.failure}); load the model again")
 
     def _gather_native(self, part: int, values: int, parts: int) -> int:
         """Called by the native core in the middle of a forward, on the thread that called the core. No exception may leave."""

@@ -588,7 +588,7 @@ class Stack:
         spec[-1] = threads
         status = call(self._place, spec.buffer_info()[0], *(values.buffer_info()[0] for values in more))
         if status == 3:
-            raise RankDied("a rank of the model is gone; load it again")
+            raise RankDied("a rank of the model is gone; load the model again")
         if status == 1:
             raise IndexError("a row's token, position, page, parent or layer is out of range")
         if status:
