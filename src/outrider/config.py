@@ -30,6 +30,7 @@ DEFAULT_DRAFT_TOKENS = 5
 MAX_DRAFT_TOKENS = 256
 _MAX_SEQUENCES = 2**16
 _MAX_PAGE = 2**12
+_MAX_RANKS = 64
 _MAX_SIZE = 2**63 - 1
 _MAX_DEPTH = 8  # of parentheses in one word
 _MAX_DIGITS = 9  # of a number of draft tokens in one word
@@ -81,11 +82,13 @@ class EngineConfig:
     calibration_s: float = 3.0  # seconds to time rounds and drafts at the first start of a model and its drafter; 0: none
     max_loras: int = 32  # LoRA adapters that may be loaded at once
     max_lora_rank: int = 256  # of each of them
+    tensor_parallel_size: int = 1  # processes that share the model's layers and KV: the ranks
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_rows", "max_loras", "max_lora_rank"):
             checks.integer(name, getattr(self, name), 1, _MAX_SEQUENCES)
         checks.integer("page_size", self.page_size, 1, _MAX_PAGE)
+        checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_RANKS)
         for name, low in (("max_model_len", 2), ("kv_bytes", 1), ("max_queue", 0)):
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), low, _MAX_SIZE)

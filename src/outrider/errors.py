@@ -9,6 +9,8 @@ __all__ = [
     "ModelError",
     "OutriderError",
     "QueueFull",
+    "RankDied",
+    "RanksDiffer",
     "RequestFailed",
     "UnknownMethod",
 ]
@@ -53,3 +55,11 @@ class RequestFailed(OutriderError):
 
 class EngineDead(OutriderError):
     """The engine's thread has ended or its LLM was closed. It accepts no more requests."""
+
+
+class RankDied(EngineDead):
+    """A process that holds a share of the model has ended or does not answer. The model must be loaded again."""
+
+
+class RanksDiffer(OutriderError):
+    """Processes that are to share a model have different weights, builds or settings."""

@@ -84,3 +84,16 @@ def test_lora(tmp_path: Path) -> None:
     assert result["rounds"] == 4
     assert len(result["ratio_deciles"]) == 9
     assert result["plain_ms"]["tenth"] > 0
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """A rank of a small model holds a share of its weights; what else it holds is too much of so little to be judged."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--model", "150m", "--ranks", "2", "--dtypes", "int8"]
+    run = [*command, "--repeats", "1", "--tokens", "3", "--out", str(report)]
+    subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    (result,) = json.loads(report.read_text())["results"]
+    assert result["ranks"] == len(result["share_of_packed"]) == 2
+    assert max(result["share_of_packed"]) < 0.95
+    assert result["batch_8"]["ranks_tok_s"] > 0

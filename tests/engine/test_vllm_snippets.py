@@ -86,11 +86,11 @@ def test_a_draft_model_in_a_command() -> None:
 
 
 def test_one_device_alone() -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(InvalidParameter, match=f"{name}: must be 1, because the model runs on one device; got 2"):
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        with pytest.raises(InvalidParameter, match=f"{name}: must be 1: a model is shared by tensor_parallel_size; got 2"):
             LLM(**{name: 2})
-    with pytest.raises(InvalidParameter, match="--tensor-parallel-size: must be 1"):
-        CliRunner().invoke(app, ["serve", "-tp", "4"], catch_exceptions=False)
+    with pytest.raises(InvalidParameter, match="tensor_parallel_size: 5 ranks cannot share 8 attention heads"):
+        CliRunner().invoke(app, ["serve", "-tp", "5", "--port", "0"], catch_exceptions=False)
 
 
 def test_keywords_that_contradict_are_refused() -> None:

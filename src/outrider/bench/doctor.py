@@ -35,6 +35,7 @@ from outrider.ops import (
     serving_ops,
     threads_used,
 )
+from outrider.ops.group import backends
 from outrider.platform import cpu_flags, cpu_name, guard
 
 __all__ = ["Check", "attention_is_invariant", "diagnose", "gpu_attention", "gpu_linear_is_invariant", "linear_is_invariant"]
@@ -84,6 +85,7 @@ def _machine() -> list[Check]:
         Check("machine", "threads", str(threads_used())),
         Check("kernels", "native core", _core_in_use()),
         Check("kernels", "without it", "torch, products at row counts that agree in every bit, attention by logical position"),
+        Check("kernels", "tensor parallel", backends()),
         Check("kernels", "bundled model", _bundled()),
         Check("kernels", "bf16 products", "bf16" if state.bf16_products else "in float32", state.bf16_products),
     ]

@@ -24,10 +24,11 @@ from outrider.engine.adapters import Adapters
 from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
+from outrider.engine.ranks import Sharing, check_parallel, start_parallel
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
 from outrider.model.listing import loaded_line
-from outrider.model.load import INT8, generation_defaults, is_int8, usable_ids
+from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
 from outrider.platform import guard, memory_bytes
@@ -93,8 +94,9 @@ def load_target(settings: Settings) -> Target:
     device, sizes = settings.device, settings.sizes
     directory = locate(settings.model, settings.revision)
     options = LoadOptions(settings.dtype, settings.load_format, widen=not guard().bf16_products)
-    decoder = open_decoder(directory, options)
+    decoder = open_decoder(directory, options) if sizes.tensor_parallel_size == 1 else describe_decoder(directory, options)
     config = decoder.spec
+    check_parallel(sizes.tensor_parallel_size, device, config)
     sizes = sizes.within(config.context)
     tokenizer = Tokenizer.load(directory)
     defaults, eos = generation_defaults(directory, config)
@@ -102,7 +104,10 @@ def load_target(settings: Settings) -> Target:
         eos |= usable_ids({tokenizer.eos_id}, config, directory / "tokenizer_config.json")
     speculation = resolve_drafters(settings.speculation, directory, device.is_gpu)
     pages = _page_count(device, sizes, config, speculation, directory)
-    runner = _runner(decoder, device, pages, sizes.page_size)
+    if sizes.tensor_parallel_size == 1:
+        runner = _runner(decoder, device, pages, sizes.page_size)
+    else:
+        runner = start_parallel(decoder, Sharing(directory, options, sizes.tensor_parallel_size, pages + 1, sizes.page_size))
     if not device.is_gpu and (missing := missing_core()) is not None:
         _log.warning("the native core is not in use, so torch decodes, slower and with the same promises: %s", missing)
     _log.info("%s: %s", directory, loaded_line(runner))

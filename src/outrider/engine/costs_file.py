@@ -34,6 +34,8 @@ def costs_path(directory: Path, runner: Runner, speculation: SpeculationConfig) 
         directory.resolve(),
         runner.decoder.spec,
     )
+    if runner.ranks > 1:
+        marks += (runner.ranks,)
     if speculation.method != "auto" or speculation.model is not None:
         marks += (speculation.method, speculation.model, sorted(map(repr, speculation.options.items())))
     name = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]

@@ -32,6 +32,7 @@ from outrider.engine.commit import OutputProcessor, emit, note_prompt, settle_kv
 from outrider.engine.guard import GuardedDrafter
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.tally import Tally
+from outrider.errors import EngineDead
 from outrider.model import Runner
 from outrider.sampling import Grammars, Guide, ReasoningGuide
 from outrider.text import Tokenizer
@@ -153,6 +154,8 @@ class Engine:
         self._restart_if_interrupted()
         try:
             changed = self._round() if self._profile is None else self._profile.around(self._round)
+        except EngineDead:  # no request is to blame, and none can go on
+            raise
         except Exception as error:
             changed = self._blame(error)
         else:

@@ -11,6 +11,7 @@ from outrider.core import Sequence as Generation
 from outrider.draft import Drafter, Kept, check_drafts
 from outrider.draft.deadline import Deadline
 from outrider.draft.protocol import check_kind, kept_by
+from outrider.errors import EngineDead
 
 __all__ = ["GuardedDrafter"]
 
@@ -88,6 +89,8 @@ class GuardedDrafter:
     def _call(self, sequences: Sequence[Generation], verb: str, call: Callable[[], T]) -> T | None:
         try:
             return call()
+        except EngineDead:  # the target's, not the drafter's fault
+            raise
         except Exception as error:
             self._note(sequences, f"{self._name}.{verb}: {type(error).__name__}", error)
             return None

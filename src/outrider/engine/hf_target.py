@@ -32,6 +32,8 @@ _MOST_ROWS = 2**16
 def target_of(model: Any, tokenizer: Any, sizes: EngineConfig, native: bool, pack: bool) -> Target:
     """A loaded model as a target: on the native backend where its family is known and `native` allows it, else by its class."""
     check_causal(model)
+    if sizes.tensor_parallel_size > 1:
+        raise InvalidParameter("tensor_parallel_size", "a loaded model stays in its process; pass the folder of its files to LLM")
     context = context_of(model)
     sizes = sizes.within(context)
     runner = _native_runner(model, sizes, None) if native else None

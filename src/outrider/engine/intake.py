@@ -26,7 +26,6 @@ __all__ = [
     "Prompt",
     "WantedLora",
     "WantedSpeculation",
-    "check_parallel",
     "conversations",
     "loras_for",
     "model_name",
@@ -198,16 +197,9 @@ def model_name(model: object) -> str:
     return checks.text("model", os.fspath(model))
 
 
-_ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_ONE_DEVICE = ("pipeline_parallel_size", "data_parallel_size")
 _WITHOUT_EFFECT = ("enforce_eager", "use_v2_block_manager", "disable_log_stats", "trust_remote_code")
 _RENAMED = {"enable_prefix_caching": "prefix_cache"}
-
-
-def check_parallel(name: str, value: object) -> None:
-    """Refuse a model spread over several devices."""
-    if value != 1 or isinstance(value, bool):
-        hint = "; `outrider serve --data-parallel-size N` runs several" if name == "data_parallel_size" else ""
-        raise InvalidParameter(name, f"must be 1, because the model runs on one device; got {checks.shown(value)}{hint}")
 
 
 def vllm_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +207,10 @@ def vllm_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in keywords.items():
         if name in _ONE_DEVICE:
-            check_parallel(name, value)
+            if value != 1 or isinstance(value, bool):
+                hint = "`outrider serve --data-parallel-size N` runs several replicas"
+                hint = hint if name == "data_parallel_size" else "a model is shared by tensor_parallel_size"
+                raise InvalidParameter(name, f"must be 1: {hint}; got {checks.shown(value)}")
         elif name in _WITHOUT_EFFECT:
             checks.boolean(name, value)
         else:

@@ -43,6 +43,7 @@ from outrider.engine.intake import (
     vllm_keywords,
 )
 from outrider.engine.outputs import RequestOutput, StreamPiece
+from outrider.engine.ranks import check_parallel, shared_threads
 from outrider.engine.worker import EngineHost, EngineThread, Job
 from outrider.errors import EngineDead, InvalidParameter
 from outrider.ops import one_torch_thread
@@ -66,7 +67,8 @@ class LLM:
     `lora` are adapters by name: {"sql": folder}; `generate(..., lora="sql")` chooses one.
     Further keywords are sizes of the engine (`max_num_seqs`, `max_model_len`, ...: config.EngineConfig) and other engines'
     names for speculation (`speculative_config`, `num_speculative_tokens`, `assistant_model`, ...: config.SPELLINGS). Of vLLM's
-    other keywords, `gpu_memory_utilization` is `memory`, and sizes of parallelism must be 1.
+    other keywords, `gpu_memory_utilization` is `memory`, and `tensor_parallel_size=N` shares the model among N processes, which
+    are started and ended with this object (docs/tensor-parallel.md); other sizes of parallelism must be 1.
     """
 
     def __init__(
@@ -91,10 +93,16 @@ class LLM:
         place = Device.resolve(device, numerics, memory)
         if lora is not None:
             check_adapters(lora, place.name)
-        target = load_target(Settings(model_name(model), wanted, sizes, place, dtype, load_format, revision))
-        for name, path in (lora or {}).items():
-            target.adapters.load(name, path)
-        self._open(target, wanted)
+        check_parallel(sizes.tensor_parallel_size, place, loras=bool(lora))
+        with shared_threads(sizes.tensor_parallel_size):
+            target = load_target(Settings(model_name(model), wanted, sizes, place, dtype, load_format, revision))
+            try:
+                for name, path in (lora or {}).items():
+                    target.adapters.load(name, path)
+                self._open(target, wanted)
+            except BaseException:
+                target.runner.close()
+                raise
 
     def _open(self, target: Target, wanted: SpeculationConfig) -> None:
         """Build the engine of a loaded model."""
@@ -203,6 +211,7 @@ class LLM:
             return
         if self._owns_host:
             self._host.close()
+            self._target.runner.close()
         self.save_costs()
         self.engine.grammars.close()
         del self.engine, self._target, self._intake, self._built

@@ -206,6 +206,9 @@ class EngineThread:
             while self._answer_calls():
                 self._run_rounds()
                 self._heartbeat.beat()
+        except EngineDead as error:
+            self.error = error
+            _log.critical("the engine's thread ended: %s", error)
         except BaseException as error:
             self.error = error
             _log.critical("the engine's thread died", exc_info=error)
@@ -294,4 +297,6 @@ class EngineThread:
                 _log.exception("a request could not be ended")
 
     def _stopped(self) -> EngineDead:
+        if isinstance(self.error, EngineDead):
+            return type(self.error)(str(self.error))
         return EngineDead(f"the engine has stopped ({self.error or 'it was closed'}); start a new one")

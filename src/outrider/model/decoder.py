@@ -270,6 +270,10 @@ class Decoder(nn.Module):
         ropes = [layer.attention.rope for layer in s.layers]
         self._rope_of = [None if rope is None else s.ropes.index(rope) for rope in ropes]  # the table of each layer
 
+    def share_tables(self, other: Decoder) -> None:
+        """Use the rotary tables of a decoder with the same positions and rotary settings."""
+        self.ropes = other.ropes
+
     @property
     def rope(self) -> RopeTable:
         """The first of the tables."""

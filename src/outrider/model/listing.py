@@ -65,9 +65,10 @@ def loaded_line(runner: Runner) -> str:
     backend = CUDA if runner.device_name != "cpu" else PLAIN if runner.stack is None else CPU
     size = runner.weight_bytes or sum(parameter.nbytes for parameter in runner.decoder.parameters())
     features = ", ".join(sorted(spec.features())) or "those of a Llama layer"
+    shared = f" in each of {runner.ranks} ranks (tensor parallel by gloo)" if runner.ranks > 1 else ""
     return (
         f"{spec.family} ({spec.architecture}), {amount(spec.parameters, 'B')} parameters, "
-        f"{amount(size)}B of weights as {spec.dtype}; features by {backend.runs_on}: {features}"
+        f"{amount(size)}B of weights as {spec.dtype}{shared}; features by {backend.runs_on}: {features}"
     )
 
 

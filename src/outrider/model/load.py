@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from outrider.model.fields import Fields, read_json
 from outrider.model.files import INDEX, SCALE, is_int8, quantised, refuse_foreign, weight_files
 from outrider.model.formats import format_in
 from outrider.model.formats.gguf_config import sampling_of
+from outrider.model.random_weights import RandomWeights
 from outrider.model.source import open_source
 from outrider.model.spec import ModelSpec
 from outrider.model.weights import Checkpoint, StoredWeights
@@ -35,6 +35,7 @@ from outrider.sampling.params import SamplingParams
 __all__ = [
     "LoadOptions",
     "check_model",
+    "describe_decoder",
     "generation_defaults",
     "is_hub_id",
     "is_int8",
@@ -120,19 +121,25 @@ def load_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decod
 
 def open_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     """A decoder whose weights stay in their files until they are asked for; see `Decoder.read_layers`."""
+    decoder = describe_decoder(directory, options)
+    if options.load_format == "dummy":
+        return decoder.materialise()
+    outside = (name for name, _ in decoder.named_parameters() if not name.startswith(("layers.", "embedding", "output")))
+    return decoder.materialise(*outside, "output_bias")
+
+
+def describe_decoder(directory: Path, options: LoadOptions = LoadOptions()) -> Decoder:
+    """A decoder that holds no weights; its source has them."""
     decoder, checkpoint = _skeleton(directory, options)
-    config, dtype = decoder.spec, DTYPES.get(decoder.spec.dtype, torch.float32)
-    if checkpoint is None:
-        decoder.to_empty(device="cpu")
+    dtype = DTYPES.get(decoder.spec.dtype, torch.float32)
     decoder.make_tables()
     decoder.requires_grad_(False)
-    if checkpoint is None:
-        _fill_random(decoder, options.seed, dtype)
-        return decoder.eval()
-    _say_how_served(checkpoint, options.dtype, config.dtype)
     parameters = dict(decoder.named_parameters())
-    decoder.source = StoredWeights(checkpoint, parameters, dtype, served=config.dtype, keeps_groups=options.dtype == "auto")
-    decoder.materialise(*(name for name in parameters if not name.startswith(("layers.", "embedding", "output"))), "output_bias")
+    if checkpoint is None:
+        decoder.source = RandomWeights(parameters, options.seed, dtype)
+        return decoder.eval()
+    _say_how_served(checkpoint, options.dtype, decoder.spec.dtype)
+    decoder.source = StoredWeights(checkpoint, parameters, dtype, served=decoder.spec.dtype, keeps_groups=options.dtype == "auto")
     return decoder.eval()
 
 
@@ -245,18 +252,6 @@ def _check_memory(config: ModelSpec, weights: int) -> None:
             f"the model needs {weights / gib:,.1f} GiB for its weights and {table / gib:,.1f} GiB for rotary tables of "
             f"{config.context:,} positions; this machine has {memory / gib:,.1f} GiB"
         )
-
-
-def _fill_random(decoder: Decoder, seed: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        if parameter.dim() == 1 and "norm" in name:
-            parameter.fill_(1.0)
-        elif parameter.dim() == 1:
-            parameter.zero_()
-        else:
-            std = 0.02 if name in ("embedding", "output") else 1.0 / math.sqrt(parameter.shape[1])
-            parameter.copy_((torch.randn(parameter.shape, generator=generator) * std).to(dtype))
 
 
 def _write_shards(tensors: dict[str, Tensor], directory: Path) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from operator import eq
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.cache import KVPool, Slots
 from outrider.core import Batch, Drafts, Guarantee, Resume, Scores, integers
-from outrider.errors import InvalidParameter
+from outrider.errors import EngineDead, InvalidParameter
 from outrider.model.adapters import AdapterRows, AdapterSlots
 from outrider.model.backends import cpu_ops
 from outrider.model.decoder import Decoder, Hidden
@@ -27,6 +27,9 @@ from outrider.ops.native import ChainParams, StackSpan, find_core
 from outrider.sampling import Row
 from outrider.sampling.choice import noise_along, shape_of
 from outrider.sampling.noise import token_words_at
+
+if TYPE_CHECKING:
+    from outrider.ops.group import Group
 
 __all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes", "lay_out"]
 
@@ -120,6 +123,11 @@ def kv_value_bytes(config: ModelSpec, page_size: int) -> int:
     return KVPool.value_bytes(cpu_ops(config).core is not None and config.dtype != "float32", page_size)
 
 
+def _sum_ranks(group: Group, layer: int, product: str, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001 (the signature of Deltas)
+    """The result of a product, summed over the ranks where each of them has a part."""
+    return group.sum(y.float()) if product in ("out", "down") else y
+
+
 @lru_cache(maxsize=32)
 def _layer_numbers(taps: tuple[int, ...]) -> Tensor:
     return torch.tensor(taps, dtype=torch.int32)
@@ -136,20 +144,27 @@ class Runner:
     chains_only = False  # drafts may not branch
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
+    ranks = 1  # processes that share the model
+    fault: EngineDead | None = None  # why nothing can be computed any more
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
-    def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None, group: Group | None = None) -> None:
+        """With a `group` the decoder is one rank's share: rows enter its first layer as `x`, and logits are its share's."""
         self.decoder = decoder
         self.pool = pool
         self.ops = ops or cpu_ops(decoder.spec)
+        self.group = group
         config, core = decoder.spec, self.ops.core
         if config.dtype in (INT8, INT4) and core is None:
             raise InvalidParameter("dtype", f"{config.dtype} needs the native core, which is not in use: {find_core()[1]}")
         if core is None:
             decoder.materialise()
-        self.stack = None if core is None else decoder_stack(decoder, pool, core)
+        self.stack = None if core is None else decoder_stack(decoder, pool, core, group)
         self.adapters = AdapterSlots(decoder, self.ops, self.stack)
         self._distinct_windows = frozenset(config.windows)
+
+    def close(self) -> None:
+        """End what computes elsewhere."""
 
     @property
     def weight_bytes(self) -> int:
@@ -176,6 +191,12 @@ class Runner:
         wanted: Sequence[int] = (),
     ) -> Hidden:
         """The decoder, or some of its layers on rows `x`, over prepared rows; with logits of the wanted ones."""
+        return self.run_rows(rows, taps, layers, x, wanted)
+
+    def run_rows(
+        self, rows: Rows | array[int], taps: tuple[int, ...], layers: range | None, x: Tensor | None, wanted: Sequence[int]
+    ) -> Hidden:
+        """What `run` does, and no log of forwards hears of."""
         if not isinstance(rows, array):
             return self._run_torch(rows, taps, layers, x, wanted)
         assert self.stack is not None
@@ -195,7 +216,7 @@ class Runner:
             a = self.decoder.spec.layers[layer].attention
             return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap)
 
-        deltas = self.adapters.deltas(rows.adapters)
+        deltas = self.adapters.deltas(rows.adapters) if self.group is None else partial(_sum_ranks, self.group)
         hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows, deltas)
         hidden.logits = self._logits_by_torch(hidden.last, wanted)
         return hidden
@@ -203,6 +224,10 @@ class Runner:
     @network
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V)."""
+        return self.logits_of(last, rows)
+
+    def logits_of(self, last: Tensor, rows: Sequence[int]) -> Tensor:
+        """What `logits` does, and no log of forwards hears of."""
         if self.stack is not None:
             return self.stack.logits(last if len(rows) == len(last) else last[list(rows)])
         return self._logits_by_torch(last, rows)
@@ -322,8 +347,7 @@ class Runner:
                 missing_feeds.append(remaining)
             missing += range(row + count, end)
             row = end
-        count = rows[1] if isinstance(rows, array) else rows.tokens.shape[0]
-        x = torch.zeros(count, self.decoder.spec.hidden)
+        x = torch.zeros(row, self.decoder.spec.hidden)
         if missing_feeds:
             early = self.run(self.prepare(missing_feeds), (resume.layer,), range(resume.layer)).taps[0]
             x[missing] = early

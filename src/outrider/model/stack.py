@@ -18,6 +18,7 @@ from outrider.ops import Core, Epilogue, LayerWeights, NormWeights, PackedLinear
 
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
+    from outrider.ops.group import Group
 
 __all__ = ["decoder_stack", "lay_out_rows", "layer_stack", "logit_epilogue", "norm_weights"]
 
@@ -40,22 +41,29 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
     return array("i", [len(feeds), len(tokens), *heads, *tokens, *pages, *parents])
 
 
-def decoder_stack(decoder: Decoder, pool: KVPool, core: Core) -> Stack:
-    """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32."""
+def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | None = None) -> Stack:
+    """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32.
+
+    With a `group` the decoder is one rank's share, and rows enter as features.
+    """
     s = decoder.spec
     output = _output(decoder, core)
-    decoder.materialise("embedding")  # the core reads its rows
+    if group is None:
+        decoder.materialise("embedding")  # the core reads its rows
     learned = None
     if s.positions is not None and decoder.positions is not None:
         learned = _floats(decoder.positions[s.positions.offset :])
     return layer_stack(
-        pool, core, s, _kind(s.dtype), decoder.read_layers(grouped=True), decoder.ropes,  # type: ignore[arg-type]
-        embedding=_floats(decoder.embedding),
+        pool, core, s, _kind(s.dtype), decoder.read_layers(grouped=group is None), decoder.ropes,  # type: ignore[arg-type]
+        embedding=_floats(decoder.embedding) if group is None else None,
         embedding_scale=float(s.embedding_scale),
         learned=learned,
         learned_rows=0 if learned is None else len(learned),
         norm=norm_weights(s.norm, decoder.norm, decoder.norm_bias),
         output=output,
+        vocab=s.vocab if group is None else s.vocab * group.size,
+        ranks=1 if group is None else group.size,
+        gather=0 if group is None else group.address,
     )  # fmt: skip
 
 
@@ -82,7 +90,7 @@ def layer_stack(
     packed = [_layer_weights(layer, tables, core, kind) for layer in layers]
     sizes = {name: getattr(spec, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")}
     rows = min((len(table.cos) for table in tables.values() if table.cos is not None), default=spec.context)
-    weights = StackWeights(packed, len(packed), rotary_rows=rows, **sizes, **around)
+    weights = StackWeights(packed, len(packed), rotary_rows=rows, **sizes | around)
     return Stack(core, weights, pool.keys, pool.values, pool.page_size)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,16 +198,24 @@ class StoredWeights:
 
     def fill(self, name: str, target: Tensor) -> None:
         """Write a parameter's values."""
-        parts = self._places.get(name)
         self._say_decoded(name)
-        if parts is None:
+        if name not in self._places:
             target.fill_(1.0)
-        for stored, place in parts or ():
-            target[place.rows].copy_(place.arrange(self._tensor(stored, target)))
+        for rows, part in self.parts(name):
+            target[rows].copy_(part)
+
+    def parts(self, name: str) -> Iterator[tuple[slice, Tensor]]:
+        """The stored tensors that a parameter is made of, and their rows of it; none where it is a norm's that has no weight."""
+        for stored, place in self._places.get(name, ()):
+            yield place.rows, place.arrange(self._tensor(stored, self._parameters[name]))
+
+    def release(self) -> None:
+        """Unmap the files. Reading maps them again."""
+        self._checkpoint.source.close()
 
     def close(self) -> None:
         """Close the files and the progress bar. Reading opens them again."""
-        self._checkpoint.source.close()
+        self.release()
         self._shared.clear()
         if self._bar is not None:
             self._bar.close()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.cores import NEEDED, digest_of_sources
 from outrider.cores import built as _built
-from outrider.errors import InvalidParameter
+from outrider.errors import InvalidParameter, RankDied
 from outrider.ops.groups import Grouped
 from outrider.ops.packing import KINDS, PANEL, Arena, pack, pack_groups
 from outrider.platform import cpu_flags
@@ -409,7 +409,7 @@ class StackWeights(NamedTuple):
     ffn: int  # of the widest layer
     vocab: int
     rotary_rows: int  # of the shortest rotary table
-    embedding: Tensor  # (vocab, hidden)
+    embedding: Tensor | None  # (vocab, hidden); None: rows come as features
     learned: Tensor | None = None  # of positions
     learned_rows: int = 0
     embedding_scale: float = 1.0
@@ -419,6 +419,8 @@ class StackWeights(NamedTuple):
     output: PackedLinear | None = None  # to logits
     norm: NormWeights = _NO_NORM  # the last one
     norm_hidden: NormWeights = _NO_NORM  # of BESIDE: the feature's
+    ranks: int = 1  # that share every layer
+    gather: int = 0  # address of the function that gathers their parts; see ops/group.py
 
 
 class StackSpan(NamedTuple):
@@ -576,6 +578,8 @@ class Stack:
         """Call the core with a ForwardSpec of core.cpp and further specs, whose fields all have 64 bits. It is one step."""
         spec[-1] = threads
         status = call(self._place, spec.buffer_info()[0], *(values.buffer_info()[0] for values in more))
+        if status == 3:
+            raise RankDied("a rank of the model is gone; load the model again")
         if status == 1:
             raise IndexError("a row's token, position, page, parent or layer is out of range")
         if status:
@@ -626,6 +630,8 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
     if w.output is not None and w.output.inner != w.hidden:
         raise ValueError(f"the output matrix does not have rows of {w.hidden} values")
     _check_rows("the embedding", (w.embedding,), (w.vocab, w.hidden))
+    if w.ranks > 1 and not w.gather:
+        raise ValueError(f"{w.ranks} ranks need a function that gathers their parts")
     _check_rows("the table of positions", (w.learned,), (w.learned_rows, w.hidden))
     _check_rows("a norm", (*w.norm[:2], *w.norm_hidden[:2]), (w.hidden,))
     width = -(-w.head_dim // 16) * 16

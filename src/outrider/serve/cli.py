@@ -45,7 +45,6 @@ def serve(context: typer.Context, flags: ServeFlags) -> None:
     """Serve a model over HTTP, with OpenAI's API. Every flag is also a variable: --max-queue is OUTRIDER_MAX_QUEUE."""
     _take_signals()
     configure(flags.log_format)
-    _check_devices(flags)
     settings = settings_of(flags)
     speculation = resolve_speculation(flags.method, flags.draft_model, flags.draft_tokens, flags.speculative_config)
     template = None if flags.chat_template is None else _read_template(flags.chat_template)
@@ -136,6 +135,7 @@ def _sizes(flags: ServeFlags) -> dict[str, Any]:
         "device": flags.device,
         "max_loras": flags.max_loras,
         "max_lora_rank": flags.max_lora_rank,
+        "tensor_parallel_size": flags.tensor_parallel_size,
     }
     if flags.memory is None:
         return sizes
@@ -152,6 +152,7 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     from outrider.engine.adapters import check_adapters
     from outrider.engine.device import Device
     from outrider.engine.intake import model_name
+    from outrider.engine.ranks import check_parallel
     from outrider.model import LoadOptions, check_model, is_hub_id, locate, read_spec
     from outrider.serve.reasoning import check_parser
     from outrider.serve.rules import read_rules
@@ -165,9 +166,11 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     check_speculation(speculation)
     device, options, model = Device.resolve(flags.device), LoadOptions(flags.dtype, flags.load_format), model_name(flags.model)
     check_adapters(loras, device.name)
+    check_parallel(flags.tensor_parallel_size, device, loras=bool(flags.lora))
     if not is_hub_id(model):
         folder = locate(model)
         check_model(folder, options)
+        check_parallel(flags.tensor_parallel_size, device, read_spec(folder))
         EngineConfig(max_model_len=flags.max_model_len).within(read_spec(folder).context)
         check_weights(resolve_drafters(speculation, folder, device.is_gpu), folder, options)
 
@@ -177,13 +180,6 @@ def _read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameter("--chat-template", f"{path} cannot be read: {error}") from None
-
-
-def _check_devices(flags: ServeFlags) -> None:
-    if flags.tensor_parallel_size != 1:
-        from outrider.engine.intake import check_parallel
-
-        check_parallel("--tensor-parallel-size", flags.tensor_parallel_size)
 
 
 def _load(flags: ServeFlags, speculation: SpeculationConfig, sizes: dict[str, Any], template: str | None) -> LLM:
@@ -263,12 +259,13 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
     chats = llm.tokenizer is not None and llm.tokenizer.chat_template
     calls, reasons = _formats(llm)
     pool = llm.engine.runner.pool
-    mib = (pool.keys.nbytes + pool.values.nbytes) / 2**20
+    mib, ranks = (pool.keys.nbytes + pool.values.nbytes) / 2**20, llm.engine.runner.ranks
+    shared = f" in each of {ranks} processes that share the model" if ranks > 1 else ""
     lines = [
         f"model         {settings.model_name} ({llm.directory})",
         f"speculation   {speculation}",
         f"context       {llm.max_model_len} tokens; {slots} sequences at once, {settings.max_queue} may wait",
-        f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB",
+        f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB{shared}",
         f"chat          {'yes' if chats else 'no: the model has no chat template; --chat-template gives it one'}",
         f"tools         calls as {calls}; reasoning {reasons}",
         f"key           {'needed' if settings.needs_key else 'none; anybody who can reach the address is served'}",

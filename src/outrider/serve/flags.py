@@ -119,7 +119,9 @@ class ServeFlags(ServerSettings):
     data_parallel_config: str | None = flag(
         None, 'JSON, for ray: {"scaling": {"max_replicas": 8}, "routing": ..., "num_cpus": ..., "num_gpus": ..., "doors": ...}.'
     )
-    tensor_parallel_size: int = flag(1, "Must be 1: the model runs on one device.", "-tp")
+    tensor_parallel_size: int = flag(
+        1, "Processes that share the model, each with its part of weights, KV and threads; must divide the heads.", "-tp", min=1
+    )
     device: str = flag("auto", "auto (a GPU if there is one), cpu or cuda.")
     dtype: str = flag("auto", "auto, bfloat16, float32 or int8.")
     load_format: str = flag("safetensors", "safetensors, or dummy for random weights from config.json.")

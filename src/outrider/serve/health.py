@@ -52,7 +52,10 @@ class Watchdog:
             thread, limit = service.thread, service.settings.watchdog_timeout
             if thread is None or service.llm is None:
                 continue
-            if not thread.alive:
+            fault = service.llm.engine.runner.fault or thread.error
+            if isinstance(fault, EngineDead):
+                service.failure = fault
+            elif not thread.alive:
                 service.failure = EngineDead(f"the engine has died: {thread.error}")
             elif limit and thread.stalled_s > limit:
                 _log.critical("the engine has ended no round for %g s; all stacks:\n%s", limit, stacks())

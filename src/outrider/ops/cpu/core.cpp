@@ -37,6 +37,9 @@ enum Form : int64_t {
     kBeside = 2,  // features; the layer's q, k, v read normed embedding and feature side by side (EAGLE-3)
 };
 
+// Gathers the parts of all ranks, in order of rank. False: a rank is gone, and so is what it would have sent.
+using Gather = int32_t (*)(const float* part, int64_t values, float* parts);
+
 struct StackSpec {
     const LayerSpec* layer;
     int64_t layers, hidden, heads, kv_heads, head_dim, ffn, vocab;  // ffn: of the widest layer
@@ -47,6 +50,8 @@ struct StackSpec {
     int64_t form, residual_normed;
     const Linear *joined, *output;  // of kJoined; the matrix of logits, or null
     Norm norm, norm_hidden;         // the last one; of kBeside the feature's
+    int64_t ranks;                  // that share every layer: each adds its part of `out` and `down`
+    Gather gather;                  // of several ranks; called by the caller's thread
 };
 
 struct ForwardSpec {
@@ -135,6 +140,7 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
         return std::all_of(x, x + count, [&](int32_t value) { return value >= 0 && value < limit; });
     };
     if (f.first_layer < 0 || f.last_layer < f.first_layer || f.last_layer > s.layers || f.rotary_lag < 0) return false;
+    if (!f.features && !s.embedding) return false;
     for (const Feed& feed : l.feeds) {
         if (int64_t{feed.start} + feed.fed + feed.nodes > feed.page_count * f.page_size) return false;  // chains grow
         if (!all_below(feed.pages, feed.page_count, f.pages) || feed.rotary_start < 0) return false;
@@ -148,7 +154,9 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
 
 // Buffers that each calling thread keeps from call to call.
 struct Workspace {
-    std::array<std::vector<float>, 5> between;  // rows between layers
+    std::array<std::vector<float>, 6> between;  // rows between layers
+    std::vector<float> gathered;                // parts of all ranks
+    bool alone = false;                         // a rank is gone
     std::vector<uint32_t> words, adapter_words, ranks;
     std::array<PackedRows::Quantum, kChunk> quantum{}, adapter_quantum{};
     std::vector<std::vector<float>> scratch;  // per thread of a team
@@ -183,8 +191,9 @@ class Forward {
     Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w)
         : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), group(static_cast<int>(s.heads / s.kv_heads)), x(w.rows(0, hidden)), wide(w.rows(1, 2 * hidden)),
           qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim)), mixed(w.rows(3, s.heads * s.head_dim)),
-          gated(w.rows(4, s.ffn)), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
+          gated(w.rows(4, s.ffn)), part(s.ranks > 1 ? w.rows(5, hidden) : Rows{wide.at, wide.stride, hidden}), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
         w.scratch.resize(std::max<size_t>(w.scratch.size(), f.threads));
+        if (s.ranks > 1) w.gathered.resize(std::max<size_t>(w.gathered.size(), s.ranks * kChunk * part.stride));
         if (f.adapter_count) w.make_room_for_adapters(std::max({wide.stride, mixed.stride, gated.stride}), f.ranks);
     }
 
@@ -244,15 +253,33 @@ class Forward {
 
     // Adds the last product of a part to the residual stream, after a norm if there is one.
     void join(const Linear& l, const Rows& in, const Norm& norm, double scale, const Lora* LayerLoras::*lora) {
-        if (!norm.weight) return multiply(l, {in, rows}, x, Then::kAdd, lora);
-        const Rows part{wide.at, wide.stride, hidden};
+        if (!norm.weight && s.ranks == 1) return multiply(l, {in, rows}, x, Then::kAdd, lora);
         multiply(l, {in, rows}, part, Then::kStore, lora);
-        const f32x16 factor = splat(static_cast<float>(scale));
+        if (s.ranks > 1) gather();
+        const f32x16 factor = splat(norm.weight ? static_cast<float>(scale) : 1.0f);
         each_row([&](int r) {
-            normed(part[r], part[r], norm, hidden);
+            if (s.ranks > 1) sum_ranks(r);
+            if (norm.weight) normed(part[r], part[r], norm, hidden);
             for (int i = 0; i < hidden; i += kLanes) store(x[r] + i, load(x[r] + i) + load(part[r] + i) * factor);
         });
         m.barrier();
+    }
+
+    void gather() const {
+        if (m.thread == 0 && !w.alone)
+            w.alone = !s.gather(part.at, static_cast<int64_t>(rows * part.stride), w.gathered.data());
+        m.barrier();
+    }
+
+    // The parts of a row, added in order of rank.
+    void sum_ranks(int r) const {
+        const size_t parts = rows * part.stride;
+        const float* first = w.gathered.data() + r * part.stride;
+        for (int i = 0; i < hidden; i += kLanes) {
+            f32x16 sum = load(first + i);
+            for (int64_t rank = 1; rank < s.ranks; rank++) sum = sum + load(first + rank * parts + i);
+            store(part[r] + i, sum);
+        }
     }
 
     template <class K>
@@ -378,6 +405,7 @@ class Forward {
     Workspace& w;
     int hidden, group;  // group: of queries per head of keys
     Rows x, wide, qkv, mixed, gated;
+    Rows part;  // of a layer's attention or MLP, before it joins the stream
     PackedRows packed;
     Member m{};
     int first = 0, rows = 0;  // of the chunk
@@ -388,6 +416,7 @@ class Forward {
 // Returns false, and does nothing, where rows are laid out over memory that is not there.
 bool run_rows(const StackSpec& stack, const ForwardSpec& forward, Workspace& w) {
     if (!is_sound(w.layout, stack, forward)) return false;
+    w.alone = false;
     const Forward work(stack, forward, w);
     team().run(static_cast<int>(forward.threads), [&](const Member& m) { Forward(work).run(m); });
     return true;
@@ -681,12 +710,13 @@ OUTRIDER_API int32_t outrider_pack(const Packing* packing, int64_t threads) {
 }
 
 // Returns 0; or 1 where rows are laid out over memory that is not there; or 2 where there is too little memory. With 1 or 2
-// nothing has been written.
+// nothing has been written. With 3 a rank is gone, and nothing that was written means anything.
 OUTRIDER_API int32_t outrider_forward(const StackSpec* stack, const ForwardSpec* forward) {
-    return status_of([&] {
-        Workspace& w = workspace();
+    Workspace& w = workspace();
+    const int32_t status = status_of([&] {
         return read_layout(forward->layout, forward->page_size, w.layout) && run_rows(*stack, *forward, w);
     });
+    return status == 0 && w.alone ? 3 : status;
 }
 
 // Returns the codes of outrider_forward. A token below 0 says that a row of logits left no choice; later tokens of that
