@@ -34,6 +34,7 @@ LONGROPE = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,6 +103,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-7b": ("Falcon", {"multi_query": True, "tie_word_embeddings": True}),
     "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon-sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "mixtral": ("Mixtral", EXPERTS),
+    "mixtral-window": ("Mixtral", EXPERTS | {"sliding_window": 21, "num_experts_per_tok": 3}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 36, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | {"head_dim": 14, "norm_topk_prob": True}),
 }  # fmt: skip
 # Transformers follows the text's length with dynamic tables; here they are those of the original length, doubled.
 LENGTHS = {"llama-dynamic-long": 256}

@@ -30,9 +30,11 @@ class Backend(NamedTuple):
         return sorted(self.lacks & spec.features())
 
 
+_MIXTURES = frozenset({"mixture of experts", "attention sinks", "clamped activation"})
+
 PLAIN = Backend("plain", "torch")
-CPU = Backend("cpu", "the native core")
-CUDA = Backend("cuda", "an NVIDIA GPU")
+CPU = Backend("cpu", "the native core", _MIXTURES)
+CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES)
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

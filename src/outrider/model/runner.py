@@ -192,8 +192,8 @@ class Runner:
     ) -> Hidden:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, rows.slots, k, v)
-            a = self.decoder.spec.layers[layer].attention
-            return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap)
+            a, sinks = self.decoder.spec.layers[layer].attention, self.decoder.layers[layer].sinks
+            return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap, sinks)  # type: ignore[arg-type]
 
         deltas = self.adapters.deltas(rows.adapters)
         hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows, deltas)

@@ -65,6 +65,10 @@ class Checkpoint:
         source.close()
         return replace(checkpoint, spec=replace(spec, tied=tied))
 
+    def places(self) -> dict[str, Place]:
+        """The place of every tensor that the spec asks for, by the family's name."""
+        return places_of(self.spec, self.stored)
+
     @property
     def headers(self) -> Mapping[str, Header]:
         """By stored name."""
@@ -84,7 +88,7 @@ class Checkpoint:
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Compare every tensor's name and shape with the parameters."""
-        places = places_of(self.spec)
+        places = self.places()
         for name, stored in self.stored.items():
             header = self.headers[stored]
             if name not in places:
@@ -101,7 +105,7 @@ class Checkpoint:
     def matrix_dtypes(self) -> set[str]:
         """The dtypes that the matrices are stored in."""
         headers = (self.headers[name] for name in self.stored.values())
-        return {header.dtype for header in headers if len(header.shape) == 2}
+        return {header.dtype for header in headers if len(header.shape) > 1}
 
     def _is_tied(self) -> bool:
         """Whether the output matrix is the embedding: where none is stored, or where it is the same beside a config that ties.
@@ -131,7 +135,7 @@ class StoredWeights:
         self._parameters = parameters
         self._dtype = dtype
         self._places: dict[str, list[tuple[str, Place]]] = {}
-        for name, place in places_of(checkpoint.spec).items():
+        for name, place in checkpoint.places().items():
             self._places.setdefault(place.parameter, []).append((checkpoint.stored[name], place))
         self._shared: dict[str, Tensor] = {}
         self._bar: Any = None
@@ -147,8 +151,8 @@ class StoredWeights:
             return torch.ones(parameter.shape)  # the weight of a norm that has none
         stored, place = parts[0]
         if len(parts) == 1 and place.rows == slice(None):
-            return place.arrange(self._tensor(stored, parameter))
-        dtype = parameter.dtype if parameter.dim() == 1 else self._dtype
+            return place.arrange(self._tensor(name, stored)).reshape(parameter.shape)
+        dtype = self._served(name, parameter)
         dtype = self._checkpoint.narrowest([stored for stored, _ in parts], dtype)
         last = name.rpartition(".")[2]
         whole = self._shared.get(last)
@@ -165,7 +169,7 @@ class StoredWeights:
         if parts is None:
             target.fill_(1.0)
         for stored, place in parts or ():
-            target[place.rows].copy_(place.arrange(self._tensor(stored, target)))
+            place.part(target).copy_(place.arrange(self._tensor(name, stored)))
 
     def close(self) -> None:
         """Close the files and the progress bar. Reading opens them again."""
@@ -174,9 +178,14 @@ class StoredWeights:
         if self._bar is not None:
             self._bar.close()
 
-    def _tensor(self, stored: str, parameter: Tensor) -> Tensor:
-        """A stored tensor in the dtype that it is served in. Vectors are kept as precise as they are held."""
-        tensor = self._checkpoint.read(stored, self._dtype)
+    def _served(self, name: str, parameter: Tensor) -> torch.dtype:
+        """The dtype of a parameter. Vectors are kept as precise as they are held, and so are routers."""
+        return parameter.dtype if parameter.dim() == 1 or name.endswith(".router") else self._dtype
+
+    def _tensor(self, name: str, stored: str) -> Tensor:
+        """A stored tensor in the dtype that its parameter is served in."""
+        parameter = self._parameters[name]
+        tensor = self._checkpoint.read(stored, self._served(name, parameter))
         self._advance(self._checkpoint.headers[stored].bytes)
         return tensor.to(parameter.dtype, copy=True) if parameter.dim() == 1 else tensor
 
