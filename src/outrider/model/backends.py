@@ -33,7 +33,7 @@ class Backend(NamedTuple):
 _MIXTURES = frozenset({"mixture of experts", "attention sinks", "clamped activation"})
 
 PLAIN = Backend("plain", "torch")
-CPU = Backend("cpu", "the native core", _MIXTURES)
+CPU = Backend("cpu", "the native core")
 CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES)
 BACKENDS = (PLAIN, CPU, CUDA)
 

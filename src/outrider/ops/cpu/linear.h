@@ -180,7 +180,7 @@ __attribute__((noinline)) inline void finish_by_epilogue(const Linear& l, float 
     if (l.paired && !gated) return;
     const int at = (gated ? panel / 2 : panel) * kLanes, room = out.width - at;
     for (int r = 0; r < rows; r++) {
-        const f32x16 value = gated ? load(y[r]) * load(y[rows + r]) : load(y[r]);
+        const f32x16 value = gated ? load(y[r]) * of_up(l.epilogue, load(y[rows + r])) : load(y[r]);
         float* to = out[r] + at;
         then == Then::kStore ? store_upto(to, value, room) : store(to, load(to) + value);
     }
@@ -352,10 +352,9 @@ __attribute__((noinline)) void run_panels(int rows, const uint32_t* x, const Lin
     }
 }
 
-// Panels of this thread times all rows.
+// Some panels times all rows.
 template <class K, class Form>
-void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, const Member& m, const Deltas* deltas) {
-    const Share mine = l.share(m);
+void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, Share mine, const Deltas* deltas) {
 #if defined(__AMX_TILE__)
     const TilesInUse tiles;
 #endif
@@ -365,6 +364,13 @@ void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, The
             run_panels<K, Form>(std::min(kBlock, rows - first), x.words + static_cast<size_t>(first) * l.steps, l, panel,
                                 std::min(panel + group, mine.end), out.from(first), then, x.quantum + first,
                                 RowDeltas{deltas, first});
+}
+
+template <class K>
+void multiply_share(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, Share mine, const Deltas* deltas) {
+    if constexpr (std::is_same<K, BF16>::value && !kTiles)
+        if (l.high) return linear<K, Packed12Block>(l, x, rows, out, then, mine, deltas);
+    linear<K, RawBlock>(l, x, rows, out, then, mine, deltas);
 }
 
 // All rows times all panels, by every thread of a team. With `ready` the whole result is visible to all threads when it
@@ -385,11 +391,7 @@ inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, The
             if (deltas) prepare_deltas<K>(*deltas, part, part_rows, m);
             if (!alone) m.barrier();
             const Rows to = out.from(first);
-            if constexpr (std::is_same<K, BF16>::value && !kTiles)
-                l.high ? linear<K, Packed12Block>(l, part_rows, part.rows, to, then, m, deltas)
-                       : linear<K, RawBlock>(l, part_rows, part.rows, to, then, m, deltas);
-            else
-                linear<K, RawBlock>(l, part_rows, part.rows, to, then, m, deltas);
+            multiply_share<K>(l, part_rows, part.rows, to, then, l.share(m), deltas);
             if (ready) m.barrier();
         }
     });
