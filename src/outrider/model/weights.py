@@ -212,4 +212,4 @@ def known_name(name: str, spec: ModelSpec) -> str:
         name = name.removeprefix(part) if name.startswith(part) else name.replace(f"model.{part}", "model.", 1)
     if not name.startswith((names.prefix, names.output)):
         name = names.prefix + name
-    return "" if name.endswith((*_IGNORED, *names.ignored)) else name
+    return "" if name.endswith(_IGNORED) or names.is_ignored(name) else name

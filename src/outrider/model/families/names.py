@@ -47,6 +47,14 @@ class Names:
     transposed: bool = False  # matrices of the layers are stored (in, out)
     norm_offset: float = 0.0  # added to stored norm weights
     ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights
+    ignored_layers: int | None = None  # layers from this number on are no part of the decoder
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a stored tensor holds no weights of the decoder."""
+        before, _, after = self.layer.partition("{}")
+        number = name.removeprefix(before).partition(after)[0] if name.startswith(before) else ""
+        beyond = self.ignored_layers is not None and number.isdecimal() and int(number) >= self.ignored_layers
+        return beyond or name.endswith(self.ignored)
 
     @property
     def prefix(self) -> str:
