@@ -30,7 +30,10 @@ class Backend(NamedTuple):
         return sorted(self.lacks & spec.features())
 
 
-_MIXTURES = frozenset({"mixture of experts", "attention sinks", "clamped activation"})
+_MIXTURES = frozenset({
+    "attention sinks", "clamped activation", "gate of the shared expert", "mixture of experts", "router bias",
+    "router correction", "router groups", "shared expert", "sigmoid router", "sparsemixer router",
+})  # fmt: skip
 
 PLAIN = Backend("plain", "torch")
 CPU = Backend("cpu", "the native core")

@@ -148,7 +148,7 @@ class Layer(nn.Module):
     def _add_router(self, hidden: int, dtype: torch.dtype) -> None:
         """The router, whose matrix is float32 because it chooses, and the shared expert."""
         m = self.spec.mlp
-        self.touched: list[int] = []  # experts of the last rows
+        self.touched = 0  # experts whose weights were read so far
         self._split_from = 0
         self._products: list[tuple[Product, Product]] = []
         self.router = None if m.router is None else _matrix(m.router_width, hidden, torch.float32)

@@ -36,9 +36,9 @@ def mixed_experts(layer: Layer, x: Tensor, ops: Ops) -> Tensor:
     assert layer.router is not None
     logits = ops.linear(x, layer.router).float()
     routes = routes_of(logits[:, : router.experts], router, layer.router_bias, layer.correction, ops)
-    layer.touched = sorted(set(routes.experts.flatten().tolist()))
     out = x.new_zeros(x.shape[0], x.shape[1], dtype=torch.float32)
-    for expert in layer.touched:
+    for expert in sorted(set(routes.experts.flatten().tolist())):
+        layer.touched += 1
         rows, places = torch.where(routes.experts == expert)
         opened, closing = layer.expert_products(expert)
         given = ops.linear(activated(ops.linear(x[rows], *opened), m, ops), *closing).float()

@@ -150,6 +150,7 @@ class Runner:
         self.stack = None if core is None else decoder_stack(decoder, pool, core)
         self.adapters = AdapterSlots(decoder, self.ops, self.stack)
         self._distinct_windows = frozenset(config.windows)
+        self._expert_layers = config.expert_layers
 
     @property
     def weight_bytes(self) -> int:
@@ -218,11 +219,20 @@ class Runner:
         feeds, wanted, roots, first_rows, prompt_rows = self._lay_out_round(batch, drafts)
         made_here, self._resumable = drafts.resume is self._resumable, None
         resume = drafts.resume if made_here and self._can_resume(drafts.resume, feeds, taps) else None
+        touched = self._touched
         hidden = self.forward(feeds, taps, wanted) if resume is None else self._resumed(feeds, resume, taps, wanted)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
         tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
         assert hidden.logits is not None
-        return Scores(hidden.logits, roots, first_rows, tapped, prompt_logits)
+        experts = (self._touched - touched) / self._expert_layers if self._expert_layers else 0.0
+        return Scores(hidden.logits, roots, first_rows, tapped, prompt_logits, experts=experts)
+
+    @property
+    def _touched(self) -> int:
+        """Experts whose weights forwards have read so far, over all layers."""
+        if not self._expert_layers:
+            return 0
+        return sum(layer.touched for layer in self.decoder.layers) if self.stack is None else self.stack.touched[0]  # type: ignore[misc]
 
     def _lay_out_round(self, batch: Batch, drafts: Drafts) -> Round:
         """Who feeds what, and which rows' logits are wanted."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.bench.plan.trace import RecordedRound
 from outrider.control import Costs
-from outrider.control.costs import steady_mean
+from outrider.control.curve import steady_mean
 from outrider.core import Arm
 
 __all__ = ["RoundCosts", "controller_costs"]
