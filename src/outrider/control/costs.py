@@ -55,7 +55,10 @@ class Costs:
         known, added = self._forward.time(rows), self._added(context)
         seen = known is not None and rows <= _FEW and step_of(rows) in self._forward.sizes
         if experts:
-            seconds = self._with_usual_experts(rows, seconds, experts, drafter, known + added if seen and known else None)
+            if seen and known:
+                self.experts.learn(rows, experts, seconds / self._drift - (known + added))
+                known = self._with_experts(known, rows, experts)
+            self.experts.observe(rows, experts, drafter)
         if known is not None and seen:
             self._drift *= min(max(seconds / self._drift / (known + added), 1 / TOLERANCE), TOLERANCE) ** _READILY
         seconds /= self._drift
@@ -63,15 +66,10 @@ class Costs:
             self._context[own] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
         self._forward.observe(rows, max(seconds - added, FLOOR * seconds))
 
-    def _with_usual_experts(
-        self, rows: int, seconds: float, experts: float, drafter: str | None, expected: float | None
-    ) -> float:
-        """What a forward had taken with as many experts as are usual for its rows."""
-        if expected is not None:
-            self.experts.learn(rows, experts, seconds / self._drift - expected)
-        more = self._drift * self.experts.seconds(self._forward.time, rows) * self.experts.excess(rows, experts)
-        self.experts.observe(rows, experts, drafter)
-        return max(seconds - more, FLOOR * seconds)
+    def _with_experts(self, time: float, rows: float, experts: float | None) -> float:
+        """A forward's time by rows, with so many experts instead of those that rounds of so many rows usually read."""
+        more = self.experts.excess(rows, experts)
+        return time if more == 0.0 else max(time + more * self.experts.seconds(self._forward.time, rows), FLOOR * time)
 
     def observe_rest(self, batch: int, seconds: float) -> None:
         self._rest.observe(batch, seconds / self._drift)
@@ -98,9 +96,7 @@ class Costs:
         time = self._forward.time(rows)
         if time is None:
             return 0.01 * max(rows / 16, 1.0)
-        if (more := self.experts.excess(rows, self.experts.of(rows, drafter))) != 0.0:
-            time = max(time + more * self.experts.seconds(self._forward.time, rows), FLOOR * time)
-        return self._drift * (time + self._added(context))
+        return self._drift * (self._with_experts(time, rows, self.experts.of(rows, drafter)) + self._added(context))
 
     def _added(self, context: int) -> float:
         """By a context of this length: what is known of it, or of shorter ones."""
