@@ -27,7 +27,7 @@ _SHARED = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Stored names within a layer. {} is an expert's number; a family whose experts are always stacked has none with it."""
+    """Stored names within a layer. {} is an expert's number."""
 
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"  # whole names from here on, but for the experts' own
@@ -37,6 +37,7 @@ class ExpertNames:
     fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # stacked
     shared: Mapping[str, str] = field(default_factory=lambda: _SHARED)
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    always_fused: bool = False  # in safetensors
     transposed: bool = False  # fused matrices are (experts, in, out)
     interleaved: bool = False  # in the fused gate_up each row of a gate is followed by that of its up
 
@@ -56,10 +57,10 @@ def expert_places(m: FeedForward, hidden: int, names: ExpertNames, stored: Conta
     if m.router.correction:
         yield names.correction, Place("correction")
     apart = [f"{name}.weight" for name in names.apart.values()]
-    if not names.gate or any(name in stored for name in names.fused):
-        yield from _fused(m, names)
-    elif any(name in stored for name in apart):
+    if any(name in stored for name in apart):
         yield from _apart(m, names)
+    elif names.always_fused or any(name in stored for name in names.fused):
+        yield from _fused(m, names)
     else:
         yield from _single(m, hidden, names)
     if m.shared:

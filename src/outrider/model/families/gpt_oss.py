@@ -34,5 +34,5 @@ def _rope(sizes: Sizes) -> Rope:
     return sizes.rope(None if given else Fields(_YARN, "the default rotary scaling"), default_theta=150000.0)
 
 
-_NAMES = Names(experts=ExpertNames(router="mlp.router", gate="", transposed=True, interleaved=True))
+_NAMES = Names(experts=ExpertNames(router="mlp.router", always_fused=True, transposed=True, interleaved=True))
 FAMILY = Family("gpt_oss", "gpt-oss-20b, gpt-oss-120b", ("GptOssForCausalLM",), _compile, _NAMES)

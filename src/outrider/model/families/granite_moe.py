@@ -13,7 +13,7 @@ __all__ = ["FAMILY"]
 
 _NAMES = ExpertNames(
     router="block_sparse_moe.router.layer",
-    gate="",
+    always_fused=True,
     fused=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
 
