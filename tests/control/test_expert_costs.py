@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 
 import pytest
+from rich.console import Console
 
+from outrider.bench.costs import show_costs
 from outrider.control import Costs
 from tests.control.worlds import Drafter, Mixture, World, flat
 
@@ -53,6 +56,14 @@ def test_the_table_is_kept() -> None:
     again = Costs.from_dict(json.loads(json.dumps(costs.as_dict())))
     for name in NAMES:
         assert again.forward(4, 64, name) == pytest.approx(costs.forward(4, 64, name), rel=0.15)
+
+
+def test_doctor_shows_the_experts_of_rounds() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    show_costs(learnt(), console)
+    text = console.export_text()
+    assert "experts that a round reads, of plain rounds" in text
+    assert "experts that a round reads, far" in text
 
 
 @pytest.mark.parametrize("batch", [1, 8])
