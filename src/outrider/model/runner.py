@@ -136,6 +136,7 @@ class Runner:
     chains_only = False  # drafts may not branch
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
+    _expert_layers = 0  # of the decoder, where this runner counts the experts that they read
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None) -> None:
