@@ -1,7 +1,8 @@
 """`python -m benchmarks.forward`: what a forward costs by the number of its rows.
 
-In the same run the processor reads as many bytes as the weights have, and multiplies as much as those rows need: the
-larger of the two times is a floor for the products.
+In the same run the processor reads as many bytes as one row needs, and multiplies as much as those rows need: the larger of
+the two times is a floor for the products. Of a mixture of experts a row needs those that it goes through, and several rows need
+more of them.
 
 On a machine that others use too, a time says little when the scheduler took a core away meanwhile. Such samples are
 recognised by the process's context switches and left out, as long as enough others are left.
@@ -47,6 +48,13 @@ RANDOM_MODELS: dict[str, ModelSpec] = {
     "150m": LlamaShape(vocab=8192, hidden=768, layers=24, heads=12, kv_heads=4, ffn=2048, **_LLAMA).spec(),  # type: ignore[arg-type]
     "1.1b": LlamaShape(vocab=32000, hidden=2048, layers=22, heads=32, kv_heads=4, ffn=5632, **_LLAMA).spec(),  # type: ignore[arg-type]
 }
+_MOE_1B = {  # 0.88 billion weights, of which a token uses 0.28
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 4096, "num_experts": 32,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True, "max_position_embeddings": 2048,
+    "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+_RANDOM = (*RANDOM_MODELS, "moe-1b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ def bench_forward(models: Sequence[str], dtypes: Sequence[str], setting: Forward
 
 def _measure(core: Core | None, model: str, dtype: str, setting: ForwardSetting) -> dict[str, Any]:
     runner = _runner(core, model, dtype, setting)
-    rows, reading, adding = _time_calls(core, runner, setting)
+    rows, experts, reading, adding = _time_calls(core, runner, setting)
     ms, first = {count: watch.ms for count, watch in rows.items()}, min(rows)
     record: dict[str, Any] = {
         "model": model,
@@ -107,18 +115,29 @@ def _measure(core: Core | None, model: str, dtype: str, setting: ForwardSetting)
         "undisturbed": {count: watch.undisturbed for count, watch in rows.items()},
         "ratio_to_one_row": {count: round(value / ms[first], 3) for count, value in ms.items()},
     }
-    return record if core is None else record | _floors(core, runner, ms, reading, adding)
+    if any(experts.values()):
+        record["experts_per_layer"] = {
+            count: round(read / runner.decoder.spec.expert_layers, 2) for count, read in experts.items()
+        }
+    return record if core is None else record | _floors(core, runner, (ms, experts), reading, adding)
 
 
-def _floors(core: Core, runner: Runner, ms: dict[int, float], reading: _CallTimes, adding: _CallTimes) -> dict[str, Any]:
+def _floors(
+    core: Core, runner: Runner, measured: tuple[dict[int, float], dict[int, int]], reading: _CallTimes, adding: _CallTimes
+) -> dict[str, Any]:
     """What the same processor needs in the same minutes to read the weights and to multiply them."""
-    c = runner.decoder.spec
-    a_layer = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + 3 * c.hidden * c.ffn
+    c, (ms, experts) = runner.decoder.spec, measured
+    of_row = sum(
+        c.hidden * (layer.attention.qkv_width + layer.attention.q_width)
+        + layer.mlp.parameters(c.hidden, 1 if layer.mlp.router is None else layer.mlp.router.chosen)
+        for layer in c.layers
+    )
     done = core.multiply_add(c.dtype, _STEPS)
-    arithmetic = adding.ms * (c.depth * a_layer + c.vocab * c.hidden) / done if done else 0.0
-    floor = {count: max(reading.ms, count * arithmetic) for count in ms}
+    arithmetic = adding.ms * (of_row + c.vocab * c.hidden) / done if done else 0.0
+    sizes = {count: _bytes_read(runner, experts[count]) for count in ms}
+    floor = {count: max(reading.ms * sizes[count] / sizes[min(ms)], count * arithmetic) for count in ms}
     return {
-        "bandwidth_gb_s": round(runner.weight_bytes / reading.ms / 1e6, 2),
+        "bandwidth_gb_s": round(sizes[min(ms)] / reading.ms / 1e6, 2),
         "bytes_ms": round(reading.ms, 4),
         "multiply_adds_g_s": round(done / adding.ms / 1e6, 1) if done else None,
         "row_arithmetic_ms": round(arithmetic, 4),
@@ -128,15 +147,25 @@ def _floors(core: Core, runner: Runner, ms: dict[int, float], reading: _CallTime
     }
 
 
+def _bytes_read(runner: Runner, experts: int) -> float:
+    """Bytes of weights that a forward reads which goes through so many experts, over all layers."""
+    mixtures = [] if runner.stack is None else [layer.experts for layer in runner.stack.layers if layer.experts is not None]
+    if not mixtures:
+        return runner.weight_bytes
+    every = sum(matrix.bytes for mixture in mixtures for matrix in (*mixture.gate_up, *mixture.down))
+    return runner.weight_bytes - every * (1.0 - experts / sum(mixture.router.experts for mixture in mixtures))
+
+
 def _time_calls(
     core: Core | None, runner: Runner, setting: ForwardSetting
-) -> tuple[dict[int, _CallTimes], _CallTimes, _CallTimes]:
-    """Forwards with their logits by row count, reads of as many bytes, and multiply-adds; all interleaved."""
+) -> tuple[dict[int, _CallTimes], dict[int, int], _CallTimes, _CallTimes]:
+    """Forwards with their logits and experts by row count, reads of one row's bytes, and multiply-adds; all interleaved."""
     vocab, pages = runner.decoder.spec.vocab, list(range(runner.pool.pages - 1))
     tokens = [i * 7919 % vocab for i in range(setting.context + max(setting.rows))]
     runner.forward([Feed(pages, 0, tokens[: setting.context])])
     watches, reading, adding = {count: _CallTimes() for count in setting.rows}, _CallTimes(), _CallTimes()
-    memory = _memory(runner.weight_bytes)
+    experts = {count: _experts_read(runner, [Feed(pages, setting.context, tokens[:count])]) for count in setting.rows}
+    memory = _memory(int(_bytes_read(runner, experts[min(experts)])))
     order, shuffle = list(setting.rows), random.Random(0)
     for _ in range(setting.repeats):
         shuffle.shuffle(order)
@@ -148,11 +177,18 @@ def _time_calls(
             read()  # brings the buffer where the weights were
             reading.time(read)
             adding.time(partial(core.multiply_add, runner.decoder.spec.dtype, _STEPS))
-    return watches, reading, adding
+    return watches, experts, reading, adding
+
+
+def _experts_read(runner: Runner, feeds: list[Feed]) -> int:
+    """Distinct experts that a forward reads, over all layers."""
+    before = 0 if runner.stack is None else runner.stack.touched[0]
+    runner.forward(feeds)
+    return 0 if runner.stack is None else runner.stack.touched[0] - before
 
 
 def _memory(size: int) -> Tensor:
-    """As many bytes as the weights have, in huge pages as they are."""
+    """As many bytes as one row needs, in huge pages as the weights are."""
     pages = mmap.mmap(-1, max(size, 4), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.float32, count=max(size // 4, 1)).fill_(1.0)
@@ -171,12 +207,15 @@ def _runner(core: Core | None, model: str, dtype: str, setting: ForwardSetting) 
         if model in RANDOM_MODELS:
             write_config(RANDOM_MODELS[model], Path(folder))
             decoder = load_decoder(Path(folder), LoadOptions(dtype, "dummy"))
+        elif model == "moe-1b":
+            (Path(folder) / "config.json").write_text(json.dumps(_MOE_1B))
+            decoder = load_decoder(Path(folder), LoadOptions(dtype, "dummy"))
         elif model in ("pyrite", "draft"):
             decoder = load_decoder(bundled_model() if model == "pyrite" else bundled_model() / "draft", options)
         elif Path(model).is_dir():
             decoder = load_decoder(Path(model), options)
         else:
-            known = ", ".join(("pyrite", "draft", *RANDOM_MODELS))
+            known = ", ".join(("pyrite", "draft", *_RANDOM))
             raise InvalidParameter("--models", f"unknown {model!r}; a directory, or one of: {known}")
     c = decoder.spec
     ops = None if core is None else Native(core)
@@ -185,7 +224,7 @@ def _runner(core: Core | None, model: str, dtype: str, setting: ForwardSetting) 
 
 def main(
     models: Annotated[
-        str, typer.Option(help="Comma-separated: pyrite, draft, random models 40m, 150m, 1.1b, or directories.")
+        str, typer.Option(help="Comma-separated: pyrite, draft, random models 40m, 150m, 1.1b, moe-1b, or directories.")
     ] = "pyrite,draft,150m",
     dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, int8, float32.")] = "bfloat16,int8",
     rows: Annotated[str, typer.Option(help="Comma-separated row counts.")] = "1,2,4,8,16,32",

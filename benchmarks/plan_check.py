@@ -25,7 +25,7 @@ from outrider.bench.plan.profile import Profile
 from outrider.bench.plan.subject import Prompt, RequestRun, Subject
 from outrider.bench.plan.trace import DraftRecord
 from outrider.bench.workloads import find_prompts
-from outrider.control.costs import steady_mean
+from outrider.control.curve import steady_mean
 from outrider.engine.acceptance import read_prompts
 from outrider.errors import InvalidParameter
 from outrider.options import Dtype, Model, Threads, set_threads

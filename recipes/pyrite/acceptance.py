@@ -29,7 +29,7 @@ TEXTS, TOKENS = 8, 96
 class FreeDrafts(Costs):
     """Costs under which every drafter drafts as many tokens as it can: drafts cost nothing."""
 
-    def forward(self, rows: float, context: int) -> float:  # noqa: ARG002
+    def forward(self, rows: float, context: int, drafter: str = "") -> float:  # noqa: ARG002
         return 1.0
 
     def proposals(self, drafter: str, batch: int, lengths: Sequence[float], context: int = 0) -> list[float]:  # noqa: ARG002

@@ -409,6 +409,7 @@ class Scores:
     taps: Tensor | None = None  # (N, taps * H)
     prompt_logits: dict[int, Tensor] = field(default_factory=dict)  # sequence index -> (chunk, V)
     choices: list[int] | None = None  # of every row, where the device has made them already
+    experts: float = 0.0  # distinct ones that the forward read, the mean over layers that have some; 0: no layer has
 
 
 class Verdict(NamedTuple):
@@ -485,6 +486,7 @@ class RoundReport(NamedTuple):
     phases: Phases
     began: float  # on the clock of time.perf_counter
     tokens_at: float  # when the tokens came
+    experts: float = 0.0  # see Scores
 
 
 class Listener(Protocol):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.control import Costs
-from outrider.control.costs import Curve, Typical
+from outrider.control.curve import Curve, Typical
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-5, 1.0)), min_size=1, max_size=40), st.data())

@@ -60,6 +60,20 @@ class Drafter:
     catch_up: float = 0.0  # seconds per token of the text, when a sequence uses it for the first time
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Experts of a made-up model. A row of a drafter's draft reads as many new ones as a strange row, times its novelty."""
+
+    seconds: float  # of each expert that is read
+    experts: int = 128
+    chosen: int = 8
+    novelty: dict[str, float] = field(default_factory=dict)  # by drafter; 1 where it is not named
+
+    def read(self, batch: int, nodes: int, name: str) -> float:
+        rows = batch + nodes * self.novelty.get(name, 1.0)
+        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** rows)
+
+
 @dataclass
 class Text:
     """One generation."""
@@ -92,6 +106,7 @@ class World:
     slowness: Slowness = undisturbed
     bad_rounds: int = 0  # first rounds in which hardly anything is accepted
     policy: Any = None
+    mixture: Mixture | None = None  # whose time is added to that of the rows
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -158,10 +173,12 @@ class World:
         rows = self.batch + sum(counts)
         slow, slow_proposals = self.slowness(self.rounds, self.clock)
         propose *= slow_proposals
-        forward, rest = slow * self.forward(rows), self.rest + self.after * bool(users)
+        name = users[0][0] if users else ""  # of mixtures: one drafter at a time
+        forward, rest = slow * self.seconds(sum(counts), name), self.rest + self.after * bool(users)
         self.clock += propose + forward + rest
         noise = self.random.uniform(0.9, 1.1)
-        stats = RoundStats(counts, [range(n) for n in accepted], rows, propose, forward * noise, rest)
+        experts = 0.0 if self.mixture is None else self.mixture.read(self.batch, sum(counts), name)
+        stats = RoundStats(counts, [range(n) for n in accepted], rows, propose, forward * noise, rest, experts=experts)
         began = time.thread_time()
         self.policy.observe(stats)
         self.thinking += time.thread_time() - began
@@ -189,16 +206,21 @@ class World:
             count += 1
         return count
 
+    def seconds(self, nodes: int, name: str) -> float:
+        """Of a forward with so many draft nodes by a drafter."""
+        more = 0.0 if self.mixture is None else self.mixture.seconds * self.mixture.read(self.batch, nodes, name)
+        return self.forward(self.batch + nodes) + more
+
     def plain(self) -> float:
-        return self.batch / (self.forward(self.batch) + self.rest)
+        return self.batch / (self.seconds(0, "") + self.rest)
 
     def best(self) -> float:
         """The rate of the best fixed setting, or of none, where all texts are alike."""
         rates = [self.plain()]
-        for drafter, n in product(self.drafters.values(), range(1, 33)):
+        for (name, drafter), n in product(self.drafters.items(), range(1, 33)):
             tokens = self.batch * (1 + sum(drafter.chance**i for i in range(1, n + 1)))
             proposal = drafter.per_call + drafter.per_token * n
-            rates.append(tokens / (self.forward(self.batch * (1 + n)) + proposal + self.rest + self.after))
+            rates.append(tokens / (self.seconds(self.batch * n, name) + proposal + self.rest + self.after))
         return max(rates)
 
 

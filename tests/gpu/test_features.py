@@ -20,6 +20,7 @@ from outrider.draft.draft_model import DraftModel
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidParameter
 from outrider.model import Feed, ModelSpec, Runner
+from outrider.model.backends import CUDA
 from outrider.model.spec import FeedForward
 from outrider.ops import Plain
 from outrider.sampling import SamplingParams
@@ -29,6 +30,8 @@ INTERPRETED = True
 ON_GPU = torch.cuda.is_available()
 DEVICE, ROWS = ("cuda", 40) if ON_GPU else ("cpu", 12)
 PAGES = 8
+SPECS = {name: spec for name, spec in FEATURE_SPECS.items() if not CUDA.missing(spec)}
+REFUSED = {name: spec for name, spec in FEATURE_SPECS.items() if CUDA.missing(spec)}
 # heads, KV heads, head width: ratios and widths that no other test has
 RATIOS = [(6, 6, 80), (9, 3, 96), (14, 2, 64), (71, 1, 64), (8, 1, 256), (10, 2, 34)]
 
@@ -58,12 +61,12 @@ def assert_agrees(spec: ModelSpec, rows: int = ROWS, fed: int = ROWS) -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="numpy sums products of other sizes otherwise")
 @pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 64)])
-@pytest.mark.parametrize("name", FEATURE_SPECS)
+@pytest.mark.parametrize("name", SPECS)
 def test_rows_keep_their_bits(name: str, dtype: str, page_size: int) -> None:
     assert keeps_bits(cuda_runner(FEATURE_SPECS[name], dtype, page_size), PAGES, page_size)
 
 
-@pytest.mark.parametrize("name", FEATURE_SPECS)
+@pytest.mark.parametrize("name", SPECS)
 def test_the_gpu_agrees_with_the_plain_decoder(name: str) -> None:
     assert_agrees(FEATURE_SPECS[name])
 
@@ -112,11 +115,12 @@ def test_requests_keep_their_rotary_table() -> None:
     assert texts(DraftModel(draft), 3) == wanted
 
 
-def test_what_the_gpu_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.model import cuda_stack
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_gpu_lacks_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidParameter, match="an NVIDIA GPU has no .*mixture of experts.* yet; pass device=cpu"):
+        cuda_runner(REFUSED[name])
 
-    monkeypatch.setattr(cuda_stack, "CUDA", cuda_stack.CUDA._replace(lacks=frozenset(("sliding window",))))
-    with pytest.raises(InvalidParameter, match="an NVIDIA GPU has no sliding window yet"):
-        cuda_runner(FEATURE_SPECS["sandwich norms, soft caps, windows, two rotary tables"])
+
+def test_heads_wider_than_the_gpu_takes_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="even head widths up to 256, not 320"):
         cuda_runner(FEATURE_SPECS["Llama"].with_layers(head_dim=320))

@@ -44,10 +44,12 @@ def test_every_feature_is_in_some_spec() -> None:
     named = frozenset().union(*(spec.features() for spec in FEATURE_SPECS.values()))
     assert {f"{activation} activation" for activation in ACTIVATIONS if activation != "silu"} <= named
     assert named >= {
-        "attention soft cap", "embedding scale", "layer norm", "learned positions", "logit scale", "logit soft cap",
-        "no norm before a part", "no rotary", "norm after a part", "output bias", "parallel attention and MLP", "q/k norm",
-        "q/k norm over the width", "queries scaled by position", "residual scale", "several rotary tables", "sliding window",
-        "ungated MLP",
+        "attention sinks", "attention soft cap", "clamped activation", "embedding scale", "gate of the shared expert",
+        "layer norm", "learned positions", "logit scale", "logit soft cap", "mixture of experts",
+        "no norm before a part", "no rotary", "norm after a part", "output bias", "parallel attention and MLP",
+        "q/k norm", "q/k norm over the width", "queries scaled by position", "residual scale", "router bias",
+        "router correction", "router groups", "several rotary tables", "shared expert", "sigmoid router",
+        "sliding window", "sparsemixer router", "ungated MLP",
     }  # fmt: skip
 
 

@@ -168,9 +168,13 @@ def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
         window = windows[layer]
         hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
         scores = scores.masked_fill(hidden, -torch.inf)
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        sinks = decoder.layers[layer].sinks
+        sink = torch.full((q.shape[1],), -torch.inf).double() if sinks is None else sinks.double()
+        top = scores.amax(-1, keepdim=True).maximum(sink[:, None, None])
+        weights = (scores - top).exp()
         mixed = torch.einsum("hnm,mhd->nhd", weights.to(kept).double(), v.repeat_interleave(group, 1))
-        return (mixed / weights.sum(-1).T[..., None]).float()
+        total = weights.sum(-1) + (sink[:, None] - top[..., 0]).exp()
+        return (mixed / total.T[..., None]).float()
 
     ops = Rounding(decoder.spec.dtype)
     rows = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend, ops)

@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import LLM
 from outrider._version import __version__
-from outrider.serve.metrics import Metrics, bucket_quantile
+from outrider.engine.tally import Tally
+from outrider.serve.metrics import Metrics, Snapshot, bucket_quantile
 from outrider.serve.settings import ServerSettings
 from outrider.serve.trace import Tracer
 from tests.support.server import Running
@@ -122,6 +123,15 @@ def test_a_drafter_s_faults_are_counted_by_kind(server: Running, llm: LLM, monke
     assert "RuntimeError" in answer["metrics"]["speculative_decoding"]["fallback_reason"]
     fallbacks = [name for name in read(server) if name.startswith("outrider:spec_decode_fallbacks_total")]
     assert fallbacks == ["outrider:spec_decode_fallbacks_total{reason=EagleDrafter.propose: RuntimeError}"]
+
+
+def test_experts_per_round_are_measured() -> None:
+    metrics = Metrics("mixture")
+    assert b"experts_per_round" not in generate_latest(metrics.registry)
+    metrics.snapshot = Snapshot(tally=Tally(expert_rounds=4, experts=50.0))
+    text = generate_latest(metrics.registry).decode()
+    assert 'outrider:experts_per_round_count{model_name="mixture"} 4.0' in text
+    assert 'outrider:experts_per_round_sum{model_name="mixture"} 50.0' in text
 
 
 def test_stats_has_the_dashboard_s_fields(server: Running) -> None:

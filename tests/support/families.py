@@ -31,9 +31,14 @@ LONGROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(5)],
     "long_factor": [1.0 + i for i in range(5)],
 }
+PHIMOE_ROPE = {"rope_theta": 1e4, "short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 64}
+PHIMOE_ROPE |= {"long_factor": LONGROPE["short_factor"]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+GROUPS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+GROUPS |= {"routed_scaling_factor": 2.5}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,6 +107,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-7b": ("Falcon", {"multi_query": True, "tie_word_embeddings": True}),
     "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon-sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "mixtral": ("Mixtral", EXPERTS),
+    "mixtral-window": ("Mixtral", EXPERTS | {"sliding_window": 21, "num_experts_per_tok": 3}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 36, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | {"head_dim": 14, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", EXPERTS | {"num_key_value_heads": 6}),
+    "granite-moe": (
+        "GraniteMoe",
+        EXPERTS | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0},
+    ),
+    "phimoe": ("Phimoe", EXPERTS | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2}),
+    # Transformers takes the short factors of this family at every length
+    "phimoe-longrope": ("Phimoe", EXPERTS | {"rope_parameters": LONGROPE | PHIMOE_ROPE}),
+    "glm4-moe": (
+        "Glm4Moe",
+        EXPERTS | GROUPS | {"use_qk_norm": True, "attention_bias": True, "head_dim": 12, "n_shared_experts": 2},
+    ),
+    "minimax-m2": ("MiniMaxM2", EXPERTS | {"head_dim": 14, "rotary_dim": 8}),
+    "gpt-oss": ("GptOss", EXPERTS | {"head_dim": 12, "sliding_window": 21, "num_experts_per_tok": 3}),
 }  # fmt: skip
 # Transformers follows the text's length with dynamic tables; here they are those of the original length, doubled.
 LENGTHS = {"llama-dynamic-long": 256}
@@ -126,7 +149,8 @@ def build_reference(name: str, directory: Path | None, **sizes: Any) -> Any:
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # others leave caps out
     with torch.no_grad():
-        for parameter in model.parameters():
+        corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in [*model.parameters(), *corrections]:
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5))
             if parameter.dim() == 1:
                 parameter += 0.5

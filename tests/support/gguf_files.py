@@ -5,7 +5,7 @@ The model that is written becomes the dequantised one, so that it is the oracle 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from torch import Tensor
 
 __all__ = ["K_QUANTS", "GgufOptions", "random_blocks", "write_gguf", "write_metadata"]
 
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {
+    "mistral": "llama", "gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}  # fmt: skip
+_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # stacked tensors of Transformers -> those of llama.cpp
 # Types that the package cannot quantise to: the float16 fields of a block, and values that give weights of a usual size.
 K_QUANTS = {
     "Q2_K": {80: 0.01, 82: 0.01}, "Q3_K": {108: 0.001}, "Q4_K": {0: 0.0004, 2: 0.003}, "Q5_K": {0: 0.0002, 2: 0.003},
@@ -42,8 +46,16 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", more: GgufOptions | No
     for i, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if ".experts." in name:
+            for stored, part in _experts(name, tensor, config):
+                part.copy_(_add(writer, stored, part, kind, seed=i, bias=name.endswith("_bias")))
+            continue
+        name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if config.model_type == "mixtral" else name
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
+        if name.endswith("shared_expert_gate.weight"):
+            tensor = tensor[0]
+        stored += ".weight" if name.endswith("sinks") else ""
         written = _permuted(tensor, name, config) if arch == "llama" else tensor
         plus = 1.0 if arch.startswith("gemma") and stored.endswith("norm.weight") else 0.0
         values = _add(writer, stored, written + plus, kind, seed=i)
@@ -67,6 +79,13 @@ def write_metadata(writer: Any, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        small = config.model_type in ("qwen2_moe", "qwen3_moe")
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size if small else config.intermediate_size)
+    if shared := getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(shared)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * (by_kind.get("partial_rotary_factor") or 1.0)))
@@ -99,12 +118,23 @@ def random_blocks(kind: str, count: int, seed: int = 0) -> np.ndarray:
     return blocks
 
 
-def _add(writer: Any, name: str, tensor: Tensor, kind: str, seed: int) -> Tensor:
+def _experts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parts of a stacked tensor as llama.cpp names them, (experts, out, in), as views."""
+    layer, part = name.split(".")[2], name.rpartition(".")[2]
+    kinds, bias = _EXPERTS[part.removesuffix("_bias")], part.endswith("_bias")
+    rows = tensor.mT if config.model_type == "gpt_oss" and not bias else tensor
+    for i, kind in enumerate(kinds):
+        half = rows.shape[1] // 2
+        step = slice(i, None, 2) if config.model_type == "gpt_oss" else slice(i * half, (i + 1) * half)
+        yield f"blk.{layer}.ffn_{kind}_exps.{'bias' if bias else 'weight'}", rows[:, step] if len(kinds) > 1 else rows
+
+
+def _add(writer: Any, name: str, tensor: Tensor, kind: str, seed: int, bias: bool = False) -> Tensor:
     """Write a tensor; what it is after it was quantised."""
     import gguf
 
-    values = tensor.float().numpy()
-    kind = kind if values.ndim > 1 else "F32"
+    values = tensor.float().contiguous().numpy()
+    kind = kind if values.ndim > 1 and not bias and "ffn_gate_inp" not in name else "F32"
     quantised = gguf.GGMLQuantizationType[kind]
     if kind in K_QUANTS:
         raw = random_blocks(kind, values.size // gguf.GGML_QUANT_SIZES[quantised][0], seed).reshape(len(values), -1)

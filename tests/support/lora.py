@@ -23,6 +23,8 @@ def random_parts(spec: ModelSpec, seed: int, rank: int = 5, dtype: torch.dtype =
             "down": [(slice(0, spec.hidden), m.width)],
         }
         for product, columns in shapes.items():
+            if product in ("gate_up", "down") and m.router is not None:
+                continue  # experts have none
             parts[i, product] = tuple(
                 LowRank(
                     where,

@@ -40,6 +40,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 21},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 6, "hidden_size": 60},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 20, "num_hidden_layers": 4},
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
 }
 
 

@@ -15,6 +15,7 @@ from outrider.engine.llm import LLM
 __all__ = ["measured_costs", "show_costs", "write_plot"]
 
 _BAR = 36  # characters
+_WHOSE = {"*": "the mean of a layer", "": "of plain rounds"}
 
 
 def measured_costs(model: str | None) -> Costs:
@@ -34,6 +35,11 @@ def show_costs(costs: Costs, console: Console) -> None:
     for rows, seconds in table["forward"].items():
         shown.add_row(rows, f"{1e3 * seconds:.2f}", "\u2588" * max(round(_BAR * seconds / longest), 1))
     console.print(shown)
+    for name, counts in table.get("experts", {}).items():
+        shown = Table("rows", "experts", title=f"experts that a round reads, {_WHOSE.get(name, name)}", title_justify="left")
+        for rows, count in counts.items():
+            shown.add_row(rows, f"{count:.1f}")
+        console.print(shown)
     for part, size, title in (
         ("context", "context up to", "the additional cost of a longer context"),
         ("rest", "sequences", "everything else in a round"),

@@ -13,7 +13,7 @@ import torch
 
 from outrider.model import Decoder, Feed, LlamaShape, ModelSpec, Rope, Runner
 from outrider.model.load import DTYPES
-from outrider.model.spec import FeedForward, LearnedPositions, Norm, QKNorm
+from outrider.model.spec import Clamp, FeedForward, LearnedPositions, Norm, QKNorm, Router
 
 __all__ = ["FEATURE_SPECS", "keeps_bits", "random_decoder"]
 
@@ -78,6 +78,22 @@ def _longrope() -> ModelSpec:
     return _with({"rope": Rope(kind="longrope", context=_CONTEXT, original_context=32, factor=8.0, **factors)}, {})  # type: ignore[arg-type]
 
 
+def _second_dense(mlp: FeedForward, **attention: object) -> ModelSpec:
+    """The mixture in the first layer, the base model's MLP in the second."""
+    spec = _with(attention, {})
+    first, second = spec.layers
+    return replace(spec, layers=(replace(first, mlp=mlp), second))
+
+
+def _sinks() -> ModelSpec:
+    router = Router(5, 3, bias=True)
+    mlp = FeedForward(40, bias=True, clamp=Clamp(1.5, 1.702), router=router)
+    return _second(_with({"sinks": True, "window": 9, "bias": True, "out_bias": True}, {"mlp": mlp}), window=None)
+
+
+_GROUPED = Router(8, 3, "sigmoid", correction=True, groups=4, chosen_groups=2, scale=2.5)
+_SPARSE = Router(6, 2, "sparsemixer", closeness=0.02)
+
 _YARN = Rope(kind="yarn", factor=4.0, original_context=64, context=_CONTEXT, query_growth=(0.1, 16))
 
 FEATURE_SPECS: dict[str, ModelSpec] = {
@@ -92,6 +108,16 @@ FEATURE_SPECS: dict[str, ModelSpec] = {
     "multipliers": _with({"scale": 0.1}, {"residual_scale": 0.22}, embedding_scale=12.0, logit_scale=0.125),
     "rotary tables by length": _longrope(),
     "yarn, queries scaled by position": _with({"rope": _YARN}, {}),
+    "experts, a shared one behind a gate, a dense layer": _second_dense(
+        FeedForward(24, router=Router(7, 2, normalised=False), shared=40, shared_gate=True)
+    ),
+    "experts in groups by sigmoid with a correction, a shared one, a norm after": _with(
+        {}, {"mlp": FeedForward(24, router=_GROUPED, shared=32), "norm_mlp_out": _RMS, "residual_scale": 0.5}
+    ),
+    "experts with biases, clamped, attention sinks and windows": _sinks(),
+    "experts by sparsemixer, parallel": _with(
+        {}, {"mlp": FeedForward(24, "gelu_tanh", router=_SPARSE), "norm_mlp": None, "parallel": True}
+    ),
 }
 
 

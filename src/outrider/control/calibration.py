@@ -41,18 +41,20 @@ class Calibration:
         self,
         arms: Seq[Arm],
         costs: Costs,
-        forwards: bool = True,
+        tokens: Seq[int] = (0,),  # of made-up drafts, in turn; without any no forward is timed
         deadline: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arms = arms
+        self._tokens = tokens
         self._costs = costs
         self._deadline, self._clock = deadline, clock
         self._pending = [_Measurement(0, None, counts=False)] * _WARM_UP
         self._pending += [
-            _Measurement(*size, counts=repeat > 0) for size in _sizes(arms, forwards) * _PASSES for repeat in range(_REPEATS)
+            _Measurement(*size, counts=repeat > 0) for size in _sizes(arms, bool(tokens)) * _PASSES for repeat in range(_REPEATS)
         ]
-        self._seconds: dict[tuple[int | None, int], float] = {}  # (arm, size) -> the minimum: noise only adds time
+        # (arm, size) -> the minimum, as noise only adds time, and the experts that were read in it
+        self._seconds: dict[tuple[int | None, int], tuple[float, float]] = {}
         self._overhead = math.inf  # seconds of a round beside the forward and the proposal
         self._current: _Measurement | None = None
         self._load: Load | None = None
@@ -88,7 +90,8 @@ class Calibration:
             return drafts  # its verification has been launched already
         if self._current is None or self._current.arm is not None:
             return Drafts.empty(len(load.room))
-        return Drafts.chains([[0] * min(self._current.nodes, room) for room in load.room])
+        made_up = [self._tokens[i % len(self._tokens)] for i in range(self._current.nodes)]
+        return Drafts.chains([made_up[:room] for room in load.room])
 
     def observe(self, stats: RoundStats) -> None:
         if self._current is None or self._load is None:
@@ -96,7 +99,7 @@ class Calibration:
         nodes, arm, counts = self._current
         if counts:
             key, seconds = ((arm, stats.rows), stats.forward_s) if arm is None else ((arm, nodes), stats.propose_s)
-            self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
+            self._seconds[key] = min((seconds, stats.experts), self._seconds.get(key, (math.inf, 0.0)))
             self._overhead = min(self._overhead, stats.rest_s)
         if self._clock() >= self._deadline:
             self._pending.clear()
@@ -107,10 +110,10 @@ class Calibration:
         """Write what was timed into the cost table."""
         for _ in range(_WEIGHT):
             self._costs.observe_rest(len(load.room), self._overhead)
-        for (arm, size), seconds in self._seconds.items():
+        for (arm, size), (seconds, experts) in self._seconds.items():
             for _ in range(_WEIGHT):
                 if arm is None:
-                    self._costs.observe_forward(size, load.context, seconds)
+                    self._costs.observe_forward(size, load.context, seconds, experts)
                 else:
                     self._costs.observe_proposal(self.arms[arm].name, len(load.room), size, seconds)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect, bisect_left
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from operator import ge, is_
@@ -98,7 +98,7 @@ class Controller:
         self._replanned = self._overlapped = False  # in this round; while its forward ran
         self._overhead: dict[tuple[int, bool], float] = {}  # the controller's seconds, by batch and whether it replanned
         self._prices: dict[tuple[int, ...], list[float]] = {}
-        self._times: dict[tuple[int, ...], list[float]] = {}
+        self._times: dict[tuple[str, int, int, int], list[float]] = {}
         self._reprice_at = 8
 
     @property
@@ -195,8 +195,9 @@ class Controller:
         if len(users) != 1:
             return plan._replace(may_overlap=True)
         ((arm, drafting),) = users.items()
-        few, more = self.costs.proposals(self.arms[arm].name, len(drafting), (2, 8), load.context)
-        short, long = (self.costs.forward(load.rows + n * len(drafting), load.context) for n in (2, 8))
+        name = self.arms[arm].name
+        few, more = self.costs.proposals(name, len(drafting), (2, 8), load.context)
+        short, long = (self.costs.forward(load.rows + n * len(drafting), load.context, name) for n in (2, 8))
         node = (more - few + long - short) / (6 * len(drafting))  # seconds to draw and to verify one more
         return plan._replace(
             verify_all=self.arms[arm].can_overlap, confidence_threshold=min(self._rate * node, 0.7), may_overlap=True
@@ -306,7 +307,7 @@ class Controller:
             rows += nodes
             length, count = longest.get(arm, (0.0, 0))
             longest[arm] = max(length, nodes), count + 1
-        seconds = self._base(load) + self._extra_rows(load, rows) + self._thinking(len(load.keys))
+        seconds = self._base(load) + self._extra_rows(load, rows, self._name_of(longest)) + self._thinking(len(load.keys))
         for arm, (nodes, count) in longest.items():
             seconds += self.costs.proposal(self.arms[arm].name, count, nodes, load.context)
         return tokens, seconds
@@ -316,8 +317,12 @@ class Controller:
         rows = min(load.emitting or load.rows, load.rows)
         return self.costs.forward(rows, load.context) + self.costs.rest(len(load.keys))
 
-    def _extra_rows(self, load: Load, rows: float) -> float:
-        return self.costs.forward(load.rows + rows, load.context) - self.costs.forward(load.rows, load.context)
+    def _extra_rows(self, load: Load, rows: float, drafter: str) -> float:
+        return self.costs.forward(load.rows + rows, load.context, drafter) - self.costs.forward(load.rows, load.context)
+
+    def _name_of(self, arms: Collection[int]) -> str:
+        """The drafter of a round whose drafts are all by one arm; "" where there is none, or where several draft."""
+        return self.arms[next(iter(arms))].name if len(arms) == 1 else ""
 
     def _thinking(self, batch: int) -> float:
         """Seconds that the controller takes in a round with drafts."""
@@ -329,10 +334,11 @@ class Controller:
         place = (arm, users, load.rows, len(load.keys), load.context.bit_length(), bucket)
         if place not in self._prices:
             nodes = self._acceptance.nodes(load.keys[0], arm)[: bisect(LENGTHS, self.arms[arm].max_nodes)]
-            drafts = self.costs.proposals(self.arms[arm].name, users, nodes, load.context)
+            name = self.arms[arm].name
+            drafts = self.costs.proposals(name, users, nodes, load.context)
             fixed = self._thinking(len(load.keys))
             self._prices[place] = [
-                (draft + self._extra_rows(load, users * n) + fixed) / users for draft, n in zip(drafts, nodes, strict=True)
+                (draft + self._extra_rows(load, users * n, name) + fixed) / users for draft, n in zip(drafts, nodes, strict=True)
             ]
         return self._prices[place]
 
@@ -424,11 +430,12 @@ class Controller:
 
     def _paying(self, survival: Seq[float], load: Load) -> int:
         """How many of the likeliest nodes to keep; drawing them is paid for already."""
-        times = self._times.setdefault((load.rows, len(load.keys), load.context.bit_length()), [])
+        name = self._name_of(self._users)
+        times = self._times.setdefault((name, load.rows, len(load.keys), load.context.bit_length()), [])
         if len(times) <= len(survival):
             rest = self.costs.rest(len(load.keys))
             longer = range(len(times), max(len(survival) + 1, 17))
-            times += (self.costs.forward(load.rows + n, load.context) + rest for n in longer)
+            times += (self.costs.forward(load.rows + n, load.context, name if n else "") + rest for n in longer)
         spent = self._thinking(len(load.keys)) + self._base(load) - times[0]
         for arm, drafting in self._users.items():
             spent += self.costs.proposal(self.arms[arm].name, len(drafting), self._proposed.get(arm, 0) or 1, load.context)
@@ -479,7 +486,8 @@ class Controller:
         """What a round's parts took. Arms that drafted side by side share the time as they were expected to."""
         stats, context, batch, users, begun = timed
         if begun < 0:
-            self.costs.observe_forward(stats.rows, context, stats.forward_s)
+            drafter = None if len(users) > 1 else self._name_of([arm for arm, _, _ in users])
+            self.costs.observe_forward(stats.rows, context, stats.forward_s, stats.experts, drafter)
         if not users:
             self.costs.observe_rest(batch, stats.rest_s)
             return

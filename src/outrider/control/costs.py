@@ -6,131 +6,30 @@ import json
 import logging
 import math
 import os
-from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Collection, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median_low
-from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Costs", "Curve", "steady_mean"]
+from outrider.control.curve import FLOOR, LONGEST, TOLERANCE, Curve, Typical, step_of
+from outrider.control.expert_costs import ExpertCosts
 
-_STEPS = (*range(1, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
+__all__ = ["Costs"]
+
 _CONTEXTS = (512, 2048, 8192, 32768)  # tokens attended to by all rows of a forward, in bins up to each
 _FEW = 64  # rows of a round that reads no prompt, mostly
 _SLOWLY = 1 / 32  # how readily a context's share is learnt
 _READILY = 1 / 2  # how readily the drift correction is
-_MEMORY = 16  # observations of a size that are remembered
-_IN_A_ROW = 3  # observations far off the others after which times have changed
 _KEPT = 2  # observations that a time from a file counts for: as many slow rounds do not change it, as many quick ones do
 _OFTEN = 3  # observations after which a drafter's times are known
-_FLOOR = 0.25  # of the time at the smallest size seen
-_LONGEST = 3600.0  # seconds of anything timed
-_TOLERANCE = 2.0  # an observation this many times off the median counts as this many
 _logger = logging.getLogger(__name__)
 
 
-class Typical:
-    """A time as it usually is, from its last observations.
-
-    One far off the (lower) median counts as one less far off: a stall is not a cost. Where several in a row are far off, times
-    have changed, and those before are forgotten.
-    """
-
-    def __init__(self, seconds: Seq[float] = ()) -> None:
-        self._recent = deque(seconds, _MEMORY)
-        self._mean: float | None = None
-
-    def observe(self, seconds: float) -> None:
-        usual = self.mean if self._recent else seconds
-        self._recent.append(seconds)
-        self._mean = None
-        last = list(self._recent)[-_IN_A_ROW:]
-        if min(last) > usual * _TOLERANCE or max(last) < usual / _TOLERANCE:
-            self._recent = deque(last, _MEMORY)
-
-    @property
-    def count(self) -> int:
-        return len(self._recent)
-
-    @property
-    def mean(self) -> float:
-        if self._mean is None:
-            self._mean = steady_mean(self._recent)
-        return self._mean
-
-
-class Curve:
-    """Seconds by size, learned from observations at any sizes: typical times at fixed steps, made monotone, interpolated."""
-
-    def __init__(self, times: Mapping[int, float] = MappingProxyType({}), count: int = 1) -> None:
-        """`times` count for so many observations each."""
-        self._steps = {size: Typical([seconds] * count) for size, seconds in times.items()}
-        self._fitted: tuple[list[int], list[float]] | None = None  # sizes and times
-
-    @property
-    def sizes(self) -> list[int]:
-        """The steps that were observed."""
-        return sorted(self._steps)
-
-    def observe(self, size: int, seconds: float) -> None:
-        """One measurement. Old ones are forgotten."""
-        step = _step(size)
-        seconds *= min(step / size, 1.0)  # beyond the largest step
-        if step not in self._steps:
-            between = len(self._steps) > 1 and min(self._steps) < step < max(self._steps)
-            self._steps[step] = Typical([self.time(step) or seconds] if between else ())
-        self._steps[step].observe(seconds)
-        self._fitted = None
-
-    def time(self, size: float) -> float | None:
-        """Expected seconds at a size; None where nothing was seen.
-
-        Beyond the largest size seen, time grows with it, as between the last two or faster; below the smallest it may be
-        much less, so that the small sizes are tried too.
-        """
-        sizes, times = self._fitted or self._fit()
-        if not sizes:
-            return None
-        i = bisect_right(sizes, size)
-        if i == 0:
-            return times[0] * (_FLOOR + (1 - _FLOOR) * size / sizes[0])
-        if i < len(sizes):
-            return times[i - 1] + (times[i] - times[i - 1]) * (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        guess = times[-1] * math.sqrt(size / sizes[-1])  # between free and proportional: neighbours say little of what is far off
-        if len(sizes) == 1:
-            return guess
-        return max(guess, times[-1] + (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) * (size - sizes[-1]))
-
-    def as_dict(self) -> dict[str, float]:
-        """Typical seconds by step, as a file spells them."""
-        return {str(step): typical.mean for step, typical in sorted(self._steps.items()) if 0.0 < typical.mean <= _LONGEST}
-
-    def _fit(self) -> tuple[list[int], list[float]]:
-        """Steps with their times, made monotone by pooling adjacent violators (isotonic regression)."""
-        pools: list[list[float]] = []  # mean, weight, how many steps
-        for _, typical in sorted(self._steps.items()):
-            pools.append([typical.mean, typical.count, 1])
-            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                high, low = pools.pop(), pools.pop()
-                weight = high[1] + low[1]
-                pools.append([(high[0] * high[1] + low[0] * low[1]) / weight, weight, high[2] + low[2]])
-        self._fitted = self.sizes, [mean for mean, _, count in pools for _ in range(int(count))]
-        return self._fitted
-
-
-def steady_mean(times: Collection[float]) -> float:
-    """The mean, where a time far off the (lower) median counts as one less far off."""
-    middle = median_low(times)
-    return fmean(min(max(time, middle / _TOLERANCE), middle * _TOLERANCE) for time in times)
-
-
 class Costs:
-    """Times of a round's parts: the target's forward by rows and context, every drafter's proposal by batch and length,
-    and the rest by batch.
+    """Times of a round's parts: the target's forward by rows, context and experts, every drafter's proposal by batch and
+    length, and the rest by batch.
 
     Filled by a measurement at start-up or by the rounds themselves, and refined by every round. Where
     nothing was measured the guesses are cautious: more rows cost more, a proposal costs a whole forward.
@@ -142,6 +41,7 @@ class Costs:
         self.sizes = sizes  # of captured graphs: as many rows or sequences as the next of them holds are run; none: as they come
         self._drift = 1.0
         self._forward = Curve()
+        self.experts = ExpertCosts()
         self._context: dict[int, float] = {}  # seconds that a longer context adds, by bin
         self._rest = Curve()
         self._propose: dict[str, dict[int, Curve]] = {}  # by drafter, then by batch step; the curve is by length
@@ -149,21 +49,33 @@ class Costs:
         self._switch: dict[str, Typical] = {}  # by drafter: seconds per token of the text that a sequence begins with it after
         self.accepted: dict[str, Any] = {}  # a controller's record, kept beside them
 
-    def observe_forward(self, rows: int, context: int, seconds: float) -> None:
+    def observe_forward(self, rows: int, context: int, seconds: float, experts: float = 0.0, drafter: str | None = None) -> None:
+        """`experts` are the distinct ones that it read, in a round for which a drafter drafted; "" in a plain one."""
         rows = int(self._run_as(rows))
         known, added = self._forward.time(rows), self._added(context)
-        if known is not None and rows <= _FEW and _step(rows) in self._forward.sizes:
-            self._drift *= min(max(seconds / self._drift / (known + added), 1 / _TOLERANCE), _TOLERANCE) ** _READILY
+        seen = known is not None and rows <= _FEW and step_of(rows) in self._forward.sizes
+        if experts:
+            if seen and known:
+                self.experts.learn(rows, experts, seconds / self._drift - (known + added))
+                known = self._with_experts(known, rows, experts)
+            self.experts.observe(rows, experts, drafter)
+        if known is not None and seen:
+            self._drift *= min(max(seconds / self._drift / (known + added), 1 / TOLERANCE), TOLERANCE) ** _READILY
         seconds /= self._drift
         if known is not None and rows <= _FEW and (own := _context(context)):  # a prompt's own time says nothing of its context
             self._context[own] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
-        self._forward.observe(rows, max(seconds - added, _FLOOR * seconds))
+        self._forward.observe(rows, max(seconds - added, FLOOR * seconds))
+
+    def _with_experts(self, time: float, rows: float, experts: float | None) -> float:
+        """A forward's time by rows, with so many experts instead of those that rounds of so many rows usually read."""
+        more = self.experts.excess(rows, experts)
+        return time if more == 0.0 else max(time + more * self.experts.seconds(self._forward.time, rows), FLOOR * time)
 
     def observe_rest(self, batch: int, seconds: float) -> None:
         self._rest.observe(batch, seconds / self._drift)
 
     def observe_proposal(self, drafter: str, batch: int, length: int, seconds: float) -> None:
-        curves, step = self._propose.setdefault(drafter, {}), _step(int(self._run_as(batch)))
+        curves, step = self._propose.setdefault(drafter, {}), step_of(int(self._run_as(batch)))
         self._timed[drafter] = self._timed.get(drafter, 0) + 1
         if step not in curves:  # it begins as its neighbours say: one observation may be a stall
             known = sorted({size for curve in curves.values() for size in curve.sizes})
@@ -178,11 +90,13 @@ class Costs:
         """Seconds that a drafter takes to read so many tokens when a sequence begins with it."""
         return self._drift * self._switch[drafter].mean * tokens if drafter in self._switch else 0.0
 
-    def forward(self, rows: float, context: int) -> float:
-        """Seconds of a target forward."""
+    def forward(self, rows: float, context: int, drafter: str = "") -> float:
+        """Seconds of a target forward, in a round for which a drafter drafts or in a plain one."""
         rows = self._run_as(rows)
         time = self._forward.time(rows)
-        return 0.01 * max(rows / 16, 1.0) if time is None else self._drift * (time + self._added(context))
+        if time is None:
+            return 0.01 * max(rows / 16, 1.0)
+        return self._drift * (self._with_experts(time, rows, self.experts.of(rows, drafter)) + self._added(context))
 
     def _added(self, context: int) -> float:
         """By a context of this length: what is known of it, or of shorter ones."""
@@ -201,7 +115,7 @@ class Costs:
         curves = self._propose.get(drafter)
         if not curves:
             return [self.forward(1, context)] * len(lengths)
-        return [self._drift * seconds for seconds in _between(curves, _step(int(self._run_as(batch))), lengths)]
+        return [self._drift * seconds for seconds in _between(curves, step_of(int(self._run_as(batch))), lengths)]
 
     def _run_as(self, count: float) -> float:
         """So many rows or sequences, filled up to a size that is run."""
@@ -232,7 +146,7 @@ class Costs:
             },
             "switch": {name: per_token.mean for name, per_token in sorted(self._switch.items())},
             "accepted": self.accepted,
-        }
+        } | ({"experts": counted} if (counted := self.experts.as_dict()) else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
@@ -245,6 +159,7 @@ class Costs:
                 costs._propose[name] = {_size(batch): Curve(_checked(curve), _KEPT) for batch, curve in curves.items()}
                 costs._timed[name] = _OFTEN
         costs._switch = {name: Typical([_seconds(each, 0.0)] * _KEPT) for name, each in data.get("switch", {}).items()}
+        costs.experts = ExpertCosts({name: Curve(_checked(curve), _KEPT) for name, curve in data.get("experts", {}).items()})
         costs.accepted = dict(data.get("accepted", {}))
         return costs
 
@@ -286,11 +201,6 @@ def _between(curves: Mapping[int, Curve], batch: int, lengths: Seq[float]) -> li
     return [max(first + (second - first) * part, min(first, second)) for first, second in ends]
 
 
-def _step(size: int) -> int:
-    """The smallest step not below a size: kernels and graphs round up, and a plain round's own size stays its own."""
-    return int(_STEPS[min(bisect_left(_STEPS, size), len(_STEPS) - 1)])
-
-
 def _context(tokens: int) -> int:
     return min(bisect_left(_CONTEXTS, tokens), len(_CONTEXTS) - 1)
 
@@ -302,7 +212,7 @@ def _checked(data: Mapping[str, Any], least: float = math.ulp(0.0)) -> dict[int,
 
 def _seconds(value: Any, least: float) -> float:
     """Seconds from a file: finite and positive, or they would spoil every plan made from them."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LONGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LONGEST:
         raise ValueError(f"{value!r:.40} seconds")
     return float(value)
 

@@ -34,6 +34,7 @@ class RoundStats(NamedTuple):
     forward_s: float = 0.0
     rest_s: float = 0.0  # of the round, after its forward: verifying, committing
     think_s: float = 0.0  # the controller's overhead: planning, choosing among nodes, learning from the round before
+    experts: float = 0.0  # distinct ones that its forward read, the mean over layers that have some; 0: no layer has
 
 
 class Policy(Protocol):

@@ -14,6 +14,7 @@ from outrider.sampling import SamplingParams
 __all__ = ["calibrate"]
 
 _PROMPT = 64  # tokens
+_STRIDE = 7919  # between tokens that are made up
 
 
 def calibrate(engine: Engine, batches: Sequence[int], seconds: float = math.inf) -> None:
@@ -29,12 +30,13 @@ def _run(engine: Engine, batch: int, deadline: float) -> bool:
     """Calibrate with one batch size. Returns False if the context is too short for it."""
     policy, vocab = engine.policy, engine.runner.decoder.spec.vocab
     assert isinstance(policy, Controller)
-    calibration = Calibration(policy.arms, policy.costs, forwards=batch == 1, deadline=deadline)
+    made_up = [i * _STRIDE % vocab for i in range(_PROMPT)] if batch == 1 else []  # unlike each other, as experts may tell
+    calibration = Calibration(policy.arms, policy.costs, made_up, deadline)
     length = min(_PROMPT, engine.context - calibration.rounds)
     if length <= 0:
         return False
     params = SamplingParams(temperature=0.8, seed=0, max_tokens=calibration.rounds, ignore_eos=True)
-    prompts = [tuple((i * 7919 + b) % vocab for i in range(length)) for b in range(batch)]
+    prompts = [tuple((i * _STRIDE + b) % vocab for i in range(length)) for b in range(batch)]
     requests = [
         Request(f"calibration-{b}", prompt, params, 0, frozenset(), calibration.rounds, tenant="calibration", memory="")
         for b, prompt in enumerate(prompts)

@@ -192,7 +192,8 @@ class Engine:
         rows = load.rows + sum([len(seq.depths) for seq in reports])
         phases = _phases(marks, waited, self._learning)
         self._publish(RoundReport(
-            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, marks[0], tokens_at
+            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, marks[0], tokens_at,
+            scores.experts,
         ))  # fmt: skip
         return [processor for processor, seq in zip(processors, reports, strict=True) if seq.kept or processor.seq.finish_reason]
 
@@ -440,6 +441,7 @@ def _stats(report: RoundReport, separate_prefill: bool) -> RoundStats:
         phases.forward,
         phases.verify + phases.commit + phases.record,
         phases.plan + phases.select + phases.learn,
+        report.experts,
     )
 
 

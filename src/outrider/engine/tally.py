@@ -36,6 +36,8 @@ class Tally:
     drafts: int = 0  # rounds that drafted
     drafted: int = 0
     accepted: int = 0
+    expert_rounds: int = 0  # forwards of a model with experts
+    experts: float = 0.0  # distinct ones that they read, each the mean over layers
     by_source: dict[str, list[int]] = field(default_factory=dict)  # drafted and accepted
     gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS) + 1))  # tokens by the time they took
     gap_s: float = 0.0
@@ -49,6 +51,9 @@ class Tally:
 
     def observe(self, report: RoundReport) -> None:
         """Count a round."""
+        if report.experts:
+            self.expert_rounds += 1
+            self.experts += report.experts
         gaps: dict[tuple[float, int], int] = {}  # sequences, by when their last tokens came and how many came now
         for seq in report.sequences:
             if not seq.emits:

@@ -30,9 +30,14 @@ class Backend(NamedTuple):
         return sorted(self.lacks & spec.features())
 
 
+_MIXTURES = frozenset({
+    "attention sinks", "clamped activation", "gate of the shared expert", "mixture of experts", "router bias",
+    "router correction", "router groups", "shared expert", "sigmoid router", "sparsemixer router",
+})  # fmt: skip
+
 PLAIN = Backend("plain", "torch")
 CPU = Backend("cpu", "the native core")
-CUDA = Backend("cuda", "an NVIDIA GPU")
+CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES)
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

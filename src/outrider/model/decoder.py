@@ -7,7 +7,7 @@ weights' dtype. Attention is an argument, so training and serving share the deco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.model.experts import activated, mixed_experts
 from outrider.model.rotary import Rope, RotaryVariant
 from outrider.model.spec import LayerSpec, ModelSpec, Norm
 from outrider.ops import Grouped, Ops
@@ -38,6 +39,7 @@ __all__ = [
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # (layer, product, its input x, its result y) -> y with what adapters add to it. Products are qkv, out, gate_up and down.
 Deltas = Callable[[int, str, Tensor, Tensor], Tensor]
+Product = tuple[Tensor, Tensor | None]  # a matrix and its bias
 
 
 @dataclass(slots=True)
@@ -127,12 +129,14 @@ class Layer(nn.Module):
         a, m = spec.attention, spec.mlp
         self.qkv = _matrix(a.qkv_width, hidden, dtype)
         self.out = _matrix(hidden, a.q_width, dtype)
-        self.gate_up = _matrix(m.up_width, hidden, dtype)
-        self.down = _matrix(hidden, m.width, dtype)
+        self.gate_up = _matrix(m.experts * m.up_width, hidden, dtype)  # experts one below the other
+        self.down = _matrix(m.experts * hidden, m.width, dtype)
         self.qkv_bias = _bias(a.qkv_width, dtype) if a.bias else None
         self.out_bias = _bias(hidden, dtype) if a.out_bias else None
-        self.gate_up_bias = _bias(m.up_width, dtype) if m.bias else None
-        self.down_bias = _bias(hidden, dtype) if m.bias else None
+        self.gate_up_bias = _bias(m.experts * m.up_width, dtype) if m.bias else None
+        self.down_bias = _bias(m.experts * hidden, dtype) if m.bias else None
+        self._add_router(hidden, dtype)
+        self.sinks = nn.Parameter(torch.zeros(a.heads)) if a.sinks else None
         self.norm_in, self.norm_in_bias = norm_weights(spec.norm_in, hidden)
         self.norm_mlp, self.norm_mlp_bias = norm_weights(spec.norm_mlp, hidden)
         self.norm_attn_out, self.norm_attn_out_bias = norm_weights(spec.norm_attn_out, hidden)
@@ -144,6 +148,18 @@ class Layer(nn.Module):
         self.k_norm, self.k_norm_bias = norm_weights(qk_norm, k_width)
         self.grouped: dict[str, Grouped] = {}  # matrices that are integers, while they are read
         self._query_scale = a.scale * math.sqrt(a.head_dim)
+
+    def _add_router(self, hidden: int, dtype: torch.dtype) -> None:
+        """The router, whose matrix is float32 because it chooses, and the shared expert."""
+        m = self.spec.mlp
+        self.touched = 0  # experts whose weights were read so far
+        self._split_from = 0
+        self._products: list[tuple[Product, Product]] = []
+        self.router = None if m.router is None else _matrix(m.router_width, hidden, torch.float32)
+        self.router_bias = _bias(m.experts, torch.float32) if m.router is not None and m.router.bias else None
+        self.correction = _bias(m.experts, torch.float32) if m.router is not None and m.router.correction else None
+        self.shared_gate_up = _matrix(m.shared_up_width, hidden, dtype) if m.shared else None
+        self.shared_down = _matrix(hidden, m.shared, dtype) if m.shared else None
 
     def forward(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None) -> Tensor:
         s = self.spec
@@ -173,8 +189,29 @@ class Layer(nn.Module):
 
     def mlp(self, x: Tensor, ops: Ops, deltas: Deltas | None = None) -> Tensor:
         m = self.spec.mlp
-        inner = ops.activate(self._product("gate_up", x, ops, deltas), m.activation, m.gated)
-        return self._product("down", inner, ops, deltas)
+        if m.router is not None:
+            return mixed_experts(self, x, ops)
+        return self._product("down", activated(self._product("gate_up", x, ops, deltas), m, ops), ops, deltas)
+
+    def is_product(self, name: str) -> bool:
+        """Whether a parameter is the matrix of one product. Those of experts lie one below the other in one parameter."""
+        return name in ("qkv", "out") or (name in ("gate_up", "down") and self.spec.mlp.router is None)
+
+    def expert_products(self, expert: int) -> tuple[Product, Product]:
+        """Matrix and bias of both products of an expert. Views of fixed matrices are kept: ops prepare each at its first use."""
+        if torch.is_grad_enabled() and self.gate_up.requires_grad:
+            return self._split("gate_up")[expert], self._split("down")[expert]
+        if self._split_from != id(self.gate_up):  # which the views keep alive
+            self._split_from, self._products = (
+                id(self.gate_up),
+                list(zip(self._split("gate_up"), self._split("down"), strict=True)),
+            )
+        return self._products[expert]
+
+    def _split(self, name: str) -> list[Product]:
+        """Every expert's part of the matrix and of the bias in which all lie one below the other."""
+        matrix, bias, count = getattr(self, name), getattr(self, f"{name}_bias"), self.spec.mlp.experts
+        return list(zip(matrix.chunk(count), [None] * count if bias is None else bias.chunk(count), strict=True))
 
     def _product(self, name: str, x: Tensor, ops: Ops, deltas: Deltas | None) -> Tensor:
         y = ops.linear(x, getattr(self, name), getattr(self, f"{name}_bias"))
@@ -230,17 +267,17 @@ class Decoder(nn.Module):
 
         With `grouped`, matrices that are to be products of integers are in `Layer.grouped` alone.
         """
-        for i, layer in enumerate(self.layers):
+        layers: Iterable[Layer] = self.layers  # type: ignore[assignment]
+        for i, layer in enumerate(layers):
             absent = {name: parameter for name, parameter in layer.named_parameters() if parameter.is_meta}
-            groups: dict[str, Grouped] = layer.grouped  # type: ignore[assignment]
-            for name, parameter in absent.items():
-                matrix = self.grouped(f"layers.{i}.{name}") if grouped and parameter.dim() == 2 else None
+            for name in absent:
+                matrix = self.grouped(f"layers.{i}.{name}") if grouped and layer.is_product(name) else None
                 if matrix is None:
                     setattr(layer, name, nn.Parameter(self.weight(f"layers.{i}.{name}"), requires_grad=False))
                 else:
-                    groups[name] = matrix
-            yield layer  # type: ignore[misc]
-            groups.clear()
+                    layer.grouped[name] = matrix
+            yield layer
+            layer.grouped.clear()
             for name, parameter in absent.items():
                 setattr(layer, name, parameter)
 

@@ -28,6 +28,7 @@ _MOST_THREADS = 16
 _OF_FOUR_BITS = frozenset({"Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K"})
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TENSORS = {"token_embd": "embedding", "output_norm": "norm", "output": "output", "position_embd": "positions"}
+_ONE_ROW = "ffn_gate_inp_shexp.weight"  # a matrix of one row, stored as a vector
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # no weights: they are in the config
 
 
@@ -51,7 +52,8 @@ class GgufSource:
         found = {}
         for name, stored in self._stored.items():
             tensor = self._gguf.tensors[stored]
-            found[name] = Header(tensor.shape, _FLOATS.get(tensor.kind.name, "bfloat16"), self._gguf.file_of(stored))
+            shape = (1, *tensor.shape) if stored.endswith(_ONE_ROW) else tensor.shape
+            found[name] = Header(shape, _FLOATS.get(tensor.kind.name, "bfloat16"), self._gguf.file_of(stored))
         return found
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,6 +64,8 @@ class GgufSource:
         if len(shape) == 1:
             vector = self._rows(stored, 0, 1)[0]
             values = torch.from_numpy(vector if order is None else vector[order.argsort()])
+            if stored.endswith(_ONE_ROW):
+                return values[None].to(dtype)
             return values - names_of(self._spec).norm_offset if stored.endswith("norm.weight") else values
         values_of = torch.empty(shape, dtype=dtype)
         rows = values_of.view(torch.int16 if dtype == torch.bfloat16 else dtype).view(-1, shape[-1]).numpy()
@@ -122,10 +126,21 @@ class GgufSource:
             known = getattr(names, _TENSORS[base])
             return f"{known}.{ending}" if known else stored
         block, _, part = base.removeprefix("blk.").partition(".")
-        name = names.parts.get(self._architecture.parts.get(part, ""), "")
+        name = self._expert_name(part, ending)
+        if not name and (known := names.parts.get(self._architecture.parts.get(part, ""), "")):
+            name = known if known == names.parts.get("sinks") else f"{known}.{ending}"
         if not base.startswith("blk.") or not block.isdecimal() or not name:
             return stored
-        return f"{names.layer.format(int(block))}{name}.{ending}"
+        return names.layer.format(int(block)) + name
+
+    def _expert_name(self, part: str, ending: str) -> str:
+        """The name within a layer of a tensor of a mixture; "" where it is none."""
+        if not self._architecture.mixes:
+            return ""
+        experts = names_of(self._spec).experts
+        names = {f"ffn_{kind}_exps": f"{name}.{ending}" for kind, name in experts.apart.items()}
+        names |= {f"ffn_{kind}_shexp": name for kind, name in experts.shared.items()}
+        return (names | {"ffn_gate_inp": f"{experts.router}.{ending}", "ffn_gate_inp_shexp": experts.shared_gate}).get(part, "")
 
     def _order(self, stored: str) -> NDArray[np.int64] | None:
         """The family's row for each stored row of queries and keys that lie in pairs; None where rows are in order."""

@@ -177,8 +177,8 @@ def save_decoder(decoder: Decoder, directory: Path, int8: bool = False, dtype: t
     tensors: dict[str, Tensor] = {}
     parameters = dict(decoder.named_parameters())
     for name, place in places_of(decoder.spec).items():
-        tensor = place.stored(parameters[place.parameter].detach()[place.rows].cpu())
-        if int8 and tensor.dim() == 2:
+        tensor = place.stored(parameters[place.parameter].detach().cpu())
+        if int8 and tensor.dim() == 2 and not place.parameter.endswith(".router"):
             tensors[name], tensors[name + SCALE] = quantised(tensor)
         else:
             tensors[name] = (tensor if dtype is None or tensor.dim() < 2 else tensor.to(dtype)).clone()

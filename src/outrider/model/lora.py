@@ -24,7 +24,7 @@ from outrider.model.families import Place, names_of, places_of
 from outrider.model.fields import Fields, read_json
 from outrider.model.files import FLOATS, opened
 from outrider.model.weights import known_name
-from outrider.ops.adapters import LowRank
+from outrider.ops.adapters import PARTS, LowRank
 
 __all__ = ["LoraParts", "read_lora"]
 
@@ -167,6 +167,9 @@ def _pairs(path: Path, shapes: Mapping[str, tuple[int, ...]], decoder: Decoder, 
         for other in (prefix + _DOWN, prefix + _UP):
             if other not in shapes:
                 raise ModelError(f"{path} holds {name!r} but lacks {other!r}")
+        _, layer, product = place.parameter.split(".")
+        if product not in PARTS or (product not in ("qkv", "out") and decoder.spec.layers[int(layer)].mlp.router is not None):
+            raise ModelError(f"{path}: {name!r} is an adapter of experts or their router, which is not served; {_MERGE}")
         pairs[prefix] = _Pair(module, place, shapes[prefix + _DOWN][0] if shapes[prefix + _DOWN] else 0)
         _check_shapes(path, prefix, shapes, decoder.get_parameter(place.parameter), pairs[prefix], max_rank)
     if not pairs:

@@ -146,6 +146,7 @@ class Runner:
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     ranks = 1  # processes that share the model
     fault: EngineDead | None = None  # why nothing can be computed any more
+    _expert_layers = 0  # of the decoder, where this runner counts the experts that they read
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
     def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None, group: Group | None = None) -> None:
@@ -162,6 +163,7 @@ class Runner:
         self.stack = None if core is None else decoder_stack(decoder, pool, core, group)
         self.adapters = AdapterSlots(decoder, self.ops, self.stack)
         self._distinct_windows = frozenset(config.windows)
+        self._expert_layers = config.expert_layers
 
     def close(self) -> None:
         """End what computes elsewhere."""
@@ -213,8 +215,8 @@ class Runner:
     ) -> Hidden:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, rows.slots, k, v)
-            a = self.decoder.spec.layers[layer].attention
-            return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap)
+            a, sinks = self.decoder.spec.layers[layer].attention, self.decoder.layers[layer].sinks
+            return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap, sinks)  # type: ignore[arg-type]
 
         deltas = self.adapters.deltas(rows.adapters) if self.group is None else partial(_sum_ranks, self.group)
         hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows, deltas)
@@ -243,11 +245,20 @@ class Runner:
         feeds, wanted, roots, first_rows, prompt_rows = self._lay_out_round(batch, drafts)
         made_here, self._resumable = drafts.resume is self._resumable, None
         resume = drafts.resume if made_here and self._can_resume(drafts.resume, feeds, taps) else None
+        touched = self._touched
         hidden = self.forward(feeds, taps, wanted) if resume is None else self._resumed(feeds, resume, taps, wanted)
         prompt_logits = {b: self.logits(hidden.last, rows) for b, rows in prompt_rows.items()}
         tapped = hidden.joined if hidden.joined is not None or not taps else torch.cat(hidden.taps, dim=-1)
         assert hidden.logits is not None
-        return Scores(hidden.logits, roots, first_rows, tapped, prompt_logits)
+        experts = (self._touched - touched) / self._expert_layers if self._expert_layers else 0.0
+        return Scores(hidden.logits, roots, first_rows, tapped, prompt_logits, experts=experts)
+
+    @property
+    def _touched(self) -> int:
+        """Experts whose weights forwards have read so far, over all layers."""
+        if not self._expert_layers:
+            return 0
+        return sum(layer.touched for layer in self.decoder.layers) if self.stack is None else self.stack.touched[0]  # type: ignore[misc]
 
     def _lay_out_round(self, batch: Batch, drafts: Drafts) -> Round:
         """Who feeds what, and which rows' logits are wanted."""

@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 PARAMETER = "tensor_parallel_size"
-LACKS = frozenset({"learned positions", "q/k norm over the width"})  # features of ModelSpec.features that ranks cannot share yet
+# features of ModelSpec.features that ranks cannot share yet
+LACKS = frozenset({"attention sinks", "learned positions", "mixture of experts", "q/k norm over the width"})
 _BY_COLUMN = ("out", "down")  # columns of the stored matrix, which is (out, in): each rank has a part of the inner dimension
 _ONCE = ("out_bias", "down_bias")  # added by the first rank alone
 

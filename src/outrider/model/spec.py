@@ -11,9 +11,13 @@ from itertools import chain
 
 from outrider.model.rotary import Rope
 
-__all__ = ["ACTIVATIONS", "Attention", "FeedForward", "LayerSpec", "LearnedPositions", "ModelSpec", "Norm", "QKNorm"]
+__all__ = [
+    "ACTIVATIONS", "ROUTERS", "Attention", "Clamp", "FeedForward", "LayerSpec", "LearnedPositions", "ModelSpec", "Norm", "QKNorm",
+    "Router",
+]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # gelu is the one with erf; relu2 is relu squared
+ROUTERS = ("softmax", "sigmoid", "sparsemixer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Attention:
     bias: bool = False  # on q, k and v
     out_bias: bool = False
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    sinks: bool = False  # each head has the score of a key without a value
 
     @property
     def q_width(self) -> int:
@@ -68,18 +73,74 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """Which experts a row goes through, and the weights of their results. Ties go to the lower number.
+
+    "softmax" and "sigmoid" score all experts and choose the best. "sparsemixer" chooses two: the weight of each is its softmax
+    among the experts whose logits are close to its own.
+    """
+
+    experts: int
+    chosen: int  # by each row
+    scores: str = "softmax"
+    bias: bool = False  # on the logits
+    correction: bool = False  # a number for each expert, added to the scores that choose but not to those that weigh
+    groups: int = 1  # only experts of the best groups are chosen; a group's score is the sum of its best two
+    chosen_groups: int = 1
+    normalised: bool = True  # the weights of a row are divided by their sum
+    scale: float = 1.0  # of the weights
+    closeness: float = 0.0  # of "sparsemixer": the largest difference, as a share
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """A gated activation that is cut: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-limit."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
 class FeedForward:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated.
+
+    With a router it is one of many experts, which are equal in shape, and what they give is added in order of their numbers.
+    After them comes the shared expert, which every row goes through, if it has a width.
+    """
 
     width: int
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    clamp: Clamp | None = None  # instead of the activation
+    router: Router | None = None
+    shared: int = 0  # width of the shared expert; 0: there is none
+    shared_gate: bool = False  # its result is multiplied by the sigmoid of one more column of the router
 
     @property
     def up_width(self) -> int:
         """Columns of the first product: gate and up side by side, or up alone."""
         return self.width * (2 if self.gated else 1)
+
+    @property
+    def shared_up_width(self) -> int:
+        """Columns of the shared expert's first product."""
+        return self.shared * (2 if self.gated else 1)
+
+    @property
+    def experts(self) -> int:
+        """How many stand side by side: one where there is no router."""
+        return 1 if self.router is None else self.router.experts
+
+    @property
+    def router_width(self) -> int:
+        """Columns of the router's matrix."""
+        return 0 if self.router is None else self.router.experts + self.shared_gate
+
+    def parameters(self, hidden: int, experts: int | None = None) -> int:
+        """Number of weights in the matrices, of all experts or of so many."""
+        each = (self.experts if experts is None else experts) * (self.up_width + self.width)
+        return hidden * (each + self.shared_up_width + self.shared + self.router_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +163,7 @@ class LayerSpec:
 
     def parameters(self, hidden: int) -> int:
         """Number of weights in the matrices."""
-        a, m = self.attention, self.mlp
-        return hidden * (a.qkv_width + a.q_width + m.up_width + m.width)
+        return hidden * (self.attention.qkv_width + self.attention.q_width) + self.mlp.parameters(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +219,12 @@ class ModelSpec:
     @property
     def ffn(self) -> int:
         """Width of the widest feed-forward part."""
-        return max(layer.mlp.width for layer in self.layers)
+        return max(max(layer.mlp.width, layer.mlp.shared) for layer in self.layers)
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with a router."""
+        return sum(layer.mlp.router is not None for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -209,10 +274,26 @@ def _layer_features(layer: LayerSpec) -> list[str]:
         "q/k norm over the width": a.qk_norm is not None and a.qk_norm.over == "width",
         "sliding window": a.window is not None,
         "attention soft cap": a.soft_cap is not None,
+        "attention sinks": a.sinks,
         "queries scaled by position": a.rope is not None and a.rope.query_growth is not None,
         "no rotary": a.rope is None,
         "several rotary tables": a.rope is not None and a.rope.has_variants,
         f"{m.activation} activation": m.activation != "silu",
         "ungated MLP": not m.gated,
+        "clamped activation": m.clamp is not None,
+        "shared expert": m.shared > 0,
+        "gate of the shared expert": m.shared_gate,
     }
-    return [name for name, used in named.items() if used]
+    return [name for name, used in (named | _router_features(m.router)).items() if used]
+
+
+def _router_features(r: Router | None) -> dict[str, bool]:
+    if r is None:
+        return {}
+    return {
+        "mixture of experts": True,
+        f"{r.scores} router": r.scores != "softmax",
+        "router bias": r.bias,
+        "router correction": r.correction,
+        "router groups": r.groups > 1,
+    }

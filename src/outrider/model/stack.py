@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.model.decoder import Decoder, Layer, RopeTable
 from outrider.model.load import INT4
 from outrider.model.rotary import Rope
-from outrider.model.spec import Attention, ModelSpec, Norm
+from outrider.model.spec import Attention, FeedForward, ModelSpec, Norm
 from outrider.ops import Core, Epilogue, LayerWeights, NormWeights, PackedLinear, RotaryRows, Stack, StackWeights
+from outrider.ops.experts import ExpertRouter, PackedExperts
 
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
@@ -69,15 +71,16 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | Non
 
 def _kind(dtype: str) -> str:
     """What products of a dtype read where a matrix is not in groups of integers."""
-    return "bfloat16" if dtype == INT4 else dtype
+    return "int8" if dtype == INT4 else dtype
 
 
 def _output(decoder: Decoder, core: Core) -> PackedLinear:
     s = decoder.spec
     name = "embedding" if s.tied else "output"
     matrix = decoder.grouped(name)
-    kind = "int8" if s.dtype == INT4 else s.dtype
-    return PackedLinear(core, kind, decoder.weight(name) if matrix is None else matrix, decoder.output_bias, logit_epilogue(s))
+    return PackedLinear(
+        core, _kind(s.dtype), decoder.weight(name) if matrix is None else matrix, decoder.output_bias, logit_epilogue(s)
+    )
 
 
 def layer_stack(
@@ -116,13 +119,14 @@ def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core:
     q_heads, k_heads = (a.heads, a.kv_heads) if qk is not None and qk.one_head else (1, 1)
     # a norm after a part scales its result; without one, the part's last product does
     after_attention, after_mlp = (Epilogue(scale=1.0 if norm else s.residual_scale) for norm in (s.norm_attn_out, s.norm_mlp_out))
+    dense, groups = m.router is None, layer.grouped
     return LayerWeights(
-        qkv=PackedLinear(core, kind, layer.grouped.get("qkv", layer.qkv), layer.qkv_bias, order=_by_head(a)),
-        out=PackedLinear(core, kind, layer.grouped.get("out", layer.out), layer.out_bias, after_attention),
-        gate_up=PackedLinear(
-            core, kind, layer.grouped.get("gate_up", layer.gate_up), layer.gate_up_bias, Epilogue(m.activation, paired=m.gated)
-        ),
-        down=PackedLinear(core, kind, layer.grouped.get("down", layer.down), layer.down_bias, after_mlp),
+        qkv=PackedLinear(core, kind, groups.get("qkv", layer.qkv), layer.qkv_bias, order=_by_head(a)),
+        out=PackedLinear(core, kind, groups.get("out", layer.out), layer.out_bias, after_attention),
+        gate_up=PackedLinear(core, kind, groups.get("gate_up", layer.gate_up), layer.gate_up_bias, _after_up(m))
+        if dense
+        else None,
+        down=PackedLinear(core, kind, groups.get("down", layer.down), layer.down_bias, after_mlp) if dense else None,
         **norms,
         q_norm=norm_weights(qk_norm, layer.q_norm, layer.q_norm_bias, q_heads),
         k_norm=norm_weights(qk_norm, layer.k_norm, layer.k_norm_bias, k_heads),
@@ -133,7 +137,34 @@ def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core:
         window=a.window or 0,
         soft_cap=float(a.soft_cap or 0.0),
         residual_scale=float(s.residual_scale),
+        sinks=None if layer.sinks is None else _floats(layer.sinks),
+        experts=None if dense else _experts(layer, core, kind),
     )
+
+
+def _after_up(m: FeedForward) -> Epilogue:
+    """What follows the first product of a feed-forward part."""
+    if m.clamp is not None:
+        return Epilogue("clamped", True, m.clamp.alpha, m.clamp.limit)
+    return Epilogue(m.activation, paired=m.gated)
+
+
+def _experts(layer: Layer, core: Core, kind: str) -> PackedExperts:
+    """A layer's mixture. Its router is float32, because it chooses."""
+    m, r = layer.spec.mlp, layer.spec.mlp.router
+    assert r is not None
+    assert layer.router is not None
+    bias = None if layer.router_bias is None else F.pad(_floats(layer.router_bias), (0, int(m.shared_gate)))
+    matrix = PackedLinear(core, "float32", layer.router, bias)
+    correction = None if layer.correction is None else _floats(layer.correction)
+    numbers = (r.experts, r.chosen, r.scores, r.groups, r.chosen_groups, r.normalised, float(r.scale), float(r.closeness))
+    products = [layer.expert_products(expert) for expert in range(r.experts)]
+    gate_up = [PackedLinear(core, kind, *opened, _after_up(m)) for opened, _ in products]
+    down = [PackedLinear(core, kind, *closing) for _, closing in products]
+    shared = None
+    if layer.shared_gate_up is not None and layer.shared_down is not None:
+        shared = PackedLinear(core, kind, layer.shared_gate_up, None, _after_up(m)), PackedLinear(core, kind, layer.shared_down)
+    return PackedExperts(ExpertRouter(matrix, correction, *numbers), gate_up, down, shared)
 
 
 def _by_head(a: Attention) -> Tensor:

@@ -69,6 +69,10 @@ class Checkpoint:
         source.close()
         return replace(checkpoint, spec=replace(spec, tied=tied))
 
+    def places(self) -> dict[str, Place]:
+        """The place of every tensor that the spec asks for, by the family's name."""
+        return places_of(self.spec, self.stored)
+
     @property
     def headers(self) -> Mapping[str, Header]:
         """By stored name."""
@@ -88,7 +92,7 @@ class Checkpoint:
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Compare every tensor's name and shape with the parameters."""
-        places = places_of(self.spec)
+        places = self.places()
         for name, stored in self.stored.items():
             header = self.headers[stored]
             if name not in places:
@@ -105,7 +109,7 @@ class Checkpoint:
     def matrix_dtypes(self) -> set[str]:
         """The dtypes that the matrices are stored in."""
         headers = (self.headers[name] for name in self.stored.values())
-        return {header.dtype for header in headers if len(header.shape) == 2}
+        return {header.dtype for header in headers if len(header.shape) > 1}
 
     def _is_tied(self) -> bool:
         """Whether the output matrix is the embedding: where none is stored, or where it is the same beside a config that ties.
@@ -145,9 +149,9 @@ class StoredWeights:
         self._checkpoint = checkpoint
         self._parameters = parameters
         self._dtype = dtype
-        self._served, self._keeps_groups = served, keeps_groups
+        self._into, self._keeps_groups = served, keeps_groups
         self._places: dict[str, list[tuple[str, Place]]] = {}
-        for name, place in places_of(checkpoint.spec).items():
+        for name, place in checkpoint.places().items():
             self._places.setdefault(place.parameter, []).append((checkpoint.stored[name], place))
         self._shared: dict[str, Tensor] = {}
         self._decodes = bool(checkpoint.source.decoded)  # until it is said
@@ -165,8 +169,8 @@ class StoredWeights:
         self._say_decoded(name)
         stored, place = parts[0]
         if len(parts) == 1 and place.rows == slice(None):
-            return place.arrange(self._tensor(stored, parameter))
-        dtype = parameter.dtype if parameter.dim() == 1 else self._dtype
+            return place.arrange(self._tensor(name, stored)).reshape(parameter.shape)
+        dtype = self._served(name, parameter)
         dtype = self._checkpoint.narrowest([stored for stored, _ in parts], dtype)
         last = name.rpartition(".")[2]
         whole = self._shared.get(last)
@@ -180,7 +184,7 @@ class StoredWeights:
     def grouped(self, name: str) -> Grouped | None:
         """A matrix as groups of integers; None where it is to be read in floating point."""
         stored = self._stored_groups(name) if self._keeps_groups else None
-        if stored is None and self._served == _INT4 and name.startswith("layers."):
+        if stored is None and self._into == _INT4 and name.startswith("layers."):
             return Grouped.of(self.read(name), _INT4_GROUP)
         return stored
 
@@ -201,13 +205,13 @@ class StoredWeights:
         self._say_decoded(name)
         if name not in self._places:
             target.fill_(1.0)
-        for rows, part in self.parts(name):
-            target[rows].copy_(part)
+        for stored, place in self._places.get(name, ()):
+            place.part(target).copy_(place.arrange(self._tensor(name, stored)))
 
     def parts(self, name: str) -> Iterator[tuple[slice, Tensor]]:
         """The stored tensors that a parameter is made of, and their rows of it; none where it is a norm's that has no weight."""
         for stored, place in self._places.get(name, ()):
-            yield place.rows, place.arrange(self._tensor(stored, self._parameters[name]))
+            yield place.rows, place.arrange(self._tensor(name, stored))
 
     def release(self) -> None:
         """Unmap the files. Reading maps them again."""
@@ -220,9 +224,14 @@ class StoredWeights:
         if self._bar is not None:
             self._bar.close()
 
-    def _tensor(self, stored: str, parameter: Tensor) -> Tensor:
-        """A stored tensor in the dtype that it is served in. Vectors are kept as precise as they are held."""
-        tensor = self._checkpoint.read(stored, self._dtype)
+    def _served(self, name: str, parameter: Tensor) -> torch.dtype:
+        """The dtype of a parameter. Vectors are kept as precise as they are held, and so are routers."""
+        return parameter.dtype if parameter.dim() == 1 or name.endswith(".router") else self._dtype
+
+    def _tensor(self, name: str, stored: str) -> Tensor:
+        """A stored tensor in the dtype that its parameter is served in."""
+        parameter = self._parameters[name]
+        tensor = self._checkpoint.read(stored, self._served(name, parameter))
         self._advance(self._checkpoint.headers[stored].bytes)
         return tensor.to(parameter.dtype, copy=True) if parameter.dim() == 1 else tensor
 
@@ -230,8 +239,8 @@ class StoredWeights:
         """One line when the first matrix of a layer is decoded."""
         if self._decodes and name.startswith("layers.") and self._parameters[name].dim() == 2:
             self._decodes = False
-            formats, size = ", ".join(self._checkpoint.source.decoded), _SIZES.get(self._served, _PLAIN_SIZE)
-            _logger.warning("%s is stored as %s, decoded to %s: %s", self._checkpoint.directory, formats, self._served, size)
+            formats, size = ", ".join(self._checkpoint.source.decoded), _SIZES.get(self._into, _PLAIN_SIZE)
+            _logger.warning("%s is stored as %s, decoded to %s: %s", self._checkpoint.directory, formats, self._into, size)
 
     def _advance(self, count: int) -> None:
         if self._bar is None:
@@ -256,4 +265,4 @@ def known_name(name: str, spec: ModelSpec) -> str:
         name = name.removeprefix(part) if name.startswith(part) else name.replace(f"model.{part}", "model.", 1)
     if not name.startswith((names.prefix, names.output)):
         name = names.prefix + name
-    return "" if name.endswith((*_IGNORED, *names.ignored)) else name
+    return "" if name.endswith(_IGNORED) or names.is_ignored(name) else name

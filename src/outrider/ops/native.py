@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,15 @@ from outrider.ops.groups import Grouped
 from outrider.ops.packing import KINDS, PANEL, Arena, pack, pack_groups
 from outrider.platform import cpu_flags
 
+if TYPE_CHECKING:
+    from outrider.ops.experts import PackedExperts
+
 __all__ = [
     "BESIDE",
     "JOINED",
     "TOKENS",
     "AdapterTable",
+    "Addressed",
     "ChainParams",
     "Core",
     "Epilogue",
@@ -57,7 +61,7 @@ __all__ = [
 _MACHINES = ("x86_64", "AMD64")
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
-_FUNCTIONS = ("none", "scale", "cap", "silu", "gelu", "gelu_tanh", "relu", "relu2")  # Function of elementwise.h
+_FUNCTIONS = ("none", "scale", "cap", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped")  # Function of elementwise.h
 
 _MIN_THREADED_LOGITS = 1 << 18  # choices over fewer logits run on one thread
 
@@ -246,7 +250,7 @@ class Threads:
 class Epilogue(NamedTuple):
     """What is done with the results of a product."""
 
-    activation: str | None = None
+    activation: str | None = None  # "clamped": that of `Clamp`, with alpha as scale and its limit as cap
     paired: bool = False  # the first half of the columns is a gate: the product is activation(gate) * the other half
     scale: float = 1.0
     cap: float | None = None  # y becomes cap * tanh(y / cap), after the scale
@@ -254,7 +258,8 @@ class Epilogue(NamedTuple):
     @property
     def function(self) -> int:
         """Its number in the core."""
-        return _FUNCTIONS.index(self.activation or ("none" if self.scale == 1.0 else "scale") if self.cap is None else "cap")
+        without = "cap" if self.cap is not None else "none" if self.scale == 1.0 else "scale"
+        return _FUNCTIONS.index(self.activation or without)
 
 
 class NormWeights(NamedTuple):
@@ -277,7 +282,13 @@ class RotaryRows(NamedTuple):
 _STORED, _NO_NORM = Epilogue(), NormWeights()
 
 
-class PackedLinear:
+class Addressed:
+    """What the core reads by its address."""
+
+    handle: int
+
+
+class PackedLinear(Addressed):
     """A weight matrix (columns, inner) in the core's layout, with its bias and its epilogue.
 
     `kind` is the dtype that products read; a matrix in groups of integers keeps them, whatever the kind is.
@@ -380,8 +391,8 @@ class LayerWeights(NamedTuple):
 
     qkv: PackedLinear  # columns by head of keys: its queries, key and value
     out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: PackedLinear | None  # None where there are experts
+    down: PackedLinear | None
     norm_in: NormWeights
     norm_mlp: NormWeights
     norm_attn_out: NormWeights
@@ -394,7 +405,9 @@ class LayerWeights(NamedTuple):
     scale: float  # of scores
     window: int  # 0: none
     soft_cap: float  # 0: none
-    residual_scale: float  # of what a norm after a part leaves
+    residual_scale: float  # of what a norm after a part or a mixture leaves
+    sinks: Tensor | None = None  # (heads,) scores of keys without a value
+    experts: PackedExperts | None = None
 
 
 class StackWeights(NamedTuple):
@@ -470,6 +483,7 @@ class Stack:
         self._layers = array("q", _words(tuple(weights.layer)))
         self._spec = array("q", (self._layers.buffer_info()[0], *_words(weights[1:])))
         self._place = self._spec.buffer_info()[0]
+        self.touched = array("q", (0,))  # experts whose weights were read so far, over all layers
         self.adapters = AdapterTable()  # another thread may replace it; a forward uses the one it began with
         self._memory = (keys.data_ptr(), values.data_ptr(), keys.shape[1], page_size, 4 // keys.element_size())
 
@@ -503,7 +517,7 @@ class Stack:
         spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
             _address(features), _address(taps), 0 if taps is None else len(taps), _address(tapped),
             _address(stream), _address(last), chosen.buffer_info()[0], len(chosen), _address(logits),
-            *adapters.words, 0))  # fmt: skip
+            *adapters.words, self.touched.buffer_info()[0], 0))  # fmt: skip
         self._threads.run(rows, lambda threads: self._call(self._core.forward, threads, spec))
         return StackRows(stream, last, tapped, logits)
 
@@ -520,7 +534,7 @@ class Stack:
             raise ValueError(f"chains of {list(wanted)} tokens need {sizes}")
         tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
-        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, self._weights.layers, *[0] * 14))
+        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, self._weights.layers, *[0] * 15))
         inputs = [values.buffer_info()[0] for values in (chains.shapes, chains.draft_temperatures, chains.keys)]
         outputs = [values.buffer_info()[0] for values in (tokens, chances)]
         drawn = array("q", (steps,))
@@ -555,7 +569,7 @@ class Stack:
         tokens, parents, places = (array("i", bytes(4 * sequences * capacity)) for _ in range(3))
         first, end, lag = span
         spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
-            _address(features), *[0] * 12))  # fmt: skip
+            _address(features), *[0] * 13))  # fmt: skip
         addresses = [values.buffer_info()[0] for values in (growth.shapes, growth.draft_temperatures, growth.keys)]
         results = [values.buffer_info()[0] for values in (counts, tokens, parents, places)]
         growth_spec = array("q", _words((
@@ -601,10 +615,11 @@ class Stack:
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights that one forward reads, with logits where the stack has an output matrix."""
+        """Bytes of all weights, with the output matrix where the stack has one. A forward reads them but for experts."""
         output = self._weights.output
-        parts = (part.bytes for w in self._weights.layer for part in (w.qkv, w.out, w.gate_up, w.down))
-        return sum(parts) + (0 if output is None else output.bytes)
+        layers = self._weights.layer
+        parts = (part for w in layers for part in (w.qkv, w.out, w.gate_up, w.down, w.experts) if part is not None)
+        return sum(part.bytes for part in parts) + (0 if output is None else output.bytes)
 
 
 def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
@@ -615,10 +630,14 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
     inner = 2 * w.hidden if w.form == BESIDE else w.hidden
     norms = dict.fromkeys(("norm_in", "norm_mlp", "norm_attn_out", "norm_mlp_out"), w.hidden) | {"q_norm": q, "k_norm": kv}
     for layer in w.layer:
-        width = layer.down.inner
-        products = {"qkv": (q + 2 * kv, inner), "out": (w.hidden, q), "gate_up": (width, w.hidden), "down": (w.hidden, width)}
-        if width > w.ffn:
-            raise ValueError(f"the stack needs {width} values between gate_up and down, not {w.ffn}")
+        products = {"qkv": (q + 2 * kv, inner), "out": (w.hidden, q)}
+        if layer.experts is not None:
+            layer.experts.check(w.hidden, w.ffn)
+        elif layer.down is None or layer.down.inner > w.ffn:
+            raise ValueError(f"the stack has room for {w.ffn} values between gate_up and down, and more are needed")
+        else:
+            products |= {"gate_up": (layer.down.inner, w.hidden), "down": (w.hidden, layer.down.inner)}
+        _check_rows("the sinks", (layer.sinks,), (w.heads,))
         for name, shape in products.items():
             part: PackedLinear = getattr(layer, name)
             if (part.columns, part.inner) != shape:
@@ -651,7 +670,7 @@ def _words(record: tuple[Any, ...]) -> list[int]:
     for value in record:
         if isinstance(value, tuple):
             words += _words(value)
-        elif isinstance(value, PackedLinear):
+        elif isinstance(value, Addressed):
             words.append(value.handle)
         elif isinstance(value, float):
             words += array("q", struct.pack("d", value))

@@ -48,6 +48,8 @@ class Ops(Protocol):
 
     def activate(self, x: Tensor, activation: str, gated: bool) -> Tensor: ...
 
+    def sigmoid(self, x: Tensor) -> Tensor: ...
+
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
 
@@ -79,6 +81,10 @@ class Plain:
 
     def _activation(self, x: Tensor, activation: str) -> Tensor:
         return _ACTIVATIONS[activation](x)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """1 / (1 + exp(-x)) in float32."""
+        return x.float().sigmoid()
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate pairs (i, i + half) of the last dimension of (N, heads, head_dim), in float32.
@@ -116,6 +122,9 @@ class Blocked(Plain):
         if activation == "gelu":
             return torch.erf(x * math.sqrt(0.5)).add_(1.0) * x * 0.5
         return super()._activation(x, activation)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.float().neg().exp_().add_(1.0).reciprocal_()
 
 
 class Native(Blocked):

@@ -16,7 +16,7 @@ from platform import python_version
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -212,6 +212,11 @@ class Metrics(Collector):
             ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", tally.accepted),
         ):
             yield self._family(CounterMetricFamily, name, text, {"": value})
+        if tally.expert_rounds:
+            text = "Distinct experts that a forward reads, the mean over layers; summed over forwards."
+            experts = SummaryMetricFamily(_P + "experts_per_round", text, labels=["model_name"])
+            experts.add_metric([self._model], tally.expert_rounds, tally.experts)
+            yield experts
         positions = {str(position): accepted for position, accepted in enumerate(tally.accepted_by_position())}
         text = "Accepted tokens by depth in the draft."
         yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, positions, "position")

@@ -24,12 +24,13 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attent
 LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES = [
     "llama", "llama-3", "llama-biased", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-yarn", "gemma",
-    "gemma2", "gemma3", "phi3", "phi3-longrope", "phi4-mini",
+    "gemma2", "gemma3", "phi3", "phi3-longrope", "phi4-mini", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss",
 ]  # fmt: skip
 OTHER_SIZES = {
     **{family: {"query_pre_attn_scalar": 16} for family in ("gemma2", "gemma3")},  # the head's width, but in the largest models
     "phi3-longrope": {"hidden_size": 40, "head_dim": 10},
     "phi4-mini": {"hidden_size": 80},
+    "qwen2-moe": {"mlp_only_layers": []},
 }
 PAGES = list(range(20))
 

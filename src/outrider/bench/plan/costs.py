@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 from typing import Any
 
 from outrider.bench.plan.trace import RecordedRound
 from outrider.control import Costs
-from outrider.control.costs import steady_mean
+from outrider.control.curve import steady_mean
 from outrider.core import Arm
 
 __all__ = ["RoundCosts", "controller_costs"]
@@ -25,6 +26,12 @@ class RoundCosts:
     def __init__(self) -> None:
         self._seen: dict[str, dict[int, dict[int, list[float]]]] = {part: {} for part in ("propose", "forward", "host")}
         self._table: Costs | None = None
+        self._experts: list[float] = []  # of rounds of one sequence
+
+    @property
+    def experts(self) -> float:
+        """Distinct experts that a round of one sequence reads, the mean over layers; 0 where the model has none."""
+        return fmean(self._experts) if self._experts else 0.0
 
     def learn(self, rounds: Iterable[RecordedRound]) -> None:
         """Add measured rounds; of those that read prompts, only forwards of many rows: they are no round's rows."""
@@ -37,6 +44,8 @@ class RoundCosts:
                     self.add("propose", round_.batch, round_.length, round_.propose_s)
                 self.add("forward", round_.batch, round_.rows, round_.forward_s)
                 self.add("host", round_.batch, round_.rows, round_.host_s)
+                if round_.experts and round_.batch == 1:
+                    self._experts.append(round_.experts)
 
     def add(self, part: str, batch: int, size: int, seconds: float) -> None:
         batch = 1 if part == "forward" else batch  # a forward depends on its rows, not on whose they are

@@ -50,6 +50,7 @@ class PlanRow:
     weights_bytes: int
     kv_bytes_per_token: int
     curve: list[tuple[int, float]] = field(default_factory=list)  # speed-up by length
+    experts: float = 0.0  # distinct ones that its rounds of one sequence read, the mean over layers; 0: the target has none
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,6 +93,7 @@ def plan_rows(plain: Profile, profiles: Sequence[Profile], max_batch: int = 1024
                 profile.memory.weights,
                 profile.memory.kv_per_token,
                 curve,
+                profile.costs.experts,
             )
         )
     return sorted(rows, key=lambda row: -row.best_speedup)

@@ -25,12 +25,15 @@ Curves = Mapping[float, Sequence[tuple[int, float]]]
 
 
 def rows(planned: Sequence[PlanRow], context: int, console: Console) -> None:
-    table = Table("drafter", "tokens/round", "speed-up", "best length", "then", "best tree", "break-even batch", "weights", "KV")
+    mixture = ["experts/round"] if any(row.experts for row in planned) else []
+    sizes = ("break-even batch", "weights", "KV", *mixture)
+    table = Table("drafter", "tokens/round", "speed-up", "best length", "then", "best tree", *sizes)
     for row in planned:
         tree = f"{row.tree['nodes']} nodes: {row.tree['speedup']:.2f}" if row.tree else "-"
         table.add_row(
             row.method, f"{row.tokens_per_round:.2f}", f"{row.speedup:.2f}", str(row.best_length), f"{row.best_speedup:.2f}",
             tree, str(row.break_even_batch), _bytes(row.weights_bytes), _bytes(row.kv_bytes_per_token * context),
+            *(f"{row.experts:.1f}" for _ in mixture),
         )  # fmt: skip
     console.print(table)
     console.print(f"KV: of one sequence of {context} tokens. A best length of 0: plain decoding is quicker.", highlight=False)

@@ -52,6 +52,7 @@ class RecordedRound:
     propose_s: float = 0.0
     forward_s: float = 0.0
     host_s: float = 0.0
+    experts: float = 0.0  # distinct ones that the forward read, the mean over layers; 0: the model has none
 
 
 @dataclass(slots=True)
@@ -83,7 +84,9 @@ class Recorder:
         phases = report.phases
         longest, rows = max(report.plan.lengths, default=0), report.rows
         drafts = self._drafts(report)
-        self._rounds.append(RecordedRound(longest, len(sequences), rows, report.prefill, drafts, phases.propose, phases.forward))
+        spent = (phases.propose, phases.forward)
+        made = RecordedRound(longest, len(sequences), rows, report.prefill, drafts, *spent, experts=report.experts)
+        self._rounds.append(made)
         self._sequences = list(sequences)
         self._began, self._ended = report.began, report.began + phases.wall - phases.learn
 

@@ -5,7 +5,7 @@ Nothing else in the package knows a family by name. To add one, write a file tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,25 @@ from outrider.model.families import (
     falcon,
     gemma,
     glm,
+    glm4_moe,
     gpt2,
     gpt_neox,
+    gpt_oss,
     gptj,
     granite,
+    granite_moe,
     llama,
+    minimax_m2,
     ministral,
+    mixtral,
     nemotron,
     olmo,
+    olmoe,
     opt,
     phi,
     phi3,
+    phimoe,
+    qwen_moe,
     seed_oss,
     smollm3,
     stablelm,
@@ -39,7 +47,8 @@ from outrider.model.families import (
 )
 from outrider.model.families.family import Family
 from outrider.model.families.llama import LlamaShape
-from outrider.model.families.names import Names, Place, places
+from outrider.model.families.names import Names, places
+from outrider.model.families.place import Place
 from outrider.model.families.reading import STORED_DTYPES, Sizes
 from outrider.model.families.text_part import text_part
 from outrider.model.fields import Fields, read_json
@@ -57,7 +66,8 @@ FAMILIES: tuple[Family, ...] = (
     granite.MINICPM, olmo.OLMO, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, exaone4.FAMILY, ministral.MINISTRAL,
     ministral.MINISTRAL3, seed_oss.FAMILY, ernie.FAMILY, arcee.FAMILY, gpt2.BIGCODE, starcoder2.FAMILY,
     cohere.COHERE, cohere.COHERE2, stablelm.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, nemotron.FAMILY, gpt2.GPT2, opt.FAMILY,
-    falcon.FAMILY,
+    falcon.FAMILY, mixtral.FAMILY, qwen_moe.QWEN2_MOE, qwen_moe.QWEN3_MOE, olmoe.FAMILY, granite_moe.FAMILY,
+    phimoe.FAMILY, glm4_moe.FAMILY, minimax_m2.FAMILY, gpt_oss.FAMILY,
 )  # fmt: skip
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 _REFUSED_KEYS = ("auto_map", "_attn_implementation_internal", "trust_remote_code")
@@ -92,9 +102,9 @@ def family_of(architecture: str) -> Family | None:
     return _BY_ARCHITECTURE.get(architecture)
 
 
-def places_of(spec: ModelSpec) -> dict[str, Place]:
-    """Stored tensor name -> its place in the decoder of a spec."""
-    return places(spec, names_of(spec))
+def places_of(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str, Place]:
+    """Stored tensor name -> its place in the decoder of a spec. What is `stored` decides between layouts of experts."""
+    return places(spec, names_of(spec), stored)
 
 
 def names_of(spec: ModelSpec) -> Names:

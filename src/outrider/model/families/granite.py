@@ -6,23 +6,27 @@ import math
 
 from outrider.model.families.family import Family
 from outrider.model.families.reading import Sizes
-from outrider.model.spec import LayerSpec, ModelSpec, Norm
+from outrider.model.spec import FeedForward, LayerSpec, ModelSpec, Norm
 
-__all__ = ["GRANITE", "MINICPM"]
+__all__ = ["GRANITE", "MINICPM", "granite_model"]
 
 
 def _granite(sizes: Sizes) -> ModelSpec:
+    return granite_model(sizes, "granite", sizes.mlp(bias=sizes.fields.boolean("mlp_bias", False)))
+
+
+def granite_model(sizes: Sizes, family: str, mlp: FeedForward) -> ModelSpec:
+    """Layers with Granite's multipliers around a feed-forward part."""
     norm, fields = Norm("rms", sizes.eps()), sizes.fields
     bias = fields.boolean("attention_bias", False)
     scale = fields.real("attention_multiplier", 0.0, 1e6, 1.0)
     attention = sizes.attention(rope=sizes.rope(), scale=scale, bias=bias, out_bias=bias)
-    mlp = sizes.mlp(bias=fields.boolean("mlp_bias", False))
     layer = LayerSpec(attention, mlp, norm, norm, residual_scale=fields.real("residual_multiplier", 0.0, 1e6, 1.0))
     scales = {
         "embedding_scale": fields.real("embedding_multiplier", 0.0, 1e6, 1.0),
         "logit_scale": 1.0 / fields.real("logits_scaling", 0.0, 1e6, 1.0),
     }
-    return sizes.model("granite", [layer] * sizes.layers, norm=norm, **scales)
+    return sizes.model(family, [layer] * sizes.layers, norm=norm, **scales)
 
 
 def _minicpm(sizes: Sizes) -> ModelSpec:

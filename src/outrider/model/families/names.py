@@ -6,13 +6,14 @@ transposed matrices, norms stored as weight - 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from outrider.model.families.expert_names import ExpertNames, expert_places
+from outrider.model.families.place import Place
 from outrider.model.spec import LayerSpec, ModelSpec
 
 __all__ = ["AFTER_PARTS", "LLAMA_PARTS", "Names", "Place", "places", "without"]
@@ -21,12 +22,14 @@ LLAMA_PARTS = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "out": "self_attn.o_proj",
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
     "norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm",
-    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "sinks": "self_attn.sinks",
 }  # fmt: skip
 AFTER_PARTS = {part: name for part, name in LLAMA_PARTS.items() if not part.startswith("norm_")} | {
     "norm_attn_out": "post_attention_layernorm",
     "norm_mlp_out": "post_feedforward_layernorm",
 }
+
+_EXPERTS = ExpertNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,18 @@ class Names:
     norm: str = "model.norm"
     output: str = "lm_head"
     qkv_by_head: bool = False  # rows of a fused qkv: of each head of keys its queries, key and value
+    experts: ExpertNames = _EXPERTS  # of layers with a router
     transposed: bool = False  # matrices of the layers are stored (in, out)
     norm_offset: float = 0.0  # added to stored norm weights
     ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights
+    ignored_layers: int | None = None  # layers from this number on are no part of the decoder
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a stored tensor holds no weights of the decoder."""
+        before, _, after = self.layer.partition("{}")
+        number = name.removeprefix(before).partition(after)[0] if name.startswith(before) else ""
+        beyond = self.ignored_layers is not None and number.isdecimal() and int(number) >= self.ignored_layers
+        return beyond or name.endswith(self.ignored)
 
     @property
     def prefix(self) -> str:
@@ -50,38 +62,8 @@ class Names:
         return self.layer.partition(".")[0] + "."
 
 
-class Place(NamedTuple):
-    """Where a stored tensor goes: rows of a parameter, and how to arrange them."""
-
-    parameter: str
-    rows: slice = slice(None)
-    order: Callable[[], Tensor] | None = None  # the stored row of each row; None: in order
-    transposed: bool = False
-    add: float = 0.0
-    columns: int = 0  # a vector that is stored in rows of that many values
-
-    def shape(self, target: Tensor) -> tuple[int, ...]:
-        """The shape that the tensor must be stored in, for the parameter's rows."""
-        shape = tuple(target[self.rows].shape)
-        if self.columns:
-            return (shape[0] // self.columns, self.columns)
-        return shape[::-1] if self.transposed else shape
-
-    def arrange(self, stored: Tensor) -> Tensor:
-        """The stored tensor as the parameter holds it."""
-        tensor = stored.T if self.transposed else stored.flatten() if self.columns else stored
-        tensor = tensor if self.order is None else tensor[self.order()]
-        return tensor + self.add if self.add else tensor
-
-    def stored(self, rows: Tensor) -> Tensor:
-        """Rows of the parameter as they are stored; the inverse of `arrange`."""
-        tensor = rows - self.add if self.add else rows
-        tensor = tensor if self.order is None else tensor[self.order().argsort()]
-        return (tensor.T if self.transposed else tensor.view(-1, self.columns) if self.columns else tensor).contiguous()
-
-
-def places(spec: ModelSpec, names: Names) -> dict[str, Place]:
-    """Stored tensor name -> its place in the decoder."""
+def places(spec: ModelSpec, names: Names, stored: Collection[str] = ()) -> dict[str, Place]:
+    """Stored tensor name -> its place in the decoder. What is `stored` decides between layouts that a family has."""
     found = {f"{names.embedding}.weight": Place("embedding")}
     if spec.positions is not None:
         found[f"{names.positions}.weight"] = Place("positions")
@@ -93,11 +75,17 @@ def places(spec: ModelSpec, names: Names) -> dict[str, Place]:
     for i, layer in enumerate(spec.layers):
         prefix = names.layer.format(i)
         found |= {prefix + name: place for name, place in _layer(layer, names, f"layers.{i}.")}
+        if layer.mlp.router is not None:
+            held = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
+            mixture = expert_places(layer.mlp, spec.hidden, names.experts, held)
+            found |= {prefix + name: place._replace(parameter=f"layers.{i}.{place.parameter}") for name, place in mixture}
     return found
 
 
 def _layer(spec: LayerSpec, names: Names, to: str) -> Iterator[tuple[str, Place]]:
     a, m = spec.attention, spec.mlp
+    if a.sinks:
+        yield names.parts["sinks"], Place(f"{to}sinks")
     rope_order = a.rope.order(a.head_dim) if a.rope is not None else None
     rows = _rows(spec)
     biased = {"qkv": a.bias, "out": a.out_bias, "gate_up": m.bias, "down": m.bias}
@@ -149,10 +137,10 @@ def _rows(spec: LayerSpec) -> dict[str, tuple[str, slice]]:
         "v": ("qkv", slice(q + kv, q + 2 * kv)),
         "kv": ("qkv", slice(q, q + 2 * kv)),
         "out": ("out", all_rows),
-        "gate_up": ("gate_up", all_rows),
-        "up": ("gate_up", all_rows),
-        "down": ("down", all_rows),
     }
+    if m.router is not None:
+        return rows
+    rows |= dict.fromkeys(("gate_up", "up"), ("gate_up", all_rows)) | {"down": ("down", all_rows)}
     if m.gated:
         rows |= {"gate": ("gate_up", slice(0, m.width)), "up": ("gate_up", slice(m.width, 2 * m.width))}
     return rows

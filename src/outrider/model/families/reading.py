@@ -12,7 +12,7 @@ from typing import Any
 from outrider.checks import shown
 from outrider.model.fields import Fields
 from outrider.model.rotary import ROPE_KINDS, Rope
-from outrider.model.spec import Attention, FeedForward, LayerSpec, ModelSpec
+from outrider.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Router
 
 __all__ = ["ACTIVATION_NAMES", "MAX_CONTEXT", "STORED_DTYPES", "Sizes", "alternating"]
 
@@ -24,6 +24,8 @@ ACTIVATION_NAMES = {
 # Larger than any model known, and small enough that sizes and their products stay within the kernels' integers.
 _MAX_VOCAB, _MAX_HIDDEN, _MAX_FFN = 2**22, 2**17, 2**20
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, MAX_CONTEXT = 1024, 4096, 1024, 2**24
+_MAX_EXPERTS = 4096
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # configs name their count in one of these ways
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _NAMES = {
     "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
@@ -120,6 +122,17 @@ class Sizes:
     def mlp(self, **options: Any) -> FeedForward:
         base: dict[str, Any] = {"width": self.ffn, "activation": self.activation}
         return FeedForward(**base | options)
+
+    def router(self, **options: Any) -> Router:
+        """Experts, how many of them each row chooses, and groups of them where the config has some."""
+        f = self.fields
+        experts = f.integer(next((name for name in _EXPERTS if name in f), _EXPERTS[0]), 1, _MAX_EXPERTS)
+        groups = f.integer("n_group", 1, experts, 1)
+        chosen_groups = f.integer("topk_group", 1, groups, 1)
+        if experts % groups or (groups > 1 and experts // groups < 2):
+            raise f.error(f"n_group must cut the {experts} experts into equal groups of two or more, got {groups}")
+        chosen = f.integer("num_experts_per_tok", 1, experts // groups * chosen_groups)
+        return Router(experts, chosen, groups=groups, chosen_groups=chosen_groups, **options)
 
     def model(self, family: str, layers: Sequence[LayerSpec], **options: Any) -> ModelSpec:
         """The spec of these layers with the config's vocabulary, width and positions."""

@@ -27,7 +27,8 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv", "intermediate_size": "feed_forward_length",
     "max_position_embeddings": "context_length", "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
+    "sliding_window": "attention.sliding_window", "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
 }  # fmt: skip
 _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -59,14 +60,15 @@ class Architecture:
     name: str  # in config.json
     extra: Callable[[Model], dict[str, Any]] = field(default=lambda _: {})  # fields beyond the usual ones
     parts: Mapping[str, str] = field(default_factory=lambda: _PARTS)  # names of a layer's tensors -> parts of the decoder
+    mixes: bool = False  # its files may hold a mixture of experts
     paired: bool = False  # rows of queries and keys: the dimensions that turn together lie side by side
 
 
 def config_of(gguf: Gguf) -> dict[str, Any]:
     """The config of a file's model."""
     architecture, model = architecture_of(gguf), _model(gguf)
-    if model.values.get("expert_count"):
-        raise ModelError(f"{gguf.path} holds a mixture of experts, which is not read from GGUF; pass the original model")
+    if model.values.get("expert_count") and not architecture.mixes:
+        raise ModelError(f"{gguf.path} holds experts of a kind that is not read from GGUF; pass the original model")
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{gguf.path} lacks the matrix 'token_embd.weight'")
@@ -167,7 +169,9 @@ def _factors(gguf: Gguf, name: str) -> list[float]:
 
 
 def _llama(model: Model) -> dict[str, Any]:
-    """Mistral is stored as Llama; with a window it must be compiled as Mistral."""
+    """Mistral and Mixtral are stored as Llama; with a window, or with experts, they must be compiled as what they are."""
+    if model.values.get("expert_count"):
+        return {"architectures": ["MixtralForCausalLM"]}
     return {"architectures": ["MistralForCausalLM"]} if model.values.get("attention.sliding_window") else {}
 
 
@@ -186,6 +190,20 @@ def _gemma3(model: Model) -> dict[str, Any]:
     )
 
 
+def _qwen2_moe(model: Model) -> dict[str, Any]:
+    shared = model.gguf.tensors.get("blk.0.ffn_up_shexp.weight")
+    width = model.values.get("expert_shared_feed_forward_length", 0 if shared is None else shared.shape[0])
+    bias = "blk.0.attn_q.bias" in model.gguf.tensors
+    return {"sliding_window": None, "qkv_bias": bias, "norm_topk_prob": False, "shared_expert_intermediate_size": width}
+
+
+def _gpt_oss(model: Model) -> dict[str, Any]:
+    scaling = _rope_scaling(model)
+    return {"rope_scaling": None if scaling is None else scaling | {"truncate": False}} | _of(
+        model, "intermediate_size", "expert_feed_forward_length"
+    )
+
+
 def _query_scalar(model: Model, depth_of_largest: int) -> float:
     """Queries are scaled by the root of a head's width; in the largest models, whose depth tells them, of another width."""
     f = Fields(model.values, model.where)
@@ -197,11 +215,17 @@ def _query_scalar(model: Model, depth_of_largest: int) -> float:
 
 
 _ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", _llama, paired=True),
+    "llama": Architecture("LlamaForCausalLM", _llama, mixes=True, paired=True),
     "qwen2": Architecture("Qwen2ForCausalLM", lambda _: {"attention_bias": None, "sliding_window": None}),
     "qwen3": Architecture("Qwen3ForCausalLM", lambda _: {"sliding_window": None}),
     "gemma": Architecture("GemmaForCausalLM"),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe, mixes=True),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", lambda _: {"sliding_window": None, "norm_topk_prob": True}, mixes=True),
+    "olmoe": Architecture("OlmoeForCausalLM", lambda _: {"norm_topk_prob": False}, mixes=True),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", _gpt_oss, _PARTS | {"post_attention_norm": "norm_mlp", "attn_sinks": "sinks"}, mixes=True
+    ),
     "phi3": Architecture("Phi3ForCausalLM", parts=_PARTS | {"ffn_up": "gate_up"}),
 }

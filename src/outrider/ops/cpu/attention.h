@@ -84,6 +84,7 @@ struct Row {
 struct Sight {
     int window;  // positions, its own included; 0: all
     float cap;   // scores become cap * tanh(score / cap); 0: they stay
+    const float* sinks;  // of each head, the score of a key without a value; or null
 };
 
 constexpr int kQueries = 16;  // rows x queries per head that one unit aims at
@@ -184,7 +185,8 @@ class Attention {
             for (int at = std::max(row.feed->root() + 1, begin); row.path && at <= row.position; at++)
                 row_scores[at - base] = row_scores[row.slot_of(at) - base];
             if (sight.cap > 0.0f) cap(row_scores, begin - base, row.position + 1 - base);
-            row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.position + 1 - base, until - base);
+            const float sink = sight.sinks ? sight.sinks[head * group + i % group] : -INFINITY;
+            row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.position + 1 - base, until - base, sink);
         }
         mix(next);
         for (int i = 0; i < queries; i++) {
@@ -254,15 +256,15 @@ class Attention {
     }
 
     // Scores [begin, end) become exponentials and all others up to `until` zero, encoded as words in place (a word never
-    // lies after its values). Returns the sum of the exponentials.
-    static float softmax_weights(float* score, int begin, int end, int until) {
+    // lies after its values). Returns the sum of the exponentials, that of the sink last.
+    static float softmax_weights(float* score, int begin, int end, int until, float sink) {
         constexpr float kNever = -INFINITY;
         const int whole = round_up(end, kLanes);
         std::fill(score, score + begin, kNever);
         std::fill(score + end, score + whole, kNever);
         f32x16 top = splat(kNever), total = splat(0.0f);
         for (int i = 0; i < whole; i += kLanes) top = maximum(top, load(score + i));
-        const f32x16 highest = splat(largest(top));
+        const f32x16 highest = maximum(splat(sink), splat(largest(top)));
         auto* word = reinterpret_cast<uint32_t*>(score);
         for (int i = 0; i < whole; i += kLanes, word += kLanes / K::per_step) {
             const f32x16 e = exponential(load(score + i) - highest);
@@ -270,7 +272,9 @@ class Attention {
             total += e;
         }
         std::fill(word, word + (until - whole) / K::per_step, 0u);
-        return sum(total);
+        float last[kLanes];
+        store(last, exponential(splat(sink) - highest));
+        return sum(total) + last[0];
     }
 
     const Pages& kv;

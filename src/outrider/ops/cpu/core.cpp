@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "experts.h"
 #include "groups.h"
 #include "growth.h"
 #include "lora.h"
@@ -27,7 +28,9 @@ struct LayerSpec {
     double scale;         // of scores
     int64_t window;       // 0: none
     double soft_cap;      // of scores; 0: none
-    double residual_scale;  // of what a norm after a part leaves; without such a norm it is in the part's last product
+    double residual_scale;  // of what a norm after a part or a mixture leaves; else it is in the part's last product
+    const float* sinks;     // of every head, the score of a key without a value; or null
+    const Experts* experts;  // instead of gate_up and down, which are null then; or null
 };
 
 // How rows enter the first layer.
@@ -70,6 +73,7 @@ struct ForwardSpec {
     float* logits;            // (wants, vocab)
     const LayerLoras* const* adapters;  // of each adapter, its layers; null: there is none of that number
     int64_t adapter_count, ranks;       // ranks: words of the widest A of any adapter
+    int64_t* touched;                   // experts whose weights were read, over all layers, are added to it; or null
     int64_t threads;
 };
 
@@ -154,7 +158,7 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
 
 // Buffers that each calling thread keeps from call to call.
 struct Workspace {
-    std::array<std::vector<float>, 6> between;  // rows between layers
+    std::array<std::vector<float>, 7> between;  // rows between layers
     std::vector<float> gathered;                // parts of all ranks
     bool alone = false;                         // a rank is gone
     std::vector<uint32_t> words, adapter_words, ranks;
@@ -162,11 +166,12 @@ struct Workspace {
     std::vector<std::vector<float>> scratch;  // per thread of a team
     Layout layout;
     Scratch choosing;
+    Pairs pairs;
 
     // Room for a chunk of rows of that width.
-    Rows rows(int which, int64_t width) {
+    Rows rows(int which, int64_t width, int chunk) {
         const int stride = round_up(static_cast<int>(width), kLanes);
-        between[which].resize(std::max<size_t>(between[which].size(), kChunk * stride));
+        between[which].resize(std::max<size_t>(between[which].size(), static_cast<size_t>(chunk) * stride));
         return {between[which].data(), static_cast<size_t>(stride), static_cast<int>(width)};
     }
     PackedRows packed(size_t width) {
@@ -185,22 +190,26 @@ Workspace& workspace() {
     return w;
 }
 
+constexpr int kMixtureChunk = 256;
+
 // One thread's part of a forward.
 class Forward {
    public:
     Forward(const StackSpec& s, const ForwardSpec& f, Workspace& w)
-        : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), group(static_cast<int>(s.heads / s.kv_heads)), x(w.rows(0, hidden)), wide(w.rows(1, 2 * hidden)),
-          qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim)), mixed(w.rows(3, s.heads * s.head_dim)),
-          gated(w.rows(4, s.ffn)), part(s.ranks > 1 ? w.rows(5, hidden) : Rows{wide.at, wide.stride, hidden}), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
+        : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), group(static_cast<int>(s.heads / s.kv_heads)), chunk(rows_of_chunk(s, f)),
+          x(w.rows(0, hidden, chunk)), wide(w.rows(1, 2 * hidden, chunk)), qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim, chunk)),
+          mixed(w.rows(3, s.heads * s.head_dim, chunk)), gated(w.rows(4, s.ffn, chunk)), read(w.rows(5, hidden, chunk)),
+          part(w.rows(6, hidden, chunk)), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
         w.scratch.resize(std::max<size_t>(w.scratch.size(), f.threads));
-        if (s.ranks > 1) w.gathered.resize(std::max<size_t>(w.gathered.size(), s.ranks * kChunk * part.stride));
+        if (s.ranks > 1) w.gathered.resize(std::max<size_t>(w.gathered.size(), s.ranks * chunk * part.stride));
+        make_room_for_pairs();
         if (f.adapter_count) w.make_room_for_adapters(std::max({wide.stride, mixed.stride, gated.stride}), f.ranks);
     }
 
     void run(const Member& member) {
         m = member;
-        for (first = 0; first < w.layout.rows(); first += kChunk) {
-            rows = std::min(kChunk, w.layout.rows() - first);
+        for (first = 0; first < w.layout.rows(); first += chunk) {
+            rows = std::min(chunk, w.layout.rows() - first);
             adapted = false;
             for (int r = 0; f.adapter_count && r < rows; r++) adapted |= row(r).feed->adapter > 0;
             enter();
@@ -214,6 +223,21 @@ class Forward {
     }
 
    private:
+    // Experts are read once for all rows of a chunk, so it is large where there are some. Adapters take kChunk rows.
+    static int rows_of_chunk(const StackSpec& s, const ForwardSpec& f) {
+        const bool mixes = std::any_of(s.layer, s.layer + s.layers, [](const LayerSpec& l) { return l.experts; });
+        return mixes && !f.adapter_count ? kMixtureChunk : kChunk;
+    }
+    void make_room_for_pairs() const {
+        const auto most_rows = static_cast<size_t>(std::min(chunk, w.layout.rows()));
+        for (const LayerSpec* l = s.layer; l < s.layer + s.layers; l++) {
+            if (!l->experts) continue;
+            const Router& r = l->experts->router;
+            const Linear &up = *l->experts->gate_up[0], &down = *l->experts->down[0];
+            w.pairs.make_room(most_rows, r.chosen, r.experts, down.inner, s.hidden, std::max(up.steps, down.steps));
+        }
+    }
+
     template <class Do>
     void each_row(const Do& of) const {
         const Share mine = m.share(rows);
@@ -238,17 +262,67 @@ class Forward {
 
     void layer(const LayerSpec& l, int64_t number) {
         index = number;
-        const Rows inner{gated.at, gated.stride, static_cast<int>(l.down->inner)};
-        if (l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore, &LayerLoras::gate_up);
-        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in}, qkv, Then::kStore, &LayerLoras::qkv, false);
+        if (l.parallel) open_mlp(l);
+        const bool ready = rows > kChunk;  // a product of more rows needs the whole of the memory that it packs them in
+        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in}, qkv, Then::kStore, &LayerLoras::qkv, ready);
         const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
         const int page = static_cast<int>(f.page_size), per_word = static_cast<int>(f.per_word);
         const size_t before = static_cast<size_t>(f.pages) * kv_heads * page * width / per_word * index;
         const Pages kv{f.keys + before, f.values + before, kv_heads, page, dim, width, per_word};
         kv.per_word == 1 ? attend<F32>(l, kv) : attend<BF16>(l, kv);
         join(*l.out, mixed, l.norm_attn_out, l.residual_scale, &LayerLoras::out);
-        if (!l.parallel) multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner, Then::kStore, &LayerLoras::gate_up);
-        join(*l.down, inner, l.norm_mlp_out, l.residual_scale, &LayerLoras::down);
+        if (!l.parallel) open_mlp(l);
+        if (l.experts) return add_normed(l.norm_mlp_out, l.residual_scale);
+        join(*l.down, inner_of(*l.down), l.norm_mlp_out, l.residual_scale, &LayerLoras::down);
+    }
+
+    Rows inner_of(const Linear& down) const { return {gated.at, gated.stride, static_cast<int>(down.inner)}; }
+
+    // The first product of the feed-forward part, or all of a mixture of experts.
+    void open_mlp(const LayerSpec& l) {
+        if (l.experts) return mix_experts(*l.experts, l.norm_mlp);
+        multiply(*l.gate_up, {x, rows, l.norm_mlp}, inner_of(*l.down), Then::kStore, &LayerLoras::gate_up);
+    }
+
+    // What the experts of each row give, weighted and added in order of their numbers, the shared expert last: to `part`.
+    void mix_experts(const Experts& e, const Norm& norm) {
+        each_row([&](int r) { norm.weight ? normed(read[r], x[r], norm, hidden) : copy(read[r], x[r]); });
+        m.barrier();
+        Pairs& p = w.pairs;
+        const Router& router = e.router;
+        const int chosen = static_cast<int>(router.chosen);
+        const Rows logits = p.rows_of(p.logits, static_cast<int>(router.matrix->columns));
+        multiply(*router.matrix, {read, rows}, logits, Then::kStore);
+        each_row([&](int r) { Chooser(router, logits[r], w.scratch[m.thread]).run(p.routes.data() + r * chosen); });
+        m.barrier();
+        if (m.thread == 0) {
+            p.group(rows, chosen, static_cast<int>(router.experts));
+            if (f.touched) *f.touched += static_cast<int64_t>(p.groups.size());
+        }
+        m.barrier();
+        const Rows inner = p.rows_of(p.inner, static_cast<int>(e.down[0]->inner)), given = p.rows_of(p.given, hidden);
+        const int pairs = rows * chosen;
+        with_plain_kind(e.down[0]->kind, [&](auto kind) {
+            multiply_experts<decltype(kind)>(e.gate_up, {read, pairs, {}, p.row.data()}, p, inner, m);
+            multiply_experts<decltype(kind)>(e.down, {inner, pairs}, p, given, m);
+        });
+        if (e.shared_down) {
+            multiply(*e.shared_gate_up, {read, rows}, inner_of(*e.shared_down), Then::kStore);
+            multiply(*e.shared_down, {inner_of(*e.shared_down), rows}, part, Then::kStore);
+        }
+        const Share vectors = m.share((hidden + kLanes - 1) / kLanes);
+        for (int r = 0; r < rows; r++) {
+            const Route* route = p.routes.data() + r * chosen;
+            const float gate = logits[r][router.experts * e.has_shared_gate];
+            const f32x16 share = e.has_shared_gate ? sigmoid(splat(gate)) : splat(1.0f);
+            for (int i = vectors.begin * kLanes; i < vectors.end * kLanes; i += kLanes) {
+                f32x16 total = splat(0.0f);
+                for (int k = 0; k < chosen; k++)
+                    total = fma(load(given[p.place[r * chosen + k]] + i), splat(route[k].weight), total);
+                store(part[r] + i, e.shared_down ? fma(load(part[r] + i), share, total) : total);
+            }
+        }
+        m.barrier();
     }
 
     // Adds the last product of a part to the residual stream, after a norm if there is one.
@@ -256,7 +330,12 @@ class Forward {
         if (!norm.weight && s.ranks == 1) return multiply(l, {in, rows}, x, Then::kAdd, lora);
         multiply(l, {in, rows}, part, Then::kStore, lora);
         if (s.ranks > 1) gather();
-        const f32x16 factor = splat(norm.weight ? static_cast<float>(scale) : 1.0f);
+        add_normed(norm, scale);
+    }
+
+    // Adds the part to the residual stream, after a norm if there is one, and scaled then.
+    void add_normed(const Norm& norm, double scale) {
+        const f32x16 factor = splat(norm.weight || s.ranks == 1 ? static_cast<float>(scale) : 1.0f);
         each_row([&](int r) {
             if (s.ranks > 1) sum_ranks(r);
             if (norm.weight) normed(part[r], part[r], norm, hidden);
@@ -293,7 +372,7 @@ class Forward {
             for (int r = 0; r < rows; r++) place<K>(l, kv, r, head);
         if (!local_heads) m.barrier();
         const Share heads = local_heads ? mine : Share{0, kv.kv_heads};
-        const Sight sight{static_cast<int>(l.window), static_cast<float>(l.soft_cap)};
+        const Sight sight{static_cast<int>(l.window), static_cast<float>(l.soft_cap), l.sinks};
         int turn = 0;
         const int max_rows = std::max(1, kQueries / group);
         for (int begin = 0, end; begin < rows; begin = end) {
@@ -404,8 +483,9 @@ class Forward {
     const ForwardSpec& f;
     Workspace& w;
     int hidden, group;  // group: of queries per head of keys
+    int chunk;          // rows that go through the layers together
     Rows x, wide, qkv, mixed, gated;
-    Rows part;  // of a layer's attention or MLP, before it joins the stream
+    Rows read, part;  // rows that a mixture reads; what a part of a layer gives
     PackedRows packed;
     Member m{};
     int first = 0, rows = 0;  // of the chunk
@@ -741,8 +821,8 @@ OUTRIDER_API double outrider_multiply_add(int64_t kind, int64_t steps, int64_t t
     const int panels = static_cast<int>(steps / kMeasured);
     const std::vector<char> weights(kMeasured * kStepBytes);
     int values = 0;  // of a step
-    with_kind(kind, [&](auto k) {
-        using K = std::conditional_t<decltype(k)::grouped, I8, decltype(k)>;
+    with_plain_kind(kind, [&](auto k) {
+        using K = decltype(k);
         const auto body = [&](const Member&) { multiply_panels<K, kBlock>(weights.data(), {0, panels}, true); };
         team().run(static_cast<int>(threads), body);
         values = kLanes * K::per_step;

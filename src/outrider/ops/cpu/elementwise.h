@@ -82,12 +82,19 @@ inline f32x16 silu(f32x16 x) { return sigmoid_share(x, splat(0.0f) - x); }
 inline f32x16 soft_capped(f32x16 x, float cap) { return hyperbolic_tangent(x / splat(cap)) * splat(cap); }
 
 // What follows a product; ops/native.py has the same numbers.
-enum class Function : int64_t { kNone, kScale, kCap, kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
+enum class Function : int64_t { kNone, kScale, kCap, kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClamped };
 
 struct Epilogue {
     Function function;
-    double factor, cap;  // of kScale and kCap: y * factor, and cap * tanh of that / cap
+    double factor, cap;  // of kScale and kCap: y * factor, and cap * tanh of that / cap; of kClamped: alpha and the limit
 };
+
+// The columns that a gate multiplies.
+inline f32x16 of_up(const Epilogue& e, f32x16 up) {
+    if (e.function != Function::kClamped) return up;
+    const auto limit = static_cast<float>(e.cap);
+    return maximum(splat(-limit), minimum(splat(limit), up)) + splat(1.0f);
+}
 
 // Not inlined: it is called once for the results of several rows over sixteen columns.
 __attribute__((noinline)) inline void apply(const Epilogue& e, float (*y)[kLanes], int rows) {
@@ -107,6 +114,11 @@ __attribute__((noinline)) inline void apply(const Epilogue& e, float (*y)[kLanes
                 return sigmoid_share(x, x * fma(x * x, splat(-2 * 0.7978845608f * 0.044715f), splat(-2 * 0.7978845608f)));
             });
         case Function::kRelu: return all([&](f32x16 x) { return maximum(zero, x); });
+        case Function::kClamped:
+            return all([&](f32x16 x) {
+                const f32x16 gate = minimum(splat(cap), x);
+                return sigmoid_share(gate, gate * splat(-factor));
+            });
         case Function::kRelu2:
             return all([&](f32x16 x) {
                 const f32x16 positive = maximum(zero, x);

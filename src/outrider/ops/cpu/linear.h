@@ -62,11 +62,13 @@ struct Linear {
 };
 
 template <class Do>
+inline void with_plain_kind(int64_t kind, const Do& run) {
+    kind == 0 ? run(F32{}) : kind == 1 ? run(BF16{}) : run(I8{});
+}
+template <class Do>
 inline void with_kind(int64_t kind, const Do& run) {
     switch (kind) {
-        case 0: return run(F32{});
-        case 1: return run(BF16{});
-        case 2: return run(I8{});
+        case 0: case 1: case 2: return with_plain_kind(kind, run);
         case 3: return run(Grouped<4, false>{});
         case 4: return run(Grouped<4, true>{});
         case 5: return run(Grouped<8, false>{});
@@ -212,7 +214,7 @@ __attribute__((noinline)) inline void finish_by_epilogue(const Linear& l, float 
     if (l.paired && !gated) return;
     const int at = (gated ? panel / 2 : panel) * kLanes, room = out.width - at;
     for (int r = 0; r < rows; r++) {
-        const f32x16 value = gated ? load(y[r]) * load(y[rows + r]) : load(y[r]);
+        const f32x16 value = gated ? load(y[r]) * of_up(l.epilogue, load(y[rows + r])) : load(y[r]);
         float* to = out[r] + at;
         then == Then::kStore ? store_upto(to, value, room) : store(to, load(to) + value);
     }
@@ -412,10 +414,9 @@ __attribute__((noinline)) void run_panels(int rows, const PackedBlock& x, const 
     }
 }
 
-// Panels of this thread times all rows.
+// Some panels times all rows.
 template <class K, class Form>
-void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, const Member& m, const Deltas* deltas) {
-    const Share mine = l.share(m);
+void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, Share mine, const Deltas* deltas) {
 #if defined(__AMX_TILE__)
     const TilesInUse tiles;
 #endif
@@ -431,6 +432,13 @@ void linear(const Linear& l, const PackedRows& x, int rows, const Rows& out, The
                 run_panels<K, Form>(std::min(kPass<K>, of_block - part), block.from(part, groups), l, panel, end,
                                     out.from(first + part), then, RowDeltas{deltas, first + part});
         }
+}
+
+template <class K>
+void multiply_share(const Linear& l, const PackedRows& x, int rows, const Rows& out, Then then, Share mine, const Deltas* deltas) {
+    if constexpr (std::is_same<K, BF16>::value && !kTiles)
+        if (l.high) return linear<K, Packed12Block>(l, x, rows, out, then, mine, deltas);
+    linear<K, RawBlock>(l, x, rows, out, then, mine, deltas);
 }
 
 // All rows times all panels, by every thread of a team. With `ready` the whole result is visible to all threads when it
@@ -451,11 +459,7 @@ inline void multiply_rows(const Linear& l, const Input& in, const Rows& out, The
             if (deltas) prepare_deltas<K>(*deltas, part, part_rows, m);
             if (!alone) m.barrier();
             const Rows to = out.from(first);
-            if constexpr (std::is_same<K, BF16>::value && !kTiles)
-                l.high ? linear<K, Packed12Block>(l, part_rows, part.rows, to, then, m, deltas)
-                       : linear<K, RawBlock>(l, part_rows, part.rows, to, then, m, deltas);
-            else
-                linear<K, RawBlock>(l, part_rows, part.rows, to, then, m, deltas);
+            multiply_share<K>(l, part_rows, part.rows, to, then, l.share(m), deltas);
             if (ready) m.barrier();
         }
     });

@@ -13,7 +13,7 @@ from outrider.bench.plan.fleet.replica_costs import ReplicaCosts
 from outrider.bench.plan.trace import DraftRecord, Recorder, Trace
 from outrider.config import EngineConfig
 from outrider.control import Controller, Costs, Load, RoundStats
-from outrider.control.costs import steady_mean
+from outrider.control.curve import steady_mean
 from outrider.core import Arm, Drafts, Plan, RoundReport
 from outrider.core import Sequence as Generation
 from outrider.engine.llm import LLM
