@@ -38,6 +38,7 @@ while True:
     print(time.perf_counter() - begun, flush=True)
     time.sleep(0.05)
 """  # a process of its own: the clients of the crowd would hold it up
+_HEALTH_MS = 20.0  # that /health may take while a crowd is served
 _PATIENCE_S = 120.0
 
 
@@ -119,7 +120,11 @@ def crowd(url: str, streams: int, seconds: float) -> dict[str, Any]:
         health = [float(line) for line in probing.communicate()[0].split()]
     sums = {name: sum(report[name] for report in reports) for name in ("requests", "finished", "cancelled", "lost")}
     milliseconds = percentiles(health)
-    return sums | {"streams": streams, "health_ms": milliseconds, "passed": sums["lost"] == 0}
+    return sums | {
+        "streams": streams,
+        "health_ms": milliseconds,
+        "passed": sums["lost"] == 0 and milliseconds["p99"] < _HEALTH_MS,
+    }
 
 
 def flooded(url: str, streams: int, requests: int) -> dict[str, Any]:
