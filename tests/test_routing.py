@@ -76,6 +76,14 @@ def test_conversation_goes_before_prefix_and_prefix_before_tenant() -> None:
     assert router.choose(RequestKeys("c", "t", prefix), IDLE, 0) == "c"
 
 
+@pytest.mark.parametrize(("longer", "shorter"), ["ab", "ba", "ac", "ca"])
+def test_the_longest_known_prefix_decides_whoever_holds_it(longer: str, shorter: str) -> None:
+    router, prefix = Router(), token_prefix([1, 2, 3], block=1)
+    router.sent(longer, RequestKeys(prefix=prefix))
+    router.sent(shorter, RequestKeys(prefix=prefix[:2]))
+    assert router.choose(RequestKeys(prefix=prefix), IDLE, 0) == longer
+
+
 def test_a_conversation_follows_its_last_turn() -> None:
     router = Router()
     for replica in "ab":
@@ -159,6 +167,14 @@ def test_the_number_follows_after_a_delay_without_a_break() -> None:
         scaling = desired_replicas(load, 0, 8, rule, scaling, float(now))
         numbers.append(scaling.replicas)
     assert numbers == [1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("present", "loads", "then"), [(3, (6, 1, 6, 1), 2), (1, (20, 6, 20), 2)], ids=["down", "up"])
+def test_of_the_numbers_wanted_meanwhile_the_nearest_counts(present: int, loads: tuple[int, ...], then: int) -> None:
+    rule, scaling = ScalingRule(1, 3, 0.7, up_s=2, down_s=3), Scaling(present)
+    for now, load in enumerate(loads):
+        scaling = desired_replicas(load, 0, 8, rule, scaling, float(now))
+    assert scaling.replicas == then
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=1, max_size=40))

@@ -7,6 +7,8 @@ import contextlib
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +29,16 @@ from benchmarks.server import ServerProcess
 
 __all__ = ["crowd", "flooded", "killed", "prefix_rate", "scaled", "server_with"]
 
-_HEALTH_EVERY_S = 0.05
+_PROBE = """
+import sys, time, urllib.request
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+while True:
+    begun = time.perf_counter()
+    opener.open(sys.argv[1] + "/health").read()
+    print(time.perf_counter() - begun, flush=True)
+    time.sleep(0.05)
+"""  # a process of its own: the clients of the crowd would hold it up
+_HEALTH_MS = 20.0  # that /health may take while a crowd is served
 _PATIENCE_S = 120.0
 
 
@@ -95,27 +106,25 @@ def scaled(url: str, plan: ConversationPlan) -> dict[str, Any]:
 
 def crowd(url: str, streams: int, seconds: float) -> dict[str, Any]:
     """Many streams at once, some left, while /health is probed."""
-    health, reports = list[float](), list[dict[str, Any]]()
+    reports: list[dict[str, Any]] = []
     plan = ConversationPlan(streams, 4, cancel=0.2, streams=streams, tokens=48)
 
-    async def probe() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
-            while True:
-                begun = time.perf_counter()
-                await client.get("/health")
-                health.append(time.perf_counter() - begun)
-                await asyncio.sleep(_HEALTH_EVERY_S)
-
     async def load() -> None:
-        probing, until = asyncio.create_task(probe()), time.monotonic() + seconds
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             reports.append((await run_conversations(url, replace(plan, seed=len(reports)))).report())
-        probing.cancel()
 
-    asyncio.run(load())
+    with subprocess.Popen([sys.executable, "-c", _PROBE, url], stdout=subprocess.PIPE, text=True) as probing:
+        asyncio.run(load())
+        probing.terminate()
+        health = [float(line) for line in probing.communicate()[0].split()]
     sums = {name: sum(report[name] for report in reports) for name in ("requests", "finished", "cancelled", "lost")}
     milliseconds = percentiles(health)
-    return sums | {"streams": streams, "health_ms": milliseconds, "passed": sums["lost"] == 0}
+    return sums | {
+        "streams": streams,
+        "health_ms": milliseconds,
+        "passed": sums["lost"] == 0 and milliseconds["p99"] < _HEALTH_MS,
+    }
 
 
 def flooded(url: str, streams: int, requests: int) -> dict[str, Any]:

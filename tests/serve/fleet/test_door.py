@@ -167,6 +167,17 @@ def test_bodies_above_the_limit_are_refused_before_any_replica_sees_them() -> No
     assert not fleet.calls
 
 
+def test_the_room_of_a_body_is_given_back_when_its_request_ends() -> None:
+    fleet = Scripted(reply(b"a"), reply(b"b"), limits=Limits(bodies_bytes=10))
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(FrontDoor(fleet), client=("10.0.0.9", 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            return [(await client.post("/v1/completions", content=b"x" * size)).status_code for size in (8, 30, 8)]
+
+    assert asyncio.run(run()) == [200, 429, 200]
+
+
 def test_health_needs_no_replica() -> None:
     fleet = Scripted()
     assert ask(fleet, "GET", "/health").json() == {"status": "ok", "replicas": 1, "same_tokens": True}

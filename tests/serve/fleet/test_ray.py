@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -165,6 +166,17 @@ def test_where_ray_is_missing_the_error_says_what_to_install(monkeypatch: pytest
     result = CliRunner().invoke(app, ["serve", "--data-parallel-backend", "ray", "--port", "0"])
     assert isinstance(result.exception, InvalidParameter)
     assert str(result.exception) == "ray: needs ray: pip install 'outrider[ray]'"
+
+
+def test_a_port_in_use_is_said_before_ray_starts() -> None:
+    our_ray()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["serve", "--data-parallel-backend", "ray", "--port", port])
+    assert isinstance(result.exception, InvalidParameter)
+    assert str(result.exception) == f"--port: {port} is in use on 127.0.0.1; choose another, or 0 for any free one"
 
 
 def _ready(fleet: Process) -> int:
