@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.model.decoder import Decoder, Layer, RopeTable
 from outrider.model.rotary import Rope
+from outrider.model.shard import lazy_layers
 from outrider.model.spec import Attention, ModelSpec, Norm
 from outrider.ops import Core, Epilogue, LayerWeights, NormWeights, PackedLinear, RotaryRows, Stack, StackWeights
 
@@ -53,7 +54,7 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | Non
     if s.positions is not None and decoder.positions is not None:
         learned = _floats(decoder.positions[s.positions.offset :])
     return layer_stack(
-        pool, core, s, s.dtype, decoder.read_layers(), decoder.ropes,  # type: ignore[arg-type]
+        pool, core, s, s.dtype, decoder.read_layers() if group is None else lazy_layers(decoder), decoder.ropes,  # type: ignore[arg-type]
         embedding=_floats(decoder.embedding) if group is None else None,
         embedding_scale=float(s.embedding_scale),
         learned=learned,
