@@ -6,6 +6,7 @@ one sum over the ranks closes each part. The vocabulary is split too. No rank ho
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -182,10 +183,10 @@ class ShardWeights:
             target[done:].zero_()  # rows that fill up the last share of the vocabulary
 
     def _room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Memory that matrices share in turn: what is allocated and freed for each leaves holes in the heap."""
+        """Memory that matrices share in turn, not from the heap, which keeps holes of what was allocated and freed."""
         size = shape.numel() * dtype.itemsize
         if len(self._scratch) < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
+            self._scratch = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         return self._scratch[:size].view(dtype).view(shape)
 
     def close(self) -> None:
