@@ -27,11 +27,9 @@ def assert_shares_make_up(folder: Path, options: LoadOptions = LoadOptions()) ->
     described = describe_decoder(folder, options)
     assert all(parameter.is_meta for parameter in described.parameters())
     shares = [open_shard(described, Cut(rank, RANKS)) for rank in range(RANKS)]
-    layers = [share.read_layers() for share in shares]
-    for of_whole in whole.layers:
-        parts = [next(of_share) for of_share in layers]
+    for i, of_whole in enumerate(whole.layers):
         for name, want in of_whole.named_parameters():  # type: ignore[union-attr]
-            tensors = [getattr(part, name).detach().clone() for part in parts]
+            tensors = [share.weight(f"layers.{i}.{name}").detach().clone() for share in shares]
             assert_joins(of_whole, name, tensors, want.detach())  # type: ignore[arg-type]
     rows = vocabulary_share(whole.spec, RANKS)
     for name in ("embedding", "output", "output_bias"):

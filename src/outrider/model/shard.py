@@ -6,9 +6,10 @@ one sum over the ranks closes each part. The vocabulary is split too. No rank ho
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "PartSource",
     "ShardWeights",
     "check_ranks",
+    "lazy_layers",
     "open_shard",
     "shard_spec",
     "vocabulary_share",
@@ -117,6 +119,22 @@ def open_shard(whole: Decoder, cut: Cut) -> Decoder:
     return shard.eval()
 
 
+def lazy_layers(shard: Decoder) -> Iterator[Any]:
+    """The layers, each parameter of which is read when it is asked for."""
+    return (_LazyLayer(shard, layer, f"layers.{i}.") for i, layer in enumerate(shard.layers))
+
+
+class _LazyLayer:
+    """A layer that holds no parameters."""
+
+    def __init__(self, shard: Decoder, layer: torch.nn.Module, prefix: str) -> None:
+        self._shard, self._layer, self._prefix = shard, layer, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._layer, name)
+        return self._shard.weight(self._prefix + name) if isinstance(value, Tensor) and value.is_meta else value
+
+
 class ShardWeights:
     """A rank's share of every parameter, cut out of the stored tensors. Files are unmapped after each matrix.
 
@@ -130,18 +148,16 @@ class ShardWeights:
         self._spec = whole.spec
         self._cut = cut
         self._dtype = dtype
-        self._buffers: dict[str, Tensor] = {}  # of matrices, which those of all layers share in turn
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # of the matrix that was read last
 
     def read(self, name: str) -> Tensor:
-        layer, last = name.rpartition(".")[::2]
-        shape, target = self._shapes[name], self._buffers.get(last)
+        """A parameter of this rank. A layer's matrix stays until the next one is read; see `lazy_layers`."""
+        shape = self._shapes[name]
         parts = list(self._source.parts(name))
         dtypes = {part.dtype for _, part in parts}  # of a matrix it may be narrower than what is served
         dtype = self._vectors.get(name) or (dtypes.pop() if len(dtypes) == 1 else self._dtype)
-        if name in self._vectors or target is None or target.shape != shape or target.dtype != dtype:
-            target = torch.empty(shape, dtype=dtype)
-        if layer and name not in self._vectors:
-            self._buffers[last] = target
+        shared = name.startswith("layers.") and name not in self._vectors
+        target = self._room(shape, dtype) if shared else torch.empty(shape, dtype=dtype)
         self._fill(name, parts, target)
         del parts
         self._source.release()
@@ -172,8 +188,15 @@ class ShardWeights:
         if parts:
             target[done:].zero_()  # rows that fill up the last share of the vocabulary
 
+    def _room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory that matrices share in turn, not from the heap, which keeps holes of what was allocated and freed."""
+        size = shape.numel() * dtype.itemsize
+        if len(self._scratch) < size:
+            self._scratch = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        return self._scratch[:size].view(dtype).view(shape)
+
     def close(self) -> None:
-        self._buffers.clear()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._source.close()
 
     def _rows(self, name: str) -> Sequence[slice]:

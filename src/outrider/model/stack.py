@@ -14,6 +14,7 @@ from outrider.cache import KVPool
 from outrider.model.decoder import Decoder, Layer, RopeTable
 from outrider.model.load import INT4
 from outrider.model.rotary import Rope
+from outrider.model.shard import lazy_layers
 from outrider.model.spec import Attention, FeedForward, ModelSpec, Norm
 from outrider.ops import Core, Epilogue, LayerWeights, NormWeights, PackedLinear, RotaryRows, Stack, StackWeights
 from outrider.ops.experts import ExpertRouter, PackedExperts
@@ -56,7 +57,9 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | Non
     if s.positions is not None and decoder.positions is not None:
         learned = _floats(decoder.positions[s.positions.offset :])
     return layer_stack(
-        pool, core, s, _kind(s.dtype), decoder.read_layers(grouped=group is None), decoder.ropes,  # type: ignore[arg-type]
+        pool, core, s, _kind(s.dtype),
+        decoder.read_layers(grouped=True) if group is None else lazy_layers(decoder),
+        decoder.ropes,  # type: ignore[arg-type]
         embedding=_floats(decoder.embedding) if group is None else None,
         embedding_scale=float(s.embedding_scale),
         learned=learned,
