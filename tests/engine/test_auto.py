@@ -26,7 +26,7 @@ PROMPTS = [
 class Flat(Costs):
     """A machine on which drafts cost next to nothing: what the controller chooses does not hang on the clock."""
 
-    def forward(self, rows: float, context: int) -> float:
+    def forward(self, rows: float, context: int, drafter: str = "") -> float:
         return 1.0
 
     def proposals(self, drafter: str, batch: int, lengths: Sequence[float], context: int = 0) -> list[float]:

@@ -22,6 +22,7 @@ from outrider.ops import Blocked, Native, find_core
 from outrider.sampling import SamplingParams
 from tests.support import make_pool, make_request
 from tests.support.families import PAGES, build_reference, logits, reference_config
+from tests.support.models import family_config
 
 EXPERTS = "experts, a shared one behind a gate, a dense layer"
 TEXT = [i * 37 % 90 for i in range(40)]
@@ -61,6 +62,18 @@ def test_scores_count_the_experts_that_were_read() -> None:
             counts.append(runner.score(Batch([seq], [len(tokens)]), Drafts.empty(1)).experts)
     assert counts[:2] == counts[2:] or core is None
     assert counts[:2] == [2.0, 7.0]
+
+
+def test_prompts_longer_than_what_shares_the_experts_have_the_same_bits() -> None:
+    """The core reads experts once for 256 rows; other cuts give the same bits."""
+    core = find_core()[0]
+    if core is None:
+        pytest.skip("the native core is not built")
+    decoder = random_decoder(family_config("qwen3-moe"))
+    text = [i * 7 % 190 for i in range(300)]
+    runner = Runner(decoder, make_pool(decoder, pages=40), Native(core))
+    whole = logits(runner, Feed(PAGES, 0, text))
+    assert torch.equal(torch.cat([logits(runner, Feed(PAGES, at, text[at : at + 60])) for at in range(0, 300, 60)]), whole)
 
 
 def fused(directory: Path, prefix: str = "mlp.experts.") -> None:
