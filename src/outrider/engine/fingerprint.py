@@ -1,4 +1,4 @@
-"""What equal tokens depend on: the weights, the build, the device and the number of threads.
+"""What equal tokens depend on: the weights, the build, the device, and the numbers of threads and of processes.
 
 Two replicas with one fingerprint give a request the same tokens. Under `match` the drafter is no part of it.
 """
@@ -19,7 +19,7 @@ from outrider.platform import cpu_name
 if TYPE_CHECKING:
     from outrider.engine.build import Target
 
-__all__ = ["Fingerprint", "fingerprint_of"]
+__all__ = ["Fingerprint", "digest_of_files", "fingerprint_of"]
 
 _SAMPLES, _SAMPLE = 16, 64 * 2**10  # pieces read of each weight file, evenly spread, and their bytes
 _SUFFIXES = (".safetensors", ".gguf")
@@ -35,6 +35,7 @@ class Fingerprint:
     device: str
     dtype: str
     threads: int  # of the processor; 0 on a GPU
+    ranks: int = 1  # processes that share the model
 
     @property
     def digest(self) -> str:
@@ -54,12 +55,16 @@ def fingerprint_of(target: Target) -> Fingerprint:
         core = find_core()[0]
         build += ", no native core" if core is None else f", native core {core.name} {core.sources[:12]}"
         device, threads = cpu_name(), threads_used()
-    weights = _digest_of_files(target.directory, options.load_format)
-    return Fingerprint(weights, build, device, f"{options.dtype}{', widened' if options.widen else ''}", threads)
+    weights, dtype = (
+        digest_of_files(target.directory, options.load_format),
+        f"{options.dtype}{', widened' if options.widen else ''}",
+    )
+    return Fingerprint(weights, build, device, dtype, threads, target.runner.ranks)
 
 
-def _digest_of_files(place: Path, load_format: str) -> str:
-    digest = hashlib.sha256(load_format.encode())
+def digest_of_files(place: Path, settings: str) -> str:
+    """A digest of settings and of a model's files: names, sizes, and of each file all or evenly spread pieces."""
+    digest = hashlib.sha256(settings.encode())
     candidates = [place] if place.is_file() else sorted(path for path in place.iterdir() if path.is_file())
     for path in candidates:
         if path.suffix in _SUFFIXES or path.name in _CONFIGS:
