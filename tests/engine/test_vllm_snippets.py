@@ -86,8 +86,12 @@ def test_a_draft_model_in_a_command() -> None:
 
 
 def test_one_device_alone() -> None:
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        with pytest.raises(InvalidParameter, match=f"{name}: must be 1: a model is shared by tensor_parallel_size; got 2"):
+    instead = {
+        "pipeline_parallel_size": "a model is shared by",
+        "data_parallel_size": "`outrider serve --data-parallel-size N` runs",
+    }
+    for name, hint in instead.items():
+        with pytest.raises(InvalidParameter, match=f"{name}: must be 1: {hint} .*; got 2"):
             LLM(**{name: 2})
     with pytest.raises(InvalidParameter, match="tensor_parallel_size: 5 ranks cannot share 8 attention heads"):
         CliRunner().invoke(app, ["serve", "-tp", "5", "--port", "0"], catch_exceptions=False)

@@ -196,7 +196,7 @@ def test_the_checker_process_gives_the_same_result(checker_process: PythonProces
 @pytest.mark.parametrize("field", ["context_management", "thread"])
 def test_values_without_effect_are_not_handed_on(checker_process: PythonProcess, field: str) -> None:
     body = {"max_tokens": 1, "messages": [USER], field: {"edits": [{"keep": "all"}] * MANY}}
-    valid, value = checker_process(MESSAGES, json.dumps(body).encode(), 64)
+    valid, value, _ = checker_process(MESSAGES, json.dumps(body).encode(), 64)
     assert valid
     assert len(json.dumps(value)) < 500
 

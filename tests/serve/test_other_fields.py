@@ -44,6 +44,12 @@ def test_what_would_change_the_result_is_refused_by_name(schema: Any, name: str,
     assert ours in refusal.message
 
 
+def test_a_field_passes_beside_ours_with_the_same_value() -> None:
+    check_served({"repeat_penalty": 1.2, "repetition_penalty": 1.2}, {"repetition_penalty"})
+    with pytest.raises(ValueError, match="repeat_penalty is not supported; here: repetition_penalty"):
+        check_served({"repeat_penalty": 1.2, "repetition_penalty": 1.1}, {"repetition_penalty"})
+
+
 def test_values_without_effect_pass() -> None:
     request = check("/v1/completions", json.dumps({"prompt": "x"} | WITHOUT_EFFECT).encode(), 16)
     assert isinstance(request, CompletionRequest)

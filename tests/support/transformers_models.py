@@ -51,6 +51,8 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", _MLA),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
     "minimax-m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}),
+    "dots1": ("Dots1", _MLA | {"head_dim": 16, "num_key_value_heads": 2}),
+    "apertus": ("Apertus", {}),
 }
 _LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4}

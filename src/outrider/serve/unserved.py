@@ -1,6 +1,7 @@
 """Fields of other engines' requests that would change the result and are not served: they are refused by name, with ours.
 
-A field with a value that has no effect passes, because some clients send every field that they know.
+A field with a value that has no effect passes, because some clients send every field that they know; so does one that is sent
+under our name too.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def check_served(data: Mapping[str, Any], served: Collection[str]) -> None:
             and name not in served
             and value is not None
             and value not in _without_effect(name, "prompt" in served)
+            and value != data.get(_OURS.get(name, ""))
         ):
             ours = f"; here: {_OURS[name]}" if name in _OURS else ""
             raise ValueError(f"{name} is not supported{ours}")

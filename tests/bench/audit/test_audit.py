@@ -121,7 +121,8 @@ def test_samples_pass_and_another_temperature_is_detected(server: Running, memor
 def test_faults_of_features(server: Running, memory: Memory) -> None:
     """A schema, a stop string, penalties and samples that are dropped with speculation only."""
     size = AuditSize(prompts=8, few=4, tokens=96, concurrent=0, samples=0)
-    dropped = ("response_format", "stop", "n", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    penalties = {"repetition_penalty", "repeat_penalty", "frequency_penalty", "presence_penalty"}
+    dropped = {"response_format", "stop", "n", *penalties}
 
     def drop(request: Body) -> Body:
         return {name: value for name, value in request.items() if name not in dropped}
