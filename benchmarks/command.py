@@ -21,7 +21,8 @@ errors = PlainConsole(stderr=True)
 
 def run(command: Callable[..., object]) -> None:
     """Run a function with the command line's options; an error is one line, not a traceback."""
-    app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, context_settings=settings)
     app.command()(command)
     try:
         app()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from pathlib import Path
 
 import outrider  # noqa: F401  (first: it makes bf16 safe before torch is used)
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+TESTS = Path(__file__).parent
+SLOW_FOLDERS = ("bench", "benchmarks", "examples", "recipes", "serve", "train")  # servers, measurements, training
 
 # No shrinking by default: a failing example of a whole engine run is shown as found, at once.
 settings.register_profile(
@@ -34,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "grid(once=()): a grid of parameters; by default a pairwise cover of it runs")
     config.addinivalue_line("markers", "exhaustive: left out unless every grid is run whole")
-    config.addinivalue_line("markers", "slow: takes a second or more; left out by `make test-fast`")
+    config.addinivalue_line("markers", "slow: left out by `make test-fast`; so are the tests in SLOW_FOLDERS")
     if config.getoption("--whole-grids"):
         settings.load_profile("whole")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: tests of Ctrl-C need it heard
@@ -42,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in SLOW_FOLDERS:
+            item.add_marker("slow")
     if config.getoption("--whole-grids"):
         return
     left_out = {id(item) for item in items if item.get_closest_marker("exhaustive") is not None}
