@@ -96,7 +96,8 @@ def scaled(url: str, plan: ConversationPlan) -> dict[str, Any]:
         with contextlib.suppress(asyncio.CancelledError):
             await loading
 
-    note()
+    _until(lambda: note() == 1)
+    del counts[:-1]  # before the first replica was ready
     asyncio.run(grow())
     _until(lambda: note() == 1)
     numbers = [count for _, count in counts]
