@@ -62,8 +62,10 @@ class Costs:
         if known is not None and seen:
             self._drift *= min(max(seconds / self._drift / (known + added), 1 / TOLERANCE), TOLERANCE) ** _READILY
         seconds /= self._drift
-        if known is not None and rows <= _FEW and (own := _context(context)):  # a prompt's own time says nothing of its context
-            self._context[own] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
+        if (
+            known is not None and rows <= _FEW and (bucket := _context(context))
+        ):  # that of a prompt says nothing of its context
+            self._context[bucket] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
         self._forward.observe(rows, max(seconds - added, FLOOR * seconds))
 
     def _with_experts(self, time: float, rows: float, experts: float | None) -> float:
@@ -100,7 +102,7 @@ class Costs:
 
     def _added(self, context: int) -> float:
         """By a context of this length: what is known of it, or of shorter ones."""
-        return max((seconds for own, seconds in self._context.items() if own <= _context(context)), default=0.0)
+        return max((seconds for bucket, seconds in self._context.items() if bucket <= _context(context)), default=0.0)
 
     def rest(self, batch: int) -> float:
         """Seconds of a round beside the forward and the drafts."""
@@ -138,7 +140,7 @@ class Costs:
         """Plain data, for JSON: seconds by rows, by context, by batch, and by drafter, batch and length."""
         return {
             "forward": self._forward.as_dict(),
-            "context": {str(_CONTEXTS[own]): seconds for own, seconds in sorted(self._context.items())},
+            "context": {str(_CONTEXTS[bucket]): seconds for bucket, seconds in sorted(self._context.items())},
             "rest": self._rest.as_dict(),
             "propose": {
                 name: {str(batch): curve.as_dict() for batch, curve in sorted(curves.items())}

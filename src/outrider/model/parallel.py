@@ -204,8 +204,8 @@ class ParallelRunner(Runner):
         rows = self.prepare(feeds)
         with self.pool.turn:
             self._tell("digest", rows.feeds)
-            own = self.digest_here(rows)
-            return [own, *(self._others.answers() if self._others is not None else ())]
+            first = self.digest_here(rows)
+            return [first, *(self._others.answers() if self._others is not None else ())]
 
     def probe(self) -> None:
         """Raise where the ranks do not agree on a first forward, in the page that padding writes to."""

@@ -319,15 +319,15 @@ def _requests(
 
 def _speculation(params: SamplingParams, body: GenerationRequest, rules: Rules) -> tuple[Any, str | None]:
     """What a request sets of speculation, with what a rule sets, and the name of that rule."""
-    own: Any = body.speculation
-    if own is not None and not isinstance(own, bool):
-        own = own.model_dump(exclude_unset=True, exclude_none=True)
+    requested: Any = body.speculation
+    if requested is not None and not isinstance(requested, bool):
+        requested = requested.model_dump(exclude_unset=True, exclude_none=True)
     if not rules.rules:
-        return own, None
+        return requested, None
     rule = rules.first(Traits(body.tag, body.model or "", params.temperature, _format(body)))
     if rule is None:
-        return own, None
-    return rule.merged(own, params), rule.name
+        return requested, None
+    return rule.merged(requested, params), rule.name
 
 
 def _format(body: GenerationRequest) -> str:

@@ -64,8 +64,8 @@ class Rule:
             settings.pop("method", None)
         if params.prompt_lookup_num_tokens is not None or params.num_speculative_tokens is not None:
             settings.pop("max_tokens", None)
-        own = {"enabled": wanted} if isinstance(wanted, bool) else dict(wanted or {})
-        return settings | own
+        requested = {"enabled": wanted} if isinstance(wanted, bool) else dict(wanted or {})
+        return settings | requested
 
 
 @dataclass(frozen=True, slots=True)

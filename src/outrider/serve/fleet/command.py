@@ -48,7 +48,7 @@ def serve_replicas(
 def plan_of(flags: ServeFlags, arguments: Sequence[str], kv_bytes: int | None) -> LocalPlan:
     """The replicas' command lines: the same as this one, with their shares of threads and memory, or a GPU each."""
     number = flags.data_parallel_size
-    own = ["--data-parallel-size", "1"]
+    flags_of_replica = ["--data-parallel-size", "1"]
     environments: list[dict[str, str]] = []
     if Device.resolve(flags.device).is_gpu:
         gpus = _gpus()
@@ -58,8 +58,8 @@ def plan_of(flags: ServeFlags, arguments: Sequence[str], kv_bytes: int | None) -
     else:
         threads = flags.threads or torch.get_num_threads()
         share = (kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())) // number
-        own += ["--threads", str(max(threads // number, 1)), "--memory", str(share)]
-    return LocalPlan((*arguments, *own), number, flags.max_num_seqs, environments)
+        flags_of_replica += ["--threads", str(max(threads // number, 1)), "--memory", str(share)]
+    return LocalPlan((*arguments, *flags_of_replica), number, flags.max_num_seqs, environments)
 
 
 def _gpus() -> list[str]:

@@ -298,10 +298,10 @@ def _call(scope: Scope, body: bytes) -> Call:
     query = scope.get("query_string", b"")
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     target = raw.partition(b"?")[0] + (b"?" + query if query else b"")
-    own = [(b"x-request-id", request_id.get().encode()), (b"x-forwarded-for", (scope.get("client") or ("",))[0].encode())]
+    added = [(b"x-request-id", request_id.get().encode()), (b"x-forwarded-for", (scope.get("client") or ("",))[0].encode())]
     headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _OWN]
     keys, sequences = routed(scope["path"], dict(headers), body)
-    return Call(scope["method"], target.decode("latin-1"), [*headers, *own], body, keys, sequences)
+    return Call(scope["method"], target.decode("latin-1"), [*headers, *added], body, keys, sequences)
 
 
 def _shown(reply: Reply) -> list[tuple[bytes, bytes]]:

@@ -72,8 +72,8 @@ class FleetPlan:
 
     def serve_flags(self) -> ServeFlags:
         """The flags of one replica: it may be reached from outside of its machine, and uses the CPUs that Ray gives it."""
-        own = {"device": "cuda"} if self.num_gpus else {"device": "cpu", "threads": max(int(self.num_cpus), 1)}
-        return settings_of(flags_of({"host": "0.0.0.0", **own, **self.flags}))
+        place = {"device": "cuda"} if self.num_gpus else {"device": "cpu", "threads": max(int(self.num_cpus), 1)}
+        return settings_of(flags_of({"host": "0.0.0.0", **place, **self.flags}))
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
@@ -193,8 +193,8 @@ class Replica:
     async def state(self) -> dict[str, Any]:
         """What the front door shows of this replica."""
         fingerprint = self._service.ready().fingerprint.as_dict() if self._service.status == "ok" else None
-        own = {"name": _own_name(), "status": self._service.status, "sequences": self._service.in_flight, "pid": os.getpid()}
-        return own | {"fingerprint": fingerprint}
+        state = {"name": _own_name(), "status": self._service.status, "sequences": self._service.in_flight, "pid": os.getpid()}
+        return state | {"fingerprint": fingerprint}
 
     def record_routing_stats(self) -> dict[str, Any]:
         running = min(self._service.in_flight, self._capacity)

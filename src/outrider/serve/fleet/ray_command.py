@@ -69,14 +69,14 @@ def arguments_of(flags: ServeFlags, threads: int) -> dict[str, Any]:
         raise InvalidParameter("--data-parallel-config", "holds no flags; pass them to outrider serve")
     number = flags.data_parallel_size
     share = max((flags.threads or threads) // number, 1)
-    own = _GPU_SHARE if flags.device == "cuda" else {"num_cpus": float(share)}
+    resources = _GPU_SHARE if flags.device == "cuda" else {"num_cpus": float(share)}
     scaling = {"min_replicas": number, "max_replicas": number} | dict(config.pop("scaling", {}))
     passed = {
         field.name: _plain(value)
         for field in fields(ServeFlags)
         if field.name not in _NOT_OF_REPLICAS and (value := getattr(flags, field.name)) != field.default
     }
-    return {"flags": {**passed, "host": flags.host}, "scaling": scaling, **own, **config}
+    return {"flags": {**passed, "host": flags.host}, "scaling": scaling, **resources, **config}
 
 
 def _open_cluster(ray: Any, arguments: dict[str, Any], folder: str) -> None:
@@ -85,8 +85,8 @@ def _open_cluster(ray: Any, arguments: dict[str, Any], folder: str) -> None:
         return
     replicas = arguments["scaling"]["max_replicas"]
     cpus = max(os.cpu_count() or 1, int(replicas * arguments.get("num_cpus", 1.0)))
-    own = {"_temp_dir": folder, "_node_ip_address": "127.0.0.1", "object_store_memory": 128 * 2**20}
-    ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, **own)
+    settings = {"_temp_dir": folder, "_node_ip_address": "127.0.0.1", "object_store_memory": 128 * 2**20}
+    ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, **settings)
 
 
 def _close(ray: Any, serve: Any) -> None:
