@@ -62,9 +62,7 @@ class Costs:
         if known is not None and seen:
             self._drift *= min(max(seconds / self._drift / (known + added), 1 / TOLERANCE), TOLERANCE) ** _READILY
         seconds /= self._drift
-        if (
-            known is not None and rows <= _FEW and (bucket := _context(context))
-        ):  # that of a prompt says nothing of its context
+        if known is not None and rows <= _FEW and (bucket := _context(context)):  # that of a prompt says nothing of its context
             self._context[bucket] = min(max(added + (seconds - known - added) * _SLOWLY, 0.0), known)
         self._forward.observe(rows, max(seconds - added, FLOOR * seconds))
 
