@@ -11,6 +11,12 @@ from outrider.ops import Core, Epilogue, Grouped, PackedLinear, find_core
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
+
+@pytest.fixture(autouse=True)
+def _same_values_in_every_run() -> None:
+    torch.manual_seed(0)
+
+
 SHAPES = [(16, 64), (1, 1), (33, 77), (100, 500), (257, 128), (48, 1090)]  # columns, inner
 
 
@@ -75,6 +81,17 @@ def test_rounding_is_to_the_nearest(bits: int) -> None:
     step = matrix.scale.repeat_interleave(32, 1)[:, :100]
     assert bool(((matrix.values() - weight).abs() <= step * 0.51 + weight.abs().amax() * 2**-10).all())
     assert torch.equal(Grouped.of(torch.full((3, 40), 0.25), 32).values(), torch.full((3, 40), 0.25))
+
+
+def test_small_scales_keep_their_bits_beside_large_ones(core: Core) -> None:
+    """Of one column: a group of scale 1 and one of 2^-17, each alone in what its rows see."""
+    matrix = random_matrix((16, 64), 32, 8, True)
+    matrix.scale[:], matrix.least[:] = torch.tensor([1.0, 2.0**-17 * (1 + 2**-9)]), torch.tensor([255.0, 2.0**-16])  # type: ignore[index]
+    x = torch.zeros(3, 64)
+    x[:, 32:] = torch.randn(3, 32)
+    want, magnitude = exact(matrix, x)
+    got = PackedLinear(core, "bfloat16", matrix)(x)
+    assert bool((got.double() - want).abs().le(2e-6 * magnitude).all())
 
 
 def test_matrices_with_different_groups_are_joined() -> None:

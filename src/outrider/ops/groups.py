@@ -19,6 +19,8 @@ __all__ = ["GROUP_STEP", "Grouped", "GroupedPanels", "packed"]
 GROUP_STEP = 16  # groups begin at multiples of it
 _UNIT = 64  # inputs that a panel is filled up to
 _LINE = 64  # bytes
+_HALF_EXPONENT = 15  # the largest scale of a column is kept near the largest float16, so that small ones keep their bits
+_LEAST_EXPONENT = -100
 _SMALL, _BYTE = 4, 8  # bits of an integer
 _KINDS = {(_SMALL, False): 3, (_SMALL, True): 4, (_BYTE, False): 5, (_BYTE, True): 6}
 
@@ -144,7 +146,8 @@ def _halves(matrix: Grouped, chosen: Tensor, groups: int, absent: Tensor) -> tup
         parts.append(-F.pad(matrix.least[chosen].float(), (0, groups - matrix.least.shape[1])))
     largest = torch.stack([part.abs().amax(1) for part in parts]).amax(0)
     sound = torch.isfinite(largest)
-    power = torch.where(sound & (largest > 0), torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent), 1.0)
+    exponent = torch.frexp(largest).exponent.clamp(min=_LEAST_EXPONENT) - _HALF_EXPONENT
+    power = torch.where(sound & (largest > 0), torch.ldexp(torch.ones_like(largest), exponent), 1.0)
     made = [(part / power[:, None]).half().view(-1, 16, groups).transpose(1, 2) for part in parts]
     joined = torch.cat(made, 2)
     joined.masked_fill_(absent.repeat(1, len(parts))[:, None], 0.0)
