@@ -30,9 +30,9 @@ check: $(STAMP)
 test: check
 	$(PYTEST)
 
-# For the inner loop: no tests marked slow.
+# For the inner loop: no slow tests, each value of a grid once, few random examples.
 test-fast: $(STAMP)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) --quick-grids
 
 # Every combination of every grid of parameters, every example of random tests, and the exhaustive cases.
 test-all: check

@@ -24,6 +24,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("whole", settings.get_profile("outrider"))
+settings.register_profile("quick", settings.get_profile("outrider"))
 settings.load_profile("outrider")
 
 
@@ -33,14 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Run every combination of a grid's parameters, the exhaustive tests, and every example of the random ones.",
     )
+    parser.addoption(
+        "--quick-grids",
+        action="store_true",
+        help="Run each value of a grid's parameters once, few examples of the random tests, and leave out the slow tests.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "grid(once=()): a grid of parameters; by default a pairwise cover of it runs")
     config.addinivalue_line("markers", "exhaustive: left out unless every grid is run whole")
     config.addinivalue_line("markers", "slow: left out by `make test-fast`; so are the tests in SLOW_FOLDERS")
-    if config.getoption("--whole-grids"):
-        settings.load_profile("whole")
+    for level in ("whole", "quick"):
+        if config.getoption(f"--{level}-grids"):
+            settings.load_profile(level)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: tests of Ctrl-C need it heard
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -51,29 +58,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
     if config.getoption("--whole-grids"):
         return
-    left_out = {id(item) for item in items if item.get_closest_marker("exhaustive") is not None}
+    quick = config.getoption("--quick-grids")
+    names = ("exhaustive", "slow") if quick else ("exhaustive",)
+    left_out = {id(item) for item in items for name in names if item.get_closest_marker(name) is not None}
     grids: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("grid") is not None and id(item) not in left_out:
             assert item.parent is not None
             grids.setdefault((item.parent.nodeid, item.originalname), []).append(item)
-    kept = {id(item) for grid in grids.values() for item in cover(grid)}
+    kept = {id(item) for grid in grids.values() for item in cover(grid, pairs=not quick)}
     left_out |= {id(item) for grid in grids.values() for item in grid} - kept
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 
 
-def cover(grid: Sequence[pytest.Function]) -> list[pytest.Function]:
+def cover(grid: Sequence[pytest.Function], pairs: bool = True) -> list[pytest.Function]:
     """Items of a grid that together hold every pair of values of any two parameters: the greedy choice, in order.
 
-    Pairs with a parameter named in the marker's `once` are not needed: each of its values occurs at least once.
+    Pairs with a parameter named in the marker's `once` are not needed: each of its values occurs at least once. Without
+    `pairs` that holds for all parameters.
     """
     marker = grid[0].get_closest_marker("grid")
     once = marker.kwargs.get("once", ()) if marker is not None else ()
     needed: dict[pytest.Function, set[object]] = {}
     for item in grid:
         values = [(name, id(value)) for name, value in item.callspec.params.items()]
-        needed[item] = {*values, *combinations([value for value in values if value[0] not in once], 2)}
+        paired = [value for value in values if pairs and value[0] not in once]
+        needed[item] = {*values, *combinations(paired, 2)}
     missing = set().union(*needed.values())
     chosen: list[pytest.Function] = []
     while missing:

@@ -47,6 +47,13 @@ def test_grids_are_thinned_to_a_pairwise_cover(cells: Callable[..., set[tuple[st
         assert {(cell[first], cell[second]) for cell in found} == {(cell[first], cell[second]) for cell in EVERYTHING}
 
 
+def test_quick_grids_hold_each_value_once(cells: Callable[..., set[tuple[str, ...]]]) -> None:
+    found = cells("", "--quick-grids")
+    assert len(found) == 4
+    for place in range(3):
+        assert {cell[place] for cell in found} == {cell[place] for cell in EVERYTHING}
+
+
 def test_values_of_some_parameters_need_to_occur_only_once(cells: Callable[..., set[tuple[str, ...]]]) -> None:
     found = cells('(once=["a"])')
     assert len(found) == 6

@@ -129,7 +129,7 @@ def test_random_schemas_after_reasoning(number: int) -> None:
     rng = random.Random(number)
     method = list(METHODS)[number]
     llm = loaded("draft_model" if METHODS[method] is None else method)
-    schemas = [random_schema(rng) for _ in range(thinned(50))]
+    schemas = [random_schema(rng) for _ in range(max(thinned(50), 12))]
     params = []
     for schema in schemas:
         end, begin = rng.choice(MARKERS)

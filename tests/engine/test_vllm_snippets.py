@@ -16,6 +16,7 @@ from outrider.errors import InvalidParameter
 from outrider.model.bundled import bundled_model
 from tests.support.server import Process
 
+pytestmark = pytest.mark.slow
 SNIPPET = """
 from vllm import LLM, SamplingParams
 
