@@ -25,14 +25,10 @@ __all__ = [
     "Adapter",
     "Arm",
     "Batch",
-    "DeviceTrees",
     "Drafts",
-    "FutureTokens",
     "Guarantee",
-    "InFlight",
     "Listener",
     "Needs",
-    "PendingDrafts",
     "Phases",
     "Plan",
     "Request",
@@ -391,49 +387,6 @@ class Drafts:
     def survival(self) -> list[list[float]]:
         """The draft confidence of each sequence's nodes."""
         return [tree.survival for tree in self.per_sequence]
-
-
-class FutureTokens(NamedTuple):
-    """Tokens that are not known to the host yet: places in the future-token buffer, from which a device reads them.
-
-    Where rows are laid out, the reference -1 - place stands for the token that will lie there.
-    """
-
-    first: int  # place of the first
-    count: int
-    stride: int = 1  # from one place to the next
-
-    @property
-    def refs(self) -> list[int]:
-        """What stands for the tokens until they are known."""
-        return [-1 - self.first - i * self.stride for i in range(self.count)]
-
-
-class DeviceTrees(NamedTuple):
-    """The shape of trees that a device grows, in buffers of fixed size: row b is the tree of the batch's sequence b."""
-
-    parents: Tensor  # (B, D) int32: an earlier node, or ROOT
-    counts: Tensor  # (B,) int32 nodes; what follows them is padding, which no path reaches
-    ancestors: Tensor | None = None  # (B, D, depth) int32 slots from the root's child down to each node; None: by `parents`
-
-
-@dataclass(slots=True)
-class PendingDrafts:
-    """Drafts that are still on the device: their tokens are future tokens, so the target's forward can be launched on them.
-
-    The host lays out a row for each token, and learns trees and tokens by `resolve`, when they are verified.
-    """
-
-    tokens: list[FutureTokens]  # of each sequence of the batch, count 0 where it has no draft
-    resolve: Callable[[], Drafts]  # waits for the device
-    trees: DeviceTrees | None = None  # None: chains
-
-
-class InFlight(Protocol):
-    """A forward of the target that was launched."""
-
-    def wait(self) -> Scores:
-        """Its scores. Where the device is still running it, the host synchronises here, once a round."""
 
 
 def integers(values: Seq[Any]) -> Tensor:
