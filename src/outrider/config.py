@@ -58,13 +58,16 @@ ALIASES: Mapping[str, Mapping[str, Any]] = {  # other names of methods, with the
     "[ngram]": {"method": "ngram"},
     "eagle2": {"method": "eagle", "draft_tokens": 24, "beam": 3, "branch": 6, "depth": 9},  # a tree
     "eagle3": {"method": "eagle"},
+    "dspark": {"method": "dflash"},
+    "dflash2": {"method": "dflash"},
 }
 FIELDS = ("method", "model", "draft_tokens", "rule", "adaptive", "min_draft_tokens", "disable_by_batch_size")
 METHODS = (  # built in; draft/registry.py has their classes
-    "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa",
+    "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa", "dflash",
     "early_exit", "cascade", "mixture", "auto",
 )  # fmt: skip
-WITH_WEIGHTS = ("draft_model", "eagle", "medusa")  # methods for which `model` names a directory
+# methods for which `model` names a directory, and the folder beside a target's weights where they look otherwise
+WITH_WEIGHTS: Mapping[str, str] = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash"}
 _NESTED = {"cascade": "levels", "mixture": "members", "auto": "members"}  # options that hold drafters
 
 

@@ -40,6 +40,7 @@ def test_a_cascade_without_a_draft_model_says_what_to_type(tmp_path: Path) -> No
         (("draft",), ["suffix", "draft_model"]),
         (("medusa",), ["suffix", "medusa"]),
         (("draft", "eagle", "medusa"), ["suffix", "eagle"]),
+        (("draft", "dflash"), ["suffix", "dflash"]),
     ],
 )
 def test_a_mixture_takes_the_best_network_of_the_folder(tmp_path: Path, folders: tuple[str, ...], members: list[str]) -> None:
@@ -48,7 +49,7 @@ def test_a_mixture_takes_the_best_network_of_the_folder(tmp_path: Path, folders:
     assert methods("mixture", tmp_path) == ["mixture", *members]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa", "dflash"])
 def test_methods_with_weights_say_what_to_type(tmp_path: Path, method: str) -> None:
     directory = write_family(tmp_path, "llama2")
     message = rf"needs the directory.*--method {method} --draft-model DIR.*speculation=\{{'method': '{method}', 'model': DIR\}}"

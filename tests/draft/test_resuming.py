@@ -18,6 +18,7 @@ from outrider.control import Load, RoundStats
 from outrider.core import Batch, Drafts, Plan, Request, Sequence, Tree
 from outrider.draft import Drafter
 from outrider.draft.cascade import CascadeDrafter, ModelLevel
+from outrider.draft.dflash import BlockDrafter
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import EarlyExit, EarlyExitOptions
@@ -35,6 +36,7 @@ from outrider.model import Decoder, Runner
 from outrider.ops import Blocked
 from outrider.sampling import SamplingParams
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.blocks import random_block
 from tests.support.drafters import held
 from tests.support.eagle import random_head, reference_chain
 from tests.support.engines import random_params
@@ -59,6 +61,12 @@ def medusa(engine: Engine, dynamic: bool) -> MedusaDrafter:
     return MedusaDrafter(heads.eval(), Blocked(), dynamic, PAGE)
 
 
+def dflash(engine: Engine, kind: str) -> BlockDrafter:
+    head = random_block(engine.runner.decoder, kind)
+    c = head.config.shape
+    return BlockDrafter(head, KVPool(c.depth, 160, c.kv_heads, PAGE, c.head_dim), Blocked())
+
+
 DRAFTERS: dict[str, Make] = {
     "ngram": lambda _e, _d: NGramDrafter(NGramOptions(1, 3)),
     "suffix": lambda _e, _d: SuffixDrafter(SuffixOptions(min_prob=0.0, branch=2)),
@@ -71,6 +79,8 @@ DRAFTERS: dict[str, Make] = {
     "eagle1": lambda e, _d: eagle(e, "eagle1", TreeShape()),
     "medusa": lambda e, _d: medusa(e, True),
     "medusa static": lambda e, _d: medusa(e, False),
+    "dflash": lambda e, _d: dflash(e, "dflash"),
+    "dflash dspark": lambda e, _d: dflash(e, "dspark"),
     "early_exit": lambda e, _d: EarlyExit(e.runner, EarlyExitOptions(2)),
     "early_exit tail": lambda e, _d: EarlyExit(e.runner, EarlyExitOptions(1, 1)),
     "lookahead": lambda _e, _d: LookaheadDrafter(),
@@ -79,7 +89,7 @@ DRAFTERS: dict[str, Make] = {
 }
 # guesses of these depend on nothing but the text, and they are wrong often enough for rounds to meet again
 FROM_TEXT = [name for name in DRAFTERS if name not in ("recycle", "draft_model perfect", "lookahead", "mixture")]
-WITH_MEMORY = [name for name in FROM_TEXT if name.startswith(("draft_model", "eagle", "medusa"))]
+WITH_MEMORY = [name for name in FROM_TEXT if name.startswith(("draft_model", "eagle", "medusa", "dflash"))]
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +296,7 @@ def test_a_hit_is_not_read_again(name: str, decoders: tuple[Decoder, Decoder], m
     assert min(starts) >= len(prefix)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle tree", "eagle1", "medusa", "draft_model"])
+@pytest.mark.parametrize("name", ["eagle", "eagle tree", "eagle1", "medusa", "dflash", "draft_model"])
 def test_a_hit_on_pages_the_drafter_never_saw(name: str, decoders: tuple[Decoder, Decoder]) -> None:
     """It reads them, or goes on without; it does not fail, and it drafts."""
     prefix = [1, 2, 3, 4, 5, 1, 2, 6] * 4

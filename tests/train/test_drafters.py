@@ -1,4 +1,4 @@
-"""`train draft`, `train eagle` and `train medusa` from folder to written drafter, and their figures."""
+"""The `train` commands from folder to written drafter, and their figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.errors import InvalidParameter, ModelError, OutriderError
-from outrider.heads import EagleHead, load_eagle, load_medusa
+from outrider.heads import EagleHead, load_block, load_eagle, load_medusa
 from outrider.model import load_decoder, read_spec
 from outrider.train import run as run_module
 from outrider.train.acceptance import agreement, heldout_rows
@@ -130,6 +130,19 @@ def test_train_medusa(target: Path, prepared: TokenCorpus, tmp_path: Path) -> No
     heads = load_medusa(tmp_path / "medusa", load_decoder(target))
     assert (heads.config.heads, heads.config.own_output) == (2, False)
     assert len(heads.config.choices) == 64
+
+
+@pytest.mark.parametrize("kind", ["", "--no-causal --no-from-anchor --markov=0", "--confidence --markov=8 --ffn=24"])
+def test_train_dflash(kind: str, target: Path, prepared: TokenCorpus, tmp_path: Path) -> None:
+    options = ("--block=4", "--blocks=8", "--taps=1,2,4", "--mask=9", *kind.split())
+    short = learn("dflash", target, prepared, tmp_path / "short", *options, "--steps=5")
+    figures = learn("dflash", target, prepared, tmp_path / "dflash", *options, "--steps=120")
+    assert figures["heldout"]["loss"] < 0.8 * short["heldout"]["loss"]
+    assert figures["heldout"]["by_position"][0] > 0.3
+    head = load_block(tmp_path / "dflash", load_decoder(target))
+    assert (head.config.block, head.config.taps, head.config.mask) == (4, (1, 2, 4), 9)
+    assert (head.config.causal, head.config.confidence) == ("--no-causal" not in kind, "--confidence" in kind)
+    assert (head.pairs is None) == ("--markov=0" in kind)
 
 
 def test_nothing_is_written_to_measure_with_before_the_first_step(

@@ -29,7 +29,7 @@ __all__ = ["EVERY_METHOD", "Workload", "bench_methods", "show_rows"]
 _TREE = "beam=3:branch=6:depth=9"
 EVERY_METHOD = (
     "ngram:8,suffix:8,recycle:24,lookahead:31,draft_model:5,cascade:8:levels=ngram+draft_model,medusa:24,"
-    f"eagle:5,eagle:24:{_TREE},early_exit:4,mixture:24:members=suffix+(eagle:{_TREE}),auto"
+    f"eagle:5,eagle:24:{_TREE},dflash:16,early_exit:4,mixture:24:members=suffix+(eagle:{_TREE}),auto"
 )
 _SHAPES: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.15, "presence_penalty": 0.2},

@@ -24,7 +24,10 @@ _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "draft": SpeculationConfig("draft_model", draft_tokens=12),
     "eagle": SpeculationConfig("eagle", draft_tokens=32, options={"beam": 3, "branch": 6, "depth": 8}),
     "medusa": SpeculationConfig("medusa", draft_tokens=32),
+    "dflash": SpeculationConfig("dflash", draft_tokens=32),
 }
+# what the name of a head's architecture contains, and its method
+_NAMED = {"eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
 _MAX_NODES = 32  # nodes of an arm
 _SHARED_TOKENS = 65536  # of earlier texts, 30 MB
 _SUFFIX = SpeculationConfig(
@@ -64,7 +67,7 @@ def method_of_weights(model: str) -> str:
     path = locate(model)
     data = {} if find_gguf(path) is not None else read_json(path / "config.json")
     architecture = str(data.get("architectures") or "").lower()
-    return next((name for name in ("eagle", "medusa") if name in architecture), "draft_model")
+    return next((method for name, method in _NAMED.items() if name in architecture), "draft_model")
 
 
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from outrider import checks
-from outrider.config import SpeculationConfig
+from outrider.config import WITH_WEIGHTS, SpeculationConfig
 from outrider.core import Needs
 from outrider.draft.context import DraftContext, weights_directory
 from outrider.draft.deadline import DEADLINE_S, Deadline
@@ -32,12 +32,12 @@ _CLASSES = {
     "draft_model": "outrider.draft.draft_model:DraftModel",
     "eagle": "outrider.draft.eagle:EagleDrafter",
     "medusa": "outrider.draft.medusa:MedusaDrafter",
+    "dflash": "outrider.draft.dflash:BlockDrafter",
     "early_exit": "outrider.draft.early_exit:EarlyExit",
     "cascade": "outrider.draft.cascade:CascadeDrafter",
     "mixture": "outrider.draft.mixture:MixtureDrafter",
     "auto": "outrider.draft.auto:AutoDrafter",
 }
-_FOLDERS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}  # where weights lie beside a target
 _REGISTERED: dict[str, Factory | DrafterClass] = {}  # by register_drafter; the package itself never adds to it
 _VERBS = ("begin", "propose", "commit", "end")
 _DEADLINE = Option("deadline_s", float, DEADLINE_S, "seconds that a call may take")
@@ -95,9 +95,9 @@ def check_weights(config: SpeculationConfig, directory: Path, options: LoadOptio
     """Fail now, before anything is loaded, where a drafter's weights are missing. What is on the hub is not fetched."""
     options = replace(options, **{name: config.options[name] for name in ("dtype", "load_format") if name in config.options})
     for one in config.flat():
-        if one.method not in _FOLDERS or (one.model is not None and is_hub_id(one.model)):
+        if one.method not in WITH_WEIGHTS or (one.model is not None and is_hub_id(one.model)):
             continue
-        weights = weights_directory(one, directory, _FOLDERS[one.method])
+        weights = weights_directory(one, directory, WITH_WEIGHTS[one.method])
         if one.method == "draft_model":
             check_model(weights, options)
         elif not (weights / "config.json").exists():

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from outrider.config import SpeculationConfig
+from outrider.config import WITH_WEIGHTS, SpeculationConfig
 from outrider.errors import InvalidParameter
 from outrider.model import read_spec
 from outrider.model.published import HEADS, Published, identify
@@ -16,7 +16,6 @@ __all__ = ["AUTO", "in_cache", "resolve_sibling"]
 
 AUTO = "auto"
 _TIMES_SMALLER = 40.0
-_FOLDERS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}  # beside the target's weights
 
 
 def in_cache(hub_id: str) -> Path | None:
@@ -36,8 +35,8 @@ def resolve_sibling(config: SpeculationConfig, directory: Path) -> SpeculationCo
     """The same settings with `model="auto"` replaced: what lies beside the target, or what of the table is in the cache."""
     if config.model != AUTO:
         return config
-    folder = _FOLDERS.get(config.method)
-    if any((directory / name / "config.json").exists() for name in ([folder] if folder else _FOLDERS.values())):
+    folder = WITH_WEIGHTS.get(config.method)
+    if any((directory / name / "config.json").exists() for name in ([folder] if folder else WITH_WEIGHTS.values())):
         return replace(config, model=None)
     names = _published(directory, config.method)
     for name in names:

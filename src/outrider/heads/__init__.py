@@ -1,5 +1,8 @@
 """Draft networks on a frozen target, one definition for training and serving, and their files."""
 
+from outrider.heads.block import BlockConfig, BlockHead, Convolution, KeyValue, Selector, in_block, spread_taps
+from outrider.heads.block_files import load_block, save_block
+from outrider.heads.block_runner import BlockRows, BlockRunner
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
 from outrider.heads.eagle_files import load_eagle, save_eagle
@@ -11,22 +14,33 @@ from outrider.heads.stored import SaveOptions
 __all__ = [
     "EAGLE1",
     "EAGLE3",
+    "BlockConfig",
+    "BlockHead",
+    "BlockRows",
+    "BlockRunner",
     "Borrowed",
+    "Convolution",
     "EagleConfig",
     "EagleHead",
     "EagleNetwork",
     "EagleRunner",
     "Growth",
+    "KeyValue",
     "MedusaConfig",
     "MedusaHeads",
     "MedusaNetwork",
     "MedusaRunner",
     "SaveOptions",
+    "Selector",
     "default_taps",
     "eagle_network",
+    "in_block",
+    "load_block",
     "load_eagle",
     "load_medusa",
     "medusa_network",
+    "save_block",
     "save_eagle",
     "save_medusa",
+    "spread_taps",
 ]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.checks import shown
 from outrider.errors import InvalidParameter, ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
-from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, write
+from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, stored_vocabulary, vocabulary_tensors, write
 from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec
 from outrider.model.families import Place, places_of
 from outrider.model.families.llama import hf_config
@@ -38,7 +37,7 @@ def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOpti
     borrowed = Borrowed.of(target, not config.own_output)
     head = stored.fill(lambda dtype: EagleHead(config, borrowed, dtype), _eagle_names(config, prefix), dtype, options.widen)
     if head.vocab_ids is not None:
-        head.vocab_ids.copy_(_stored_vocabulary(config, stored))
+        head.vocab_ids.copy_(stored_vocabulary(stored, config.shape.vocab, config.outputs))
     return head
 
 
@@ -58,9 +57,7 @@ def save_eagle(head: EagleHead, directory: Path, options: SaveOptions = SaveOpti
     if ids is None and options.standalone and config.wide:
         ids = torch.arange(config.shape.vocab)
     if ids is not None:
-        ids = ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(config.shape.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors |= vocabulary_tensors(ids, config.shape.vocab)
     write(directory, tensors, _eagle_data(config, options))
 
 
@@ -170,19 +167,3 @@ def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
         "transformer_layer_config": layer,
         _TAPS: list(config.taps),
     }
-
-
-def _stored_vocabulary(config: EagleConfig, stored: StoredHead) -> Tensor:
-    """The target's ids by d2t (offsets: target id = draft id + d2t[draft id]), checked against t2d."""
-    offsets, known = stored.tensors.get("d2t"), stored.tensors.get("t2d")
-    vocab, outputs = config.shape.vocab, config.outputs
-    if offsets is None:
-        raise ModelError(f"{stored.directory} drafts {outputs} of {vocab} tokens but has no 'd2t'")
-    if (shape := tuple(offsets.tensor.shape)) != (outputs,):
-        raise ModelError(f"{offsets.file}: 'd2t' has shape {shape}, config.json asks for ({outputs},)")
-    ids = torch.arange(outputs) + offsets.tensor.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != len(ids):
-        raise ModelError(f"{offsets.file}: 'd2t' gives ids outside the vocabulary of {vocab}, or one twice")
-    if known is not None and not torch.equal(known.tensor.nonzero().flatten(), ids.sort().values):
-        raise ModelError(f"{known.file}: 't2d' marks other tokens than 'd2t'")
-    return ids

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from outrider import checks
 from outrider.errors import InvalidParameter, ModelError, OutriderError
+from outrider.heads.block_files import load_block, save_block
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa_files import load_medusa, save_medusa
 from outrider.heads.stored import SaveOptions
@@ -26,7 +29,12 @@ _BESIDE = (
     "generation_config.json",
 )  # fmt: skip
 _NOT_EXPORTED = ("torch_dtype", "quantization_config", "compression_config", ELSEWHERE)  # of the weights that are stored now
-_LAYOUTS = {"published": ("eagle", "medusa"), "vllm": ("speculators", "vllm-medusa")}
+_HEADS: tuple[tuple[str, Callable[..., Any], Callable[..., None]], ...] = (  # beside a target, with how to read and write them
+    ("eagle", load_eagle, save_eagle),
+    ("medusa", load_medusa, save_medusa),
+    ("dflash", load_block, save_block),
+)
+_LAYOUTS = {"published": ("eagle", "medusa", "dflash"), "vllm": ("speculators", "vllm-medusa", "speculators")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +87,12 @@ def _config(source: Path) -> dict[str, object]:
 
 
 def _export_heads(source: Path, out: Path, target: Decoder, options: ExportOptions) -> list[Path]:
-    """The EAGLE and Medusa heads beside a target. Each holds every tensor it uses, as other engines expect."""
-    load, written = LoadOptions(options.dtype), []
-    eagle, medusa = (SaveOptions(layout, standalone=True, target=source.name) for layout in _LAYOUTS[options.layout])
-    if (source / "eagle" / "config.json").exists():
-        save_eagle(load_eagle(source / "eagle", target, load), out / "eagle", eagle)
-        written.append(out / "eagle")
-    if (source / "medusa" / "config.json").exists():
-        save_medusa(load_medusa(source / "medusa", target, load), out / "medusa", medusa)
-        written.append(out / "medusa")
+    """The heads beside a target. Each holds every tensor it uses, as other engines expect."""
+    load, written = LoadOptions(options.dtype), list[Path]()
+    for (folder, load_head, save_head), layout in zip(_HEADS, _LAYOUTS[options.layout], strict=True):
+        if (source / folder / "config.json").exists():
+            save_head(
+                load_head(source / folder, target, load), out / folder, SaveOptions(layout, standalone=True, target=source.name)
+            )
+            written.append(out / folder)
     return written

@@ -20,7 +20,9 @@ from outrider.model.families import Place
 from outrider.model.fields import Fields, read_json
 from outrider.model.files import SCALE, int8_mark, quantised, read_tensors, refuse_quantised
 
-__all__ = ["SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "write"]
+__all__ = [
+    "SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "stored_vocabulary", "vocabulary_tensors", "write",
+]  # fmt: skip
 
 H = TypeVar("H", bound=nn.Module)
 _UNUSED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -89,7 +91,7 @@ class StoredHead:
 
 def _goal(parameters: Mapping[str, Tensor], place: Place) -> Tensor:
     goal = parameters[place.parameter].detach()[place.rows]
-    return goal[0] if goal.dim() == 3 else goal  # output matrices of several heads, one slice each
+    return goal[0] if goal.dim() == 3 and place.rows != slice(None) else goal  # output matrices of several heads, one slice each
 
 
 def collect(module: nn.Module, places: Mapping[str, Place], int8: bool) -> dict[str, Tensor]:
@@ -111,6 +113,27 @@ def write(directory: Path, tensors: dict[str, Tensor], data: dict[str, Any]) -> 
     save_file(tensors, directory / "model.safetensors")
     mark = int8_mark() if any(name.endswith(SCALE) for name in tensors) else {}
     (directory / "config.json").write_text(json.dumps(data | mark, indent=2) + "\n")
+
+
+def vocabulary_tensors(ids: Tensor, vocab: int) -> dict[str, Tensor]:
+    """A reduced vocabulary as heads store it: d2t (target id = draft id + d2t[draft id]) and t2d."""
+    ids = ids.cpu()
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)}
+
+
+def stored_vocabulary(stored: StoredHead, vocab: int, outputs: int) -> Tensor:
+    """The target's ids of a reduced vocabulary by d2t, checked against t2d."""
+    offsets, known = stored.tensors.get("d2t"), stored.tensors.get("t2d")
+    if offsets is None:
+        raise ModelError(f"{stored.directory} drafts {outputs} of {vocab} tokens but has no 'd2t'")
+    if (shape := tuple(offsets.tensor.shape)) != (outputs,):
+        raise ModelError(f"{offsets.file}: 'd2t' has shape {shape}, config.json asks for ({outputs},)")
+    ids = torch.arange(outputs) + offsets.tensor.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != len(ids):
+        raise ModelError(f"{offsets.file}: 'd2t' gives ids outside the vocabulary of {vocab}, or one twice")
+    if known is not None and not torch.equal(known.tensor.nonzero().flatten(), ids.sort().values):
+        raise ModelError(f"{known.file}: 't2d' marks other tokens than 'd2t'")
+    return ids
 
 
 def require_layout(layout: str, known: Iterable[str]) -> None:

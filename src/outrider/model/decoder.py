@@ -175,6 +175,13 @@ class Layer(nn.Module):
         return self._add(self._add(x, mixed), self.mlp(read, ops, deltas))
 
     def attention(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None) -> Tensor:
+        q, k, v = self.queries_keys_values(x, turn, ops, deltas)
+        return self._product("out", attend(self.index, q, k, v).reshape(x.shape[0], -1), ops, deltas)
+
+    def queries_keys_values(
+        self, x: Tensor, turn: Turn | None, ops: Ops, deltas: Deltas | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention reads of rows, (N, heads, head_dim) each; queries and keys are normed and rotated."""
         a = self.spec.attention
         rows = self._product("qkv", x, ops, deltas).float().view(-1, a.heads + 2 * a.kv_heads, a.head_dim)
         qk, v = rows.tensor_split((a.heads + a.kv_heads,), 1)
@@ -185,7 +192,7 @@ class Layer(nn.Module):
             q = q * self._query_scale
         if turn is not None and turn.growth is not None:
             q = q * turn.growth[:, None, None]
-        return self._product("out", attend(self.index, q, k, v).reshape(x.shape[0], -1), ops, deltas)
+        return q, k, v
 
     def mlp(self, x: Tensor, ops: Ops, deltas: Deltas | None = None) -> Tensor:
         m = self.spec.mlp

@@ -9,7 +9,9 @@ from outrider.ops.attention import AttentionPlan, Segment, paged_attention, plan
 from outrider.ops.groups import GROUP_STEP, Grouped
 from outrider.ops.native import (
     BESIDE,
+    BLOCK_ROWS,
     JOINED,
+    KEY_ROWS,
     TOKENS,
     ChainParams,
     Core,
@@ -33,8 +35,10 @@ from outrider.ops.torch_threads import keep_one_torch_thread, one_torch_thread, 
 __all__ = [
     "BESIDE",
     "BLOCK",
+    "BLOCK_ROWS",
     "GROUP_STEP",
     "JOINED",
+    "KEY_ROWS",
     "TOKENS",
     "AttentionPlan",
     "Blocked",

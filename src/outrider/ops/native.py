@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BESIDE",
+    "BLOCK_ROWS",
     "JOINED",
+    "KEY_ROWS",
     "TOKENS",
     "AdapterTable",
     "Addressed",
@@ -61,6 +63,7 @@ __all__ = [
 _MACHINES = ("x86_64", "AMD64")
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
+TEXT_ROWS, KEY_ROWS, BLOCK_ROWS = 0, 1, 2  # what a forward does with its rows; see Mode in core.cpp
 _FUNCTIONS = ("none", "scale", "cap", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped")  # Function of elementwise.h
 
 _MIN_THREADED_LOGITS = 1 << 18  # choices over fewer logits run on one thread
@@ -442,6 +445,7 @@ class StackSpan(NamedTuple):
     first_layer: int = 0
     last_layer: int | None = None
     rotary_lag: int = 0  # rotary position = position - lag
+    mode: int = TEXT_ROWS  # or KEY_ROWS or BLOCK_ROWS
 
 
 _WHOLE = StackSpan()
@@ -512,9 +516,9 @@ class Stack:
         if wanted is not None:
             assert w.output is not None
             logits = torch.empty(len(wanted), w.output.columns)
-        first, end, lag = span
+        first, end, *placed = span
         adapters = self.adapters
-        spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
+        spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, *placed,
             _address(features), _address(taps), 0 if taps is None else len(taps), _address(tapped),
             _address(stream), _address(last), chosen.buffer_info()[0], len(chosen), _address(logits),
             *adapters.words, self.touched.buffer_info()[0], 0))  # fmt: skip
@@ -534,7 +538,7 @@ class Stack:
             raise ValueError(f"chains of {list(wanted)} tokens need {sizes}")
         tokens, chances = array("q", bytes(8 * sequences * steps)), array("d", bytes(8 * sequences * steps))
         logits = torch.empty(steps, sequences, self._weights.output.columns)
-        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, self._weights.layers, *[0] * 15))
+        spec = array("q", (layout.buffer_info()[0], *self._memory, 0, self._weights.layers, *[0] * 16))
         inputs = [values.buffer_info()[0] for values in (chains.shapes, chains.draft_temperatures, chains.keys)]
         outputs = [values.buffer_info()[0] for values in (tokens, chances)]
         drawn = array("q", (steps,))
@@ -567,8 +571,8 @@ class Stack:
         logits = torch.empty(sequences + min(sum(rooms), levels * beam * sequences), outputs)
         counts, done, survival = array("i", bytes(4 * sequences)), array("q", (0,)), array("d", bytes(8 * sequences * capacity))
         tokens, parents, places = (array("i", bytes(4 * sequences * capacity)) for _ in range(3))
-        first, end, lag = span
-        spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, lag,
+        first, end, *placed = span
+        spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, *placed,
             _address(features), *[0] * 13))  # fmt: skip
         addresses = [values.buffer_info()[0] for values in (growth.shapes, growth.draft_temperatures, growth.keys)]
         results = [values.buffer_info()[0] for values in (counts, tokens, parents, places)]

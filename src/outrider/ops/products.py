@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.ops.row_counts import BLOCK, Counts, agreeing_counts, cancelling, in_counts
 from outrider.platform import ISA_VARIABLES, cpu_flags
 
-__all__ = ["Product"]
+__all__ = ["Product", "emulates_bf16"]
 
 # A processor with none of these flags emulates products in bf16. One row then has a special kernel with other bits, which
 # takes half the time of two rows; four to eight rows take as long one by one as together.
@@ -75,7 +75,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return True
 
 
-def _emulates_bf16() -> bool:
+def emulates_bf16() -> bool:
     """Whether oneDNN multiplies bf16 without instructions for it: the processor has none, or the environment caps them."""
     capped = any(os.environ.get(name, "").upper() in _CAPS_BELOW_BF16 for name in ISA_VARIABLES)
     return capped or not cpu_flags() & _BF16_FLAGS
@@ -85,7 +85,7 @@ def _emulates_bf16() -> bool:
 def _counts(shape: tuple[int, int], dtype: torch.dtype, biased: bool, threads: int, pack: bool = True) -> Counts:
     """Row counts for a matrix of that shape; `threads` is what torch uses now, by which libraries cut products."""
     del threads
-    if dtype == torch.bfloat16 and _can_pack(dtype) and _emulates_bf16():
+    if dtype == torch.bfloat16 and _can_pack(dtype) and emulates_bf16():
         return (1,)
     columns, inner = shape
     rows, weight_rows = cancelling(inner)

@@ -25,6 +25,7 @@ from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.generate import Written, document_starts, write_text
 from outrider.train.losses import divergence
 from outrider.train.networks import TrainableDrafter
+from outrider.train.sizing import autocast
 
 __all__ = ["DEPTH", "Agreement", "agreement", "drafted_logits", "heldout_rows", "proposed", "served_acceptance", "written_for"]
 
@@ -32,7 +33,7 @@ DEPTH = 5  # drafted tokens per round of the figures reported
 _BATCH = 8
 _PROMPT = 96  # tokens of held-out documents that the target continues
 _METHODS = {"draft": "draft_model"}  # name of the command -> name of the method, where they differ
-_NODES = {"medusa": 24}
+_NODES = {"medusa": 24, "dflash": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,5 +123,5 @@ def served_acceptance(target: Path, name: str, drafter: Path, store: TokenStore,
 
 
 def _chain(network: TrainableDrafter, features: Features, depths: int) -> list[Tensor]:
-    with torch.autocast("cuda", torch.bfloat16, enabled=features.tokens.is_cuda):
+    with autocast(features.tokens.device):
         return network.chain(features, depths)

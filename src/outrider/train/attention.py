@@ -24,8 +24,8 @@ def causal_attend(rows: int, context: int) -> Attend:
     """Attention within each of `rows` rows of `context` tokens that lie end to end."""
 
     def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # bf16 on CUDA: the fused kernels take nothing wider
-        dtype = torch.bfloat16 if q.is_cuda else q.dtype
+        # the fused kernels of CUDA take nothing wider than bf16
+        dtype = torch.bfloat16 if q.is_cuda or torch.is_autocast_enabled(q.device.type) else q.dtype
         query, key, value = (x.to(dtype).view(rows, context, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return mixed.transpose(1, 2).reshape(rows * context, q.shape[1], q.shape[2]).to(q.dtype)

@@ -15,7 +15,7 @@ from outrider.train.task import TrainingTask
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Train drafters for a model: a draft model, an EAGLE head or Medusa heads.",
+    help="Train drafters for a model: a draft model, an EAGLE head, Medusa heads or a block drafter.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -76,6 +76,30 @@ def medusa(
     from outrider.train.shapes import MedusaShape, new_medusa
 
     run_task(flags, "medusa", lambda target: new_medusa(target, MedusaShape(heads, blocks), flags.loss or "kl"))
+
+
+@app.command()
+@spread
+def dflash(
+    flags: TrainingTask,
+    layers: Annotated[int, typer.Option(help="Layers; they begin as copies of the target's last ones.")] = 2,
+    block: Annotated[int, typer.Option(help="Rows of a block: the newest token and masks.")] = 12,
+    blocks: Annotated[int, typer.Option(help="Blocks that start in each row of text.")] = 64,
+    taps: Annotated[str, typer.Option(help="Target layers to read, comma-separated; empty: three, evenly.")] = "",
+    ffn: Annotated[int, typer.Option(help="Width of the MLP; 0: the target's.")] = 0,
+    markov: Annotated[int, typer.Option(help="Rank of the scores of neighbouring tokens (DSpark); 0: none.")] = 32,
+    confidence: Annotated[bool, typer.Option(help="Learn how likely each guess is accepted (DSpark).")] = False,
+    causal: Annotated[bool, typer.Option(help="Rows of a block see those before them alone, so shorter blocks agree.")] = True,
+    from_anchor: Annotated[bool, typer.Option(help="The newest token's row guesses too (DSpark).")] = True,
+    mask: Annotated[int, typer.Option(help="Token id in masked slots; -1: the last of the vocabulary.")] = -1,
+) -> None:
+    """Train a block drafter (DFlash) on a frozen target. The same command resumes."""
+    read = _integers("taps", taps)
+    from outrider.train.run import run_task
+    from outrider.train.shapes import BlockShape, new_block
+
+    shape = BlockShape(layers, block, read, ffn, markov, confidence, causal, from_anchor, None if mask < 0 else mask)
+    run_task(flags, "dflash", lambda target: new_block(target, shape, flags.loss or "mix", flags.seed, blocks))
 
 
 for _name in ("lm", "corpus", "medusa-tree"):

@@ -12,7 +12,7 @@ from outrider.train.acceptance import agreement
 from outrider.train.data import TrainingRows
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.loop import LoopOptions, TrainingOutcome, compile_checked, train
-from outrider.train.networks import TrainableDrafter, network_loss
+from outrider.train.networks import TrainableDrafter
 from outrider.train.optim import OptimOptions, build_optimizers
 
 __all__ = ["Distillation"]
@@ -81,6 +81,6 @@ class Distillation:
 
 def _loss_of(network: TrainableDrafter, lean: bool = False) -> LossOf:
     def loss(features: Features) -> Tensor:
-        return network_loss(network, features, lean)
+        return network.loss(features, lean)
 
     return loss

@@ -13,8 +13,10 @@ from torch import Tensor
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, load_decoder
 from outrider.ops import Plain
+from outrider.ops.products import emulates_bf16
 from outrider.train.attention import causal_attend
 from outrider.train.corpus import document_end
+from outrider.train.sizing import autocast
 
 __all__ = ["Features", "FrozenTarget"]
 
@@ -49,8 +51,8 @@ class FrozenTarget:
 
     @classmethod
     def load(cls, directory: Path, device: torch.device) -> FrozenTarget:
-        """From a model directory, in the dtype it is served in; on a CPU in float32, whose products are the fastest there."""
-        options = LoadOptions(dtype="float32") if device.type == "cpu" else LoadOptions()
+        """From a model directory, in the dtype it is served in; in float32 on a CPU whose products in bf16 are emulated."""
+        options = LoadOptions(dtype="float32") if device.type == "cpu" and emulates_bf16() else LoadOptions()
         decoder = load_decoder(directory, options).to(device)
         if not decoder.spec.eos_ids:
             decoder.spec = replace(decoder.spec, eos_ids=(document_end(directory),))
@@ -72,7 +74,7 @@ class FrozenTarget:
         """Taps and logits of (B, T) tokens."""
         rows, length = tokens.shape
         positions = torch.arange(length, device=tokens.device).repeat(rows)
-        with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
+        with autocast(tokens.device):
             hidden = self.decoder(tokens.reshape(-1), positions, causal_attend(rows, length), self._ops, self.taps)
         # float32 products (TF32 on CUDA): logits rounded to bf16 would be targets off by several per cent
         logits = self.decoder.logits(hidden.last.float(), self._ops)

@@ -24,6 +24,7 @@ from outrider.train.attention import Unroll, causal_attend
 from outrider.train.export import replaced, save_model
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.losses import Divergence, divergence
+from outrider.train.sizing import autocast
 
 __all__ = ["TrainableDraftModel", "TrainableDrafter", "TrainableEagle", "TrainableMedusa", "network_loss"]
 
@@ -60,6 +61,10 @@ class TrainableDrafter(ABC):
         logits: Tensor = self.module.logits(hidden, _OPS)
         return logits
 
+    def loss(self, features: Features, lean: bool = False) -> Tensor:
+        """What training makes small; `lean` is for runs without a compiler."""
+        return network_loss(self, features, lean)
+
     @abstractmethod
     def save(self, folder: Path, tokenizer: Path) -> None:
         """Write the files that serving reads: int8 matrices, and nothing that the target has."""
@@ -86,7 +91,7 @@ def network_loss(network: TrainableDrafter, features: Features, lean: bool = Fal
     depths = network.depths
     span, ids = features.span(depths), network.vocab_ids
     total = torch.zeros((), device=features.tokens.device)
-    with torch.autocast("cuda", torch.bfloat16, enabled=features.tokens.is_cuda):
+    with autocast(features.tokens.device):
         for depth, hidden in enumerate(network.chain(features, depths)):
             target, counted = features.cut(features.logits, depth + 1, span), None
             if ids is not None:  # positions whose best token is outside the reduced vocabulary do not count

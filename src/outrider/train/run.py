@@ -1,4 +1,4 @@
-"""A whole `train draft`, `train eagle` or `train medusa` run: text, training loop, export, figures."""
+"""A whole run of a `train` command: text, training loop, export, figures."""
 
 from __future__ import annotations
 

@@ -12,18 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameter
-from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead, MedusaConfig, MedusaHeads, default_taps
+from outrider.heads import (
+    EAGLE1,
+    EAGLE3,
+    BlockConfig,
+    BlockHead,
+    Borrowed,
+    EagleConfig,
+    EagleHead,
+    MedusaConfig,
+    MedusaHeads,
+    default_taps,
+    spread_taps,
+)
 from outrider.model import Decoder, LlamaShape, ModelSpec, Rope
 from outrider.train.attention import usable_chain
+from outrider.train.block import TrainableBlock
 from outrider.train.frozen import FrozenTarget
 from outrider.train.losses import Divergence
 from outrider.train.networks import TrainableDraftModel, TrainableEagle, TrainableMedusa
 
 __all__ = [
+    "BlockShape",
     "DecoderShape",
     "EagleShape",
     "MedusaShape",
     "initialise",
+    "new_block",
     "new_decoder",
     "new_draft",
     "new_eagle",
@@ -126,6 +141,53 @@ class MedusaShape:
     blocks: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """A block drafter to train. Empty and 0 mean: as in the target."""
+
+    layers: int = 2
+    block: int = 12
+    taps: tuple[int, ...] = ()
+    ffn: int = 0
+    markov: int = 32  # rank of the pair scores
+    confidence: bool = False
+    causal: bool = True
+    from_anchor: bool = True
+    mask: int | None = None  # None: the last id of the vocabulary
+
+    def config(self, target: ModelSpec) -> BlockConfig:
+        """The drafter's configuration for a target."""
+        rope = target.attention.rope or Rope()
+        shape = LlamaShape(
+            architecture="Qwen3ForCausalLM",
+            vocab=target.vocab,
+            hidden=target.hidden,
+            layers=self.layers,
+            heads=target.heads,
+            kv_heads=target.kv_heads,
+            head_dim=target.head_dim,
+            ffn=self.ffn or target.ffn,
+            context=target.context,
+            rope=rope if rope.kind in ("default", "linear", "llama3") else Rope(rope.theta),
+            norm_eps=target.norm.eps,
+            qk_norm=True,
+            dtype=target.dtype,
+            eos_ids=target.eos_ids,
+        ).spec()
+        return BlockConfig(
+            shape=shape,
+            target_hidden=target.hidden,
+            taps=self.taps or spread_taps(target.depth, min(3, target.depth)),
+            block=self.block,
+            mask=target.vocab - 1 if self.mask is None else self.mask,
+            causal=self.causal,
+            from_anchor=self.from_anchor,
+            markov=self.markov,
+            confidence=self.confidence,
+            confidence_of_pair=self.confidence and self.markov > 0,
+        )
+
+
 def new_decoder(config: ModelSpec, seed: int, device: torch.device) -> Decoder:
     """A decoder with fresh float32 weights."""
     decoder = Decoder(config)
@@ -176,6 +238,30 @@ def new_medusa(target: FrozenTarget, shape: MedusaShape, kind: Divergence) -> Tr
     """Fresh Medusa heads: the blocks are zero, so every head starts as the target's output."""
     config = MedusaConfig(target.config.hidden, target.config.vocab, target.config.depth, shape.heads, shape.blocks)
     return TrainableMedusa(MedusaHeads(config, Borrowed.of(target.decoder)).to(target.decoder.norm.device), kind)
+
+
+def new_block(target: FrozenTarget, shape: BlockShape, kind: Divergence, seed: int, blocks: int = 64) -> TrainableBlock:
+    """A block drafter whose layers begin as the target's last ones where their shapes agree.
+
+    Its features begin as the tap that is nearest to those layers, normed as their inputs are.
+    """
+    config, borrowed = shape.config(target.config), Borrowed.of(target.decoder)
+    head = BlockHead(config, borrowed)
+    initialise(head, seed)
+    with torch.no_grad():
+        assert head.norm is not None
+        head.norm.copy_(borrowed.norm)
+        head.fc.zero_()
+        nearest = max(range(len(config.taps)), key=lambda i: config.taps[i] if config.taps[i] < target.config.depth else -1)
+        head.fc[:, nearest * config.target_hidden : (nearest + 1) * config.target_hidden] = torch.eye(*head.fc.shape[:1])
+        for layer, source in zip(head.layers, list(target.decoder.layers)[-shape.layers :], strict=True):
+            for name, parameter in layer.named_parameters():
+                begin = getattr(source, name, None)
+                if isinstance(begin, Tensor) and begin.shape == parameter.shape:
+                    parameter.copy_(begin)
+        if head.pairs is not None:
+            head.pairs.right.zero_()  # no pair has a score yet
+    return TrainableBlock(head.to(target.decoder.norm.device), kind, blocks=blocks)
 
 
 def initialise(module: nn.Module, seed: int) -> None:

@@ -8,9 +8,10 @@ import torch
 
 from outrider.errors import InvalidParameter
 from outrider.model import ModelSpec
+from outrider.ops.products import emulates_bf16
 from outrider.platform import memory_bytes
 
-__all__ = ["StepSize", "evaluation_rows", "pick_device", "resolve_step", "training_bytes", "uses_compiler"]
+__all__ = ["StepSize", "autocast", "evaluation_rows", "pick_device", "resolve_step", "training_bytes", "uses_compiler"]
 
 # A CPU trains some hundred tokens a second, so a step of 2,048 tokens takes seconds and a run of a minute has several.
 _CPU_TOKENS = 2048
@@ -75,6 +76,12 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("device", "no CUDA device here; pass --device cpu")
     return torch.device(name)
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bf16 products where the device has instructions for them; a CPU without trains in float32."""
+    able = device.type == "cuda" or not emulates_bf16()
+    return torch.autocast(device.type, torch.bfloat16, enabled=able)
 
 
 def _memory(device: torch.device) -> int:

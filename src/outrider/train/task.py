@@ -1,4 +1,4 @@
-"""The task that `train draft`, `train eagle` and `train medusa` share. Every field is a flag of these commands.
+"""The task that the `train` commands share. Every field is a flag of these commands.
 
 Nothing here imports torch, so that `--help` is quick.
 """

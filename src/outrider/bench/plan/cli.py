@@ -164,12 +164,13 @@ def _params(options: dict[str, Any]) -> Any:
 def _available(model: str | None) -> str:
     """Every drafter the model has weights for."""
     from outrider.bench.acceptance import EVERY_METHOD
+    from outrider.config import WITH_WEIGHTS
     from outrider.model import locate
     from outrider.model.bundled import bundled_model
 
     directory = locate(str(model or bundled_model()))
     methods = EVERY_METHOD.removesuffix(",auto").split(",")
-    needs = {"draft_model": "draft", "cascade": "draft", "eagle": "eagle", "mixture": "eagle", "medusa": "medusa"}
+    needs = {**WITH_WEIGHTS, "cascade": "draft", "mixture": "eagle"}
     have = [m for m in methods if (n := needs.get(m.split(":")[0])) is None or (directory / n / "config.json").exists()]
     return ",".join(have)
 

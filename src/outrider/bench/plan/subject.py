@@ -13,7 +13,7 @@ from safetensors import safe_open
 from outrider.bench.plan.profile import Memory, Profile
 from outrider.bench.plan.trace import RecordedRound, Recorder, Trace
 from outrider.cache import KVPool
-from outrider.config import SpeculationConfig
+from outrider.config import WITH_WEIGHTS, SpeculationConfig
 from outrider.control import FixedLength
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
@@ -24,7 +24,6 @@ from outrider.sampling import SamplingParams
 __all__ = ["Prompt", "RequestRun", "Subject", "learn_from", "memory_of"]
 
 _LONG = 640  # tokens that a sequence of a batch may have on average
-_COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.6}
 Prompt = str | Sequence[int]
 
@@ -120,9 +119,9 @@ def _parts(config: SpeculationConfig) -> Iterable[SpeculationConfig]:
 
 
 def _folder(config: SpeculationConfig, target: Path) -> Path | None:
-    if config.method not in _COMPANIONS:
+    if config.method not in WITH_WEIGHTS:
         return None
-    return Path(config.model) if config.model else target / _COMPANIONS[config.method]
+    return Path(config.model) if config.model else target / WITH_WEIGHTS[config.method]
 
 
 def _parameters(folder: Path) -> int:

@@ -71,11 +71,15 @@ struct Feed {
     int root() const { return start + fed - 1; }
 };
 
-// One token row: its logical position, the slot of its KV, and for a tree node the slots of its path below the root.
+// One token row: its logical position, the slot of its KV, and for a tree node the slots of its path below the root. A row sees
+// positions up to its own, a row of a block all up to the block's last one.
 struct Row {
     const Feed* feed;
     int position, slot;
     const int32_t* path;
+    int block_end = 0;
+
+    int last() const { return std::max(position, block_end); }
 
     int slot_of(int at) const { return path && at > feed->root() ? path[at - feed->root() - 1] : at; }
 };
@@ -149,8 +153,8 @@ class Attention {
         int first = rows->position, last = 0;
         for (int r = 0; r < count; r++) {
             first = std::min(first, begin_of(rows[r]));
-            last = std::max(last, rows[r].position);
-            end = std::max(end, rows[r].slot + 1);  // ancestors lie before their descendants
+            last = std::max(last, rows[r].last());
+            end = std::max({end, rows[r].slot + 1, rows[r].block_end + 1});  // ancestors lie before their descendants
         }
         first_page = first / kv.page_size;
         base = first_page * kv.page_size / kLanes * kLanes;
@@ -184,9 +188,9 @@ class Attention {
             // begin below the root, and positions before the window have no scores
             for (int at = std::max(row.feed->root() + 1, begin); row.path && at <= row.position; at++)
                 row_scores[at - base] = row_scores[row.slot_of(at) - base];
-            if (sight.cap > 0.0f) cap(row_scores, begin - base, row.position + 1 - base);
+            if (sight.cap > 0.0f) cap(row_scores, begin - base, row.last() + 1 - base);
             const float sink = sight.sinks ? sight.sinks[head * group + i % group] : -INFINITY;
-            row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.position + 1 - base, until - base, sink);
+            row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.last() + 1 - base, until - base, sink);
         }
         mix(next);
         for (int i = 0; i < queries; i++) {

@@ -57,12 +57,20 @@ struct StackSpec {
     Gather gather;                  // of several ranks; called by the caller's thread
 };
 
+// What a forward does with its rows.
+enum Mode : int64_t {
+    kTextRows = 0,   // rows go through the layers, and see what is before them
+    kKeyRows = 1,   // every layer stores keys and values of the rows as they come, without its first norm
+    kBlockRows = 2,  // rows go through the layers, and see all rows of their feed
+};
+
 struct ForwardSpec {
     const int32_t* layout;    // see read_layout
     uint32_t *keys, *values;  // (layers, pages, KV heads, words of a page); see attention.h
     int64_t pages, page_size, per_word;
     int64_t first_layer, last_layer;
     int64_t rotary_lag;       // rotary position = position - lag
+    int64_t mode;             // a Mode
     const float* features;    // (rows, hidden): features, or the stream entering first_layer; null: embed tokens
     const int32_t* tapped;    // layers whose input rows are wanted
     int64_t taps;
@@ -151,6 +159,7 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
         if (feed.adapter < 0 || feed.adapter > f.adapter_count) return false;
         if (feed.adapter && !f.adapters[feed.adapter - 1]) return false;
     }
+    if (f.mode == kBlockRows && l.rows() > kChunk) return false;  // a block goes through the layers as a whole
     for (const Row& row : l.row)
         if (rotary_row(row, f) >= s.rotary_rows || (s.learned && row.position >= s.learned_rows)) return false;
     return all_below(l.tokens, l.rows(), s.vocab) && all_below(f.wanted, f.wants, l.rows());
@@ -264,12 +273,14 @@ class Forward {
         index = number;
         if (l.parallel) open_mlp(l);
         const bool ready = rows > kChunk;  // a product of more rows needs the whole of the memory that it packs them in
-        multiply(*l.qkv, s.form == kBeside ? beside(l) : Input{x, rows, l.norm_in}, qkv, Then::kStore, &LayerLoras::qkv, ready);
+        const Input read = s.form == kBeside ? beside(l) : f.mode == kKeyRows ? Input{x, rows} : Input{x, rows, l.norm_in};
+        multiply(*l.qkv, read, qkv, Then::kStore, &LayerLoras::qkv, ready);
         const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
         const int page = static_cast<int>(f.page_size), per_word = static_cast<int>(f.per_word);
         const size_t before = static_cast<size_t>(f.pages) * kv_heads * page * width / per_word * index;
         const Pages kv{f.keys + before, f.values + before, kv_heads, page, dim, width, per_word};
         kv.per_word == 1 ? attend<F32>(l, kv) : attend<BF16>(l, kv);
+        if (f.mode == kKeyRows) return;
         join(*l.out, mixed, l.norm_attn_out, l.residual_scale, &LayerLoras::out);
         if (!l.parallel) open_mlp(l);
         if (l.experts) return add_normed(l.norm_mlp_out, l.residual_scale);
@@ -370,7 +381,8 @@ class Forward {
         if (l.over_width) norm_width(l);
         for (int head = mine.begin; head < mine.end; head++)  // of all rows: the values of two share a word
             for (int r = 0; r < rows; r++) place<K>(l, kv, r, head);
-        if (!local_heads) m.barrier();
+        if (!local_heads || f.mode == kKeyRows) m.barrier();
+        if (f.mode == kKeyRows) return;
         const Share heads = local_heads ? mine : Share{0, kv.kv_heads};
         const Sight sight{static_cast<int>(l.window), static_cast<float>(l.soft_cap), l.sinks};
         int turn = 0;
@@ -496,6 +508,8 @@ class Forward {
 // Returns false, and does nothing, where rows are laid out over memory that is not there.
 bool run_rows(const StackSpec& stack, const ForwardSpec& forward, Workspace& w) {
     if (!is_sound(w.layout, stack, forward)) return false;
+    if (forward.mode == kBlockRows)
+        for (Row& row : w.layout.row) row.block_end = row.feed->root();
     w.alone = false;
     const Forward work(stack, forward, w);
     team().run(static_cast<int>(forward.threads), [&](const Member& m) { Forward(work).run(m); });

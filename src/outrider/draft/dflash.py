@@ -1,0 +1,208 @@
+"""DFlash: a small network guesses a whole block of tokens in one pass; a tree takes the likeliest paths through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.cache import KVPool
+from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.draft.chains_only import best_chain
+from outrider.draft.context import DraftContext
+from outrider.draft.draft_temperature import DraftLogits, DraftTemperature, LogitsAt
+from outrider.draft.growth import drafts_for
+from outrider.draft.lattice import Lattice
+from outrider.draft.options import DtypeOptions, option
+from outrider.draft.reader import PageBook, committed_rows
+from outrider.errors import DrafterFault, InvalidParameter
+from outrider.heads import BlockHead, BlockRunner, load_block
+from outrider.model import Feed
+from outrider.ops import Ops
+from outrider.sampling import Row, rank
+
+__all__ = ["BlockDrafter", "BlockOptions"]
+
+
+@dataclass(frozen=True)
+class BlockOptions(DtypeOptions):
+    """The size of a block, and how the head is read."""
+
+    block: int | None = option(None, "rows of a block, at most those it was trained with", 2, 64)
+    candidates: int = option(12, "tokens of each slot that a tree chooses among", 1, 64)
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the head has read of a sequence, and the target's features that wait."""
+
+    done: int = 0  # slots up to done - 1 hold what is made of the features there
+    first: int = 0  # the first slot; those before were never filled, because nobody kept their features
+    taps: list[Tensor] = field(default_factory=list)  # of positions done, done + 1, ...
+
+
+class BlockDrafter:
+    """Drafts with a block drafter (DFlash, DSpark, DFlash 2).
+
+    What it does: a few layers read the newest token and masked slots after it, attend to features of the target at every
+        position of the text, and guess all slots in one pass. The draft is the tree of the likeliest paths through the
+        best tokens of the slots; scores of neighbouring tokens, where the head has them, keep its paths consistent.
+    When it helps: where a head for the model exists; long drafts cost no more passes than short ones.
+    Cost: one forward of a few layers over a block of rows, and the output matrix.
+    Needs: the target's hidden states of a few layers; the head's layers of KV in the target's pages.
+    Reference: DFlash 2602.06036, DSpark 2607.05147, DDTree 2604.12989.
+    """
+
+    Options = BlockOptions
+
+    def __init__(self, head: BlockHead, pool: KVPool, ops: Ops, options: BlockOptions = BlockOptions()) -> None:
+        config = head.config
+        self._head = head
+        self._runner = BlockRunner(head, pool, ops)
+        self._ops = ops
+        self._block = min(options.block or config.block, config.block)
+        self._candidates = config.selector.candidates if config.selector else options.candidates
+        self.needs = Needs(taps=config.taps, kv_bytes_per_token=pool.token_bytes)
+        self._draft_temperature = DraftTemperature(tree=True, by_depth=True)
+        self._book = PageBook(pool.page_size)
+        self._texts: dict[Sequence, _Text] = {}
+
+    @classmethod
+    def build(cls, context: DraftContext) -> BlockDrafter:
+        target = context.target
+        if target.device_name != "cpu":
+            raise InvalidParameter("method", "'dflash' runs on the CPU alone yet; on a GPU choose eagle, draft_model or auto")
+        directory = context.weights("dflash")
+        head = load_block(directory, target.decoder, context.weight_options(directory))
+        shape = head.config.shape
+        pool = KVPool(shape.depth, target.pool.pages, shape.kv_heads, target.pool.page_size, shape.head_dim)
+        return cls(head, pool, target.ops, context.options(BlockOptions))
+
+    def begin(self, seq: Sequence) -> None:
+        """Start a sequence. Where the head filled all pages that it begins with, nothing is missing."""
+        held = self._book.begin(seq).tokens
+        self._texts[seq] = _Text(seq.cached, 0 if held == seq.cached else seq.cached)
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.pop(seq, None)
+        self._book.end(seq)
+        self._draft_temperature.end(seq)
+
+    def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
+        """Keep the target's features of every token that became part of the text, and compare both distributions there."""
+        assert scores.taps is not None
+        for seq, verdict, first, fed in zip(batch.sequences, verdicts, scores.first_rows, batch.feeds, strict=True):
+            if seq in self._texts:
+                self._texts[seq].taps.append(scores.taps[committed_rows(first, fed, verdict)])
+        self._draft_temperature.commit(batch, verdicts, scores)
+
+    @torch.inference_mode()
+    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+        active = [
+            (self._length(seq, planned), seq, planned)
+            for seq, planned in zip(batch.sequences, plan.lengths, strict=True)
+            if planned and len(seq.tokens) - 1 > self._texts[seq].first and self._length(seq, planned) >= self._least
+        ]
+        if not active:
+            return Drafts.empty(len(batch.sequences))
+        self._read([seq for _, seq, _ in active])
+        trees: dict[Sequence, Tree] = {}
+        for length, group in groupby(sorted(active, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
+            entries = [(seq, planned) for _, seq, planned in group]
+            lattices = self._lattices([seq for seq, _ in entries], length)
+            for (seq, planned), lattice in zip(entries, lattices, strict=True):
+                tree = lattice.tree(planned)
+                trees[seq] = tree if plan.rule == "match" else tree.subset(best_chain(tree))
+        return drafts_for(batch, trees)
+
+    @property
+    def _least(self) -> int:
+        """Rows of a block that guesses one token."""
+        return 1 if self._head.config.from_anchor else 2
+
+    def _length(self, seq: Sequence, planned: int) -> int:
+        """Rows of a block: as many as the plan has slots for, within the head's context."""
+        return min(self._block, planned + 1, self._head.config.shape.context - len(seq.tokens) + 1)
+
+    def _read(self, sequences: Seq[Sequence]) -> None:
+        """Take in all features that the target has given since the last draft."""
+        feeds, features = [], []
+        for seq in sequences:
+            text, end = self._texts[seq], len(seq.tokens) - 1
+            taps = torch.cat(text.taps)[: end - text.done] if text.taps else torch.empty(0)
+            if text.done + len(taps) != end:
+                raise DrafterFault(f"features for {text.done + len(taps)} of {end} tokens")
+            self._book.overwrite(seq.pages, text.done)
+            if end > text.done:
+                feeds.append(Feed(seq.pages, text.done, seq.tokens[text.done : end], first_key=text.first))
+                features.append(taps)
+            if not text.first:  # else its pages lack the slots before
+                self._book.fill(seq, text.done, end)
+            text.done, text.taps = end, []
+        if feeds:
+            self._runner.read(feeds, torch.cat(features))
+
+    def _lattices(self, sequences: Seq[Sequence], length: int) -> list[Lattice]:
+        """The best tokens of each sequence's slots and how they follow each other."""
+        masks = [self._head.config.mask] * (length - 1)
+        feeds = [
+            Feed(seq.pages, len(seq.tokens) - 1, (seq.tokens[-1], *masks), first_key=self._texts[seq].first) for seq in sequences
+        ]
+        guesses = self._runner.guess(feeds)
+        if not bool(guesses.logits.isfinite().all()):
+            raise DrafterFault("the head's logits are not finite")
+        logits, slots = self._over_target(guesses.logits), length - self._least + 1
+        # the path in between is not known yet; penalties see the text so far, a grammar speaks for the first slot
+        rows = [Row.at(seq)._replace(position=len(seq.tokens) + slot) for seq in sequences for slot in range(slots)]
+        rows = [row if i % slots == 0 else row._replace(allowed=None) for i, row in enumerate(rows)]
+        temperatures = [self._draft_temperature.temperature(row.params, i % slots) for i, row in enumerate(rows)]
+        ranked = rank(logits, rows, self._candidates, temperatures)
+        made = []
+        for i, seq in enumerate(sequences):
+            part = slice(i * slots, (i + 1) * slots)
+            lattice = Lattice.independent(ranked.tokens[part], ranked.chances[part])
+            if self._head.pairs is not None:
+                divisors = [row.params.temperature * t or 1.0 for row, t in zip(rows[part], temperatures[part], strict=True)]
+                lattice = self._joined(lattice, seq, guesses.rows[part], np.array(divisors))
+            made.append(lattice)
+            if not seq.request.params.greedy:
+                self._draft_temperature.last[seq] = self._logits_at(logits[part], rows[part])
+        return made
+
+    def _joined(self, lattice: Lattice, seq: Sequence, rows: Tensor, divisors: npt.NDArray[np.float64]) -> Lattice:
+        """The lattice with the head's scores of pairs, and its confidence."""
+        pairs, confidence = self._head.pairs, self._head.confidence
+        assert pairs is not None
+        tokens = torch.from_numpy(lattice.tokens).clamp_min(0)
+        newest = torch.full_like(tokens[:1], seq.tokens[-1])
+        before = pairs.before(torch.cat((newest, tokens[:-1])), rows, self._ops)  # (slots, candidates, rank)
+        scores = pairs.of_candidates(before, self._outputs(tokens)).double().numpy() / divisors[:, None, None]
+        lattice = lattice.joined(scores)
+        if confidence is None:
+            return lattice
+        read = rows[:, None].expand(-1, tokens.shape[1], -1)
+        read = torch.cat((read, before), -1) if self._head.config.confidence_of_pair else read
+        return lattice.trusted(confidence(read).double().numpy())
+
+    def _logits_at(self, logits: Tensor, rows: Seq[Row]) -> LogitsAt:
+        """A slot's logits by the depth of a path; what pairs add to them is the same before and after any temperature."""
+        return lambda path: DraftLogits(logits[len(path)], rows[len(path)]) if len(path) < len(logits) else None
+
+    def _over_target(self, logits: Tensor) -> Tensor:
+        """Scores over the target's vocabulary, -inf for tokens the head does not have."""
+        ids = self._head.vocab_ids
+        if ids is None:
+            return logits
+        over_target = torch.full((len(logits), self._head.config.shape.vocab), float("-inf"))
+        over_target[:, ids] = logits
+        return over_target
+
+    def _outputs(self, tokens: Tensor) -> Tensor:
+        """Numbers of the head's outputs for target ids."""
+        ids = self._head.vocab_ids
+        return tokens if ids is None else torch.searchsorted(ids, tokens).clamp_max(len(ids) - 1)

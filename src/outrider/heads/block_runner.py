@@ -1,0 +1,125 @@
+"""What runs a block drafter on the CPU: the native core, or torch where the core lacks something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.cache import KVPool
+from outrider.heads.block import BlockHead, in_block
+from outrider.model import Feed
+from outrider.model.load import INT8
+from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, norm_weights
+from outrider.ops import BLOCK_ROWS, KEY_ROWS, Core, Epilogue, Ops, PackedLinear, Stack, StackSpan
+from outrider.ops.forwards import network
+
+__all__ = ["BlockRows", "BlockRunner"]
+
+_AT_ONCE = 64  # rows of blocks in one call of the core, which runs whole blocks
+
+
+class BlockRows(NamedTuple):
+    """The rows of blocks that guess, those of a block side by side."""
+
+    rows: Tensor  # (N, hidden) after the last norm
+    logits: Tensor  # (N, outputs)
+
+
+class BlockRunner:
+    """A block drafter over its layers of KV: slot i holds what is made of the target's features at position i."""
+
+    def __init__(self, head: BlockHead, pool: KVPool, ops: Ops) -> None:
+        self.head = head
+        self._pool, self._ops = pool, ops
+        self._stack: Stack | None = None
+        if ops.core is not None and head.config.convolution is None:
+            self._stack = _stack(head, pool, ops.core)
+            self._fc = PackedLinear(ops.core, _kind(head), head.fc)
+            self._norm = norm_weights(head.config.shape.norm, head.hidden_norm)
+
+    @network
+    def read(self, feeds: Sequence[Feed], taps: Tensor) -> None:
+        """Store what the layers attend to at the feeds' places, of the target's taps (N, taps * target_hidden) there."""
+        taps = taps.cpu()
+        if self._stack is not None:
+            features = self._normed(self._fc(taps))
+            self._stack.forward(lay_out_rows(feeds), span=StackSpan(mode=KEY_ROWS), features=features, wanted=())
+            return
+        positions = torch.cat([torch.arange(feed.start, feed.start + len(feed.tokens)) for feed in feeds])
+        slots = torch.tensor([
+            slot for feed in feeds
+            for slot in self._pool.slots(feed.pages, range(feed.start, feed.start + len(feed.tokens)))
+        ])  # fmt: skip
+        place = slots // self._pool.page_size, slots % self._pool.page_size
+        made = self.head.keys_values(self.head.fuse(taps.to(self.head.fc.dtype), self._ops), positions, self._ops)
+        for layer, (keys, values) in enumerate(made):
+            self._pool.write(layer, place, keys, values)
+
+    @network
+    def guess(self, feeds: Sequence[Feed]) -> BlockRows:
+        """The guesses of blocks of one length; each feed holds its newest token and masks after it."""
+        length, first = len(feeds[0].tokens), 0 if self.head.config.from_anchor else 1
+        if self._stack is None:
+            return self._guess_in_torch(feeds, length)
+        span = StackSpan(mode=0 if self.head.config.causal else BLOCK_ROWS)
+        parts, size = [], max(_AT_ONCE // length, 1)
+        for begin in range(0, len(feeds), size):
+            some = feeds[begin : begin + size]
+            wanted = [block * length + row for block in range(len(some)) for row in range(first, length)]
+            out = self._stack.forward(lay_out_rows(some), span=span, wanted=wanted)
+            assert out.last is not None
+            assert out.logits is not None
+            parts.append(BlockRows(out.last[wanted], out.logits))
+        return parts[0] if len(parts) == 1 else BlockRows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        norm = self.head.config.shape.norm
+        assert self.head.hidden_norm is not None
+        return self._ops.rms_norm(x, self.head.hidden_norm, norm.eps)
+
+    def _guess_in_torch(self, feeds: Sequence[Feed], length: int) -> BlockRows:
+        head = self.head
+        within = in_block(length, head.config.causal, torch.device("cpu"))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            blocks = zip(feeds, *(torch.split(part, length) for part in (q, k, v)), strict=True)
+            return torch.cat([self._mix(layer, feed, within, block) for feed, *block in blocks])
+
+        tokens = torch.tensor([token for feed in feeds for token in feed.tokens])
+        positions = torch.cat([torch.arange(feed.start, feed.start + length) for feed in feeds])
+        rows = head.guessing(head(tokens, positions, length, attend, self._ops), length).flatten(0, 1)
+        return BlockRows(rows, head.logits(rows, self._ops))
+
+    def _mix(self, layer: int, feed: Feed, within: Tensor, block: Sequence[Tensor]) -> Tensor:
+        """Attention of a block (length, heads, d) over the text before it and itself."""
+        q, k, v = block
+        size, width = self._pool.page_size, self._pool.head_dim
+        pages = list(feed.pages[: -(-feed.start // size)])
+        text = [
+            part[pages].transpose(1, 2).flatten(0, 1)[feed.first_key : feed.start, :, :width] for part in self._pool.layer(layer)
+        ]
+        keys, values = (torch.cat(pair).repeat_interleave(q.shape[1] // k.shape[1], 1) for pair in zip(text, (k, v), strict=True))
+        seen = torch.cat((within.new_ones(len(within), len(text[0])), within), 1)
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * width**-0.5
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def _stack(head: BlockHead, pool: KVPool, core: Core) -> Stack:
+    c = head.config
+    then = Epilogue() if c.own_output else logit_epilogue(head.target)
+    return layer_stack(
+        pool, core, c.shape, _kind(head), head.layers, head.ropes,  # type: ignore[arg-type]
+        embedding=head.embedding.detach().float().contiguous(),
+        embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
+        norm=norm_weights(c.shape.norm, head.norm),
+        output=PackedLinear(core, _kind(head), head.output, then=then),
+    )  # fmt: skip
+
+
+def _kind(head: BlockHead) -> str:
+    """The kind of the head's products: int8 where it was loaded so, else the dtype of its weights."""
+    return INT8 if head.config.shape.dtype == INT8 else str(head.fc.dtype).removeprefix("torch.")
