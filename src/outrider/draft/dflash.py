@@ -21,7 +21,8 @@ from outrider.draft.lattice import Lattice
 from outrider.draft.options import DtypeOptions, option
 from outrider.draft.reader import PageBook, committed_rows
 from outrider.errors import DrafterFault, InvalidParameter
-from outrider.heads import BlockHead, BlockRunner, load_block
+from outrider.heads import BlockHead, BlockRows, BlockRunner, load_block
+from outrider.heads.block_runner import divisors_of
 from outrider.model import Feed
 from outrider.ops import Ops
 from outrider.sampling import Row, rank
@@ -114,9 +115,8 @@ class BlockDrafter:
         trees: dict[Sequence, Tree] = {}
         for length, group in groupby(sorted(active, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
             entries = [(seq, planned) for _, seq, planned in group]
-            lattices = self._lattices([seq for seq, _ in entries], length)
-            for (seq, planned), lattice in zip(entries, lattices, strict=True):
-                tree = lattice.tree(planned)
+            rooms = [planned for _, planned in entries]
+            for (seq, _), tree in zip(entries, self._trees([seq for seq, _ in entries], length, rooms), strict=True):
                 trees[seq] = tree if plan.rule == "match" else tree.subset(best_chain(tree))
         return drafts_for(batch, trees)
 
@@ -147,31 +147,44 @@ class BlockDrafter:
         if feeds:
             self._runner.read(feeds, torch.cat(features))
 
-    def _lattices(self, sequences: Seq[Sequence], length: int) -> list[Lattice]:
-        """The best tokens of each sequence's slots and how they follow each other."""
-        masks = [self._head.config.mask] * (length - 1)
+    def _trees(self, sequences: Seq[Sequence], length: int, rooms: Seq[int]) -> list[Tree]:
+        """The best tree over each sequence's block."""
+        masks, slots = [self._head.config.mask] * (length - 1), length - self._least + 1
         feeds = [
             Feed(seq.pages, len(seq.tokens) - 1, (seq.tokens[-1], *masks), first_key=self._texts[seq].first) for seq in sequences
         ]
-        guesses = self._runner.guess(feeds)
-        if not bool(guesses.logits.isfinite().all()):
-            raise DrafterFault("the head's logits are not finite")
-        logits, slots = self._over_target(guesses.logits), length - self._least + 1
         # the path in between is not known yet; penalties see the text so far, a grammar speaks for the first slot
         rows = [Row.at(seq)._replace(position=len(seq.tokens) + slot) for seq in sequences for slot in range(slots)]
         rows = [row if i % slots == 0 else row._replace(allowed=None) for i, row in enumerate(rows)]
         temperatures = [self._draft_temperature.temperature(row.params, i % slots) for i, row in enumerate(rows)]
-        ranked = rank(logits, rows, self._candidates, temperatures)
-        made = []
+        if self._runner.draws_trees and not any(seq.request.params.adjusts for seq in sequences):
+            drawn = self._runner.trees(feeds, rows, rooms, temperatures, self._candidates)
+            if len(drawn.trees) < len(sequences):
+                raise DrafterFault("the head's logits are not finite")
+            trees, logits = [Tree(*tree) for tree in drawn.trees], drawn.logits
+        else:
+            guesses = self._runner.guess(feeds)
+            lattices = self._lattices(sequences, guesses, rows, temperatures)
+            trees, logits = [lattice.tree(room) for lattice, room in zip(lattices, rooms, strict=True)], guesses.logits
+        for i, seq in enumerate(sequences):
+            if not seq.request.params.greedy:
+                part = slice(i * slots, (i + 1) * slots)
+                self._draft_temperature.last[seq] = self._logits_at(logits[part], rows[part])
+        return trees
+
+    def _lattices(self, sequences: Seq[Sequence], guesses: BlockRows, rows: Seq[Row], temperatures: Seq[float]) -> list[Lattice]:
+        """The best tokens of each sequence's slots and how they follow each other."""
+        if not bool(guesses.logits.isfinite().all()):
+            raise DrafterFault("the head's logits are not finite")
+        ranked = rank(self._over_target(guesses.logits), rows, self._candidates, temperatures)
+        made, slots = [], len(rows) // len(sequences)
         for i, seq in enumerate(sequences):
             part = slice(i * slots, (i + 1) * slots)
             lattice = Lattice.independent(ranked.tokens[part], ranked.chances[part])
             if self._head.pairs is not None:
-                divisors = [row.params.temperature * t or 1.0 for row, t in zip(rows[part], temperatures[part], strict=True)]
-                lattice = self._joined(lattice, seq, guesses.rows[part], np.array(divisors))
+                divisors = np.array(divisors_of(rows[part], temperatures[part]))
+                lattice = self._joined(lattice, seq, guesses.rows[part], divisors)
             made.append(lattice)
-            if not seq.request.params.greedy:
-                self._draft_temperature.last[seq] = self._logits_at(logits[part], rows[part])
         return made
 
     def _joined(self, lattice: Lattice, seq: Sequence, rows: Tensor, divisors: npt.NDArray[np.float64]) -> Lattice:
@@ -191,15 +204,19 @@ class BlockDrafter:
 
     def _logits_at(self, logits: Tensor, rows: Seq[Row]) -> LogitsAt:
         """A slot's logits by the depth of a path; what pairs add to them is the same before and after any temperature."""
-        return lambda path: DraftLogits(logits[len(path)], rows[len(path)]) if len(path) < len(logits) else None
+
+        def at(path: tuple[int, ...]) -> DraftLogits | None:
+            return DraftLogits(self._over_target(logits[len(path)]), rows[len(path)]) if len(path) < len(logits) else None
+
+        return at
 
     def _over_target(self, logits: Tensor) -> Tensor:
         """Scores over the target's vocabulary, -inf for tokens the head does not have."""
         ids = self._head.vocab_ids
         if ids is None:
             return logits
-        over_target = torch.full((len(logits), self._head.config.shape.vocab), float("-inf"))
-        over_target[:, ids] = logits
+        over_target = torch.full((*logits.shape[:-1], self._head.config.shape.vocab), float("-inf"))
+        over_target[..., ids] = logits
         return over_target
 
     def _outputs(self, tokens: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,10 +14,25 @@ from outrider.heads.block import BlockHead, in_block
 from outrider.model import Feed
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, norm_weights
-from outrider.ops import BLOCK_ROWS, KEY_ROWS, Core, Epilogue, Ops, PackedLinear, Stack, StackSpan
+from outrider.ops import (
+    BLOCK_ROWS,
+    KEY_ROWS,
+    TEXT_ROWS,
+    BlockGuesses,
+    BlockParams,
+    Core,
+    Epilogue,
+    Ops,
+    PackedLinear,
+    Stack,
+    StackSpan,
+)
 from outrider.ops.forwards import network
+from outrider.sampling import Row
+from outrider.sampling.choice import noise_along, shape_of
+from outrider.sampling.noise import token_words
 
-__all__ = ["BlockRows", "BlockRunner"]
+__all__ = ["BlockRows", "BlockRunner", "divisors_of"]
 
 _AT_ONCE = 64  # rows of blocks in one call of the core, which runs whole blocks
 
@@ -35,18 +51,22 @@ class BlockRunner:
         self.head = head
         self._pool, self._ops = pool, ops
         self._stack: Stack | None = None
+        self.draws_trees = False  # whether `trees` is supported
         if ops.core is not None and head.config.convolution is None:
             self._stack = _stack(head, pool, ops.core)
-            self._fc = PackedLinear(ops.core, _kind(head), head.fc)
-            self._norm = norm_weights(head.config.shape.norm, head.hidden_norm)
+            self.draws_trees = head.config.selector is None and head.confidence is None
+            self._ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
+            words = token_words(head.config.shape.vocab)
+            self._words = words if head.vocab_ids is None else words[head.vocab_ids.numpy()]
+            pairs = None if head.pairs is None else (head.pairs.left, head.pairs.right)
+            self._pairs = (None, None) if pairs is None else tuple(part.detach().float().contiguous() for part in pairs)
 
     @network
     def read(self, feeds: Sequence[Feed], taps: Tensor) -> None:
         """Store what the layers attend to at the feeds' places, of the target's taps (N, taps * target_hidden) there."""
         taps = taps.cpu()
         if self._stack is not None:
-            features = self._normed(self._fc(taps))
-            self._stack.forward(lay_out_rows(feeds), span=StackSpan(mode=KEY_ROWS), features=features, wanted=())
+            self._stack.forward(lay_out_rows(feeds), span=StackSpan(mode=KEY_ROWS), features=taps.float(), wanted=())
             return
         positions = torch.cat([torch.arange(feed.start, feed.start + len(feed.tokens)) for feed in feeds])
         slots = torch.tensor([
@@ -64,21 +84,56 @@ class BlockRunner:
         length, first = len(feeds[0].tokens), 0 if self.head.config.from_anchor else 1
         if self._stack is None:
             return self._guess_in_torch(feeds, length)
-        span = StackSpan(mode=0 if self.head.config.causal else BLOCK_ROWS)
         parts, size = [], max(_AT_ONCE // length, 1)
         for begin in range(0, len(feeds), size):
             some = feeds[begin : begin + size]
             wanted = [block * length + row for block in range(len(some)) for row in range(first, length)]
-            out = self._stack.forward(lay_out_rows(some), span=span, wanted=wanted)
+            out = self._stack.forward(lay_out_rows(some), span=self._span, wanted=wanted)
             assert out.last is not None
             assert out.logits is not None
             parts.append(BlockRows(out.last[wanted], out.logits))
         return parts[0] if len(parts) == 1 else BlockRows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
-    def _normed(self, x: Tensor) -> Tensor:
-        norm = self.head.config.shape.norm
-        assert self.head.hidden_norm is not None
-        return self._ops.rms_norm(x, self.head.hidden_norm, norm.eps)
+    @network
+    def trees(
+        self,
+        feeds: Sequence[Feed],
+        rows: Sequence[Row],
+        rooms: Sequence[int],
+        draft_temperatures: Sequence[float],
+        candidates: int,
+    ) -> BlockGuesses:
+        """The best tree over each block in one call, by temperature, filters and noise alone.
+
+        `rows` and draft temperatures are of every guess, those of a block side by side.
+        """
+        assert self._stack is not None
+        slots, length = len(rows) // len(feeds), len(feeds[0].tokens)
+        left, right = self._pairs
+        trees, logits, size = [], [], max(_AT_ONCE // length, 1)
+        for begin in range(0, len(feeds), size):
+            some, part = slice(begin, begin + size), slice(begin * slots, (begin + size) * slots)
+            temperatures = draft_temperatures[part]
+            params = BlockParams(
+                slots, min(candidates, self.head.config.outputs),
+                rooms=array("i", rooms[some]),
+                shapes=array("d", [value for row in rows[part] for value in shape_of(row.params)]),
+                draft_temperatures=array("f", temperatures),
+                divisors=array("f", divisors_of(rows[part], temperatures)),
+                keys=noise_along(rows[part], 1),
+                words=self._words.ctypes.data,
+                left=left,
+                right=right,
+                ids=self._ids,
+            )  # fmt: skip
+            made = self._stack.guess(lay_out_rows(feeds[some]), params, self._span)
+            trees += made.trees
+            logits.append(made.logits)
+        return BlockGuesses(trees, logits[0] if len(logits) == 1 else torch.cat(logits))
+
+    @property
+    def _span(self) -> StackSpan:
+        return StackSpan(mode=TEXT_ROWS if self.head.config.causal else BLOCK_ROWS)
 
     def _guess_in_torch(self, feeds: Sequence[Feed], length: int) -> BlockRows:
         head = self.head
@@ -108,6 +163,11 @@ class BlockRunner:
         return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+def divisors_of(rows: Sequence[Row], draft_temperatures: Sequence[float]) -> list[float]:
+    """By what the scores of pairs are divided, as logits are."""
+    return [row.params.temperature * scale or 1.0 for row, scale in zip(rows, draft_temperatures, strict=True)]
+
+
 def _stack(head: BlockHead, pool: KVPool, core: Core) -> Stack:
     c = head.config
     then = Epilogue() if c.own_output else logit_epilogue(head.target)
@@ -116,6 +176,8 @@ def _stack(head: BlockHead, pool: KVPool, core: Core) -> Stack:
         embedding=head.embedding.detach().float().contiguous(),
         embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
         norm=norm_weights(c.shape.norm, head.norm),
+        joined=PackedLinear(core, _kind(head), head.fc),
+        norm_hidden=norm_weights(c.shape.norm, head.hidden_norm),
         output=PackedLinear(core, _kind(head), head.output, then=then),
     )  # fmt: skip
 

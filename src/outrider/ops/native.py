@@ -39,9 +39,12 @@ __all__ = [
     "BLOCK_ROWS",
     "JOINED",
     "KEY_ROWS",
+    "TEXT_ROWS",
     "TOKENS",
     "AdapterTable",
     "Addressed",
+    "BlockGuesses",
+    "BlockParams",
     "ChainParams",
     "Core",
     "Epilogue",
@@ -82,6 +85,7 @@ _SIGNATURES = {
     "outrider_forward": [_pointer, _pointer],
     "outrider_draft": [_pointer, _pointer, _pointer],
     "outrider_grow": [_pointer, _pointer, _pointer],
+    "outrider_guess": [_pointer, _pointer, _pointer],
     "outrider_choose": [_pointer, _int],
     "outrider_pack": [_pointer, _int],
 }
@@ -108,6 +112,7 @@ class Core:
             getattr(library, name).argtypes = types
         self.linear, self.read, self.pack = library.outrider_linear, library.outrider_read, library.outrider_pack
         self.forward, self.draft, self.grow = library.outrider_forward, library.outrider_draft, library.outrider_grow
+        self.guess = library.outrider_guess
         self._choose, self._multiply_add = library.outrider_choose, library.outrider_multiply_add
         self._multiply_add.restype = _float
 
@@ -380,6 +385,29 @@ class GrowthParams(NamedTuple):
     floor: float = 0.0  # growth ends where the survival of every node to run is below it
 
 
+class BlockParams(NamedTuple):
+    """The trees over blocks that a network is to draft."""
+
+    slots: int  # the last rows of every block guess
+    candidates: int  # of each slot
+    rooms: array[int]  # (sequences,) nodes that are kept, int32
+    shapes: array[float]  # (sequences * slots, 4); see Core.draw
+    draft_temperatures: array[float]  # (sequences * slots,) float32
+    divisors: array[float]  # (sequences * slots,) float32, of the scores of pairs
+    keys: array[int]  # (sequences * slots, 2) of the noise, unsigned
+    words: int  # address of the words of every output
+    left: Tensor | None = None  # (tokens, rank) float32: with `right` the scores of neighbouring tokens
+    right: Tensor | None = None  # (outputs, rank) float32
+    ids: Tensor | None = None  # (outputs,) int32: the token of each output, where it is not its number
+
+
+class BlockGuesses(NamedTuple):
+    """Trees over blocks, as (tokens, parents, survival) of each sequence, and what they are made of."""
+
+    trees: list[tuple[list[int], list[int], list[float]]]  # empty where logits leave no choice
+    logits: Tensor  # (sequences * slots, outputs)
+
+
 class GrownTree(NamedTuple):
     """The nodes kept of one sequence's tree, parents before children."""
 
@@ -509,8 +537,9 @@ class Stack:
         last = None if w.norm.weight is None else torch.empty(rows, w.hidden)
         tapped = None if taps is None else torch.empty(rows, len(taps), w.hidden)
         if features is not None:
-            if features.dtype != torch.float32 or features.shape != (rows, w.hidden):
-                raise ValueError(f"features are {tuple(features.shape)} {features.dtype}, not {(rows, w.hidden)} float32")
+            width = w.joined.inner if span.mode == KEY_ROWS and w.joined is not None else w.hidden
+            if features.dtype != torch.float32 or features.shape != (rows, width):
+                raise ValueError(f"features are {tuple(features.shape)} {features.dtype}, not {(rows, width)} float32")
             features = features.contiguous()
         logits, chosen = None, array("i", wanted or ())
         if wanted is not None:
@@ -591,6 +620,34 @@ class Stack:
         parts = (tokens, parents, survival, places)
         kept = [slice(s * capacity, s * capacity + count) for s, count in enumerate(counts)]
         return [GrownTree._make(part[rows].tolist() for part in parts) for rows in kept], logits
+
+    def guess(self, layout: array[int], block: BlockParams, span: StackSpan) -> BlockGuesses:
+        """Run the layout's feeds as blocks and find the best tree over each; see BlockSpec in core.cpp."""
+        assert self._weights.output is not None
+        rooms, slots, left, right = block.rooms, block.slots, block.left, block.right
+        sequences, capacity, rows = len(rooms), max(rooms, default=0), len(rooms) * slots
+        sizes = {"shapes": 4 * rows, "draft_temperatures": rows, "divisors": rows, "keys": 2 * rows}
+        if min(rooms, default=0) < 1 or any(len(getattr(block, name)) != size for name, size in sizes.items()):
+            raise ValueError(f"trees over {slots} slots of {list(rooms)} nodes need {sizes}")
+        if (left is None) != (right is None) or (left is not None and right is not None and left.shape[1] != right.shape[1]):
+            raise ValueError("scores of pairs have two matrices of one rank")
+        logits, last = torch.empty(rows, self._weights.output.columns), torch.empty(layout[1], self._weights.hidden)
+        counts, survival = array("i", bytes(4 * sequences)), array("d", bytes(8 * sequences * capacity))
+        tokens, parents = (array("i", bytes(4 * sequences * capacity)) for _ in range(2))
+        first, end, *placed = span
+        spec = array("q", (layout.buffer_info()[0], *self._memory, first, self._weights.layers if end is None else end, *placed,
+            *[0] * 14))  # fmt: skip
+        arrays = (block.shapes, block.draft_temperatures, block.divisors, block.keys)
+        results = [values.buffer_info()[0] for values in (counts, tokens, parents, survival)]
+        block_spec = array("q", _words((
+            slots, block.candidates, rooms.buffer_info()[0], left, right, 0 if left is None else left.shape[1], block.ids,
+            *(values.buffer_info()[0] for values in arrays), block.words, logits, last, capacity, *results,
+        )))  # fmt: skip
+        self._threads.run(layout[1], lambda threads: self._call(self._core.guess, threads, spec, block_spec))
+        if min(counts) < 0:
+            return BlockGuesses([], logits)
+        kept = [slice(s * capacity, s * capacity + count) for s, count in enumerate(counts)]
+        return BlockGuesses([(tokens[rows].tolist(), parents[rows].tolist(), survival[rows].tolist()) for rows in kept], logits)
 
     def _call(self, call: Callable[..., int], threads: int, spec: array[int], *more: array[int]) -> int:
         """Call the core with a ForwardSpec of core.cpp and further specs, whose fields all have 64 bits. It is one step."""

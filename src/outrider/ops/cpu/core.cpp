@@ -10,6 +10,7 @@
 #include "experts.h"
 #include "groups.h"
 #include "growth.h"
+#include "lattice.h"
 #include "lora.h"
 #include "pack.h"
 
@@ -51,8 +52,8 @@ struct StackSpec {
     int64_t learned_rows;
     double embedding_scale;
     int64_t form, residual_normed;
-    const Linear *joined, *output;  // of kJoined; the matrix of logits, or null
-    Norm norm, norm_hidden;         // the last one; of kBeside the feature's
+    const Linear *joined, *output;  // of kJoined, or what makes features of taps; the matrix of logits, or null
+    Norm norm, norm_hidden;         // the last one; the feature's
     int64_t ranks;                  // that share every layer: each adds its part of `out` and `down`
     Gather gather;                  // of several ranks; called by the caller's thread
 };
@@ -60,7 +61,7 @@ struct StackSpec {
 // What a forward does with its rows.
 enum Mode : int64_t {
     kTextRows = 0,   // rows go through the layers, and see what is before them
-    kKeyRows = 1,   // every layer stores keys and values of the rows as they come, without its first norm
+    kKeyRows = 1,    // every layer stores keys and values of the features as they come, without its first norm
     kBlockRows = 2,  // rows go through the layers, and see all rows of their feed
 };
 
@@ -71,7 +72,7 @@ struct ForwardSpec {
     int64_t first_layer, last_layer;
     int64_t rotary_lag;       // rotary position = position - lag
     int64_t mode;             // a Mode
-    const float* features;    // (rows, hidden): features, or the stream entering first_layer; null: embed tokens
+    const float* features;    // (rows, hidden): features, or the stream entering first_layer; null: embed tokens. Of key rows: taps
     const int32_t* tapped;    // layers whose input rows are wanted
     int64_t taps;
     float* tap_rows;          // (rows, taps, hidden)
@@ -153,6 +154,7 @@ bool is_sound(const Layout& l, const StackSpec& s, const ForwardSpec& f) {
     };
     if (f.first_layer < 0 || f.last_layer < f.first_layer || f.last_layer > s.layers || f.rotary_lag < 0) return false;
     if (!f.features && !s.embedding) return false;
+    if (f.mode == kKeyRows && !(s.joined && f.features)) return false;
     for (const Feed& feed : l.feeds) {
         if (int64_t{feed.start} + feed.fed + feed.nodes > feed.page_count * f.page_size) return false;  // chains grow
         if (!all_below(feed.pages, feed.page_count, f.pages) || feed.rotary_start < 0) return false;
@@ -208,7 +210,7 @@ class Forward {
         : s(s), f(f), w(w), hidden(static_cast<int>(s.hidden)), group(static_cast<int>(s.heads / s.kv_heads)), chunk(rows_of_chunk(s, f)),
           x(w.rows(0, hidden, chunk)), wide(w.rows(1, 2 * hidden, chunk)), qkv(w.rows(2, (s.heads + 2 * s.kv_heads) * s.head_dim, chunk)),
           mixed(w.rows(3, s.heads * s.head_dim, chunk)), gated(w.rows(4, s.ffn, chunk)), read(w.rows(5, hidden, chunk)),
-          part(w.rows(6, hidden, chunk)), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride}))) {
+          part(w.rows(6, hidden, chunk)), packed(w.packed(std::max({wide.stride, mixed.stride, gated.stride, taps_stride(s, f)}))) {
         w.scratch.resize(std::max<size_t>(w.scratch.size(), f.threads));
         if (s.ranks > 1) w.gathered.resize(std::max<size_t>(w.gathered.size(), s.ranks * chunk * part.stride));
         make_room_for_pairs();
@@ -246,6 +248,9 @@ class Forward {
             w.pairs.make_room(most_rows, r.chosen, r.experts, down.inner, s.hidden, std::max(up.steps, down.steps));
         }
     }
+
+    // Width of the taps that features are made of.
+    static size_t taps_stride(const StackSpec& s, const ForwardSpec& f) { return f.mode == kKeyRows ? s.joined->inner : 0; }
 
     template <class Do>
     void each_row(const Do& of) const {
@@ -444,6 +449,7 @@ class Forward {
 
     // The chunk's rows as they enter the first layer.
     void enter() {
+        if (f.mode == kKeyRows) return make_features();
         each_row([&](int r) {
             if (f.features) copy(x[r], f.features + static_cast<size_t>(first + r) * hidden);
             else embed(x[r], r);
@@ -451,6 +457,15 @@ class Forward {
         });
         m.barrier();
         if (s.form == kJoined) multiply(*s.joined, {wide, rows}, x, Then::kStore);
+    }
+
+    // Features of the chunk's rows: a product over the taps, normed.
+    void make_features() {
+        const Linear& fuse = *s.joined;
+        const Rows taps = dense(const_cast<float*>(f.features) + static_cast<size_t>(first) * fuse.inner, fuse.inner);
+        multiply(fuse, {taps, rows}, x, Then::kStore);
+        each_row([&](int r) { normed(x[r], x[r], s.norm_hidden, hidden); });
+        m.barrier();
     }
 
     void embed(float* to, int r) const {
@@ -702,6 +717,53 @@ bool grow_trees(const StackSpec& stack, ForwardSpec forward, const GrowthSpec& g
     return true;
 }
 
+// Trees over blocks: every feed of the layout is a block, and gets the best tree through its slots' candidates.
+struct BlockSpec {
+    int64_t slots, candidates;  // of a block the last rows guess; the best of each
+    const int32_t* rooms;       // nodes of each sequence that are kept
+    TokenPairs pairs;
+    const int32_t* ids;         // the token of each output; null: the same number
+    const Shape* shapes;        // of each guessing row
+    const float* draft_temperatures;
+    const float* divisors;      // of the scores of pairs, of each guessing row
+    const uint32_t* keys;       // two of each guessing row
+    const uint32_t* words;      // of every output
+    float *logits, *last;       // (guessing rows, outputs), (rows, hidden)
+    int64_t capacity;           // nodes of a sequence in what follows
+    int32_t* counts;            // nodes of each sequence; -1: logits left no choice
+    TreeRows trees;             // (sequences, capacity) each
+};
+
+bool guess_blocks(const StackSpec& stack, ForwardSpec forward, const BlockSpec& b) {
+    Workspace& w = workspace();
+    if (!read_layout(forward.layout, forward.page_size, w.layout)) return false;
+    const int slots = static_cast<int>(b.slots), candidates = static_cast<int>(b.candidates);
+    const int64_t sequences = static_cast<int64_t>(w.layout.feeds.size()), outputs = stack.output->columns;
+    std::vector<int32_t> wanted, newest;
+    int row = 0;
+    for (const Feed& feed : w.layout.feeds) {
+        if (feed.fed < slots || feed.nodes) return false;
+        newest.push_back(w.layout.tokens[row]), row += feed.fed;
+        for (int slot = slots; slot > 0; slot--) wanted.push_back(row - slot);
+    }
+    forward.last = b.last, forward.wanted = wanted.data(), forward.wants = static_cast<int64_t>(wanted.size());
+    forward.logits = b.logits;
+    if (!run_rows(stack, forward, w)) return false;
+    std::vector<int64_t> chosen(wanted.size() * candidates);
+    std::vector<double> chances(wanted.size() * candidates);
+    const ChoiceSpec choice{b.logits, forward.wants, outputs, b.shapes, b.draft_temperatures, b.keys, b.words, candidates,
+                            chosen.data(), chances.data()};
+    team().run(static_cast<int>(forward.threads), [&](const Member& m) { choose(choice, m); });
+    for (int64_t s = 0; s < sequences; s++) {
+        const int64_t first = s * slots * candidates, at = s * b.capacity;
+        if (chosen[first] < 0) return b.counts[s] = -1, true;
+        Lattice lattice(slots, candidates, chosen.data() + first, chances.data() + first, b.ids);
+        if (b.pairs.left) lattice.join(b.pairs, newest[s], b.divisors + s * slots);
+        b.counts[s] = lattice.tree(b.rooms[s], {b.trees.tokens + at, b.trees.parents + at, b.trees.survival + at});
+    }
+    return true;
+}
+
 #if defined(__AMX_TILE__)
 // Tiles against vectors, with values whose sums are exact in every order.
 template <class K>
@@ -822,6 +884,11 @@ OUTRIDER_API int32_t outrider_draft(const StackSpec* stack, const ForwardSpec* f
 // Returns the codes of outrider_forward. A count below 0 says that a row of logits left no choice; nothing else is written.
 OUTRIDER_API int32_t outrider_grow(const StackSpec* stack, const ForwardSpec* forward, const GrowthSpec* growth) {
     return status_of([&] { return grow_trees(*stack, *forward, *growth); });
+}
+
+// Returns the codes of outrider_forward. A count below 0 says that logits left no choice; later ones are not written.
+OUTRIDER_API int32_t outrider_guess(const StackSpec* stack, const ForwardSpec* forward, const BlockSpec* block) {
+    return status_of([&] { return guess_blocks(*stack, *forward, *block); });
 }
 
 // By a team, or by this thread without waking anybody.
