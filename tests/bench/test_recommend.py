@@ -94,6 +94,17 @@ def test_heads_are_suggested_for_their_target_alone() -> None:
     assert {name for pair in MEASURED for name in pair} <= names
 
 
+def test_a_block_drafter_takes_one_pass_for_drafts_of_any_length() -> None:
+    options = {option.method: option for option in advice("Qwen/Qwen3-8B").drafts}
+    block, chain = options["dflash"], options["eagle"]
+    assert block.weights_bytes > chain.weights_bytes, "several layers"
+    assert block.best_length > chain.best_length
+    costs = PairCosts(Shape(8_000, 0, 8_000), Shape(1_000, 0, 1_000), 100.0, in_blocks=True)
+    tokens = sum(0.8**i for i in range(8))
+    assert costs.speedup(0.8, 7) == pytest.approx(tokens / (1 + 1 / 8))
+    assert costs.speedup(0.8, 7, 64) < costs.speedup(0.8, 7), "the arithmetic of its rows counts"
+
+
 def test_a_size_means_every_target_of_it() -> None:
     results = recommend_draft("70B", machine=H100)
     assert {"meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-3.3-70B-Instruct"} <= {result.target for result in results}

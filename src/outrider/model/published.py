@@ -145,7 +145,8 @@ HEADS: dict[str, tuple[tuple[str, str], ...]] = {
     "lmsys/vicuna-13b-v1.3": (("eagle", "yuhuili/EAGLE3-Vicuna1.3-13B"), ("medusa", "FasterDecoding/medusa-vicuna-13b-v1.3")),
     "lmsys/vicuna-33b-v1.3": (("eagle", "yuhuili/EAGLE-Vicuna-33B-v1.3"), ("medusa", "FasterDecoding/medusa-vicuna-33b-v1.3")),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": (("eagle", "yuhuili/EAGLE-mixtral-instruct-8x7B"),),
-    "Qwen/Qwen3-8B": (("eagle", "RedHatAI/Qwen3-8B-speculator.eagle3"),),
+    "Qwen/Qwen3-4B": (("dflash", "z-lab/Qwen3-4B-DFlash-b16"), ("dflash", "deepseek-ai/dspark_qwen3_4b_block7")),
+    "Qwen/Qwen3-8B": (("eagle", "RedHatAI/Qwen3-8B-speculator.eagle3"), ("dflash", "z-lab/Qwen3-8B-DFlash-b16")),
     "Qwen/Qwen3-14B": (("eagle", "RedHatAI/Qwen3-14B-speculator.eagle3"),),
     "Qwen/Qwen3-32B": (("eagle", "RedHatAI/Qwen3-32B-speculator.eagle3"),),
 }

@@ -28,7 +28,11 @@ __all__ = ["DraftOption", "Fit", "Machine", "Recommendation", "rank_candidates",
 _LARGEST = 200  # times smaller: of less than that few drafts are likely to be accepted
 _CHANCES = (0.6, 0.7, 0.8, 0.9)
 _RIDGE_GPU, _RIDGE_CPU = 295.0, 8.0  # rows whose arithmetic takes as long as reading the weights: an H100; two Zen 4 cores
-_HEAD_LAYERS = 2.0  # layers of its target that a head weighs about, with its output matrix
+_HEAD_LAYERS = {
+    "eagle": 2.0,
+    "medusa": 2.0,
+    "dflash": 6.0,
+}  # layers of its target that a head weighs about, with its output matrix
 _HEAD_CHANCE = 0.75
 
 
@@ -37,7 +41,7 @@ class DraftOption:
     """A published draft model or head for the target, and what to expect of it."""
 
     name: str
-    method: str  # draft_model, eagle, medusa
+    method: str  # draft_model, eagle, medusa, dflash
     parameters: int
     times_smaller: float
     chance: float  # that a draft token is accepted, once those before it were
@@ -164,10 +168,10 @@ def _published(target: _Target, model: Published, ridge: float, memory: float) -
         costs = PairCosts(target.shape, Shape.of(draft), ridge)
         options.append(_option((variant, "draft_model"), costs, chance, basis, memory))
     for method, name in HEADS.get(target.variant, ()):
-        weights = int((model.active * 10**6 or model.parameters) * _HEAD_LAYERS / model.layers)
+        weights = int((model.active * 10**6 or model.parameters) * _HEAD_LAYERS[method] / model.layers)
         shape = Shape(weights, target.shape.kv_bytes_per_token // model.layers, weights)
-        basis = "guess: a prior for heads of its kind"
-        options.append(_option((name, method), PairCosts(target.shape, shape, ridge), _HEAD_CHANCE, basis, memory))
+        costs = PairCosts(target.shape, shape, ridge, in_blocks=method == "dflash")
+        options.append(_option((name, method), costs, _HEAD_CHANCE, "guess: a prior for heads of its kind", memory))
     return options
 
 

@@ -56,12 +56,14 @@ class PairCosts:
     target: Shape
     draft: Shape
     ridge: float
+    in_blocks: bool = False  # a draft of any length is one forward, of as many rows
 
     def speedup(self, chance: float, length: int, batch: int = 1) -> float:
         """A draft token is a forward of the draft model over all sequences, so proposals grow with the batch too."""
         tokens = expected_tokens(survival_of(chance, length))
         plain = self.target.forward(batch, batch, self.ridge)
-        proposal = length * self.draft.forward(batch, batch, self.ridge)
+        forwards, rows = (1, batch * length) if self.in_blocks else (length, batch)
+        proposal = forwards * self.draft.forward(rows, batch, self.ridge)
         return tokens * plain / (proposal + self.target.forward(batch * (1 + length), batch, self.ridge))
 
     def best(self, chance: float, batch: int = 1) -> tuple[int, float]:
