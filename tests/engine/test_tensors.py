@@ -13,7 +13,10 @@ from torch import Tensor
 import outrider
 from outrider.engine.speed_up import SpedUpModel
 from outrider.errors import InvalidParameter
+from outrider.heads import save_block
+from outrider.model import LlamaShape, Rope
 from outrider.model.bundled import bundled_model
+from tests.support.blocks import block_for
 from tests.support.transformers_models import pyrite_in_transformers, tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8]])
@@ -243,6 +246,24 @@ def test_the_early_exit_snippet_runs(pyrite: tuple[Any, Any], fast_pyrite: SpedU
 def test_a_heads_folder_drafts(pyrite: tuple[Any, Any], fast_pyrite: SpedUpModel, head: str) -> None:
     assert texts(fast_pyrite, pyrite[1], assistant_model=str(bundled_model() / head)) == texts(*pyrite)
     assert beside(fast_pyrite).accepted > 4
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "bloom"])
+def test_a_block_drafter_reads_the_hidden_rows_of_a_class(name: str, kind: str, tmp_path: Path) -> None:
+    """Both levels: over pages, and one sequence at a time with the class's cache."""
+    model = tiny_model(name)
+    c = model.config
+    spec = LlamaShape("LlamaForCausalLM", c.vocab_size, c.hidden_size, 3, 4, 2, 8, 24, 64, Rope()).spec()
+    save_block(block_for(spec, kind), tmp_path)
+    wanted = model.generate(IDS, max_new_tokens=20, do_sample=False)
+    assistant = {"assistant_model": str(tmp_path), "speculation": {"method": "dflash", "draft_tokens": 6, "adaptive": False}}
+    with outrider.speed_up(model, **assistant, **QUICK) as fast:
+        assert torch.equal(fast.generate(IDS, max_new_tokens=20, do_sample=False), wanted)
+        assert fast.guarantee.tokens_guaranteed == (name != "bloom")
+        (output,) = fast.generate([IDS[0].tolist()], max_tokens=12, ignore_eos=True)[0].outputs
+        assert output.speculation["drafted"] > 0
+        assert output.speculation["fallback_reason"] is None
 
 
 def beside(fast: SpedUpModel) -> Any:

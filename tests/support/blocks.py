@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.heads import BlockConfig, BlockHead, Borrowed, Convolution, Selector
-from outrider.model import Decoder, LlamaShape
+from outrider.model import Decoder, LlamaShape, ModelSpec
 from outrider.ops import Plain
 
 KINDS = {
@@ -21,8 +23,7 @@ KINDS = {
 BLOCK, MASK = 6, 3
 
 
-def block_config(decoder: Decoder, kind: str) -> BlockConfig:
-    c = decoder.spec
+def block_config(c: ModelSpec, kind: str) -> BlockConfig:
     shape = LlamaShape(
         "Qwen3ForCausalLM",
         c.vocab,
@@ -40,8 +41,19 @@ def block_config(decoder: Decoder, kind: str) -> BlockConfig:
 
 
 def random_block(decoder: Decoder, kind: str) -> BlockHead:
-    config = block_config(decoder, kind)
-    head = BlockHead(config, Borrowed.of(decoder), decoder.layers[0].qkv.dtype).requires_grad_(False)  # type: ignore[union-attr]
+    head = BlockHead(block_config(decoder.spec, kind), Borrowed.of(decoder), decoder.layers[0].qkv.dtype)  # type: ignore[union-attr]
+    return _randomised(head)
+
+
+def block_for(target: ModelSpec, kind: str) -> BlockHead:
+    """One that borrows nothing, for a target of that width, depth and vocabulary."""
+    nothing = torch.empty(0)
+    config = replace(block_config(target, kind), own_embedding=True, own_output=True)
+    return _randomised(BlockHead(config, Borrowed(nothing, nothing, nothing, None, target)))
+
+
+def _randomised(head: BlockHead) -> BlockHead:
+    config = head.requires_grad_(False).config
     generator = torch.Generator().manual_seed(7)
     for parameter in head.parameters():
         scale = 1.0 if parameter.dim() != 2 else parameter.shape[-1] ** -0.5
