@@ -15,7 +15,16 @@ __all__ = ["variants"]
 
 def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], TrainableDrafter]]:
     """Everything a stage can name."""
-    from outrider.train.shapes import DecoderShape, EagleShape, MedusaShape, new_draft, new_eagle, new_medusa
+    from outrider.train.shapes import (
+        BlockShape,
+        DecoderShape,
+        EagleShape,
+        MedusaShape,
+        new_block,
+        new_draft,
+        new_eagle,
+        new_medusa,
+    )
 
     def eagle(kind: str = args.loss, **fields: Any) -> Callable[[FrozenTarget], TrainableDrafter]:
         return lambda target: new_eagle(target, EagleShape(**fields), kind, args.seed, args.depths)
@@ -27,8 +36,16 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Tra
     def medusa(heads: int, blocks: int, kind: str = "kl") -> Callable[[FrozenTarget], TrainableDrafter]:
         return lambda target: new_medusa(target, MedusaShape(heads, blocks), kind)
 
+    def block(kind: str = args.loss, **fields: Any) -> Callable[[FrozenTarget], TrainableDrafter]:
+        return lambda target: new_block(target, BlockShape(**fields), kind, args.seed)
+
     if args.smoke:
-        return {"eagle": eagle(taps=(1, 2, 4)), "draft": draft(1, 32, 48), "medusa": medusa(2, 1)}
+        return {
+            "dflash": block(block=4, taps=(1, 2, 4)),
+            "eagle": eagle(taps=(1, 2, 4)),
+            "draft": draft(1, 32, 48),
+            "medusa": medusa(2, 1),
+        }
     taps = (2, 6, 9, 12)  # the published three and the stream that leaves the last layer
     return {
         "eagle": eagle(taps=taps),
@@ -43,6 +60,9 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Tra
         "draft_kl": draft(2, 256, 704, "kl"),
         "draft_deep": draft(3, 256, 512),
         "draft_slim": draft(4, 192, 512),
+        "dflash": block(ffn=1024, taps=(3, 6, 10), mask=4),
+        "dflash_plain": block(ffn=1024, taps=(3, 6, 10), mask=4, causal=False, from_anchor=False, markov=0),
+        "dflash_sixteen": block(ffn=1024, taps=(3, 6, 10), mask=4, block=16),
         "medusa": medusa(4, 2),
         "medusa_mix": medusa(4, 2, "mix"),
         "medusa_deep": medusa(4, 4),

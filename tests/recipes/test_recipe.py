@@ -53,11 +53,11 @@ def test_pyrite_heads_in_miniature(tmp_path: Path) -> None:
     assert figures["eagle"]["temperature 0.8"]["rounds"] > 0
     assert len(list(out.iterdir())) <= 8
 
-    rows = ("--row-tokens=96", "--write-share=0.8", "--stages=medusa", "--begin-from", str(tmp_path))
+    rows = ("--row-tokens=96", "--write-share=0.8", "--stages", "medusa", "dflash", "--begin-from", str(tmp_path))
     made = ("--model", str(work / "target"), "--corpus", str(work / "target.work" / "corpus"))
     run_recipe("heads", *small, "--minutes=0.2", "--work", str(tmp_path / "again"), *rows, *made)
     with tarfile.open(out / "heads.tar") as tar:
-        assert set(tar.getnames()) >= {"figures.json", "run-medusa-metrics.jsonl"}
+        assert set(tar.getnames()) >= {"figures.json", "run-medusa-metrics.jsonl", "run-dflash-metrics.jsonl"}
         tar.extractall(tmp_path, filter="data")
     assert set(json.loads((tmp_path / "figures.json").read_text())["medusa"]["temperature 0.0"]["trees"]) == {
         "8", "16", "24", "32", "48", "64",
