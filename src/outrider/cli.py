@@ -58,8 +58,8 @@ class DecodingFlags:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Drafting method: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, early_exit, cascade, "
-            "mixture, auto (a controller chooses round by round), or "
+            help="Drafting method: none, ngram, suffix, recycle, lookahead, draft_model, eagle, mtp, medusa, early_exit, "
+            "cascade, mixture, auto (a controller chooses round by round), or "
             'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
             "Default: auto."
         ),

@@ -61,10 +61,10 @@ ALIASES: Mapping[str, Mapping[str, Any]] = {  # other names of methods, with the
 }
 FIELDS = ("method", "model", "draft_tokens", "rule", "adaptive", "min_draft_tokens", "disable_by_batch_size")
 METHODS = (  # built in; draft/registry.py has their classes
-    "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa",
+    "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "mtp", "medusa",
     "early_exit", "cascade", "mixture", "auto",
 )  # fmt: skip
-WITH_WEIGHTS = ("draft_model", "eagle", "medusa")  # methods for which `model` names a directory
+WITH_WEIGHTS = ("draft_model", "eagle", "mtp", "medusa")  # methods for which `model` names a directory
 _NESTED = {"cascade": "levels", "mixture": "members", "auto": "members"}  # options that hold drafters
 
 

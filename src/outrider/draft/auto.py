@@ -23,6 +23,7 @@ __all__ = ["AutoDrafter", "AutoOptions", "arms_of", "method_of_weights", "resolv
 _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "draft": SpeculationConfig("draft_model", draft_tokens=12),
     "eagle": SpeculationConfig("eagle", draft_tokens=32, options={"beam": 3, "branch": 6, "depth": 8}),
+    "mtp": SpeculationConfig("mtp", draft_tokens=4),
     "medusa": SpeculationConfig("medusa", draft_tokens=32),
 }
 _MAX_NODES = 32  # nodes of an arm
@@ -64,7 +65,7 @@ def method_of_weights(model: str) -> str:
     path = locate(model)
     data = {} if find_gguf(path) is not None else read_json(path / "config.json")
     architecture = str(data.get("architectures") or "").lower()
-    return next((name for name in ("eagle", "medusa") if name in architecture), "draft_model")
+    return next((name for name in ("eagle", "mtp", "medusa") if name in architecture), "draft_model")
 
 
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:

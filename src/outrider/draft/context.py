@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from outrider.config import SpeculationConfig
 from outrider.draft.options import declared, read_options
 from outrider.errors import InvalidParameter
+from outrider.heads import holds_mtp
 from outrider.model import LoadOptions, Runner, locate
 from outrider.text import Tokenizer
 
@@ -65,11 +66,16 @@ class DraftContext:
 
 
 def weights_directory(config: SpeculationConfig, target: Path, folder: str) -> Path:
-    """Where a drafter's weights are: the directory that its settings name, or a folder beside the target's weights."""
+    """Where a drafter's weights are: the directory that its settings name, or a folder beside the target's weights.
+
+    An MTP module may be in the target's own checkpoint.
+    """
     if config.model is not None:
         return locate(config.model)
     directory, method = target / folder, config.method
     if not (directory / "config.json").exists():
+        if folder == "mtp" and holds_mtp(target):
+            return target
         raise InvalidParameter(
             f"{folder}_model" if folder == "draft" else "model",
             f"method {method!r} needs the directory or hub id of its weights: {target} brings none in {folder}/; "

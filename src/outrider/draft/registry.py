@@ -31,13 +31,14 @@ _CLASSES = {
     "lookahead": "outrider.draft.lookahead:LookaheadDrafter",
     "draft_model": "outrider.draft.draft_model:DraftModel",
     "eagle": "outrider.draft.eagle:EagleDrafter",
+    "mtp": "outrider.draft.mtp:MtpDrafter",
     "medusa": "outrider.draft.medusa:MedusaDrafter",
     "early_exit": "outrider.draft.early_exit:EarlyExit",
     "cascade": "outrider.draft.cascade:CascadeDrafter",
     "mixture": "outrider.draft.mixture:MixtureDrafter",
     "auto": "outrider.draft.auto:AutoDrafter",
 }
-_FOLDERS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}  # where weights lie beside a target
+_FOLDERS = {"draft_model": "draft", "eagle": "eagle", "mtp": "mtp", "medusa": "medusa"}  # where weights lie beside a target
 _REGISTERED: dict[str, Factory | DrafterClass] = {}  # by register_drafter; the package itself never adds to it
 _VERBS = ("begin", "propose", "commit", "end")
 _DEADLINE = Option("deadline_s", float, DEADLINE_S, "seconds that a call may take")

@@ -16,7 +16,7 @@ __all__ = ["AUTO", "in_cache", "resolve_sibling"]
 
 AUTO = "auto"
 _TIMES_SMALLER = 40.0
-_FOLDERS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}  # beside the target's weights
+_FOLDERS = {"draft_model": "draft", "eagle": "eagle", "mtp": "mtp", "medusa": "medusa"}  # beside the target's weights
 
 
 def in_cache(hub_id: str) -> Path | None:

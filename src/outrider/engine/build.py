@@ -193,7 +193,7 @@ def _page_count(device: Device, sizes: EngineConfig, config: ModelSpec, speculat
     if device.is_gpu:
         drafters = list(speculation.flat())
         drafts = [drafter.model or str(directory / "draft") for drafter in drafters if drafter.method == "draft_model"]
-        heads = [drafter for drafter in drafters if drafter.method in ("eagle", "medusa")]  # a layer each, or less
+        heads = [drafter for drafter in drafters if drafter.method in ("eagle", "mtp", "medusa")]  # a layer each, or less
         models = [
             config,
             *(read_spec(locate(name)) for name in drafts),

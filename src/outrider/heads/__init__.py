@@ -1,16 +1,18 @@
 """Draft networks on a frozen target, one definition for training and serving, and their files."""
 
 from outrider.heads.borrowed import Borrowed
-from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
+from outrider.heads.eagle import EAGLE1, EAGLE3, MTP, EagleConfig, EagleHead, default_taps
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
+from outrider.heads.mtp_files import holds_mtp, load_mtp, save_mtp
 from outrider.heads.runners import EagleNetwork, EagleRunner, Growth, MedusaNetwork, MedusaRunner, eagle_network, medusa_network
 from outrider.heads.stored import SaveOptions
 
 __all__ = [
     "EAGLE1",
     "EAGLE3",
+    "MTP",
     "Borrowed",
     "EagleConfig",
     "EagleHead",
@@ -24,9 +26,12 @@ __all__ = [
     "SaveOptions",
     "default_taps",
     "eagle_network",
+    "holds_mtp",
     "load_eagle",
     "load_medusa",
+    "load_mtp",
     "medusa_network",
     "save_eagle",
     "save_medusa",
+    "save_mtp",
 ]

@@ -16,7 +16,7 @@ from outrider.checks import shown
 from outrider.errors import InvalidParameter, ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
-from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, write
+from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, speculators_data, write
 from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec
 from outrider.model.families import Place, places_of
 from outrider.model.families.llama import hf_config
@@ -157,19 +157,8 @@ def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
         eagle_config = {_TAPS: list(config.taps), "use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc}
         aux = {"eagle_config": eagle_config, "num_aux_hidden_states": len(config.taps)}
         return layer | flags | aux | {"architectures": ["LlamaForCausalLMEagle3"]}
-    return flags | {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": options.target, "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": layer,
-        _TAPS: list(config.taps),
-    }
+    speculators = speculators_data("eagle3", layer, options, 5)
+    return flags | speculators | {"architectures": ["Eagle3Speculator"], _TAPS: list(config.taps)}
 
 
 def _stored_vocabulary(config: EagleConfig, stored: StoredHead) -> Tensor:

@@ -13,6 +13,7 @@ from outrider import checks
 from outrider.errors import InvalidParameter, ModelError, OutriderError
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa_files import load_medusa, save_medusa
+from outrider.heads.mtp_files import load_mtp, save_mtp
 from outrider.heads.stored import SaveOptions
 from outrider.model import Decoder, LoadOptions, load_decoder, save_decoder
 from outrider.model.fields import read_json
@@ -79,12 +80,15 @@ def _config(source: Path) -> dict[str, object]:
 
 
 def _export_heads(source: Path, out: Path, target: Decoder, options: ExportOptions) -> list[Path]:
-    """The EAGLE and Medusa heads beside a target. Each holds every tensor it uses, as other engines expect."""
+    """The heads beside a target. Each holds every tensor it uses, as other engines expect."""
     load, written = LoadOptions(options.dtype), []
     eagle, medusa = (SaveOptions(layout, standalone=True, target=source.name) for layout in _LAYOUTS[options.layout])
     if (source / "eagle" / "config.json").exists():
         save_eagle(load_eagle(source / "eagle", target, load), out / "eagle", eagle)
         written.append(out / "eagle")
+    if (source / "mtp" / "config.json").exists():
+        save_mtp(load_mtp(source / "mtp", target, load), out / "mtp", SaveOptions("speculators", target=source.name))
+        written.append(out / "mtp")
     if (source / "medusa" / "config.json").exists():
         save_medusa(load_medusa(source / "medusa", target, load), out / "medusa", medusa)
         written.append(out / "medusa")

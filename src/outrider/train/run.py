@@ -1,4 +1,4 @@
-"""A whole `train draft`, `train eagle` or `train medusa` run: text, training loop, export, figures."""
+"""A whole `train draft`, `train eagle`, `train mtp` or `train medusa` run: text, training loop, export, figures."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _available(model: str | None) -> str:
 
     directory = locate(str(model or bundled_model()))
     methods = EVERY_METHOD.removesuffix(",auto").split(",")
-    needs = {"draft_model": "draft", "cascade": "draft", "eagle": "eagle", "mixture": "eagle", "medusa": "medusa"}
+    needs = {"draft_model": "draft", "cascade": "draft", "eagle": "eagle", "mixture": "eagle", "mtp": "mtp", "medusa": "medusa"}
     have = [m for m in methods if (n := needs.get(m.split(":")[0])) is None or (directory / n / "config.json").exists()]
     return ",".join(have)
 

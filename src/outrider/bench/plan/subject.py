@@ -24,7 +24,7 @@ from outrider.sampling import SamplingParams
 __all__ = ["Prompt", "RequestRun", "Subject", "learn_from", "memory_of"]
 
 _LONG = 640  # tokens that a sequence of a batch may have on average
-_COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa"}
+_COMPANIONS = {"draft_model": "draft", "eagle": "eagle", "mtp": "mtp", "medusa": "medusa"}
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.6}
 Prompt = str | Sequence[int]
 
