@@ -11,6 +11,7 @@ from outrider.config import SpeculationConfig
 from outrider.draft.options import declared, read_options
 from outrider.errors import InvalidParameter
 from outrider.heads import holds_mtp
+from outrider.heads.fit import require_same_tokenizer
 from outrider.model import LoadOptions, Runner, locate
 from outrider.text import Tokenizer
 
@@ -59,6 +60,13 @@ class DraftContext:
     def weights(self, folder: str) -> Path:
         """The directory that the settings name, or the one that lies beside the target's weights."""
         return weights_directory(self.config, self.directory, folder)
+
+    def head_weights(self, folder: str) -> Path:
+        """The directory of a head. One in which another tokenizer than the target's lies is refused."""
+        directory = self.weights(folder)
+        if directory != self.directory:
+            require_same_tokenizer(directory, self.tokenizer)
+        return directory
 
     def weight_options(self, directory: Path) -> LoadOptions:
         """How to read the weights in a directory for this drafter."""

@@ -75,7 +75,7 @@ class EagleDrafter:
 
     @classmethod
     def build(cls, context: DraftContext) -> Self:
-        directory = context.weights("eagle")
+        directory = context.head_weights("eagle")
         return cls.serving(load_eagle(directory, context.target.decoder, context.weight_options(directory)), context)
 
     @classmethod

@@ -70,7 +70,7 @@ class MedusaDrafter:
     @classmethod
     def build(cls, context: DraftContext) -> MedusaDrafter:
         target, options = context.target, context.options(MedusaOptions)
-        directory = context.weights("medusa")
+        directory = context.head_weights("medusa")
         heads = load_medusa(directory, target.decoder, context.weight_options(directory))
         return cls(heads, target.ops, options.dynamic, target.pool.page_size, medusa_network(heads, target))
 

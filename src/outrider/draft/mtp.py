@@ -34,5 +34,5 @@ class MtpDrafter(EagleDrafter):
 
     @classmethod
     def build(cls, context: DraftContext) -> Self:
-        directory = context.weights("mtp")
+        directory = context.head_weights("mtp")
         return cls.serving(load_mtp(directory, context.target.decoder, context.weight_options(directory)), context)

@@ -16,6 +16,7 @@ from outrider.checks import shown
 from outrider.errors import InvalidParameter, ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
+from outrider.heads.fit import TRAINED_FOR, require_target, target_record
 from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, speculators_data, write
 from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec
 from outrider.model.families import Place, places_of
@@ -31,6 +32,7 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> EagleHead:  # noqa: B008 (frozen)
     """An EAGLE head for a target, ready for inference."""
     stored = StoredHead.read(directory)
+    require_target(stored.data, target, str(directory / "config.json"))
     config = _eagle_config(stored, target.spec)
     name = served_dtype(options.dtype, config.shape.dtype)
     config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
@@ -61,7 +63,7 @@ def save_eagle(head: EagleHead, directory: Path, options: SaveOptions = SaveOpti
         ids = ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.shape.vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    write(directory, tensors, _eagle_data(config, options))
+    write(directory, tensors, _eagle_data(config, options) | {TRAINED_FOR: target_record(head.target, head.target_norm)})
 
 
 def _eagle_names(config: EagleConfig, prefix: str) -> dict[str, Place]:

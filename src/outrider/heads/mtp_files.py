@@ -17,6 +17,7 @@ import torch
 from outrider.errors import ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import MTP, EagleConfig, EagleHead
+from outrider.heads.fit import TRAINED_FOR, require_target, target_record
 from outrider.heads.stored import SaveOptions, Stored, StoredHead, collect, require_layout, speculators_data, write
 from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec, read_spec
 from outrider.model.families import Place, names_of, places_of
@@ -81,6 +82,7 @@ def load_mtp(directory: Path, target: Decoder, options: LoadOptions = LoadOption
     """The MTP module in a folder, or the first one in the checkpoint of a model, ready for inference."""
     data = read_json(directory / "config.json", "an MTP module's folder holds config.json and *.safetensors")
     module = _from_folder(directory) if "speculators_model_type" in data else _from_checkpoint(directory)
+    require_target(data, target, str(directory / "config.json"))
     fields = Fields(data, str(directory / "config.json"))
     _check(module.shape, target.spec, fields)
     name = served_dtype(options.dtype, module.shape.dtype)
@@ -106,6 +108,7 @@ def save_mtp(head: EagleHead, directory: Path, options: SaveOptions = SaveOption
     shape = head.config.shape
     architecture = {"architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
     data: dict[str, Any] = architecture | speculators_data("mtp", hf_config(shape) | {"dtype": "bfloat16"}, options, _SAVED_STEPS)
+    data |= {TRAINED_FOR: target_record(head.target, head.target_norm)}
     write(directory, collect(head, _SPECULATORS.places(shape), options.int8), data)
 
 
