@@ -128,7 +128,7 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
     runner, device = target.runner, target.device
     context = DraftContext(speculation, runner, target.directory, read_as, load_model, target.tokenizer, target.draft)
     drafter = build_drafter(context)
-    if runner.chains_only:
+    if runner.chains_only or speculation.rule != "match":
         drafter = ChainsOnly(drafter)
     if speculation.method in METHODS and speculation.method not in ("none", "auto") and not speculation.is_pinned:
         drafter = AutoDrafter([drafter])  # which takes no time while nothing is drafted
