@@ -12,7 +12,7 @@ COMPILE = $(CXX) -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthre
 # Both workers begin with one half of the tests each, so that servers and models are made once; whoever is done first takes over.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-fast test-all check demo doctor sanitize emulate notebooks packages dockerfile-steps docs clean
+.PHONY: test test-fast test-all check demo doctor oracles sanitize emulate notebooks packages dockerfile-steps docs clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
@@ -73,6 +73,17 @@ packages: $(STAMP)
 # The Dockerfile's steps in order, without docker: about 3 minutes on two cores.
 dockerfile-steps: $(STAMP)
 	$(BIN)/python -m recipes.release dockerfile --target cpu
+
+# Heads of the `speculators` package beside ours, in an environment of its own: the package pins other versions. torchvision, which
+# it pulls in, may be built for another torch, and its models do not need it.
+oracles: $(STAMP) build/oracles
+	OUTRIDER_ORACLES=$(CURDIR)/build/oracles/bin/python $(BIN)/python -m pytest -n0 tests/oracles
+
+build/oracles: constraints.txt
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" speculators==0.9.0
+	$@/bin/pip uninstall --quiet --yes torchvision torchaudio
+	touch $@
 
 # The documentation as a site in build/site; any warning is an error.
 docs: build/docs-tools

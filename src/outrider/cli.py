@@ -39,8 +39,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+heads_app = typer.Typer(help="Heads: EAGLE, Medusa.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.add_typer(heads_app, name="heads")
 app.command()(chat)
 register_serve(app)
 app.command()(plan)
@@ -58,7 +60,7 @@ class DecodingFlags:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Drafting method: none, ngram, suffix, recycle, lookahead, draft_model, eagle, medusa, dflash, "
+            help="Drafting method: none, ngram, suffix, recycle, lookahead, draft_model, eagle, mtp, medusa, dflash, "
             "early_exit, cascade, mixture, auto (a controller chooses round by round), or "
             'package.module:Class; settings may follow, as in "eagle:24:beam=6" or "mixture:24:members=suffix+eagle". '
             "Default: auto."
@@ -265,6 +267,30 @@ def export(
     with _errors.status("exporting"):
         folders = [str(folder) for folder in export_folder(source, out, options)]
     print(json.dumps({"folders": folders, "dtype": dtype}) if as_json else "\n".join(folders))
+
+
+Source = Annotated[str, typer.Argument(metavar="IN", help="Folder or hub id; from the hub, only what is needed is fetched.")]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")]
+
+
+@app.command()
+def convert(source: Source, out: Folder) -> None:
+    """Write a model whose weights are pickles (pytorch_model*.bin) as safetensors. Nothing in the pickles is run."""
+    from outrider.model.conversion import MODEL, convert_folder
+
+    print("\n".join(map(str, convert_folder(source, out, MODEL, _say))))
+
+
+@heads_app.command("convert")
+def convert_head(source: Source, out: Folder) -> None:
+    """Write a head whose weights are a pickle (EAGLE's pytorch_model.bin, Medusa's medusa_lm_head.pt) as safetensors."""
+    from outrider.model.conversion import HEAD, convert_folder
+
+    print("\n".join(map(str, convert_folder(source, out, HEAD, _say))))
+
+
+def _say(line: str) -> None:
+    _errors.print(line, highlight=False, markup=False)
 
 
 def _doctor_costs(model: str | None, plot: Path | None, as_json: bool) -> None:

@@ -63,11 +63,11 @@ ALIASES: Mapping[str, Mapping[str, Any]] = {  # other names of methods, with the
 }
 FIELDS = ("method", "model", "draft_tokens", "rule", "adaptive", "min_draft_tokens", "disable_by_batch_size")
 METHODS = (  # built in; draft/registry.py has their classes
-    "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "medusa", "dflash",
+    "none", "ngram", "suffix", "recycle", "lookahead", "draft_model", "eagle", "mtp", "medusa", "dflash",
     "early_exit", "cascade", "mixture", "auto",
 )  # fmt: skip
 # methods for which `model` names a directory, and the folder beside a target's weights where they look otherwise
-WITH_WEIGHTS: Mapping[str, str] = {"draft_model": "draft", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash"}
+WITH_WEIGHTS: Mapping[str, str] = {"draft_model": "draft", "eagle": "eagle", "mtp": "mtp", "medusa": "medusa", "dflash": "dflash"}
 _NESTED = {"cascade": "levels", "mixture": "members", "auto": "members"}  # options that hold drafters
 
 

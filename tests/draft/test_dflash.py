@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -101,8 +102,11 @@ def test_a_head_is_found_beside_its_target_and_by_its_folder(tmp_path: Path) -> 
         LLM(directory, load_format="dummy", speculation="dflash")
     decoder = random_decoder(directory)
     head = random_block(decoder, "dspark")
-    save_block(head, directory / "dflash")
-    save_block(head, tmp_path / "elsewhere")
+    for folder in (directory / "dflash", tmp_path / "elsewhere"):
+        save_block(head, folder)
+        data = json.loads((folder / "config.json").read_text())
+        del data["trained_for"]  # the target's weights are dummies
+        (folder / "config.json").write_text(json.dumps(data))
     prompts, params = [[1, 2, 3] * 4, [7] * 5], SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True)
     texts = {}
     elsewhere = {"method": "auto", "model": str(tmp_path / "elsewhere")}

@@ -15,8 +15,8 @@ from outrider.ops import BLOCK, Blocked, Plain, Segment, paged_attention, plan_a
 from outrider.train.attention import flash_chain, plain_chain
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.networks import TrainableEagle
-from outrider.train.shapes import EagleShape
-from tests.support.heads import VOCAB, toy_eagle, toy_target
+from outrider.train.shapes import EagleShape, MtpShape
+from tests.support.heads import VOCAB, toy_eagle, toy_head, toy_target
 
 DEPTHS = 4
 SHAPES = {
@@ -26,6 +26,7 @@ SHAPES = {
     "reduced": EagleShape(draft_vocab=20),
     "four_taps": EagleShape(taps=(1, 2, 3, 4)),
     "eagle1": EagleShape(form=EAGLE1),
+    "mtp": MtpShape(),
 }
 
 
@@ -65,7 +66,7 @@ def recursive(head: EagleHead, tokens: Tensor, taps: Tensor, start: int, attend:
 @pytest.mark.parametrize("name", SHAPES)
 def test_training_unrolls_what_serving_recurs(name: str, fast: bool) -> None:
     target = toy_target()
-    head = toy_eagle(target, SHAPES[name])
+    head = toy_head(target, SHAPES[name].config(target.spec))
     network = TrainableEagle(head, depths=DEPTHS, fused=fast)
     tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
     features = FrozenTarget(target).reading(network.taps).features(tokens)

@@ -198,6 +198,7 @@ def test_a_standalone_head_needs_nothing_of_the_target(tmp_path: Path) -> None:
     target = toy_target()
     head = toy_eagle(target)
     save_eagle(head, tmp_path, SaveOptions(standalone=True))
+    edit(tmp_path, trained_for=None)  # another target is refused by its name alone
     loaded = load_eagle(tmp_path, toy_target(seed=8), FULL)
     assert loaded.config.own_embedding
     assert loaded.config.own_output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.heads import EAGLE1, EAGLE3, Borrowed, EagleConfig, EagleHead
+from outrider.heads import EAGLE1, EAGLE3, MTP, Borrowed, EagleConfig, EagleHead
 from outrider.model import Decoder, LlamaShape
 from outrider.ops import Plain
 
@@ -13,6 +13,7 @@ FORMS = {
     "eagle3 reduced": {"form": EAGLE3, "draft_vocab": 60, "own_output": True},
     "eagle3.1": {"form": EAGLE3, "fc_norm": True, "norm_output": True, "norm_before_residual": True},
     "eagle1": {"form": EAGLE1, "fc_bias": True},
+    "mtp": {"form": MTP, "norm_output": True},
 }
 
 
@@ -21,7 +22,7 @@ def random_head(decoder: Decoder, form: str) -> EagleHead:
     shape = LlamaShape(
         c.architecture, c.vocab, c.hidden, 1, c.heads, c.kv_heads, c.head_dim, c.ffn, c.context, c.attention.rope
     ).spec()
-    taps = (c.depth,) if FORMS[form]["form"] == EAGLE1 else (0, 1, 2)
+    taps = (0, 1, 2) if FORMS[form]["form"] == EAGLE3 else (c.depth,)
     config = EagleConfig(shape, c.hidden, taps, **FORMS[form])
     head = EagleHead(config, Borrowed.of(decoder), decoder.layers[0].qkv.dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(7)

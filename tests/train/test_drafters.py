@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.errors import InvalidParameter, ModelError, OutriderError
-from outrider.heads import EagleHead, load_block, load_eagle, load_medusa
+from outrider.heads import EagleHead, load_block, load_eagle, load_medusa, load_mtp
 from outrider.model import load_decoder, read_spec
 from outrider.train import run as run_module
 from outrider.train.acceptance import agreement, heldout_rows
@@ -121,6 +121,17 @@ def test_train_eagle(form: str, target: Path, prepared: TokenCorpus, tmp_path: P
     assert head.config.form == form
     assert head.config.taps == ((1, 2, 4) if form == "eagle3" else (4,))
     assert sorted(path.name for path in (tmp_path / "eagle").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_train_mtp(target: Path, prepared: TokenCorpus, tmp_path: Path) -> None:
+    short = learn("mtp", target, prepared, tmp_path / "short", "--steps=5")
+    figures = learn("mtp", target, prepared, tmp_path / "mtp", "--steps=120")
+    assert figures["heldout"]["loss"] < 0.7 * short["heldout"]["loss"]
+    assert figures["heldout"]["by_position"][0] > 0.4
+    assert figures["served"][0]["tokens_per_round_all"] > 1.3
+    head = load_mtp(tmp_path / "mtp", load_decoder(target))
+    assert head.config.taps == (4,)
+    assert sorted(path.name for path in (tmp_path / "mtp").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_train_medusa(target: Path, prepared: TokenCorpus, tmp_path: Path) -> None:

@@ -23,11 +23,12 @@ __all__ = ["AutoDrafter", "AutoOptions", "arms_of", "method_of_weights", "resolv
 _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "draft": SpeculationConfig("draft_model", draft_tokens=12),
     "eagle": SpeculationConfig("eagle", draft_tokens=32, options={"beam": 3, "branch": 6, "depth": 8}),
+    "mtp": SpeculationConfig("mtp", draft_tokens=4),
     "medusa": SpeculationConfig("medusa", draft_tokens=32),
     "dflash": SpeculationConfig("dflash", draft_tokens=32),
 }
 # what the name of a head's architecture contains, and its method
-_NAMED = {"eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
+_NAMED = {"eagle": "eagle", "mtp": "mtp", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
 _MAX_NODES = 32  # nodes of an arm
 _SHARED_TOKENS = 65536  # of earlier texts, 30 MB
 _SUFFIX = SpeculationConfig(

@@ -1,9 +1,10 @@
-"""Trees cut to chains, for a target that cannot verify branches."""
+"""Trees cut to chains, for a target or a rule that cannot verify branches."""
 
 from __future__ import annotations
 
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.protocol import Drafter
+from outrider.draft.protocol import Drafter, kept_by
+from outrider.draft.shared_texts import Kept
 
 __all__ = ["ChainsOnly", "best_chain"]
 
@@ -17,6 +18,12 @@ class ChainsOnly:
     @property
     def needs(self) -> Needs:
         return self._drafter.needs
+
+    def kept(self, owner: str) -> Kept:
+        return kept_by([self._drafter], "kept", owner)
+
+    def forget(self, owner: str) -> Kept:
+        return kept_by([self._drafter], "forget", owner)
 
     def begin(self, seq: Sequence) -> None:
         self._drafter.begin(seq)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from outrider.config import SpeculationConfig
 from outrider.draft.options import declared, read_options
 from outrider.errors import InvalidParameter
+from outrider.heads import holds_mtp
+from outrider.heads.fit import require_same_tokenizer
 from outrider.model import LoadOptions, Runner, locate
 from outrider.text import Tokenizer
 
@@ -59,17 +61,29 @@ class DraftContext:
         """The directory that the settings name, or the one that lies beside the target's weights."""
         return weights_directory(self.config, self.directory, folder)
 
+    def head_weights(self, folder: str) -> Path:
+        """The directory of a head. One in which another tokenizer than the target's lies is refused."""
+        directory = self.weights(folder)
+        if directory != self.directory:
+            require_same_tokenizer(directory, self.tokenizer)
+        return directory
+
     def weight_options(self, directory: Path) -> LoadOptions:
         """How to read the weights in a directory for this drafter."""
         return self.read_as(directory, self.config.options)
 
 
 def weights_directory(config: SpeculationConfig, target: Path, folder: str) -> Path:
-    """Where a drafter's weights are: the directory that its settings name, or a folder beside the target's weights."""
+    """Where a drafter's weights are: the directory that its settings name, or a folder beside the target's weights.
+
+    An MTP module may be in the target's own checkpoint.
+    """
     if config.model is not None:
         return locate(config.model)
     directory, method = target / folder, config.method
     if not (directory / "config.json").exists():
+        if folder == "mtp" and holds_mtp(target):
+            return target
         raise InvalidParameter(
             f"{folder}_model" if folder == "draft" else "model",
             f"method {method!r} needs the directory or hub id of its weights: {target} brings none in {folder}/; "

@@ -78,7 +78,7 @@ class BlockDrafter:
         target = context.target
         if target.device_name != "cpu":
             raise InvalidParameter("method", "'dflash' runs on the CPU alone yet; on a GPU choose eagle, draft_model or auto")
-        directory = context.weights("dflash")
+        directory = context.head_weights("dflash")
         head = load_block(directory, target.decoder, context.weight_options(directory))
         shape = head.config.shape
         pool = KVPool(shape.depth, target.pool.pages, shape.kv_heads, target.pool.page_size, shape.head_dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from outrider.model import Feed
 from outrider.ops import Ops
 from outrider.sampling import Row
 
-__all__ = ["EagleDrafter"]
+__all__ = ["EagleDrafter", "EagleOptions"]
 
 
 @dataclass(slots=True)
@@ -73,10 +74,14 @@ class EagleDrafter:
         self._states: dict[Sequence, _Features] = {}
 
     @classmethod
-    def build(cls, context: DraftContext) -> EagleDrafter:
+    def build(cls, context: DraftContext) -> Self:
+        directory = context.head_weights("eagle")
+        return cls.serving(load_eagle(directory, context.target.decoder, context.weight_options(directory)), context)
+
+    @classmethod
+    def serving(cls, head: EagleHead, context: DraftContext) -> Self:
+        """A drafter with this head."""
         target = context.target
-        directory = context.weights("eagle")
-        head = load_eagle(directory, target.decoder, context.weight_options(directory))
         c, pages = head.config.shape, target.pool.pages
         pool = KVPool(1, pages, c.kv_heads, target.pool.page_size, c.head_dim)  # one layer, under the target's page ids
         return cls(head, pool, target.ops, context.options(EagleOptions), eagle_network(head, pool, target))

@@ -70,7 +70,7 @@ class MedusaDrafter:
     @classmethod
     def build(cls, context: DraftContext) -> MedusaDrafter:
         target, options = context.target, context.options(MedusaOptions)
-        directory = context.weights("medusa")
+        directory = context.head_weights("medusa")
         heads = load_medusa(directory, target.decoder, context.weight_options(directory))
         return cls(heads, target.ops, options.dynamic, target.pool.page_size, medusa_network(heads, target))
 
@@ -100,9 +100,10 @@ class MedusaDrafter:
         active = [(seq, n) for seq, n in planned if n and self._last[seq] is not None]
         if not active:
             return Drafts.empty(len(batch.sequences))
-        make = _dynamic_tree if self._dynamic else self._static_tree
-        width = max(n for _, n in active)
-        width = min(width, _WIDEST) if self._dynamic else 1 + max(map(max, self._static_paths(width)))
+        is_tree, nodes = plan.rule == "match", max(n for _, n in active)  # the other rules verify chains: each head's best guess
+        make = _dynamic_tree if self._dynamic or not is_tree else self._static_tree
+        width = min(nodes, _WIDEST) if self._dynamic else 1 + max(map(max, self._static_paths(nodes)))
+        width = width if is_tree else 1
         guesses = self._guesses([seq for seq, _ in active], width)
         return drafts_for(batch, {seq: make(ranked, n) for (seq, n), ranked in zip(active, guesses, strict=True)})
 

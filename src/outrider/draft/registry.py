@@ -31,6 +31,7 @@ _CLASSES = {
     "lookahead": "outrider.draft.lookahead:LookaheadDrafter",
     "draft_model": "outrider.draft.draft_model:DraftModel",
     "eagle": "outrider.draft.eagle:EagleDrafter",
+    "mtp": "outrider.draft.mtp:MtpDrafter",
     "medusa": "outrider.draft.medusa:MedusaDrafter",
     "dflash": "outrider.draft.dflash:BlockDrafter",
     "early_exit": "outrider.draft.early_exit:EarlyExit",

@@ -45,6 +45,6 @@ def _levels(directory: Path) -> tuple[SpeculationConfig, ...]:
 
 def _members(directory: Path) -> tuple[SpeculationConfig, ...]:
     """A lookup beside the best network the model brings; beside another lookup where it brings none."""
-    networks = {"eagle": "eagle", "dflash": "dflash", "draft": "draft_model", "medusa": "medusa"}
+    networks = {"eagle": "eagle", "mtp": "mtp", "dflash": "dflash", "draft": "draft_model", "medusa": "medusa"}
     brought = [method for folder, method in networks.items() if (directory / folder / "config.json").exists()]
     return SpeculationConfig.parse({"method": "mixture", "members": ["suffix", *(brought or ["recycle"])[:1]]}).nested()

@@ -49,8 +49,9 @@ def resolve_sibling(config: SpeculationConfig, directory: Path) -> SpeculationCo
             "none, or train one with `outrider train draft`",
         )
     fetch = " or ".join(f"`hf download {name}`" for name in names[:4])
-    pickled = next((f"; {name} is a pickle there: convert it to safetensors" for name in names if _folder(name)), "")
-    what = f"auto: nothing that drafts for {directory} is in the local cache; fetch it with {fetch}{pickled}"
+    pickle = next((name for name in names if _folder(name)), None)
+    cure = f"; {pickle} is a pickle there: `outrider heads convert {pickle} DIR`, then --draft-model DIR"
+    what = f"auto: nothing that drafts for {directory} is in the local cache; fetch it with {fetch}{cure if pickle else ''}"
     raise InvalidParameter("--draft-model", what)
 
 

@@ -128,7 +128,7 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
     runner, device = target.runner, target.device
     context = DraftContext(speculation, runner, target.directory, read_as, load_model, target.tokenizer, target.draft)
     drafter = build_drafter(context)
-    if runner.chains_only:
+    if runner.chains_only or speculation.rule != "match":
         drafter = ChainsOnly(drafter)
     if speculation.method in METHODS and speculation.method not in ("none", "auto") and not speculation.is_pinned:
         drafter = AutoDrafter([drafter])  # which takes no time while nothing is drafted
@@ -193,7 +193,7 @@ def _page_count(device: Device, sizes: EngineConfig, config: ModelSpec, speculat
     if device.is_gpu:
         drafters = list(speculation.flat())
         drafts = [drafter.model or str(directory / "draft") for drafter in drafters if drafter.method == "draft_model"]
-        heads = [drafter for drafter in drafters if drafter.method in ("eagle", "medusa")]  # a layer each, or less
+        heads = [drafter for drafter in drafters if drafter.method in ("eagle", "mtp", "medusa")]  # a layer each, or less
         models = [
             config,
             *(read_spec(locate(name)) for name in drafts),

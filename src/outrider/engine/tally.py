@@ -11,6 +11,7 @@ from itertools import accumulate
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.config import WITH_WEIGHTS
 from outrider.core import RoundReport
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ __all__ = ["GAP_BOUNDS", "Heartbeat", "Tally"]
 _log = logging.getLogger("outrider")
 _EVERY = 10.0  # seconds
 _LOW_ACCEPTANCE = 0.1  # a drafter that is accepted less often does not fit its target or the text
+_FIRST_DRAFTS = 30  # of a network, after which so low an acceptance is no accident
+_DRAFTS_LEFT, _ROUNDS_LEFT = 3, 200  # as many say so where it hardly drafted any more in so many rounds
 _LOW_FOR = 6  # log lines in a row with so low an acceptance before a warning: one minute
 _ENOUGH_DRAFTED = 200  # tokens between two log lines that say something about acceptance
 
@@ -39,6 +42,7 @@ class Tally:
     expert_rounds: int = 0  # forwards of a model with experts
     experts: float = 0.0  # distinct ones that they read, each the mean over layers
     by_source: dict[str, list[int]] = field(default_factory=dict)  # drafted and accepted
+    begun: dict[str, list[int]] = field(default_factory=dict)  # drafts, and those of which some token was accepted
     gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS) + 1))  # tokens by the time they took
     gap_s: float = 0.0
     _deepest: list[int] = field(default_factory=lambda: [0] * 257)
@@ -75,6 +79,9 @@ class Tally:
         counts = self.by_source.setdefault(drafter, [0, 0])
         counts[0] += len(depths)
         counts[1] += accepted
+        begun = self.begun.setdefault(drafter, [0, 0])
+        begun[0] += 1
+        begun[1] += accepted > 0
         self._deepest[max(depths) + 1] += 1
         self._reached[accepted] += 1
 
@@ -117,8 +124,10 @@ class Heartbeat:
         self._clock = clock
         self._last = self._read_counters()
         self._low = 0  # log lines in a row with a low acceptance
+        self._unfit: set[str] = set()  # drafters that were warned of
 
     def beat(self) -> None:
+        self._warn_of_unfit_networks()
         if self._clock() - self._last.at < _EVERY:
             return
         now, last = self._read_counters(), self._last
@@ -143,6 +152,20 @@ class Heartbeat:
                 ", ".join(f"{rate:.3f}" for rate in rates[:8]), 100.0 * accepted / drafted,
             )  # fmt: skip
         self._warn_of_low_acceptance(accepted, drafted)
+
+    def _warn_of_unfit_networks(self) -> None:
+        """Warn once of a network whose drafts nearly all fail. The controller soon makes few of one that was named alone."""
+        tally = self._engine.tally
+        for drafter, (drafts, right) in tally.begun.items():
+            was_left = len(tally.begun) == 1 and tally.rounds >= _ROUNDS_LEFT
+            enough = drafts >= (_DRAFTS_LEFT if was_left else _FIRST_DRAFTS)
+            if drafter in WITH_WEIGHTS and drafter not in self._unfit and enough and right < _LOW_ACCEPTANCE * drafts:
+                self._unfit.add(drafter)
+                _log.warning(
+                    "Of %d drafts by %s in %d rounds only %d had an accepted token: its weights may have been trained for "
+                    "another model or template. `outrider bench acceptance` compares methods; --method none decodes plainly",
+                    drafts, drafter, tally.rounds, right,
+                )  # fmt: skip
 
     def _warn_of_low_acceptance(self, accepted: int, drafted: int) -> None:
         """Warn once whenever acceptance has stayed low for a minute of drafting."""

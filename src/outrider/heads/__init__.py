@@ -4,16 +4,18 @@ from outrider.heads.block import BlockConfig, BlockHead, Convolution, KeyValue, 
 from outrider.heads.block_files import load_block, save_block
 from outrider.heads.block_runner import BlockRows, BlockRunner
 from outrider.heads.borrowed import Borrowed
-from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
+from outrider.heads.eagle import EAGLE1, EAGLE3, MTP, EagleConfig, EagleHead, default_taps
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
+from outrider.heads.mtp_files import holds_mtp, load_mtp, save_mtp
 from outrider.heads.runners import EagleNetwork, EagleRunner, Growth, MedusaNetwork, MedusaRunner, eagle_network, medusa_network
 from outrider.heads.stored import SaveOptions
 
 __all__ = [
     "EAGLE1",
     "EAGLE3",
+    "MTP",
     "BlockConfig",
     "BlockHead",
     "BlockRows",
@@ -34,13 +36,16 @@ __all__ = [
     "Selector",
     "default_taps",
     "eagle_network",
+    "holds_mtp",
     "in_block",
     "load_block",
     "load_eagle",
     "load_medusa",
+    "load_mtp",
     "medusa_network",
     "save_block",
     "save_eagle",
     "save_medusa",
+    "save_mtp",
     "spread_taps",
 ]

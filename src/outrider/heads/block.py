@@ -106,7 +106,7 @@ class BlockHead(nn.Module):
         self.confidence = Confidence(hidden + (rank if config.confidence_of_pair else 0)) if config.confidence else None
         self._place("embedding", config.own_embedding, borrowed.embedding, (shape.vocab, hidden), dtype)
         self._place("output", config.own_output, borrowed.output, (config.outputs, hidden), dtype)
-        self.target = borrowed.spec
+        self.target, self.target_norm = borrowed.spec, borrowed.norm
         ids = None if config.draft_vocab is None else torch.arange(config.draft_vocab, device=borrowed.norm.device)
         self.register_buffer("vocab_ids", ids)
         positions = shape.context + config.block  # a block may begin at the last one

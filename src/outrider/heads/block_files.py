@@ -16,7 +16,17 @@ from outrider.checks import shown
 from outrider.errors import ModelError, UnknownMethod
 from outrider.heads.block import BlockConfig, BlockHead, Convolution, Selector
 from outrider.heads.borrowed import Borrowed
-from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, stored_vocabulary, vocabulary_tensors, write
+from outrider.heads.fit import TRAINED_FOR, require_target, target_record
+from outrider.heads.stored import (
+    SaveOptions,
+    StoredHead,
+    collect,
+    require_layout,
+    speculators_data,
+    stored_vocabulary,
+    vocabulary_tensors,
+    write,
+)
 from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec
 from outrider.model.families import Place, places_of
 from outrider.model.families.llama import hf_config
@@ -33,6 +43,7 @@ _ASSISTANT = "encoder."  # begins names of Transformers' assistants
 def load_block(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> BlockHead:  # noqa: B008 (frozen)
     """A block drafter for a target, ready for inference."""
     stored = StoredHead.read(directory)
+    require_target(stored.data, target, str(directory / "config.json"))
     config = _Reader(stored, target.spec).config()
     name = served_dtype(options.dtype, config.shape.dtype)
     config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
@@ -57,8 +68,8 @@ def save_block(head: BlockHead, directory: Path, options: SaveOptions = SaveOpti
         tensors["lm_head.weight"] = head.output.detach().cpu().to(torch.bfloat16).clone()
     if head.vocab_ids is not None:
         tensors |= vocabulary_tensors(head.vocab_ids, config.shape.vocab)
-    data = _speculators_data(config, options.target) if options.layout == "speculators" else _dflash_data(config)
-    write(directory, tensors, data)
+    data = _speculators_data(config, options) if options.layout == "speculators" else _dflash_data(config)
+    write(directory, tensors, data | {TRAINED_FOR: target_record(head.target, head.target_norm)})
 
 
 def _names(config: BlockConfig, of_assistant: bool) -> dict[str, Place]:
@@ -208,26 +219,14 @@ def _dflash_data(config: BlockConfig) -> dict[str, Any]:
     return _layer_data(config) | _extra_data(config) | {"architectures": [name], _WITHIN: within | _parts_data(config)}
 
 
-def _speculators_data(config: BlockConfig, target: str) -> dict[str, Any]:
+def _speculators_data(config: BlockConfig, options: SaveOptions) -> dict[str, Any]:
     """config.json as the speculators package writes it."""
     kind = "dflash2" if config.selector else "dspark" if config.markov else "dflash"
     architecture = {"dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator"}[kind]
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.guesses}
-    return _extra_data(config) | _parts_data(config) | {
-        "architectures": [architecture],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": kind,
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": _layer_data(config),
-        "mask_token_id": config.mask,
-        "aux_hidden_state_layer_ids": list(config.taps),
-        "causal": config.causal,
-    }  # fmt: skip
+    data = speculators_data(kind, hf_config(config.shape), options, config.guesses)
+    own = {"mask_token_id": config.mask, "aux_hidden_state_layer_ids": list(config.taps), "causal": config.causal}
+    layer = {"transformer_layer_config": _layer_data(config)}
+    return _extra_data(config) | _parts_data(config) | data | own | layer | {"architectures": [architecture]}
 
 
 def _layer_data(config: BlockConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer that drafts from the target's features. One definition for training and serving.
+"""EAGLE and MTP: one decoder layer that drafts from the target's features. One definition for training and serving.
 
 The pairing, in training and in serving: row i joins the feature of position i with the token at i + 1,
 carries the rotary position i, and predicts the token at i + 2. In a draft the head's output for
@@ -18,17 +18,18 @@ from outrider.model import Attend, ModelSpec
 from outrider.model.decoder import Layer, RopeTable, Turn, finished_logits, norm_weights, normed
 from outrider.ops import Ops
 
-__all__ = ["EAGLE1", "EAGLE3", "EagleConfig", "EagleHead", "EagleLayer", "default_taps"]
+__all__ = ["EAGLE1", "EAGLE3", "MTP", "EagleConfig", "EagleHead", "EagleLayer", "default_taps"]
 
-EAGLE1, EAGLE3 = "eagle1", "eagle3"
+EAGLE1, EAGLE3, MTP = "eagle1", "eagle3", "mtp"
 
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """A head's shape. EAGLE-1, 3 and 3.1 differ in fields.
+    """A head's shape. EAGLE-1, 3 and 3.1 and MTP differ in fields.
 
-    EAGLE-1 reads one feature: the target's last hidden row *after* its final norm, as the published
+    EAGLE-1 and MTP read one feature: the target's last hidden row *after* its final norm, as the published
     code does. Its tap is the stream leaving the last layer, and `EagleHead.fuse` applies that norm.
+    MTP norms embedding and feature each before they are joined; its layer is a decoder layer of any kind.
     """
 
     shape: ModelSpec  # of its one layer; vocab and hidden are the head's
@@ -54,15 +55,25 @@ class EagleConfig:
         """Whether the layer's attention reads embedding and feature side by side."""
         return self.form == EAGLE3
 
+    @property
+    def joins_normed(self) -> bool:
+        """Whether embedding and feature are normed before `fc` joins them."""
+        return self.form == MTP
+
+    @property
+    def own_norm(self) -> bool:
+        """Whether the head has a last norm of its own."""
+        return self.form != EAGLE1
+
 
 class EagleLayer(Layer):
-    """A decoder layer. Under EAGLE-3 q, k and v read two rows at once; under EAGLE-1 there is no first norm."""
+    """A decoder layer, under MTP any. Under EAGLE-3 q, k and v read two rows at once; under EAGLE-1 there is no first norm."""
 
     norm_hidden: nn.Parameter | None
 
     def __init__(self, config: EagleConfig, dtype: torch.dtype) -> None:
         (layer,) = config.shape.layers
-        super().__init__(layer if config.wide else replace(layer, norm_in=None), config.shape.hidden, 0, dtype)
+        super().__init__(replace(layer, norm_in=None) if config.form == EAGLE1 else layer, config.shape.hidden, 0, dtype)
         if config.wide:
             self.qkv = nn.Parameter(torch.empty(self.qkv.shape[0], 2 * config.shape.hidden, dtype=dtype))
         self.norm_hidden = norm_weights(layer.norm_in if config.wide else None, config.shape.hidden)[0]
@@ -93,7 +104,9 @@ class EagleHead(nn.Module):
         self.layer = EagleLayer(config, dtype)
         self.fc = nn.Parameter(torch.empty(hidden, width if config.wide else 2 * hidden, dtype=dtype))
         self.fc_bias = nn.Parameter(torch.zeros(hidden, dtype=dtype)) if config.fc_bias else None
-        self.norm = nn.Parameter(torch.ones(hidden)) if config.wide else None
+        self.norm = nn.Parameter(torch.ones(hidden)) if config.own_norm else None
+        self.norm_embedding = nn.Parameter(torch.ones(hidden)) if config.joins_normed else None
+        self.norm_feature = nn.Parameter(torch.ones(hidden)) if config.joins_normed else None
         self.input_norm = nn.Parameter(torch.ones(width)) if config.norm_before_fc else None
         own_norms = [nn.Parameter(torch.ones(config.target_hidden)) for _ in config.taps]
         self.fc_norms = nn.ParameterList(own_norms) if config.fc_norm else None
@@ -133,8 +146,11 @@ class EagleHead(nn.Module):
         if self.target.embedding_scale != 1.0 and not c.own_embedding:
             embedded = embedded * self.target.embedding_scale
         if not c.wide:
-            joined = ops.linear(torch.cat((embedded, features), dim=-1), self.fc, self.fc_bias).float()
-            return layer.run(joined, joined, turn, attend, ops)
+            pair = torch.cat((self.normed_embedding(embedded, ops), self.normed_feature(features, ops)), dim=-1)
+            joined = ops.linear(pair, self.fc, self.fc_bias).float()
+            if not c.joins_normed:
+                return layer.run(joined, joined, turn, attend, ops)
+            return self._normed(layer(joined, turn, attend, ops), ops)
         assert layer.norm_hidden is not None
         feature = normed(features, layer.spec.norm_in, layer.norm_hidden, None, ops)
         pair = torch.cat((normed(embedded, layer.spec.norm_in, layer.norm_in, layer.norm_in_bias, ops), feature), dim=-1)
@@ -143,10 +159,18 @@ class EagleHead(nn.Module):
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
         """(N, outputs) float32; column j is token j, or vocab_ids[j] where the vocabulary is reduced."""
-        if self.config.wide and not self.config.norm_output:
+        if self.config.own_norm and not self.config.norm_output:
             hidden = self._normed(hidden, ops)
         logits = ops.linear(hidden, self.output).float()
         return logits if self.config.own_output else finished_logits(logits, self.target)
+
+    def normed_embedding(self, embedded: Tensor, ops: Ops) -> Tensor:
+        """Embeddings as `fc` reads them."""
+        return normed(embedded, self.config.shape.norm if self.config.joins_normed else None, self.norm_embedding, None, ops)
+
+    def normed_feature(self, features: Tensor, ops: Ops) -> Tensor:
+        """Features as `fc` reads them beside embeddings."""
+        return normed(features, self.config.shape.norm if self.config.joins_normed else None, self.norm_feature, None, ops)
 
     def _normed(self, hidden: Tensor, ops: Ops) -> Tensor:
         return normed(hidden, self.config.shape.norm, self.norm, None, ops)

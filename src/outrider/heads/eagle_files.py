@@ -15,7 +15,17 @@ from outrider.checks import shown
 from outrider.errors import InvalidParameter, ModelError, UnknownMethod
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, EagleConfig, EagleHead, default_taps
-from outrider.heads.stored import SaveOptions, StoredHead, collect, require_layout, stored_vocabulary, vocabulary_tensors, write
+from outrider.heads.fit import TRAINED_FOR, require_target, target_record
+from outrider.heads.stored import (
+    SaveOptions,
+    StoredHead,
+    collect,
+    require_layout,
+    speculators_data,
+    stored_vocabulary,
+    vocabulary_tensors,
+    write,
+)
 from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec
 from outrider.model.families import Place, places_of
 from outrider.model.families.llama import hf_config
@@ -30,6 +40,7 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 def load_eagle(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> EagleHead:  # noqa: B008 (frozen)
     """An EAGLE head for a target, ready for inference."""
     stored = StoredHead.read(directory)
+    require_target(stored.data, target, str(directory / "config.json"))
     config = _eagle_config(stored, target.spec)
     name = served_dtype(options.dtype, config.shape.dtype)
     config, dtype = replace(config, shape=replace(config.shape, dtype=name)), DTYPES.get(name, torch.float32)
@@ -58,7 +69,7 @@ def save_eagle(head: EagleHead, directory: Path, options: SaveOptions = SaveOpti
         ids = torch.arange(config.shape.vocab)
     if ids is not None:
         tensors |= vocabulary_tensors(ids, config.shape.vocab)
-    write(directory, tensors, _eagle_data(config, options))
+    write(directory, tensors, _eagle_data(config, options) | {TRAINED_FOR: target_record(head.target, head.target_norm)})
 
 
 def _eagle_names(config: EagleConfig, prefix: str) -> dict[str, Place]:
@@ -154,16 +165,5 @@ def _eagle_data(config: EagleConfig, options: SaveOptions) -> dict[str, Any]:
         eagle_config = {_TAPS: list(config.taps), "use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc}
         aux = {"eagle_config": eagle_config, "num_aux_hidden_states": len(config.taps)}
         return layer | flags | aux | {"architectures": ["LlamaForCausalLMEagle3"]}
-    return flags | {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": options.target, "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": layer,
-        _TAPS: list(config.taps),
-    }
+    speculators = speculators_data("eagle3", layer, options, 5)
+    return flags | speculators | {"architectures": ["Eagle3Speculator"], _TAPS: list(config.taps)}

@@ -16,6 +16,7 @@ from outrider.errors import InvalidParameter, ModelError, OutriderError
 from outrider.heads.block_files import load_block, save_block
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa_files import load_medusa, save_medusa
+from outrider.heads.mtp_files import load_mtp, save_mtp
 from outrider.heads.stored import SaveOptions
 from outrider.model import Decoder, LoadOptions, load_decoder, save_decoder
 from outrider.model.fields import read_json
@@ -31,10 +32,14 @@ _BESIDE = (
 _NOT_EXPORTED = ("torch_dtype", "quantization_config", "compression_config", ELSEWHERE)  # of the weights that are stored now
 _HEADS: tuple[tuple[str, Callable[..., Any], Callable[..., None]], ...] = (  # beside a target, with how to read and write them
     ("eagle", load_eagle, save_eagle),
+    ("mtp", load_mtp, save_mtp),
     ("medusa", load_medusa, save_medusa),
     ("dflash", load_block, save_block),
 )
-_LAYOUTS = {"published": ("eagle", "medusa", "dflash"), "vllm": ("speculators", "vllm-medusa", "speculators")}
+_LAYOUTS = {
+    "published": ("eagle", "speculators", "medusa", "dflash"),
+    "vllm": ("speculators", "speculators", "vllm-medusa", "speculators"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 
 from outrider.checks import shown
 from outrider.heads.borrowed import Borrowed
+from outrider.heads.fit import TRAINED_FOR, require_target, target_record
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.stored import SaveOptions, Stored, StoredHead, collect, require_layout, write
 from outrider.model import Decoder, LoadOptions, ModelSpec
@@ -28,6 +29,7 @@ _MAX_HEADS, _MAX_BLOCKS = 64, 16
 def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOptions()) -> MedusaHeads:  # noqa: B008 (frozen)
     """Medusa heads for a target, ready for inference."""
     stored = StoredHead.read(directory)
+    require_target(stored.data, target, str(directory / "config.json"))
     stored = replace(stored, tensors={name.removeprefix("medusa_heads."): value for name, value in stored.tensors.items()})
     vllm = any(name.startswith("blocks.") for name in stored.tensors)
     config = _medusa_config(stored.fields, stored.tensors, target.spec)
@@ -81,6 +83,7 @@ def save_medusa(heads: MedusaHeads, directory: Path, options: SaveOptions = Save
         "medusa_choices": [list(path) for path in config.choices],
         "base_model_name_or_path": options.target,
         "dtype": "bfloat16",
+        TRAINED_FOR: target_record(heads.target, heads.target_norm),
     }
     write(directory, tensors, data)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
+from outrider.errors import InvalidParameter
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, Runner, lay_out
@@ -27,6 +28,7 @@ from outrider.ops import (
     NormWeights,
     Ops,
     PackedLinear,
+    Plain,
     Stack,
     StackSpan,
     paged_attention,
@@ -101,8 +103,10 @@ class MedusaNetwork(Protocol):
 
 
 def eagle_network(head: EagleHead, pool: KVPool, target: Runner) -> EagleNetwork:
-    """The runner of an EAGLE head."""
+    """The runner of an EAGLE head or an MTP module."""
     if target.device_name != "cpu":
+        if head.config.joins_normed:
+            raise InvalidParameter("method", "'mtp' drafts on a CPU so far; name another method, or device='cpu'")
         from outrider.heads.cuda_runners import CudaEagleRunner
 
         return CudaEagleRunner(head, cast("CudaRunner", target))
@@ -139,7 +143,7 @@ class EagleRunner:
             self._draft_ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
             words = token_words(head.config.shape.vocab)
             self._words = words if head.vocab_ids is None else words[head.vocab_ids.numpy()]
-            self.grows_trees = True
+            self.grows_trees = not head.config.joins_normed  # the core does not norm what a draft feeds back
 
     @network
     def fuse(self, taps: Tensor) -> Tensor:
@@ -153,6 +157,7 @@ class EagleRunner:
     def forward(self, feeds: Sequence[Feed], features: Tensor) -> Tensor:
         """Hidden rows of (feature, next token) pairs, with their KV written."""
         if self._stack is not None:
+            features = self.head.normed_feature(features, self._ops)
             outputs = self._stack.forward(lay_out_rows(feeds), span=_PLACED, features=features)
             rows = outputs.last if self.head.config.norm_output else outputs.stream
             assert rows is not None
@@ -235,10 +240,13 @@ class MedusaRunner:
 
 def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear) -> Stack:
     c = head.config
+    embedding, scale = head.embedding.detach().float(), 1.0 if c.own_embedding else float(head.target.embedding_scale)
+    if c.joins_normed:  # once for every token of the vocabulary, instead of for every row
+        embedding, scale = head.normed_embedding(embedding * scale, Plain()), 1.0
     return layer_stack(
         pool, core, c.shape, _kind(head), [head.layer], [head.rope],
-        embedding=head.embedding.detach().float().contiguous(),
-        embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
+        embedding=embedding.contiguous(),
+        embedding_scale=scale,
         norm=_last_norm(head),
         form=BESIDE if c.wide else JOINED,
         joined=joined,

@@ -21,7 +21,8 @@ from outrider.model.fields import Fields, read_json
 from outrider.model.files import SCALE, int8_mark, quantised, read_tensors, refuse_quantised
 
 __all__ = [
-    "SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "stored_vocabulary", "vocabulary_tensors", "write",
+    "SaveOptions", "Stored", "StoredHead", "collect", "require_layout", "speculators_data", "stored_vocabulary",
+    "vocabulary_tensors", "write",
 ]  # fmt: skip
 
 H = TypeVar("H", bound=nn.Module)
@@ -72,8 +73,9 @@ class StoredHead:
         head = make(torch.float32 if widen else dtype).requires_grad_(False)
         parameters = dict(head.named_parameters())
         for name, place in places.items():
-            tensor = self.tensors[name].tensor
-            _goal(parameters, place).copy_(tensor.to(dtype) if tensor.dim() == 2 else tensor)
+            tensor = place.arrange(self.tensors[name].tensor)
+            is_rounded = tensor.dim() > 1 and not place.parameter.endswith(".router")  # a router chooses, so it stays precise
+            _goal(parameters, place).copy_(tensor.to(dtype) if is_rounded else tensor)
         return head.eval()
 
     def _check(self, parameters: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
@@ -82,7 +84,7 @@ class StoredHead:
                 continue
             if name not in places:
                 raise ModelError(f"{file} in {self.directory} holds {name!r}, which this kind of head does not have")
-            expected = tuple(_goal(parameters, places[name]).shape)
+            expected = _shape(parameters, places[name])
             if tuple(tensor.shape) != expected:
                 raise ModelError(f"{file} in {self.directory}: {name!r} has shape {tuple(tensor.shape)}, expected {expected}")
         if missing := set(places).difference(self.tensors):
@@ -90,8 +92,20 @@ class StoredHead:
 
 
 def _goal(parameters: Mapping[str, Tensor], place: Place) -> Tensor:
-    goal = parameters[place.parameter].detach()[place.rows]
-    return goal[0] if goal.dim() == 3 and place.rows != slice(None) else goal  # output matrices of several heads, one slice each
+    goal = place.part(parameters[place.parameter].detach())
+    return goal[0] if _is_slice(goal, place) else goal
+
+
+def _shape(parameters: Mapping[str, Tensor], place: Place) -> tuple[int, ...]:
+    """The shape that a tensor must be stored in."""
+    parameter = parameters[place.parameter]
+    shape = place.shape(parameter)
+    return shape[-2:] if _is_slice(parameter, place) else shape
+
+
+def _is_slice(parameter: Tensor, place: Place) -> bool:
+    """Whether a tensor is one of several matrices that a parameter holds, as the output matrices of several heads are."""
+    return parameter.dim() == 3 and not place.experts and place.rows != slice(None)
 
 
 def collect(module: nn.Module, places: Mapping[str, Place], int8: bool) -> dict[str, Tensor]:
@@ -134,6 +148,22 @@ def stored_vocabulary(stored: StoredHead, vocab: int, outputs: int) -> Tensor:
     if known is not None and not torch.equal(known.tensor.nonzero().flatten(), ids.sort().values):
         raise ModelError(f"{known.file}: 't2d' marks other tokens than 'd2t'")
     return ids
+
+
+def speculators_data(algorithm: str, layer: dict[str, Any], options: SaveOptions, tokens: int) -> dict[str, Any]:
+    """The fields of config.json by which the `speculators` package and vLLM know a head."""
+    verifier = {"name_or_path": options.target, "architectures": layer["architectures"]}
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.3.0",
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "default_proposal_method": "greedy",
+            "verifier": verifier,
+        },
+        "transformer_layer_config": layer,
+    }
 
 
 def require_layout(layout: str, known: Iterable[str]) -> None:

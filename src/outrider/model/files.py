@@ -20,7 +20,7 @@ from outrider.errors import ModelError
 from outrider.model.fields import Fields, read_json
 
 __all__ = [
-    "ELSEWHERE", "FLOATS", "INDEX", "SCALE", "Header", "int8_mark", "is_int8", "opened", "quantised", "read_headers",
+    "ELSEWHERE", "FLOATS", "INDEX", "SCALE", "Header", "indexed", "int8_mark", "is_int8", "opened", "quantised", "read_headers",
     "read_tensor", "read_tensors", "refuse_foreign", "refuse_quantised", "stored_tensors", "weight_files",
 ]  # fmt: skip
 
@@ -49,24 +49,31 @@ class Header(NamedTuple):
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a directory: those its index names, or all."""
     index = directory / INDEX
-    files = [directory / name for name in _indexed(index)] if index.exists() else sorted(directory.glob("*.safetensors"))
+    files = [directory / name for name in indexed(index)] if index.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
-        pickled = sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
-        why = f" ({pickled[0].name} is a pickle, which can run code; convert it to safetensors)" if pickled else ""
-        raise ModelError(f"{directory} holds no *.safetensors{why}")
+        raise ModelError(f"{directory} holds no *.safetensors{_pickled(directory)}")
     for file in files:
         if not file.exists():
             raise ModelError(f"{file} is missing, but {index.name} names it")
     return files
 
 
-def _indexed(index: Path) -> list[str]:
+def _pickled(directory: Path) -> str:
+    """What to do where pickles are there instead, or may be on the hub."""
+    pickled = sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
+    cure = "`outrider convert MODEL OUT` or, for a head, `outrider heads convert HEAD OUT` writes"
+    if not pickled:
+        return f"; where the weights were published as pickles (*.bin), {cure} safetensors"
+    return f" ({pickled[0].name} is a pickle, which can run code; {cure} its tensors as safetensors)"
+
+
+def indexed(index: Path, suffix: str = ".safetensors") -> list[str]:
     """File names in an index. They lie beside it: a path that leads elsewhere is refused."""
     fields = Fields(read_json(index), str(index))
     names = set()
     for tensor, name in fields.mapping("weight_map").items():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name or "\0" in name:
-            raise ModelError(f"{index}: {tensor!r} must be in a *.safetensors file of this folder, got {shown(name)}")
+        if not isinstance(name, str) or not name.endswith(suffix) or Path(name).name != name or "\0" in name:
+            raise ModelError(f"{index}: {tensor!r} must be in a *{suffix} file of this folder, got {shown(name)}")
         names.add(name)
     if not names:
         raise ModelError(f"{index} lacks a 'weight_map' that names the files of the tensors")

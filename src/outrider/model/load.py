@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ _SERVED = (*DTYPES, INT8, INT4)
 _BYTES = {INT8: 1.0, INT4: 0.6}  # of a weight
 _SHARD_BYTES = 15 * 2**20
 _ROPE_BYTES = 12  # for each position and value of a head while the tables are made: two in float64, two in float32
+_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model")  # of a repository on the hub
 _HUB_ID = re.compile(r"[\w\-][\w.\-]{0,95}/[\w.\-]{1,96}")
 _logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class LoadOptions:
         checks.choice("load_format", self.load_format, ("dummy", "safetensors"))
 
 
-def locate(model: str, revision: str | None = None) -> Path:
-    """The local directory of a path or hub id, or the GGUF file."""
+def locate(model: str, revision: str | None = None, files: Sequence[str] = _FILES) -> Path:
+    """The local directory of a path or hub id, or the GGUF file. Of what is on the hub, these files are fetched."""
     model = checks.text("model", model)
     if not model or "\0" in model:
         raise InvalidParameter("model", f"must be a directory or a hub id like 'owner/name', got {checks.shown(model)}")
@@ -93,7 +94,7 @@ def locate(model: str, revision: str | None = None) -> Path:
             f"{checks.shown(model)} is not a model directory; pass a directory with config.json, a GGUF file, or a hub id "
             "like 'owner/name'"
         )
-    return _fetch(model, None if revision is None else checks.text("revision", revision))
+    return _fetch(model, None if revision is None else checks.text("revision", revision), files)
 
 
 def is_hub_id(model: str) -> bool:
@@ -101,13 +102,12 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
     """A snapshot from the hub."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
     try:
-        path = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+        path = Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises many kinds; all mean the same to the user
         raise ModelError(f"cannot fetch {model!r} from the hub: {error}") from error
     refuse_foreign(path)

@@ -26,6 +26,7 @@ from outrider.ops import Grouped
 __all__ = ["Checkpoint", "StoredWeights", "known_name"]
 
 _IGNORED = ("rotary_emb.inv_freq",)
+_MODULE = "mtp."  # predicts further tokens; a drafter reads it
 _TEXT_PART = ("language_model.", "text_model.")  # of models that read images too
 _OTHER_PARTS = (
     "audio_tower", "connector", "image_newline", "mm_projector", "multi_modal_projector", "patch_merger",
@@ -261,6 +262,8 @@ def _other_part(name: str) -> str:
 def known_name(name: str, spec: ModelSpec) -> str:
     """The name that a family gives to a stored tensor; "" where it holds no weights of the model."""
     names = names_of(spec)
+    if name.startswith(_MODULE):
+        return ""
     for part in _TEXT_PART:
         name = name.removeprefix(part) if name.startswith(part) else name.replace(f"model.{part}", "model.", 1)
     if not name.startswith((names.prefix, names.output)):

@@ -15,7 +15,7 @@ from outrider.train.task import TrainingTask
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Train drafters for a model: a draft model, an EAGLE head, Medusa heads or a block drafter.",
+    help="Train drafters for a model: a draft model, an EAGLE head, an MTP module, Medusa heads or a block drafter.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -62,6 +62,20 @@ def eagle(
         norm_before_residual=norm_before_residual,
     )
     run_task(flags, "eagle", lambda target: new_eagle(target, shape, flags.loss or "mix", flags.seed, depths))
+
+
+@app.command()
+@spread
+def mtp(
+    flags: TrainingTask,
+    depths: Annotated[int, typer.Option(help="Drafted tokens to unroll in training; each weighs 0.6 times the one before.")] = 3,
+    ffn: Annotated[int, typer.Option(help="Width of the MLP; 0: the target's.")] = 0,
+) -> None:
+    """Train an MTP module on a frozen target. The same command resumes."""
+    from outrider.train.run import run_task
+    from outrider.train.shapes import MtpShape, new_mtp
+
+    run_task(flags, "mtp", lambda target: new_mtp(target, MtpShape(ffn), flags.loss or "mix", flags.seed, depths))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The drafters being trained, with one base class: a draft model, an EAGLE head, Medusa heads.
+"""The drafters being trained, with one base class: a draft model, an EAGLE head, an MTP module, Medusa heads.
 
 Row r of a text is a draft that starts when the features of position r and the token at r + 1 are known. Its depth j (from 0)
 predicts the token at r + j + 2, whose distribution is the target's at r + j + 1. The tokens are those of the text (teacher
@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outrider.heads import EagleHead, MedusaHeads, SaveOptions, load_eagle, load_medusa, save_eagle, save_medusa
+from outrider.heads import (
+    EagleHead,
+    MedusaHeads,
+    SaveOptions,
+    load_eagle,
+    load_medusa,
+    load_mtp,
+    save_eagle,
+    save_medusa,
+    save_mtp,
+)
 from outrider.model import Decoder, load_decoder
 from outrider.ops import Plain
 from outrider.train.attention import Unroll, causal_attend
@@ -26,10 +36,9 @@ from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.losses import Divergence, divergence
 from outrider.train.sizing import autocast
 
-__all__ = ["TrainableDraftModel", "TrainableDrafter", "TrainableEagle", "TrainableMedusa", "network_loss"]
+__all__ = ["TrainableDraftModel", "TrainableDrafter", "TrainableEagle", "TrainableMedusa", "TrainableMtp", "network_loss"]
 
 _OPS = Plain()
-_DECAY = 0.8  # weight of a depth over the one before
 
 
 @dataclass(slots=True)
@@ -40,6 +49,7 @@ class TrainableDrafter(ABC):
     kind: Divergence = "mix"
     depths: int = 1  # drafted tokens it is trained for at once
     reach: int = 64  # the largest number of tokens it can draft
+    decay: float = 0.8  # weight of a depth in the loss over the one before
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -98,8 +108,9 @@ def network_loss(network: TrainableDrafter, features: Features, lean: bool = Fal
                 counted = torch.isin(target.argmax(-1), ids).float()
                 target = target[:, ids]
             part = partial(_depth_loss, network, depth, target, counted)
-            total = total + _DECAY**depth * (checkpoint(part, hidden, use_reentrant=False) if lean else part(hidden))
-    return total / sum(_DECAY**depth for depth in range(depths))
+            loss = checkpoint(part, hidden, use_reentrant=False) if lean else part(hidden)
+            total = total + network.decay**depth * loss
+    return total / sum(network.decay**depth for depth in range(depths))
 
 
 def _depth_loss(network: TrainableDrafter, depth: int, target: Tensor, counted: Tensor | None, hidden: Tensor) -> Tensor:
@@ -159,6 +170,20 @@ class TrainableEagle(TrainableDrafter):
 
     def load(self, folder: Path, target: Decoder) -> EagleHead:
         return load_eagle(folder, target)
+
+
+@dataclass(slots=True)
+class TrainableMtp(TrainableEagle):
+    """An MTP module, unrolled. The first tokens weigh more than an EAGLE head's (FastMTP)."""
+
+    depths: int = 3
+    decay: float = 0.6
+
+    def save(self, folder: Path, tokenizer: Path) -> None:  # noqa: ARG002 (it is the target's)
+        save_mtp(self.module, folder, SaveOptions("speculators", int8=True))
+
+    def load(self, folder: Path, target: Decoder) -> EagleHead:
+        return load_mtp(folder, target)
 
 
 @dataclass(slots=True)

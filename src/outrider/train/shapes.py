@@ -15,6 +15,7 @@ from outrider.errors import InvalidParameter
 from outrider.heads import (
     EAGLE1,
     EAGLE3,
+    MTP,
     BlockConfig,
     BlockHead,
     Borrowed,
@@ -30,19 +31,21 @@ from outrider.train.attention import usable_chain
 from outrider.train.block import TrainableBlock
 from outrider.train.frozen import FrozenTarget
 from outrider.train.losses import Divergence
-from outrider.train.networks import TrainableDraftModel, TrainableEagle, TrainableMedusa
+from outrider.train.networks import TrainableDraftModel, TrainableEagle, TrainableMedusa, TrainableMtp
 
 __all__ = [
     "BlockShape",
     "DecoderShape",
     "EagleShape",
     "MedusaShape",
+    "MtpShape",
     "initialise",
     "new_block",
     "new_decoder",
     "new_draft",
     "new_eagle",
     "new_medusa",
+    "new_mtp",
     "set_vocabulary",
 ]
 
@@ -103,24 +106,8 @@ class EagleShape:
         if self.form not in (EAGLE1, EAGLE3):
             raise InvalidParameter("form", f"unknown {self.form!r}; known: {EAGLE1}, {EAGLE3}")
         wide = self.form == EAGLE3
-        rope = target.attention.rope or Rope()
-        shape = LlamaShape(
-            architecture="LlamaForCausalLM",
-            vocab=target.vocab,
-            hidden=target.hidden,
-            layers=1,
-            heads=target.heads,
-            kv_heads=target.kv_heads,
-            head_dim=target.head_dim,
-            ffn=self.ffn or target.ffn,
-            context=target.context,
-            rope=rope if rope.kind in ("default", "linear", "llama3") else Rope(rope.theta),
-            norm_eps=target.norm.eps,
-            dtype=target.dtype,
-            eos_ids=target.eos_ids,
-        ).spec()
         return EagleConfig(
-            shape=shape,
+            shape=_one_layer(target, "LlamaForCausalLM", self.ffn),
             target_hidden=target.hidden,
             taps=(self.taps or default_taps(target.depth)) if wide else (target.depth,),
             form=self.form,
@@ -131,6 +118,39 @@ class EagleShape:
             norm_output=wide and self.norm_output,
             norm_before_residual=wide and self.norm_before_residual,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MtpShape:
+    """An MTP module to train. Its layer is Qwen3's, whatever the target's, so that other tools read it."""
+
+    ffn: int = 0  # 0: as in the target
+
+    def config(self, target: ModelSpec) -> EagleConfig:
+        """The module's configuration for a target."""
+        shape = _one_layer(target, "Qwen3ForCausalLM", self.ffn)
+        return EagleConfig(shape, target.hidden, (target.depth,), MTP, norm_output=True)
+
+
+def _one_layer(target: ModelSpec, architecture: str, ffn: int) -> ModelSpec:
+    """A layer with the target's widths and rotary settings."""
+    rope = target.attention.rope or Rope()
+    return LlamaShape(
+        architecture=architecture,
+        vocab=target.vocab,
+        hidden=target.hidden,
+        layers=1,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        ffn=ffn or target.ffn,
+        context=target.context,
+        rope=rope if rope.kind in ("default", "linear", "llama3") else Rope(rope.theta),
+        norm_eps=target.norm.eps,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        dtype=target.dtype,
+        eos_ids=target.eos_ids,
+    ).spec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +231,26 @@ def new_draft(target: FrozenTarget, shape: DecoderShape, kind: Divergence, seed:
 
 def new_eagle(target: FrozenTarget, shape: EagleShape, kind: Divergence, seed: int, depths: int = 6) -> TrainableEagle:
     """A fresh EAGLE head. A reduced vocabulary is set by `set_vocabulary` before training."""
-    device = target.decoder.norm.device
+    head = _fresh_head(target, shape.config(target.config), seed)
+    return TrainableEagle(head, kind, depths, fused=usable_chain(target.decoder.norm.device))
+
+
+def new_mtp(target: FrozenTarget, shape: MtpShape, kind: Divergence, seed: int, depths: int = 3) -> TrainableMtp:
+    """A fresh MTP module."""
+    head = _fresh_head(target, shape.config(target.config), seed)
+    return TrainableMtp(head, kind, depths, fused=usable_chain(target.decoder.norm.device))
+
+
+def _fresh_head(target: FrozenTarget, config: EagleConfig, seed: int) -> EagleHead:
     borrowed = Borrowed.of(target.decoder)
-    head = EagleHead(shape.config(target.config), borrowed)
+    head = EagleHead(config, borrowed)
     initialise(head, seed)
     with torch.no_grad():
         if head.norm is not None:  # the norm that the target's output matrix was trained with
             head.norm.copy_(borrowed.norm)
-        if head.config.own_output:
-            head.output.copy_(borrowed.output[: head.config.outputs])
-    return TrainableEagle(head.to(device), kind, depths, fused=usable_chain(device))
+        if config.own_output:
+            head.output.copy_(borrowed.output[: config.outputs])
+    return head.to(target.decoder.norm.device)
 
 
 def set_vocabulary(network: TrainableEagle, target: FrozenTarget, counts: Tensor) -> None:
