@@ -14,11 +14,22 @@ from torch import nn
 
 from outrider import LLM, SamplingParams
 from outrider.errors import ModelError
-from outrider.heads import EagleHead, load_eagle, load_medusa, load_mtp, save_eagle, save_medusa, save_mtp
+from outrider.heads import (
+    EagleHead,
+    load_block,
+    load_eagle,
+    load_medusa,
+    load_mtp,
+    save_block,
+    save_eagle,
+    save_medusa,
+    save_mtp,
+)
 from outrider.heads.fit import TRAINED_FOR, target_record
 from outrider.model import Decoder, LoadOptions, load_decoder
 from outrider.model.bundled import bundled_model
 from outrider.train.shapes import EagleShape, MtpShape
+from tests.support.blocks import random_block
 from tests.support.heads import toy_eagle, toy_head, toy_medusa, toy_target
 
 
@@ -30,6 +41,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., None], Callable[..., nn
     "eagle": (toy_eagle, save_eagle, load_eagle),
     "mtp": (toy_mtp, save_mtp, load_mtp),
     "medusa": (toy_medusa, save_medusa, load_medusa),
+    "dflash": (lambda target: random_block(target, "dspark"), save_block, load_block),
 }
 
 
