@@ -95,6 +95,9 @@ def acceptance_rate(accepted: int, drafted: int) -> float | None:
     return round(accepted / drafted, 4) if drafted else None
 
 
+_SEVERAL = ("auto", "mixture")  # methods of which another drafter goes on
+
+
 class Guarantee(NamedTuple):
     """Whether a model's tokens are the same with speculation off and on, bit for bit, and why not."""
 
@@ -121,12 +124,15 @@ class SpeculationStats:
     drafted_by_position: list[int] = field(default_factory=list)
     fallback_reason: str | None = None
     guarantee: Guarantee | None = None  # where a check at start-up decides
+    limit: str | None = None  # what ended drafting before the text ended
 
     @property
     def off_reason(self) -> str | None:
-        """Why nothing was drafted; None where something was."""
+        """Why nothing was drafted, or nothing more from some place on; None where all rounds could draft."""
         if self.fallback_reason is not None:
             return self.fallback_reason
+        if self.limit is not None and (not self.drafted or self.method not in _SEVERAL):
+            return self.limit
         if self.drafted or not self.rounds:
             return None
         return "no drafter was asked for" if self.method == "none" else "nothing was worth drafting"

@@ -106,7 +106,7 @@ class CascadeDrafter:
         """Fill chains with the choices of one level, checking what the level below guesses as far as it goes."""
         level = self._levels[height]
         for chain in chains:
-            chain.wanted = min(chain.wanted, level.reader.context - len(chain.seq.tokens) - len(chain.before))
+            chain.wanted = min(chain.wanted, level.reader.positions - len(chain.seq.tokens) - len(chain.before))
         while active := [chain for chain in chains if len(chain.tokens) < chain.wanted]:
             level.extend(active, self._below(height, active, keep_q), keep_q)
 

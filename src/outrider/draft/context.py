@@ -42,6 +42,7 @@ class DraftContext:
     load_model: Callable[[Path], Runner]  # a draft model, its KV in as many pages as the target's
     tokenizer: Tokenizer | None = None  # the target's
     loaded: LoadedDraft | None = None  # what drafts where the settings name no weights
+    max_length: int = 0  # of a request
 
     def options(self, kind: type[T]) -> T:
         """The drafter's settings, checked, as the dataclass it declares."""

@@ -16,6 +16,7 @@ from outrider.draft.reader import Chains, Reader, Text
 from outrider.draft.related import load_related
 from outrider.draft.retokenized import RetokenizedModel
 from outrider.draft.vocabulary import WAYS, SameTokens, Vocabulary
+from outrider.draft.window import limit_reason
 from outrider.errors import DrafterFault
 from outrider.model import Runner
 from outrider.sampling import CORRUPTED, Row
@@ -81,7 +82,7 @@ class DraftModel:
         for seq, planned in zip(batch.sequences, plan.lengths, strict=True):
             if planned and (text := self._text(seq, planned)):
                 texts.append(text)
-                rooms.append(min(planned, self._reader.context - len(text.ids)))
+                rooms.append(min(planned, self._reader.positions - len(text.ids)))
         if not texts:
             return Drafts.empty(len(batch.sequences))
         if plan.keep_q:
@@ -103,7 +104,10 @@ class DraftModel:
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""
         text = self._vocabulary.text(seq)
-        if text is None or len(text.ids) >= self._reader.context or not self._reader.room(seq, len(text.ids) + planned):
+        if text is not None and len(text.ids) >= self._reader.positions:
+            seq.stats.limit = limit_reason("draft model", self._reader.context)
+            return None
+        if text is None or not self._reader.room(seq, len(text.ids) + planned):
             return None
         return text
 
@@ -141,7 +145,8 @@ class DraftModel:
         feeds = []
         for draft in active:
             feed = draft.feed()
-            feeds.append(feed._replace(nodes=[self._vocabulary.draft_id(token) for token in feed.nodes]))
+            nodes = [self._vocabulary.draft_id(token) for token in feed.nodes]
+            feeds.append(feed._replace(nodes=nodes, first_key=self._reader.first_key(draft.seq)))
             self._reader.extend(draft.seq, feeds[-1])
         runner, rows = self._reader.runner, sum(len(feed.nodes) for feed in feeds)
         return self._vocabulary.scores(runner.logits(runner.forward(feeds).last, range(rows)))

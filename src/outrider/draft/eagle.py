@@ -16,6 +16,7 @@ from outrider.draft.draft_temperature import DraftTemperature, logits_of_tree
 from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, grow
 from outrider.draft.options import DtypeOptions
 from outrider.draft.reader import PageBook, committed_rows
+from outrider.draft.window import AHEAD, limit_reason, log_context
 from outrider.errors import DrafterFault
 from outrider.heads import EagleHead, EagleNetwork, EagleRunner, Growth, eagle_network, load_eagle
 from outrider.model import Feed
@@ -68,6 +69,8 @@ class EagleDrafter:
         self._head = head
         self._runner = runner or EagleRunner(head, pool, ops)
         self.needs = Needs(taps=c.taps, kv_bytes_per_token=pool.token_bytes)
+        context = c.shape.context
+        self._sight = context - min(AHEAD, context // 4) if self._runner.positions > context else context  # slots that rows see
         self._shape = shape
         self._draft_temperature = DraftTemperature(tree=shape.branch > 1)
         self._book = PageBook(pool.page_size)
@@ -84,7 +87,9 @@ class EagleDrafter:
         target = context.target
         c, pages = head.config.shape, target.pool.pages
         pool = KVPool(1, pages, c.kv_heads, target.pool.page_size, c.head_dim)  # one layer, under the target's page ids
-        return cls(head, pool, target.ops, context.options(EagleOptions), eagle_network(head, pool, target))
+        network = eagle_network(head, pool, target, context.max_length)
+        log_context(f"{context.config.method} head", c.context, network.positions, context.max_length)
+        return cls(head, pool, target.ops, context.options(EagleOptions), network)
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence. Where its pages are filled already, the last feature in them is enough to go on."""
@@ -121,10 +126,17 @@ class EagleDrafter:
         return drafts_for(batch, grow(growing, shape, self._catch_up, self._extend, self._draft_temperature))
 
     def _sprout(self, seq: Sequence, planned: int) -> Growing:
-        """An empty draft; without room where the newest token has no feature before it."""
+        """An empty draft; without room where the newest token has no feature before it, or no position is left."""
         size = len(seq.tokens)
+        room = self._runner.positions - size
+        if room <= 0:
+            seq.stats.limit = limit_reason("head", self._head.config.shape.context)
         able = planned > 0 and size - 1 > self._states[seq].first
-        return Growing(seq, min(planned, self._head.config.shape.context - size) if able else 0, seq.pages, size)
+        return Growing(seq, min(planned, room) if able else 0, seq.pages, size)
+
+    def _first_key(self, state: _Features, size: int) -> int:
+        """The first slot that rows after a text of this size see."""
+        return max(state.first + 1, size - self._sight)
 
     def _chains(self, active: Seq[Growing]) -> dict[Sequence, Tree]:
         """Chains by one call instead of one for each token, drawn by temperature and noise alone."""
@@ -165,7 +177,11 @@ class EagleDrafter:
             taps = torch.cat(state.taps)[: len(tokens) - 1 - state.done]
             if state.done + len(taps) != len(tokens) - 1:
                 raise DrafterFault(f"features for {state.done + len(taps)} of {len(tokens) - 1} tokens")
-            feeds.append(Feed(draft.pages, state.done + 1, tokens[state.done + 1 :], first_key=state.first + 1))
+            if (unseen := len(tokens) - 1 - self._sight - state.done) > 0:  # rows that none will see
+                taps = taps[unseen:]
+                state.first = state.done = state.done + unseen
+            first_key = self._first_key(state, len(tokens))
+            feeds.append(Feed(draft.pages, state.done + 1, tokens[state.done + 1 :], first_key=first_key))
             features.append(taps)
             self._book.overwrite(draft.pages, state.done + 1)
             if not state.first:  # else its pages lack the rows before
@@ -188,7 +204,7 @@ class EagleDrafter:
         feeds, features, grown = [], [], []
         for draft in active:
             state = self._states[draft.seq]
-            feeds.append(draft.feed()._replace(first_key=state.first + 1))
+            feeds.append(draft.feed()._replace(first_key=self._first_key(state, draft.size)))
             features += [state.hidden[draft.tree.parents[node]] for node in draft.frontier]
             grown += [(state, node) for node in draft.frontier]
         hidden = self._runner.forward(feeds, torch.stack(features))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.cache import OutOfPages, PageTable
 from outrider.core import Sequence, Verdict
+from outrider.draft.window import AHEAD
 from outrider.model import Feed, Runner
 from outrider.model.runner import Chances, Tokens
 from outrider.sampling import Row
@@ -87,6 +88,7 @@ class _Slots:
     """What the draft model's KV holds for one sequence."""
 
     fed: list[int] = field(default_factory=list)  # token in each slot, in order
+    first: int = 0  # slot of the first token that was read; what lies before is out of sight
     checked: int = 0  # leading slots known to hold settled tokens
     pages: list[int] = field(default_factory=list)  # where the model does not use the target's
 
@@ -108,6 +110,8 @@ class _Slots:
 class Reader:
     """Feeds a draft model what it has not read yet.
 
+    A text that outgrows the model's context is read again from its last half on, as if it began there.
+
     Its KV lies in the target's pages, slot for slot. A model with another tokenizer has other
     slots, and takes pages from a separate table.
     """
@@ -115,6 +119,8 @@ class Reader:
     def __init__(self, runner: Runner, separate_pages: bool = False) -> None:
         self.runner = runner
         self.context = runner.decoder.spec.context
+        self.positions = runner.decoder.reach  # tokens that a text may have
+        self._sight = self.context - min(AHEAD, self.context // 4) if self.positions > self.context else self.positions
         self._states: dict[Sequence, _Slots] = {}
         self._book = PageBook(runner.pool.page_size)
         self._table = PageTable(runner.pool.pages - 1, runner.pool.page_size) if separate_pages else None
@@ -131,6 +137,10 @@ class Reader:
         if state is not None and self._table is not None:
             self._table.release(state.pages)
         self._book.end(seq)
+
+    def first_key(self, seq: Sequence) -> int:
+        """The first slot that rows after the text see."""
+        return self._states[seq].first
 
     def pages(self, seq: Sequence) -> list[int]:
         return seq.pages if self._table is None else self._states[seq].pages
@@ -195,15 +205,19 @@ class Reader:
         for (seq, ids, settled), count in zip(texts, counts or [1] * len(texts), strict=True):
             state, pages = self._states[seq], self.pages(seq)
             start = state.valid(ids, settled, len(ids) - count)
+            if len(ids) - state.first > self._sight:
+                start = state.first = len(ids) - max(self.context // 2, count)
+                state.fed = list(ids[:start])
             self._book.overwrite(pages, start)
-            feeds.append(Feed(pages, start, ids[start:], rotary_start=self.rotary_start(seq)))
+            feeds.append(Feed(pages, start, ids[start:], first_key=state.first, rotary_start=self.rotary_start(seq)))
             state.fed += ids[start:]
         return feeds
 
     def _fill(self, texts: Seq[Text], feeds: Seq[Feed]) -> None:
         if self._table is None:
             for text, feed in zip(texts, feeds, strict=True):
-                self._book.fill(text.seq, feed.start, text.settled)
+                if not feed.first_key:  # else its pages lack the text before
+                    self._book.fill(text.seq, feed.start, text.settled)
 
 
 def committed_rows(first: int, fed: int, verdict: Verdict) -> slice | list[int]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from outrider.draft.context import DraftContext, LoadedDraft
 from outrider.draft.vocabulary import SameTokens, Side, Vocabulary, relate, shared_tokens
+from outrider.draft.window import log_context
 from outrider.model import Runner
 from outrider.text import Tokenizer
 
@@ -31,6 +32,7 @@ def load_related(context: DraftContext, way: str = "auto") -> Related:
     draft = Side(name, tokenizer, runner.decoder.spec.vocab)
     vocabulary = relate(target, draft, way)
     _log.info("draft %s: %s", name, describe(target, draft, vocabulary))
+    log_context(f"draft {name}", runner.decoder.spec.context, runner.decoder.reach, context.max_length)
     share = runner.decoder.spec.parameters / context.target.decoder.spec.parameters
     if share > _LARGE_DRAFT:
         _log.warning(

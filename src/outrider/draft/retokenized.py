@@ -10,6 +10,7 @@ from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Ve
 from outrider.draft.growth import drafts_for
 from outrider.draft.reader import Reader, Text
 from outrider.draft.vocabulary import Transcript
+from outrider.draft.window import limit_reason
 from outrider.errors import DrafterFault
 from outrider.model import Runner
 from outrider.text import Tokenizer
@@ -73,7 +74,9 @@ class RetokenizedModel:
         transcript = self._transcripts[seq]
         transcript.extend(seq.tokens)
         size = len(transcript.ids) + planned
-        if not transcript.ids or transcript.pending or size > self._reader.context or not self._reader.room(seq, size):
+        if size > self._reader.positions:
+            seq.stats.limit = limit_reason("draft model", self._reader.context)
+        if not transcript.ids or transcript.pending or size > self._reader.positions or not self._reader.room(seq, size):
             return None
         return Text(seq, transcript.ids, transcript.settled)
 

@@ -126,7 +126,9 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
         return draft_runners[-1]
 
     runner, device = target.runner, target.device
-    context = DraftContext(speculation, runner, target.directory, read_as, load_model, target.tokenizer, target.draft)
+    context = DraftContext(
+        speculation, runner, target.directory, read_as, load_model, target.tokenizer, target.draft, target.max_model_len
+    )
     drafter = build_drafter(context)
     if runner.chains_only or speculation.rule != "match":
         drafter = ChainsOnly(drafter)
@@ -173,7 +175,10 @@ def _weight_options(target: Target, of_all: Mapping[str, Any], directory: Path, 
 
 def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runner:
     """Load a draft model, its KV in as many pages as the target's."""
-    return _runner(open_decoder(directory, options), target.device, target.pages, target.sizes.page_size, target.runner)
+    decoder = open_decoder(directory, options)
+    if not target.device.is_gpu and target.max_model_len > decoder.spec.context:
+        decoder.make_tables(target.max_model_len)
+    return _runner(decoder, target.device, target.pages, target.sizes.page_size, target.runner)
 
 
 def _runner(decoder: Decoder, device: Device, pages: int, page_size: int, target: Runner | None = None) -> Runner:

@@ -86,6 +86,7 @@ class CudaEagleRunner:
     def __init__(self, head: EagleHead, target: CudaRunner) -> None:
         c = head.config.shape
         self.head = head
+        self.positions = c.context
         self._target = target
         kernels = self._kernels = Kernels(kernel_shape(c, target.pool.page_size), target.cuda.dtype)
         self._ops = _KernelOps(kernels)

@@ -120,6 +120,12 @@ class EagleHead(nn.Module):
         (rope,) = config.shape.ropes
         self.rope = RopeTable(rope, config.shape.head_dim, config.shape.context)
 
+    def stretch(self, positions: int) -> None:
+        """Take up to so many positions. Behind its context, rows must not see farther back than the context reaches."""
+        if positions > len(self.rope.cos):
+            (rope,) = self.config.shape.ropes
+            self.rope = RopeTable(rope, self.config.shape.head_dim, positions)
+
     def fuse(self, taps: Tensor, ops: Ops) -> Tensor:
         """Features (N, hidden) of the target's concatenated taps (N, taps * target_hidden)."""
         if not self.config.wide:

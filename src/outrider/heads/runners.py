@@ -77,6 +77,7 @@ class EagleNetwork(Protocol):
     """What the drafter asks of an EAGLE head; the logits are on the host."""
 
     grows_trees: bool  # whether `grow` is supported
+    positions: int  # that a row may have, at most
 
     @property
     def drafts_chains(self) -> int:
@@ -102,14 +103,15 @@ class MedusaNetwork(Protocol):
     def logits(self, taps: Tensor) -> Tensor: ...
 
 
-def eagle_network(head: EagleHead, pool: KVPool, target: Runner) -> EagleNetwork:
-    """The runner of an EAGLE head or an MTP module."""
+def eagle_network(head: EagleHead, pool: KVPool, target: Runner, max_length: int = 0) -> EagleNetwork:
+    """The runner of an EAGLE head or an MTP module, for requests of at most that length where the device allows."""
     if target.device_name != "cpu":
         if head.config.joins_normed:
             raise InvalidParameter("method", "'mtp' drafts on a CPU so far; name another method, or device='cpu'")
         from outrider.heads.cuda_runners import CudaEagleRunner
 
         return CudaEagleRunner(head, cast("CudaRunner", target))
+    head.stretch(max_length)
     return EagleRunner(head, pool, target.ops)
 
 
@@ -130,6 +132,7 @@ class EagleRunner:
 
     def __init__(self, head: EagleHead, pool: KVPool, ops: Ops) -> None:
         self.head = head
+        self.positions = len(head.rope.cos)
         self._pool = pool
         self._ops = ops
         self._stack = None

@@ -307,10 +307,15 @@ class Decoder(nn.Module):
         if self.source is not None:
             self.source.close()
 
-    def make_tables(self) -> None:
-        """Compute the rotary tables, one for each of `ModelSpec.ropes`."""
+    def make_tables(self, positions: int = 0) -> None:
+        """Compute the rotary tables, one for each of `ModelSpec.ropes`: of the context, or of more positions where that works.
+
+        Behind the context, rows must not see farther back than the context reaches.
+        """
         s = self.spec
-        self.ropes = nn.ModuleList(RopeTable(rope, s.attention.head_dim, s.context) for rope in s.ropes)
+        is_relative = s.positions is None and not any(rope.has_variants for rope in s.ropes)
+        self.reach = max(positions, s.context) if is_relative else s.context
+        self.ropes = nn.ModuleList(RopeTable(rope, s.attention.head_dim, self.reach) for rope in s.ropes)
         ropes = [layer.attention.rope for layer in s.layers]
         self._rope_of = [None if rope is None else s.ropes.index(rope) for rope in ropes]  # the table of each layer
 

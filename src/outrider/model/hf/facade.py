@@ -41,6 +41,11 @@ class Facade:
         weight: Tensor = self.view.get_output_embeddings().weight
         return weight
 
+    @property
+    def reach(self) -> int:
+        """Positions that a row may have."""
+        return self.spec.context
+
     def rotary_start(self, _max_length: int) -> int:
         """There is one rotary table."""
         return 0
