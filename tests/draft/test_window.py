@@ -14,14 +14,16 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.cache import KVPool
 from outrider.core import Batch, Plan
+from outrider.draft.dflash import BlockDrafter, BlockOptions
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import TreeShape
-from outrider.heads import Borrowed, EagleHead
+from outrider.heads import BlockHead, Borrowed, EagleHead
 from outrider.model import Decoder, Runner, save_decoder
 from outrider.ops import Plain, serving_ops
 from outrider.train.attention import causal_attend
 from tests.support import make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support.blocks import random_block, reference_guesses
 from tests.support.eagle import random_head, reference_chain
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -104,6 +106,26 @@ def test_a_head_sees_a_window(target: Decoder, form: str) -> None:
     assert len(long) > 50
     for tokens, chain in [*long[:4], *long[-4:]]:
         assert chain == reference_chain(target, head, tokens, len(chain), first=len(tokens) - 1 - SIGHT)
+
+
+def test_a_block_sees_a_window(target: Decoder) -> None:
+    """A chain is what the definition guesses after the last features that the context has room for."""
+    whole = random_block(target, "dflash")
+    config = replace(whole.config, shape=replace(whole.config.shape, context=CONTEXT))
+    head = BlockHead(config, Borrowed.of(target)).requires_grad_(False)
+    head.load_state_dict(whole.state_dict())
+    head.stretch(512)
+    shape = head.config.shape
+    drafter = BlockDrafter(head, KVPool(2, 160, shape.kv_heads, 16, shape.head_dim), serving_ops(), BlockOptions(candidates=1))
+    seen = watched(drafter)
+    same_tokens(target, drafter, (5, 130))
+    long = [(tokens, chain) for tokens, chain, _ in seen if len(tokens) > CONTEXT and len(chain) == 4]
+    assert len(long) > 20
+    for tokens, chain in [*long[:4], *long[-4:]]:
+        count, length = len(tokens), len(chain) + 1
+        taps = target(torch.tensor(tokens), torch.arange(count), causal_attend(1, count), Plain(), config.taps).taps
+        read = torch.cat(taps, -1)[count - 1 + length - CONTEXT : count - 1]
+        assert chain == reference_guesses(head, read, tokens[-1], length).argmax(-1).tolist()
 
 
 def test_without_more_positions_drafting_ends_and_the_reason_is_named(target: Decoder) -> None:

@@ -20,6 +20,7 @@ from outrider.draft.growth import drafts_for
 from outrider.draft.lattice import Lattice
 from outrider.draft.options import DtypeOptions, option
 from outrider.draft.reader import PageBook, committed_rows
+from outrider.draft.window import limit_reason, log_context
 from outrider.errors import DrafterFault, InvalidParameter
 from outrider.heads import BlockHead, BlockRows, BlockRunner, load_block
 from outrider.heads.block_runner import divisors_of
@@ -81,6 +82,8 @@ class BlockDrafter:
         directory = context.head_weights("dflash")
         head = load_block(directory, target.decoder, context.weight_options(directory))
         shape = head.config.shape
+        head.stretch(context.max_length)
+        log_context("block drafter", shape.context, head.positions, context.max_length)
         pool = KVPool(shape.depth, target.pool.pages, shape.kv_heads, target.pool.page_size, shape.head_dim)
         return cls(head, pool, target.ops, context.options(BlockOptions))
 
@@ -126,8 +129,15 @@ class BlockDrafter:
         return 1 if self._head.config.from_anchor else 2
 
     def _length(self, seq: Sequence, planned: int) -> int:
-        """Rows of a block: as many as the plan has slots for, within the head's context."""
-        return min(self._block, planned + 1, self._head.config.shape.context - len(seq.tokens) + 1)
+        """Rows of a block: as many as the plan has slots for, within the head's positions."""
+        room = self._head.positions - len(seq.tokens) + 1
+        if room < self._least:
+            seq.stats.limit = limit_reason("block drafter", self._head.config.shape.context)
+        return min(self._block, planned + 1, room)
+
+    def _first_key(self, seq: Sequence, length: int) -> int:
+        """The first slot that a block of that length sees: no farther back than the head's context reaches."""
+        return max(self._texts[seq].first, len(seq.tokens) - 1 + length - self._head.config.shape.context)
 
     def _read(self, sequences: Seq[Sequence]) -> None:
         """Take in all features that the target has given since the last draft."""
@@ -151,7 +161,8 @@ class BlockDrafter:
         """The best tree over each sequence's block."""
         masks, slots = [self._head.config.mask] * (length - 1), length - self._least + 1
         feeds = [
-            Feed(seq.pages, len(seq.tokens) - 1, (seq.tokens[-1], *masks), first_key=self._texts[seq].first) for seq in sequences
+            Feed(seq.pages, len(seq.tokens) - 1, (seq.tokens[-1], *masks), first_key=self._first_key(seq, length))
+            for seq in sequences
         ]
         # the path in between is not known yet; penalties see the text so far, a grammar speaks for the first slot
         rows = [Row.at(seq)._replace(position=len(seq.tokens) + slot) for seq in sequences for slot in range(slots)]

@@ -13,7 +13,6 @@ AHEAD = 64  # drafted tokens that a window leaves room for, or a quarter of a sh
 def log_context(what: str, context: int, positions: int, max_length: int) -> None:
     """Say at start-up that requests may be longer than a drafter's context, and what happens then."""
     short = "%s: its context of %d tokens is shorter than requests may be (%d); beyond it, it drafts "
-    short = "%s: its context of %d tokens is shorter than requests may be (%d); beyond it, it drafts "
     if positions > context:
         _log.info(short + "from a window of the last ones", what, context, max_length)
     elif max_length > positions:

@@ -109,8 +109,14 @@ class BlockHead(nn.Module):
         self.target, self.target_norm = borrowed.spec, borrowed.norm
         ids = None if config.draft_vocab is None else torch.arange(config.draft_vocab, device=borrowed.norm.device)
         self.register_buffer("vocab_ids", ids)
-        positions = shape.context + config.block  # a block may begin at the last one
-        self.ropes = nn.ModuleList(RopeTable(rope, shape.head_dim, positions) for rope in shape.ropes)
+        self.stretch(shape.context)
+
+    def stretch(self, positions: int) -> None:
+        """Rotary tables for texts of that length; rows must not see farther back than the context reaches."""
+        shape = self.config.shape
+        self.positions = max(positions, shape.context)
+        rows = self.positions + self.config.block  # a block may begin at the last position
+        self.ropes = nn.ModuleList(RopeTable(rope, shape.head_dim, rows) for rope in shape.ropes)
 
     def fuse(self, taps: Tensor, ops: Ops) -> Tensor:
         """Features (N, hidden) of the target's concatenated taps (N, taps * target_hidden)."""
