@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from outrider.cache import OutOfPages, PageTable
+from outrider.cache import OutOfPages, PageTable, SequenceState
 from outrider.core import Sequence, Verdict
 from outrider.model import Feed, Runner
 from outrider.model.runner import Chances, Tokens
@@ -89,6 +89,7 @@ class _Slots:
     fed: list[int] = field(default_factory=list)  # token in each slot, in order
     checked: int = 0  # leading slots known to hold settled tokens
     pages: list[int] = field(default_factory=list)  # where the model does not use the target's
+    state: SequenceState | None = None  # of the draft model's recurrent layers
 
     def valid(self, ids: Seq[int], settled: int, limit: int) -> int:
         """Leading slots, at most `limit`, that hold this text; the others are forgotten.
@@ -100,6 +101,9 @@ class _Slots:
         keep = min(self.checked, limit)
         while keep < limit and self.fed[keep] == ids[keep]:
             keep += 1
+        if self.state is not None and self.state.at(keep) is None:  # recurrent layers cannot go on from there
+            keep = 0
+            self.state.restart()
         self.checked = min(keep, settled)
         del self.fed[keep:]
         return keep
@@ -116,14 +120,17 @@ class Reader:
         self.runner = runner
         self.context = runner.decoder.spec.context
         self._states: dict[Sequence, _Slots] = {}
+        self._recurrent = bool(runner.decoder.spec.recurrent)
         self._book = PageBook(runner.pool.page_size)
         self._table = PageTable(runner.pool.pages - 1, runner.pool.page_size) if separate_pages else None
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence; what its pages hold already is not read again."""
         state = self._states[seq] = _Slots()
-        if self._table is None:
-            held = self._book.begin(seq).tokens
+        held = 0 if self._table is not None else self._book.begin(seq).tokens
+        if self._recurrent:  # no page keeps their states
+            state.state = SequenceState()
+        elif held:
             state.fed, state.checked = seq.tokens[:held], held
 
     def end(self, seq: Sequence) -> None:
@@ -134,6 +141,10 @@ class Reader:
 
     def pages(self, seq: Sequence) -> list[int]:
         return seq.pages if self._table is None else self._states[seq].pages
+
+    def state(self, seq: Sequence) -> SequenceState | None:
+        """The state of the draft model's recurrent layers."""
+        return self._states[seq].state
 
     def rotary_start(self, seq: Sequence) -> int:
         """The first row of the draft model's rotary table for the request's length."""
@@ -196,7 +207,7 @@ class Reader:
             state, pages = self._states[seq], self.pages(seq)
             start = state.valid(ids, settled, len(ids) - count)
             self._book.overwrite(pages, start)
-            feeds.append(Feed(pages, start, ids[start:], rotary_start=self.rotary_start(seq)))
+            feeds.append(Feed(pages, start, ids[start:], rotary_start=self.rotary_start(seq), state=state.state))
             state.fed += ids[start:]
         return feeds
 
