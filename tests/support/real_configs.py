@@ -277,6 +277,17 @@ REAL_CONFIGS: dict[str, Real] = {
         },
         features=_DELTA,
     ),
+    "Qwen3.5-35B-A3B": Real(
+        34.66, 40, 16, 2, 256,
+        {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {},
+            "text_config": _c(
+                "", "248320 2048 40 16 2 -", model_type="qwen3_5_moe_text", head_dim=256, num_experts=256, num_experts_per_tok=8,
+                moe_intermediate_size=512, shared_expert_intermediate_size=512, **_LINEAR,
+            ),
+        },
+        features=f"{_DELTA}, gate of the shared expert, mixture of experts, shared expert",
+    ),
     "LFM2-1.2B": Real(
         1.17, 16, 32, 8, 64,
         _c(

@@ -44,7 +44,7 @@ def _mixture(sizes: Sizes, normalised: bool) -> FeedForward:
     fields = sizes.fields
     shared = fields.integer("shared_expert_intermediate_size", 1, 2**20, 512)
     width = fields.integer("moe_intermediate_size", 1, 2**20, 512)
-    return sizes.mlp(width=width, router=sizes.router(normalised=normalised), shared=shared, shared_gate=True)
+    return FeedForward(width, sizes.activation, router=sizes.router(normalised=normalised), shared=shared, shared_gate=True)
 
 
 def _model(sizes: Sizes, family: str, mlps: Sequence[FeedForward]) -> ModelSpec:
