@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from outrider.cache.states import SequenceState
     from outrider.sampling.guide import Guide
     from outrider.sampling.params import SamplingParams
     from outrider.sampling.reasoning_guide import ReasoningGuide
@@ -197,6 +198,7 @@ class Sequence:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     guide: Guide | ReasoningGuide | None = None  # what a grammar lets follow
     rotary_start: int = 0  # the first row of the target's rotary table for its length; it never changes
+    state: SequenceState | None = None  # of the target's recurrent layers, if it has some
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)

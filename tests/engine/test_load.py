@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cache import KVPool
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
 from outrider.core import Request
@@ -19,22 +18,23 @@ from outrider.draft.suffix import SuffixDrafter, SuffixOptions
 from outrider.engine.commit import OutputProcessor
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, Runner
+from outrider.model.memory import kv_pool
 from outrider.sampling import SamplingParams
 from tests.support import VOCAB, Oracle, make_engine, make_request, random_decoder, renamed, run, write_family
 
 SIZE, PAGES = 8, 16
+STATES = 12  # of recurrent layers at the ends of pages: fewer than there are pages
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return random_decoder(write_family(Path(tmp_path_factory.mktemp("load")), "llama3"), seed=4)
+@pytest.fixture(scope="module", params=["llama3", "qwen3.5"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return random_decoder(write_family(Path(tmp_path_factory.mktemp("load")), request.param), seed=4)
 
 
 def crowded(decoder: Decoder, drafter: Drafter, length: int, seqs: int = 6) -> Engine:
-    shape = decoder.spec
-    pool = KVPool(shape.depth, PAGES + 1, shape.kv_heads, SIZE, shape.head_dim)
+    pool = kv_pool(decoder.spec, PAGES + 1, SIZE)
     config = EngineConfig(page_size=SIZE, max_num_seqs=seqs, max_batch_rows=24)
-    return Engine(Runner(decoder, pool), None, drafter, FixedLength(length), config)
+    return Engine(Runner(decoder, pool, states=STATES), None, drafter, FixedLength(length), config)
 
 
 def requests(rng: random.Random, count: int) -> list[Request]:

@@ -15,7 +15,18 @@ from outrider.engine import commit
 from outrider.engine.commit import advance
 from outrider.model import Decoder, Runner
 from outrider.sampling import SamplingParams
-from tests.support import FAMILIES, VOCAB, Oracle, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support import (
+    FAMILIES,
+    HYBRIDS,
+    VOCAB,
+    Oracle,
+    make_engine,
+    make_pool,
+    make_request,
+    random_decoder,
+    run,
+    write_family,
+)
 from tests.support.engines import random_params
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -64,7 +75,7 @@ def assert_equal_runs(plain, fast, seen_plain, seen_fast) -> None:  # type: igno
 @pytest.mark.parametrize("case", range(12))
 @pytest.mark.parametrize("branches", [0, 5], ids=["chains", "trees"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_oracle_drafts_change_nothing(root, logits_seen, family, dtype, branches, case) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(f"{family} {dtype} {branches} {case}")
     decoder = decoder_of(root, family, dtype)
@@ -89,7 +100,7 @@ def test_oracle_drafts_change_nothing(root, logits_seen, family, dtype, branches
 @pytest.mark.grid(once=["case"])
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_ngram_and_draft_model_change_nothing(root, logits_seen, family, dtype, case) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(f"{family} {dtype} {case}")
     decoder = decoder_of(root, family, dtype)
@@ -109,9 +120,10 @@ def test_ngram_and_draft_model_change_nothing(root, logits_seen, family, dtype, 
         assert not any(writer.seq.stats.fallback_reason for writer in fast)
 
 
-def test_a_perfect_draft_model_is_accepted_whole(root: Path) -> None:
+@pytest.mark.parametrize("family", ["llama2", "qwen3.5"])
+def test_a_perfect_draft_model_is_accepted_whole(root: Path, family: str) -> None:
     """Greedy and sampled: with shared noise the same model guesses every token, so K + 1 come per round."""
-    decoder = decoder_of(root, "llama2", "float32")
+    decoder = decoder_of(root, family, "float32")
     for temperature in (0.0, 0.8):
         engine = make_engine(decoder, DraftModel(Runner(decoder, make_pool(decoder))), 4)
         writer = run(engine, [make_request([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=41))])[0]
@@ -128,8 +140,9 @@ def test_samples_of_one_request_differ_and_replay(root: Path) -> None:
     assert [run(make_engine(decoder), [request])[0].seq.tokens for request in requests] == together
 
 
-def test_prompt_chunks_do_not_matter(root: Path, logits_seen) -> None:  # type: ignore[no-untyped-def]
-    decoder = decoder_of(root, "mistral", "bfloat16")
+@pytest.mark.parametrize("family", ["mistral", "qwen3.5"])
+def test_prompt_chunks_do_not_matter(root: Path, logits_seen, family: str) -> None:  # type: ignore[no-untyped-def]
+    decoder = decoder_of(root, family, "bfloat16")
     request = make_request([i * 7 % VOCAB for i in range(130)], SamplingParams(temperature=0.0, max_tokens=5))
     seen = []
     for rows in (1, 7, 16, 33, 512):

@@ -50,6 +50,8 @@ def test_every_feature_is_in_some_spec() -> None:
         "q/k norm", "q/k norm over the width", "queries scaled by position", "residual scale", "router bias",
         "router correction", "router groups", "several rotary tables", "shared expert", "sigmoid router",
         "sliding window", "sparsemixer router", "ungated MLP",
+        "Mamba-2", "gated delta rule", "multipliers of a part", "no MLP", "no mixer", "output gate",
+        "recurrent beside attention", "short convolution",
     }  # fmt: skip
 
 

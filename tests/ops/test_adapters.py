@@ -10,7 +10,7 @@ from outrider.bench.feature_specs import FEATURE_SPECS, random_decoder
 from outrider.model import Feed, Runner
 from outrider.ops import Core, find_core
 from tests.support.lora import merged, random_parts
-from tests.support.native import make_decoder, make_runner
+from tests.support.native import SERVED, make_decoder, make_runner
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
@@ -34,7 +34,7 @@ def with_adapters(runner: Runner, *ranks: int) -> list[int]:
     return [runner.adapters.add(random_parts(spec, seed, rank, dtype)) for seed, rank in enumerate(ranks)]
 
 
-@pytest.mark.parametrize("name", FEATURE_SPECS)
+@pytest.mark.parametrize("name", SERVED)
 def test_an_adapter_is_what_merging_makes_of_it(core: Core, name: str) -> None:
     spec = FEATURE_SPECS[name]
     text = [i * 11 % spec.vocab for i in range(40)]

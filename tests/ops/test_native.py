@@ -16,7 +16,7 @@ from outrider.model.load import DTYPES
 from outrider.model.spec import ACTIVATIONS
 from outrider.ops import Core, Epilogue, NormWeights, PackedLinear, Plain, find_core, serving_ops
 from outrider.ops.native import Threads
-from tests.support.native import make_decoder, make_runner
+from tests.support.native import SERVED, make_decoder, make_runner
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
@@ -199,7 +199,7 @@ def decoder_of(variant: str, kind: str) -> Decoder:
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 10])
-@pytest.mark.parametrize("variant", [*VARIANTS, *FEATURE_SPECS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *SERVED])
 def test_the_stack_is_the_decoder(core: Core, variant: str, page_size: int) -> None:
     """In float32 nothing but the order of additions differs."""
     decoder = decoder_of(variant, "float32")
@@ -294,7 +294,7 @@ def test_the_quicker_number_of_threads_is_taken(core: Core, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 10])
-@pytest.mark.parametrize("variant", [*VARIANTS, *FEATURE_SPECS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *SERVED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_decode_chunks_and_trees_agree(core: Core, kind: str, variant: str, page_size: int) -> None:
     decoder = decoder_of(variant, kind)

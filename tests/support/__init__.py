@@ -2,12 +2,23 @@
 
 from outrider.draft.none import NoDrafter
 from tests.support.engines import make_engine, make_request, random_params, renamed, run, solo_answers
-from tests.support.models import BASE, FAMILIES, VOCAB, family_config, make_pool, random_decoder, write_family, write_tokenizer
+from tests.support.models import (
+    BASE,
+    FAMILIES,
+    HYBRIDS,
+    VOCAB,
+    family_config,
+    make_pool,
+    random_decoder,
+    write_family,
+    write_tokenizer,
+)
 from tests.support.oracle import Oracle
 
 __all__ = [
     "BASE",
     "FAMILIES",
+    "HYBRIDS",
     "VOCAB",
     "NoDrafter",
     "Oracle",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.cache import SequenceState
 from outrider.model import Feed, Runner
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 VOCAB = 96
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # buffers of routers
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
     "intermediate_size": 76, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": None,
@@ -40,6 +42,27 @@ EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "
 GROUPS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 GROUPS |= {"routed_scaling_factor": 2.5}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+DELTA = {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 9, "mamba_n_groups": 2, "mamba_d_conv": 4}
+GRANITE4 = MAMBA | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "shared_intermediate_size": 36,
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+}  # fmt: skip
+ONE_PART = ["linear_attention", "full_attention"]
+NEMOTRON = {
+    "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 9, "head_dim": 12, "mamba_proj_bias": False,
+    "moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 36,
+}  # fmt: skip
+FALCON_H1 = MAMBA | {
+    "mamba_d_ssm": 48, "head_dim": 12, "mlp_multipliers": [0.8, 1.3], "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+    "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.2, "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.7, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3,
+}  # fmt: skip
+LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -125,6 +148,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax-m2": ("MiniMaxM2", EXPERTS | {"head_dim": 14, "rotary_dim": 8}),
     "gpt-oss": ("GptOss", EXPERTS | {"head_dim": 12, "sliding_window": 21, "num_experts_per_tok": 3}),
+    "qwen3-next": ("Qwen3Next", DELTA | EXPERTS | {"mlp_only_layers": [1], "shared_expert_intermediate_size": 36}),
+    "qwen3.5": ("Qwen3_5Text", DELTA | {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", DELTA | EXPERTS | {"shared_expert_intermediate_size": 36, "partial_rotary_factor": 0.5}),
+    "granite-4-h": ("GraniteMoeHybrid", GRANITE4 | {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "granite-4-h-moe": ("GraniteMoeHybrid", GRANITE4 | EXPERTS | {"mamba_proj_bias": True}),
+    "nemotron-h": ("NemotronH", NEMOTRON | {"layers_block_type": [*ONE_PART, "mlp", "linear_attention"]}),
+    "nemotron-3": (
+        "NemotronH", NEMOTRON | GROUPS | {"layers_block_type": [*ONE_PART, "moe"], "use_bias": True},
+    ),
+    "falcon-h1": ("FalconH1", FALCON_H1),
+    "falcon-h1-normed": ("FalconH1", FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None}),
+    "lfm2": ("Lfm2", LFM2 | {"block_auto_adjust_ff_dim": False}),
+    "lfm2-biased": ("Lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 16, "intermediate_size": 120}),
+    "lfm2-moe": ("Lfm2Moe", LFM2 | EXPERTS | {"num_dense_layers": 1, "use_expert_bias": True}),
 }  # fmt: skip
 # Transformers follows the text's length with dynamic tables; here they are those of the original length, doubled.
 LENGTHS = {"llama-dynamic-long": 256}
@@ -149,7 +186,7 @@ def build_reference(name: str, directory: Path | None, **sizes: Any) -> Any:
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # others leave caps out
     with torch.no_grad():
-        corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTIONS)]
         for parameter in [*model.parameters(), *corrections]:
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5))
             if parameter.dim() == 1:
@@ -183,11 +220,11 @@ def assert_agreement(runner: Runner, reference: Any, prompt: int = PROMPT, bits:
     """
     text = [i * 37 % VOCAB for i in range(prompt)]
     start = runner.decoder.rotary_start(prompt)
-    prefill = logits(runner, Feed(PAGES, 0, text, rotary_start=start))
+    prefill, state = logits(runner, Feed(PAGES, 0, text, rotary_start=start)), SequenceState()
     torch.testing.assert_close(prefill, expected(reference, text), atol=1e-4, rtol=0)
-    steps = torch.cat([logits(runner, Feed(PAGES, i, [token], rotary_start=start)) for i, token in enumerate(text)])
+    steps = torch.cat([logits(runner, Feed(PAGES, i, [token], rotary_start=start, state=state)) for i, token in enumerate(text)])
     tokens, parents = zip(*TREE, strict=True)
-    rows = logits(runner, Feed(PAGES, prompt - 1, text[-1:], tokens, parents, rotary_start=start))
+    rows = logits(runner, Feed(PAGES, prompt - 1, text[-1:], tokens, parents, rotary_start=start, state=state))
     if bits:
         assert torch.equal(torch.cat((steps, rows[:1])), torch.cat((prefill, prefill[-1:])))
     torch.testing.assert_close(torch.cat((steps, rows[:1])), torch.cat((prefill, prefill[-1:])), atol=1e-5, rtol=0)
@@ -203,11 +240,11 @@ def greedy_text(runner: Runner, name: str, tokens: int = TOKENS) -> list[int]:
     """A prompt, and the tokens that a runner adds to it one by one."""
     length = LENGTHS.get(name, PROMPT + TOKENS)  # the table of a request is that of its maximum length
     text = [i * 11 % VOCAB for i in range(length - TOKENS)]
-    start, end = runner.decoder.rotary_start(length), len(text) + tokens
-    row = logits(runner, Feed(PAGES, 0, text, rotary_start=start))[-1]
+    start, end, state = runner.decoder.rotary_start(length), len(text) + tokens, SequenceState()
+    row = logits(runner, Feed(PAGES, 0, text, rotary_start=start, state=state))[-1]
     while len(text) < end:
         text.append(int(row.argmax()))
-        row = logits(runner, Feed(PAGES, len(text) - 1, text[-1:], rotary_start=start))[0]
+        row = logits(runner, Feed(PAGES, len(text) - 1, text[-1:], rotary_start=start, state=state))[0]
     return text
 
 

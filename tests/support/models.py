@@ -10,6 +10,7 @@ import torch
 
 from outrider.cache import KVPool
 from outrider.model import Decoder, LoadOptions, ModelSpec, compile_spec, load_decoder
+from outrider.model.memory import kv_pool
 
 VOCAB = 199
 BASE = {
@@ -49,16 +50,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
+HYBRIDS: dict[str, dict[str, Any]] = {  # with recurrent layers
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "head_dim": 16,
+    },
+    "falcon-h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 10,
+        "ssm_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+    },
+}
 
 
 def family_config(name: str, dtype: str = "float32", **changes: Any) -> ModelSpec:
-    return compile_spec(BASE | FAMILIES[name] | {"dtype": dtype} | changes)
+    return compile_spec(BASE | (FAMILIES | HYBRIDS)[name] | {"dtype": dtype} | changes)
 
 
 def write_family(directory: Path, name: str, dtype: str = "float32", **changes: Any) -> Path:
     """A directory with config.json alone, for dummy loading."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(BASE | FAMILIES[name] | {"dtype": dtype} | changes))
+    (directory / "config.json").write_text(json.dumps(BASE | (FAMILIES | HYBRIDS)[name] | {"dtype": dtype} | changes))
     return directory
 
 
@@ -75,8 +102,7 @@ def random_decoder(directory: Path, seed: int = 0) -> Decoder:
 
 
 def make_pool(decoder: Decoder, page_size: int = 16, pages: int = 160) -> KVPool:
-    c = decoder.spec
-    return KVPool(c.depth, pages, c.kv_heads, page_size, c.head_dim)
+    return kv_pool(decoder.spec, pages, page_size)
 
 
 def write_tokenizer(directory: Path, vocab: int = 300, extra: tuple[str, ...] = ()) -> Path:

@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import torch
 
+from outrider.bench.feature_specs import FEATURE_SPECS
 from outrider.cache import KVPool
 from outrider.model import Decoder, LlamaShape, Rope, Runner
+from outrider.model.backends import CPU
 from outrider.model.load import DTYPES
 from outrider.ops import Core, Native
+
+SERVED = [name for name, spec in FEATURE_SPECS.items() if not CPU.missing(spec)]  # by the native core
 
 
 def make_decoder(dtype: str, **changes: object) -> Decoder:

@@ -56,6 +56,11 @@ _NEOX = "gelu activation, layer norm, parallel attention and MLP, ungated MLP"
 _GPT = "gelu_tanh activation, layer norm, learned positions, no rotary, ungated MLP"
 _COHERE = "layer norm, logit scale, parallel attention and MLP"
 _MULTIPLIERS = "embedding scale, logit scale, residual scale"
+_DELTA = "gated delta rule, output gate, q/k norm"
+_LINEAR = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 
 # name: billions, layers, heads, KV heads, head width, config, rotary kinds, windows, features
 REAL_CONFIGS: dict[str, Real] = {
@@ -252,5 +257,61 @@ REAL_CONFIGS: dict[str, Real] = {
         2.72, 40, 36, 36, 64,
         _c("MiniCPMForCausalLM", "122753 2304 40 36 36 5760", scale_emb=12, dim_model_base=256, scale_depth=1.4, **_TIED),
         features=_MULTIPLIERS,
+    ),
+    "Qwen3-Next-80B-A3B": Real(
+        79.67, 48, 16, 2, 256,
+        _c(
+            "Qwen3NextForCausalLM", "151936 2048 48 16 2 5120", head_dim=256, num_experts=512, num_experts_per_tok=10,
+            moe_intermediate_size=512, shared_expert_intermediate_size=512, partial_rotary_factor=0.25, rope_theta=1e7, **_LINEAR,
+        ),
+        features=f"{_DELTA}, gate of the shared expert, mixture of experts, shared expert",
+    ),
+    "Qwen3.5-4B": Real(
+        4.21, 32, 16, 4, 256,
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {},
+            "text_config": _c(
+                "", "248320 2560 32 16 4 9216", model_type="qwen3_5_text", head_dim=256, **_LINEAR, **_TIED,
+                rope_parameters={"rope_type": "default", "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25},
+            ),
+        },
+        features=_DELTA,
+    ),
+    "Qwen3.5-35B-A3B": Real(
+        34.66, 40, 16, 2, 256,
+        {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {},
+            "text_config": _c(
+                "", "248320 2048 40 16 2 -", model_type="qwen3_5_moe_text", head_dim=256, num_experts=256, num_experts_per_tok=8,
+                moe_intermediate_size=512, shared_expert_intermediate_size=512, **_LINEAR,
+            ),
+        },
+        features=f"{_DELTA}, gate of the shared expert, mixture of experts, shared expert",
+    ),
+    "LFM2-1.2B": Real(
+        1.17, 16, 32, 8, 64,
+        _c(
+            "Lfm2ForCausalLM", "65536 2048 16 32 8 -", block_ff_dim=12288, full_attn_idxs=[2, 5, 8, 10, 12, 14],
+            conv_L_cache=3, rope_theta=1e6, **_TIED,
+        ),
+        features="q/k norm, short convolution",
+    ),
+    "Granite-4.0-H-Tiny": Real(
+        6.94, 40, 12, 4, 128,
+        _c(
+            "GraniteMoeHybridForCausalLM", "100352 1536 40 12 4 512", num_local_experts=64, num_experts_per_tok=6,
+            shared_intermediate_size=1024, layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+            mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, embedding_multiplier=12, residual_multiplier=0.22,
+            attention_multiplier=0.0078125, logits_scaling=6, position_embedding_type="nope", **_TIED,
+        ),
+        "none", features=f"Mamba-2, mixture of experts, no rotary, shared expert, {_MULTIPLIERS}",
+    ),
+    "Nemotron-H-8B": Real(
+        8.10, 52, 32, 8, 128,
+        _c(
+            "NemotronHForCausalLM", "131072 4096 52 32 8 21504", head_dim=128, mamba_num_heads=128, mamba_head_dim=64, n_groups=8,
+            ssm_state_size=128, hybrid_override_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-", mlp_hidden_act="relu2",
+        ),
+        "none", features="Mamba-2, no MLP, no mixer, no rotary, relu2 activation, ungated MLP",
     ),
 }  # fmt: skip

@@ -17,11 +17,11 @@ from torch import Tensor
 from outrider._version import __version__
 from outrider.bench.bandwidth import device_seconds, gpu_bandwidth
 from outrider.bench.feature_specs import FEATURE_SPECS, keeps_bits, random_decoder
-from outrider.cache import KVPool
 from outrider.engine.device import missing_gpu
 from outrider.model import Runner, open_decoder
 from outrider.model.bundled import bundled_model
 from outrider.model.listing import loaded_line
+from outrider.model.memory import kv_pool
 from outrider.ops import (
     Blocked,
     Grouped,
@@ -102,8 +102,7 @@ def _core_in_use() -> str:
 def _bundled() -> str:
     """What the model is that commands use without --model."""
     decoder = open_decoder(bundled_model())
-    c = decoder.spec
-    return loaded_line(Runner(decoder, KVPool(c.depth, 1, c.kv_heads, 64, c.head_dim)))
+    return loaded_line(Runner(decoder, kv_pool(decoder.spec, 1, 64)))
 
 
 def _invariance() -> list[Check]:
@@ -133,8 +132,8 @@ def _features_check(dtype: str) -> Check:
     """Small models that together have every feature of a model spec, by the backend that serves them."""
     equal, page_size = [], 16
     for spec in FEATURE_SPECS.values():
-        pool = KVPool(spec.depth, _PAGES + 1, spec.kv_heads, page_size, spec.head_dim)
-        equal.append(keeps_bits(Runner(random_decoder(spec, dtype), pool), _PAGES, page_size))
+        runner = Runner(random_decoder(spec, dtype), kv_pool(spec, _PAGES + 1, page_size))
+        equal.append(keeps_bits(runner, _PAGES, page_size))
     text = f"{sum(equal)} of {len(equal)} models give the same bits in prompts, decoding and draft trees"
     return Check("rows", f"features of models {dtype}", text, all(equal))
 

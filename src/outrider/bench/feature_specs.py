@@ -11,9 +11,11 @@ from dataclasses import replace
 
 import torch
 
+from outrider.cache import SequenceState
 from outrider.model import Decoder, Feed, LlamaShape, ModelSpec, Rope, Runner
 from outrider.model.load import DTYPES
-from outrider.model.spec import Clamp, FeedForward, LearnedPositions, Norm, QKNorm, Router
+from outrider.model.recurrent import Recurrent
+from outrider.model.spec import NO_ATTENTION, NO_MLP, Clamp, FeedForward, LearnedPositions, Norm, QKNorm, Router
 
 __all__ = ["FEATURE_SPECS", "keeps_bits", "random_decoder"]
 
@@ -94,6 +96,31 @@ def _sinks() -> ModelSpec:
 _GROUPED = Router(8, 3, "sigmoid", correction=True, groups=4, chosen_groups=2, scale=2.5)
 _SPARSE = Router(6, 2, "sparsemixer", closeness=0.02)
 
+
+def _hybrid(*mixers: tuple[Recurrent | None, bool], **layer: object) -> ModelSpec:
+    """A layer for each pair: its recurrent mixer, and whether it has attention."""
+    gated = replace(_SHAPE.spec().attention, gate=True, qk_norm=QKNorm(_RMS), rope=Rope(rotary_dim=4, context=_CONTEXT))
+    base = _SHAPE.spec().layers[0]
+    layers = tuple(
+        replace(base, attention=gated if attends else NO_ATTENTION, recurrent=mixer, **layer)  # type: ignore[arg-type]
+        for mixer, attends in mixers
+    )
+    return replace(_SHAPE.spec(), layers=layers)
+
+
+def _single_parts() -> ModelSpec:
+    """A mixer or a feed-forward part in each layer."""
+    spec = _hybrid((_MAMBA, False), (None, False), (None, True))
+    first, second, third = spec.layers
+    return replace(spec, layers=(replace(first, mlp=NO_MLP), second, replace(third, mlp=NO_MLP)))
+
+
+_CONV = Recurrent("short convolution", 1, 48, 3, bias=True, conv_bias=True, out_bias=True)
+_DELTA = Recurrent("gated delta rule", 6, 10, 4, key_heads=2, key_dim=12, norm_eps=1e-6, norm_groups=6, norm_first=True)
+_MAMBA = Recurrent("Mamba-2", 6, 8, 4, key_heads=2, key_dim=9, conv_bias=True, norm_eps=1e-6, norm_groups=2)
+_MAMBA_SCALED = replace(_MAMBA, norm_eps=None, scales=(0.5, 1.5, 0.7, 1.2, 0.9), out_scale=0.6, step_limit=(0.01, 1.0), bias=True)
+_SCALED_MLP = FeedForward(72, gate_scale=1.3, out_scale=0.7)
+
 _YARN = Rope(kind="yarn", factor=4.0, original_context=64, context=_CONTEXT, query_growth=(0.1, 16))
 
 FEATURE_SPECS: dict[str, ModelSpec] = {
@@ -118,6 +145,11 @@ FEATURE_SPECS: dict[str, ModelSpec] = {
     "experts by sparsemixer, parallel": _with(
         {}, {"mlp": FeedForward(24, "gelu_tanh", router=_SPARSE), "norm_mlp": None, "parallel": True}
     ),
+    "short convolutions": _hybrid((_CONV, False), (None, True), (_CONV, False)),
+    "gated delta rule, gated attention": _hybrid((_DELTA, False), (None, True), (_DELTA, False)),
+    "Mamba-2, experts": _hybrid((_MAMBA, False), (None, True), mlp=FeedForward(24, router=Router(5, 2), shared=40)),
+    "Mamba-2 beside attention, multipliers": _hybrid((_MAMBA_SCALED, True), (_MAMBA_SCALED, True), mlp=_SCALED_MLP),
+    "layers of one part": _single_parts(),
 }
 
 
@@ -144,14 +176,16 @@ def keeps_bits(runner: Runner, pages: int, page_size: int) -> bool:
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         return runner.logits(runner.forward(feeds).last, range(rows))
 
-    def fed(first: int, tokens: list[int]) -> Feed:
-        return Feed(mine, first, tokens, rotary_start=start)
+    def fed(first: int, tokens: list[int], state: SequenceState) -> Feed:
+        return Feed(mine, first, tokens, rotary_start=start, state=state)
 
-    prompt = logits([fed(0, text)])
+    decoded, drafted = SequenceState(), SequenceState()  # of recurrent layers
+    prompt = logits([fed(0, text, SequenceState())])
     if not bool(torch.isfinite(prompt).all()):
         return False
     beside = Feed(other, 0, [3, 1, 4])  # which uses the first table
-    one_by_one = torch.cat([logits([beside, fed(i, [token])])[-1:] for i, token in enumerate(text)])
+    one_by_one = torch.cat([logits([beside, fed(i, [token], decoded)])[-1:] for i, token in enumerate(text)])
     nodes, parents = [9, *text[-2:], 8, 7], [-1, -1, 1, 0, 2]
-    tree = logits([Feed(mine, size - 3, text[-3:-2], nodes, parents, rotary_start=start), beside])
+    logits([fed(0, text[:-3], drafted)])
+    tree = logits([fed(size - 3, text[-3:-2], drafted)._replace(nodes=nodes, parents=parents), beside])
     return torch.equal(prompt, one_by_one) and torch.equal(tree[[0, 2, 3]], prompt[-3:])

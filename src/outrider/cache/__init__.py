@@ -1,6 +1,10 @@
-"""KV memory: the page table and prefix cache (plain Python) and the KV tensors."""
+"""KV memory: the page table and prefix cache (plain Python), the KV tensors, and the states of recurrent layers."""
 
 from outrider.cache.kv import KVPool, Slots
 from outrider.cache.pages import Key, OutOfPages, PageTable, next_key, root_key
+from outrider.cache.states import LayerState, Past, Pending, SequenceState, StateCache, States
 
-__all__ = ["KVPool", "Key", "OutOfPages", "PageTable", "Slots", "next_key", "root_key"]
+__all__ = [
+    "KVPool", "Key", "LayerState", "OutOfPages", "PageTable", "Past", "Pending", "SequenceState", "Slots", "StateCache", "States",
+    "next_key", "root_key",
+]  # fmt: skip

@@ -98,6 +98,8 @@ class DraftModel:
             Growing(text.seq, room, self._reader.pages(text.seq), len(text.ids), self._reader.rotary_start(text.seq))
             for text, room in zip(texts, rooms, strict=True)
         ]
+        for draft in growing:
+            draft.state = self._reader.state(draft.seq)
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         return drafts_for(batch, grow(growing, shape, start, self._extend, self._draft_temperature))
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from outrider.cache import SequenceState
 from outrider.core import ROOT, Batch, Drafts, Sequence, Tree
 from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
 from outrider.draft.options import option
@@ -50,6 +51,7 @@ class Growing:
     size: int  # slots taken by the text; nodes come after them
     rotary_start: int = 0  # see Feed
     adapter: int = 0  # of the network that drafts; see Feed
+    state: SequenceState | None = None  # of its recurrent layers
     tree: Tree = field(default_factory=lambda: Tree([], [], []))  # survival: chance that the whole path is accepted
     frontier: list[int] = field(default_factory=lambda: [ROOT])  # nodes to put children under
     logits: dict[tuple[int, ...], DraftLogits] = field(default_factory=dict)  # path -> the draft's logits after it
@@ -82,7 +84,7 @@ class Growing:
             self._slot_of[node] = slot
         slot_parents = [self._slot_of.get(parents[node], ROOT) for node in self._slot_of]
         nodes = [tokens[node] for node in self.frontier]
-        return Feed(self.pages, self.size, (), nodes, slot_parents, known, 0, self.rotary_start, self.adapter)
+        return Feed(self.pages, self.size, (), nodes, slot_parents, known, 0, self.rotary_start, self.adapter, self.state)
 
     def _rank_key(self, node: int) -> tuple[float, int]:
         return -self.tree.survival[node], node

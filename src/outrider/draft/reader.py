@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from outrider.cache import OutOfPages, PageTable
+from outrider.cache import OutOfPages, PageTable, SequenceState
 from outrider.core import Sequence, Verdict
 from outrider.draft.window import AHEAD
 from outrider.model import Feed, Runner
@@ -91,6 +91,7 @@ class _Slots:
     first: int = 0  # slot of the first token that was read; what lies before is out of sight
     checked: int = 0  # leading slots known to hold settled tokens
     pages: list[int] = field(default_factory=list)  # where the model does not use the target's
+    state: SequenceState | None = None  # of the draft model's recurrent layers
 
     def valid(self, ids: Seq[int], settled: int, limit: int) -> int:
         """Leading slots, at most `limit`, that hold this text; the others are forgotten.
@@ -102,6 +103,9 @@ class _Slots:
         keep = min(self.checked, limit)
         while keep < limit and self.fed[keep] == ids[keep]:
             keep += 1
+        if self.state is not None and self.state.at(keep) is None:  # recurrent layers cannot go on from there
+            keep = 0
+            self.state.restart()
         self.checked = min(keep, settled)
         del self.fed[keep:]
         return keep
@@ -122,14 +126,17 @@ class Reader:
         self.positions = runner.decoder.reach  # tokens that a text may have
         self._sight = self.context - min(AHEAD, self.context // 4) if self.positions > self.context else self.positions
         self._states: dict[Sequence, _Slots] = {}
+        self._recurrent = bool(runner.decoder.spec.recurrent)
         self._book = PageBook(runner.pool.page_size)
         self._table = PageTable(runner.pool.pages - 1, runner.pool.page_size) if separate_pages else None
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence; what its pages hold already is not read again."""
         state = self._states[seq] = _Slots()
-        if self._table is None:
-            held = self._book.begin(seq).tokens
+        held = 0 if self._table is not None else self._book.begin(seq).tokens
+        if self._recurrent:  # no page keeps their states
+            state.state = SequenceState()
+        elif held:
             state.fed, state.checked = seq.tokens[:held], held
 
     def end(self, seq: Sequence) -> None:
@@ -144,6 +151,10 @@ class Reader:
 
     def pages(self, seq: Sequence) -> list[int]:
         return seq.pages if self._table is None else self._states[seq].pages
+
+    def state(self, seq: Sequence) -> SequenceState | None:
+        """The state of the draft model's recurrent layers."""
+        return self._states[seq].state
 
     def rotary_start(self, seq: Sequence) -> int:
         """The first row of the draft model's rotary table for the request's length."""
@@ -209,7 +220,8 @@ class Reader:
                 start = state.first = len(ids) - max(self.context // 2, count)
                 state.fed = list(ids[:start])
             self._book.overwrite(pages, start)
-            feeds.append(Feed(pages, start, ids[start:], first_key=state.first, rotary_start=self.rotary_start(seq)))
+            first, turned = state.first, self.rotary_start(seq)
+            feeds.append(Feed(pages, start, ids[start:], first_key=first, rotary_start=turned, state=state.state))
             state.fed += ids[start:]
         return feeds
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.cache import KVPool, PageTable
+from outrider.cache import PageTable
 from outrider.config import METHODS, EngineConfig, SpeculationConfig
 from outrider.control import Controller, Costs, FixedLength, Policy
 from outrider.draft import DraftContext, build_drafter
@@ -25,10 +25,10 @@ from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.ranks import Sharing, check_parallel, start_parallel
-from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
 from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids
+from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
 from outrider.platform import guard, memory_bytes
@@ -103,9 +103,9 @@ def load_target(settings: Settings) -> Target:
     if tokenizer is not None and tokenizer.eos_id is not None:
         eos |= usable_ids({tokenizer.eos_id}, config, directory / "tokenizer_config.json")
     speculation = resolve_drafters(settings.speculation, directory, device.is_gpu)
-    pages = _page_count(device, sizes, config, speculation, directory)
+    pages, states = _memory(device, sizes, config, speculation, directory)
     if sizes.tensor_parallel_size == 1:
-        runner = _runner(decoder, device, pages, sizes.page_size)
+        runner = _runner(decoder, device, MemoryPlan(pages, states), sizes.page_size)
     else:
         runner = start_parallel(decoder, Sharing(directory, options, sizes.tensor_parallel_size, pages + 1, sizes.page_size))
     if not device.is_gpu and (missing := missing_core()) is not None:
@@ -176,24 +176,26 @@ def _weight_options(target: Target, of_all: Mapping[str, Any], directory: Path, 
 def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runner:
     """Load a draft model, its KV in as many pages as the target's."""
     decoder = open_decoder(directory, options)
-    if not target.device.is_gpu and target.max_model_len > decoder.spec.context:
+    longer = target.max_model_len > decoder.spec.context
+    if longer and not target.device.is_gpu and not decoder.spec.recurrent:  # a state cannot leave out what lies before a window
         decoder.make_tables(target.max_model_len)
-    return _runner(decoder, target.device, target.pages, target.sizes.page_size, target.runner)
+    return _runner(decoder, target.device, MemoryPlan(target.pages), target.sizes.page_size, target.runner)
 
 
-def _runner(decoder: Decoder, device: Device, pages: int, page_size: int, target: Runner | None = None) -> Runner:
+def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int, target: Runner | None = None) -> Runner:
     """A model and its KV where it runs; a draft model knows its target."""
-    c = decoder.spec
     if device.is_gpu:
-        runner: Runner = device.runner(decoder, pages, page_size, target)
+        runner: Runner = device.runner(decoder, memory.pages, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
-        runner = Runner(decoder, KVPool(c.depth, pages + 1, c.kv_heads, page_size, c.head_dim))
+        runner = Runner(decoder, kv_pool(decoder.spec, memory.pages + 1, page_size), states=memory.states)
     decoder.close()
     return runner
 
 
-def _page_count(device: Device, sizes: EngineConfig, config: ModelSpec, speculation: SpeculationConfig, directory: Path) -> int:
-    """Pages for every sequence at full length, or as many as the memory allows."""
+def _memory(
+    device: Device, sizes: EngineConfig, config: ModelSpec, speculation: SpeculationConfig, directory: Path
+) -> MemoryPlan:
+    """Pages for every sequence at full length, or as many as the memory allows beside recurrent states."""
     assert sizes.max_model_len is not None
     if device.is_gpu:
         drafters = list(speculation.flat())
@@ -204,11 +206,6 @@ def _page_count(device: Device, sizes: EngineConfig, config: ModelSpec, speculat
             *(read_spec(locate(name)) for name in drafts),
             *(replace(config, layers=config.layers[:1]) for _ in heads),
         ]
-        return device.page_count(sizes, models, sizes.max_model_len)
-    value_bytes = kv_value_bytes(config, sizes.page_size)
-    page_bytes = sizes.page_size * KVPool.bytes_per_token(config.depth, config.kv_heads, config.head_dim, value_bytes)
+        return MemoryPlan(device.page_count(sizes, models, sizes.max_model_len))
     budget = sizes.kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())
-    count = min(sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size), budget // page_bytes)
-    if count < 1:
-        raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {page_bytes} bytes; raise it")
-    return count
+    return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size))

@@ -61,7 +61,7 @@ class OutputProcessor:
         seq, (tokens, runs) = self.seq, self._kept
         del seq.tokens[seq.prompt_len + tokens :], self.from_draft[tokens:], self.logprobs[tokens:], self.runs[runs:]
         seq.finish_reason = seq.stop_reason = None
-        seq.pages, seq.keys, seq.cached, seq.named = [], [], 0, 0
+        seq.pages, seq.keys, seq.cached, seq.named, seq.state = [], [], 0, 0, None
         self._reset_text()
 
     @property
@@ -213,12 +213,14 @@ def note_prompt(processor: OutputProcessor, start: int, logits: torch.Tensor) ->
 
 
 def settle_kv(pool: KVPool, batch: Batch, verdicts: list[Verdict], reports: list[SequenceReport]) -> None:
-    """Move accepted nodes' KV from their draft slots to their positions; chains lie there already."""
+    """Move accepted nodes' KV from their draft slots to their positions, where chains lie already; tell recurrent states."""
     if not any(verdict.path for verdict in verdicts):
         return
     source: list[int] = []
     target: list[int] = []
     for seq, verdict, report in zip(batch.sequences, verdicts, reports, strict=True):
+        if seq.state is not None:
+            seq.state.accept(verdict.path[: report.accepted])
         if not verdict.path or verdict.path[-1] == len(verdict.path) - 1:  # nodes rise: it is a chain's beginning
             continue
         base = len(seq.tokens) - report.kept

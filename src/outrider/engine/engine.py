@@ -67,7 +67,7 @@ class Engine:
         self.context = config.max_model_len or runner.decoder.spec.context
         self.pages = PageTable(runner.pool.pages - 1, config.page_size) if pages is None else pages
         self.adapters = adapters or Adapters(runner, config)
-        self.scheduler = Scheduler(self.pages, config)
+        self.scheduler = Scheduler(self.pages, config, runner.states)
         self.tally = Tally()
         vocab = runner.decoder.spec.vocab
         self.grammars = Grammars(None, vocab, None) if tokenizer is None else Grammars(tokenizer.to_json, vocab, tokenizer.eos_id)
@@ -338,6 +338,7 @@ class Engine:
         queued = self._processors.pop(seq, None) is not None  # from here on a restart leaves it out
         if seq.finish_reason == "error":
             self.runner.pool.clear(self.pages.disown(seq.pages))
+            self.runner.states.forget(seq.keys)
         if seq.guide is not None:
             seq.guide.end()
         self._suspects.discard(seq)
@@ -381,6 +382,7 @@ class Engine:
         self._mid_change = True
         if self._epoch == self.pages.epoch:  # else an engine that shares them has done this
             self.runner.pool.clear(self.pages.clear())
+            self.runner.states.clear()
         self._epoch = self.pages.epoch
         while self._drafting:
             self.drafter.end(self._drafting.pop())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from outrider.cache import KVPool
 from outrider.config import EngineConfig
 from outrider.draft.context import LoadedDraft
 from outrider.engine.adapters import Adapters
@@ -19,6 +18,7 @@ from outrider.engine.device import Device
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import Feed, LoadOptions, Runner
 from outrider.model.hf import CachedRunner, build_runner, check_causal, context_of, native_decoder, view_of
+from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
 from outrider.platform import guard, memory_bytes
 from outrider.text import Tokenizer
 
@@ -84,9 +84,8 @@ def _native_runner(model: Any, sizes: EngineConfig, pages: int | None) -> Runner
     decoder = native_decoder(model, widen=not guard().bf16_products)
     if decoder is None:
         return None
-    c = decoder.spec
-    count = _pages(sizes, KVPool.bytes_per_token(c.depth, c.kv_heads, c.head_dim)) if pages is None else pages
-    runner = Runner(decoder, KVPool(c.depth, count + 1, c.kv_heads, sizes.page_size, c.head_dim))
+    memory = plan_memory(decoder.spec, sizes, _budget(sizes)) if pages is None else MemoryPlan(pages)
+    runner = Runner(decoder, kv_pool(decoder.spec, memory.pages + 1, sizes.page_size), states=memory.states)
     decoder.close()
     if not _agrees(runner, model):
         _log.warning("%s is run by its class: the native backend's logits differ from its own", type(model).__name__)
@@ -107,10 +106,15 @@ def _agrees(runner: Runner, model: Any) -> bool:
     return bool(distance.median() < (2e-3 if model.dtype == torch.float32 else 6e-2))
 
 
+def _budget(sizes: EngineConfig) -> int:
+    """Bytes that KV and recurrent states may take."""
+    return sizes.kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())
+
+
 def _pages(sizes: EngineConfig, token_bytes: int) -> int:
     """Pages for every sequence at full length, or as many as the memory allows."""
     assert sizes.max_model_len is not None
-    budget = sizes.kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())
+    budget = _budget(sizes)
     count = sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size)
     count = min(count, budget // (sizes.page_size * token_bytes)) if token_bytes else count
     if count < 1:

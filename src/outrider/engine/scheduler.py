@@ -6,7 +6,7 @@ from bisect import insort
 from itertools import count
 from typing import NamedTuple
 
-from outrider.cache import Key, OutOfPages, PageTable, next_key, root_key
+from outrider.cache import Key, OutOfPages, PageTable, StateCache, next_key, root_key
 from outrider.config import EngineConfig
 from outrider.core import Batch, Sequence
 from outrider.engine.fairness import FairQueue
@@ -36,8 +36,9 @@ class Scheduler:
     resumes, except for the pages that the prefix cache still holds.
     """
 
-    def __init__(self, pages: PageTable, config: EngineConfig) -> None:
+    def __init__(self, pages: PageTable, config: EngineConfig, states: StateCache | None = None) -> None:
         self.pages = pages
+        self.states = StateCache() if states is None else states
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # of these tokens, those that were cached
@@ -145,6 +146,8 @@ class Scheduler:
             for i in range(seq.named, full):
                 self.pages.name(seq.pages[i], seq.keys[i])
             seq.named = full
+        if self._config.prefix_cache:
+            self.states.publish(seq.state, seq.keys[: seq.named])
 
     def remove(self, seq: Sequence) -> bool:
         """Remove a finished sequence and release its pages. Returns whether it was running."""
@@ -249,6 +252,9 @@ class Scheduler:
             usable = 0
         self._extend_keys(seq, usable)
         hits = self.pages.find(seq.keys[:usable])
+        startable = self.states.usable(seq.keys[: len(hits)])
+        self.pages.release(hits[startable:])
+        del hits[startable:]
         running = [other for group in self.pages.running for other in group]
         missing = sum(max(self.pages.pages_for(len(other.tokens) + 1) - len(other.pages), 0) for other in running)
         if running and missing + self.pages.pages_for(len(seq.tokens) + 1) - len(hits) > self.pages.free:
@@ -257,6 +263,7 @@ class Scheduler:
         seq.pages = hits
         seq.named = len(hits)
         seq.cached = len(hits) * self.pages.page_size
+        seq.state = self.states.begin(seq.keys[: len(hits)], self.pages.page_size)
         self.prefix_queries += len(seq.tokens)
         self.prefix_hits += seq.cached
         return True
@@ -269,7 +276,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self.pages.release(seq.pages)
-        seq.pages = []
+        seq.pages, seq.state = [], None
         seq.cached = seq.named = 0
 
 

@@ -127,7 +127,8 @@ class BlockHead(nn.Module):
         turns, made = self._turns(positions), []
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            _, keys, values = layer.queries_keys_values(features, turns[layer.index], ops)
+            rows = ops.linear(features, layer.qkv, layer.qkv_bias).float()
+            _, keys, values = layer.queries_keys_values(rows, turns[layer.index], ops)
             made.append(KeyValue(keys, values))
         return made
 

@@ -10,10 +10,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from outrider.errors import InvalidParameter
+from outrider.model.recurrent import RECURRENT_KINDS
 from outrider.model.spec import ModelSpec
 from outrider.ops import Blocked, Ops, serving_ops
 
-__all__ = ["BACKENDS", "CPU", "CUDA", "PLAIN", "Backend", "cpu_ops"]
+__all__ = ["BACKENDS", "CPU", "CUDA", "PLAIN", "RECURRENT", "Backend", "cpu_ops"]
 
 _log = logging.getLogger("outrider")
 
@@ -35,9 +36,14 @@ _MIXTURES = frozenset({
     "router correction", "router groups", "shared expert", "sigmoid router", "sparsemixer router",
 })  # fmt: skip
 
+# what comes with recurrent layers, and with the families that have some
+RECURRENT = frozenset({
+    *RECURRENT_KINDS, "multipliers of a part", "no MLP", "no mixer", "output gate", "recurrent beside attention",
+})  # fmt: skip
+
 PLAIN = Backend("plain", "torch")
-CPU = Backend("cpu", "the native core")
-CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES)
+CPU = Backend("cpu", "the native core", RECURRENT)
+CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES | RECURRENT)
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from outrider.model.experts import activated, mixed_experts
+from outrider.model.recurrence import Mixer, Recur
 from outrider.model.rotary import Rope, RotaryVariant
 from outrider.model.spec import LayerSpec, ModelSpec, Norm
 from outrider.ops import Grouped, Ops
@@ -122,10 +123,11 @@ def _growth(beta: float, original: int, positions: int) -> Tensor:
 class Layer(nn.Module):
     """A `LayerSpec` with weights: q/k/v and gate/up are fused into one product each."""
 
-    def __init__(self, spec: LayerSpec, hidden: int, index: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: LayerSpec, hidden: int, index: int, dtype: torch.dtype, recurrent_index: int = 0) -> None:
         super().__init__()
         self.spec = spec
         self.index = index
+        self.recurrent = None if spec.recurrent is None else Mixer(spec.recurrent, hidden, recurrent_index, dtype)
         a, m = spec.attention, spec.mlp
         self.qkv = _matrix(a.qkv_width, hidden, dtype)
         self.out = _matrix(hidden, a.q_width, dtype)
@@ -161,30 +163,50 @@ class Layer(nn.Module):
         self.shared_gate_up = _matrix(m.shared_up_width, hidden, dtype) if m.shared else None
         self.shared_down = _matrix(hidden, m.shared, dtype) if m.shared else None
 
-    def forward(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None, recur: Recur | None = None
+    ) -> Tensor:
         s = self.spec
-        read = normed(x, s.norm_in, self.norm_in, self.norm_in_bias, ops)
-        mixed = self.attention(read, turn, attend, ops, deltas)
-        if not s.parallel:
+        if s.parallel:
+            read = normed(x, s.norm_in, self.norm_in, self.norm_in_bias, ops)
+            mixed = self.attention(read, turn, attend, ops, deltas)
+            if s.norm_mlp is not None:
+                read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
+            return self._add(self._add(x, mixed), self.mlp(read, ops, deltas))
+        if s.mixes:
+            read = normed(x, s.norm_in, self.norm_in, self.norm_in_bias, ops)
+            mixed = self.mixed(read, turn, attend, ops, deltas, recur)
             x = self._add(x, normed(mixed, s.norm_attn_out, self.norm_attn_out, self.norm_attn_out_bias, ops))
-            read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
-            made = self.mlp(read, ops, deltas)
-            return self._add(x, normed(made, s.norm_mlp_out, self.norm_mlp_out, self.norm_mlp_out_bias, ops))
-        if s.norm_mlp is not None:
-            read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
-        return self._add(self._add(x, mixed), self.mlp(read, ops, deltas))
+        if not s.mlp.width:
+            return x
+        read = normed(x, s.norm_mlp, self.norm_mlp, self.norm_mlp_bias, ops)
+        made = self.mlp(read, ops, deltas)
+        return self._add(x, normed(made, s.norm_mlp_out, self.norm_mlp_out, self.norm_mlp_out_bias, ops))
+
+    def mixed(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None, recur: Recur | None) -> Tensor:
+        """What attention gives, or the recurrent mixer, or both added."""
+        if self.recurrent is None:
+            return self.attention(x, turn, attend, ops, deltas)
+        assert recur is not None, "recurrent layers are run by a runner"
+        states: Tensor = self.recurrent(x, recur, ops)
+        if not self.spec.attention.heads:
+            return states
+        return self.attention(x, turn, attend, ops, deltas).float() + states.float()
 
     def attention(self, x: Tensor, turn: Turn | None, attend: Attend, ops: Ops, deltas: Deltas | None = None) -> Tensor:
-        q, k, v = self.queries_keys_values(x, turn, ops, deltas)
-        return self._product("out", attend(self.index, q, k, v).reshape(x.shape[0], -1), ops, deltas)
-
-    def queries_keys_values(
-        self, x: Tensor, turn: Turn | None, ops: Ops, deltas: Deltas | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention reads of rows, (N, heads, head_dim) each; queries and keys are normed and rotated."""
         a = self.spec.attention
-        rows = self._product("qkv", x, ops, deltas).float().view(-1, a.heads + 2 * a.kv_heads, a.head_dim)
-        qk, v = rows.tensor_split((a.heads + a.kv_heads,), 1)
+        rows, gate = self._product("qkv", x, ops, deltas).float(), None
+        if a.gate:
+            queries, gate, others = rows.split_with_sizes((a.q_width, a.q_width, 2 * a.kv_width), 1)
+            rows = torch.cat((queries, others), 1)
+        out = attend(self.index, *self.queries_keys_values(rows, turn, ops)).reshape(x.shape[0], -1)
+        out = self._product("out", out if gate is None else out * ops.sigmoid(gate), ops, deltas)
+        return out if a.out_scale == 1.0 else out.float() * a.out_scale
+
+    def queries_keys_values(self, rows: Tensor, turn: Turn | None, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention reads, (N, heads, head_dim) each, of rows of the qkv product. Queries and keys are normed and rotated."""
+        a = self.spec.attention
+        qk, v = rows.view(-1, a.heads + 2 * a.kv_heads, a.head_dim).tensor_split((a.heads + a.kv_heads,), 1)
         if a.qk_norm is not None:
             qk = self._qk_normed(qk, ops)
         q, k = (qk if turn is None else ops.rotary(qk, turn.cos, turn.sin)).tensor_split((a.heads,), 1)
@@ -198,7 +220,8 @@ class Layer(nn.Module):
         m = self.spec.mlp
         if m.router is not None:
             return mixed_experts(self, x, ops)
-        return self._product("down", activated(self._product("gate_up", x, ops, deltas), m, ops), ops, deltas)
+        out = self._product("down", activated(self._product("gate_up", x, ops, deltas), m, ops), ops, deltas)
+        return out if m.out_scale == 1.0 else out.float() * m.out_scale
 
     def is_product(self, name: str) -> bool:
         """Whether a parameter is the matrix of one product. Those of experts lie one below the other in one parameter."""
@@ -251,7 +274,8 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embedding = _matrix(spec.vocab, spec.hidden, output_dtype)
         self.positions = None if spec.positions is None else _matrix(spec.positions.rows, spec.hidden, output_dtype)
-        self.layers = nn.ModuleList(Layer(layer, spec.hidden, i, dtype) for i, layer in enumerate(spec.layers))
+        before = list(accumulate((layer.recurrent is not None for layer in spec.layers), initial=0))
+        self.layers = nn.ModuleList(Layer(layer, spec.hidden, i, dtype, before[i]) for i, layer in enumerate(spec.layers))
         self.norm = nn.Parameter(torch.ones(spec.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(spec.hidden)) if spec.norm.bias else None
         self.output = None if spec.tied else _matrix(spec.vocab, spec.hidden, output_dtype)
@@ -352,11 +376,12 @@ class Decoder(nn.Module):
         x: Tensor | None = None,
         rotary_rows: Tensor | None = None,
         deltas: Deltas | None = None,
+        recur: Recur | None = None,
     ) -> Hidden:
         """Hidden rows of flat tokens; `taps` are layers whose input rows are wanted too.
 
         `layers` runs only some of the stack, on the rows `x` that enter it. `rotary_rows` are rows of the rotary tables, where
-        they are not the positions. `deltas` are of rows that have adapters.
+        they are not the positions. `deltas` are of rows that have adapters. `recur` runs recurrent mixers.
         """
         x = self.embed(tokens, positions) if x is None else x
         rows = positions if rotary_rows is None else rotary_rows
@@ -367,7 +392,7 @@ class Decoder(nn.Module):
             if i in taps:
                 kept[i] = x
             rope = self._rope_of[i]
-            x = layer(x, None if rope is None else turns[rope], attend, ops, deltas)
+            x = layer(x, None if rope is None else turns[rope], attend, ops, deltas, recur)
         kept[layers.stop] = x
         return Hidden(self.last(x, ops), [kept[i] for i in taps])
 
@@ -405,8 +430,10 @@ def norm_weights(norm: Norm | None, width: int) -> tuple[nn.Parameter | None, nn
     return nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)) if norm.bias else None
 
 
-def _matrix(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(rows, columns, dtype=dtype))
+def _matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A parameter. The matrix of a part that a layer does not have is empty, and none."""
+    matrix = torch.empty(rows, columns, dtype=dtype)
+    return nn.Parameter(matrix) if matrix.numel() else matrix
 
 
 def _bias(width: int, dtype: torch.dtype) -> nn.Parameter:

@@ -51,6 +51,9 @@ def mixed_experts(layer: Layer, x: Tensor, ops: Ops) -> Tensor:
 
 def activated(x: Tensor, m: FeedForward, ops: Ops) -> Tensor:
     """What follows the first product of a feed-forward part, float32."""
+    if m.gate_scale != 1.0:
+        gate, up = x.float().chunk(2, dim=-1)
+        x = torch.cat((gate * m.gate_scale, up), -1)
     if m.clamp is None:
         return ops.activate(x, m.activation, m.gated)
     gate, up = x.float().chunk(2, dim=-1)

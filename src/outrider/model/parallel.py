@@ -137,7 +137,7 @@ class ParallelRunner(Runner):
             self._others.close()
 
     def prepare(self, feeds: Sequence[Feed]) -> Any:
-        plain: list[Command] = [tuple(x if isinstance(x, int) else list(x) for x in feed) for feed in feeds]
+        plain: list[Command] = [tuple(x if isinstance(x, int) else list(x) for x in feed[:-1]) for feed in feeds]
         tokens = [token for feed in feeds for part in (feed.tokens, feed.nodes) for token in part]
         return FeedRows(plain, self._share.prepare(feeds), tokens)
 

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.cache import KVPool, Slots
+from outrider.cache import KVPool, SequenceState, Slots, StateCache
 from outrider.core import Batch, Drafts, Guarantee, Resume, Scores, integers
 from outrider.errors import EngineDead, InvalidParameter
 from outrider.model.adapters import AdapterRows, AdapterSlots
 from outrider.model.backends import cpu_ops
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.load import INT4, INT8
+from outrider.model.recurrence import Mixer
+from outrider.model.recurrent_rows import RecurrentRows
 from outrider.model.spec import ModelSpec
 from outrider.model.stack import decoder_stack, lay_out_rows
 from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention
@@ -37,6 +39,7 @@ Tokens = list[list[int]]
 Chances = list[list[float]]
 
 _LONGEST_CHAIN = 256
+_STATES = 64
 _WHOLE = StackSpan()
 
 
@@ -52,6 +55,7 @@ class Feed(NamedTuple):
     first_key: int = 0  # the first slot with a key; those before are empty
     rotary_start: int = 0  # the first row of the rotary table that its request uses; see Decoder.rotary_start
     adapter: int = 0  # number of the LoRA adapter that its rows go through; 0: none
+    state: SequenceState | None = None  # of recurrent layers; None: rows from position 0, and nothing is kept
 
 
 class PendingChains(NamedTuple):
@@ -70,6 +74,7 @@ class Rows(NamedTuple):
     plan: AttentionPlan
     rotary_rows: Tensor | None = None  # (N,) rows of the rotary tables, where they are not the positions
     adapters: AdapterRows = ()  # of rows that have one
+    recurrent: RecurrentRows | None = None
 
 
 class Round(NamedTuple):
@@ -146,11 +151,17 @@ class Runner:
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     ranks = 1  # processes that share the model
     fault: EngineDead | None = None  # why nothing can be computed any more
+    states = StateCache()  # of recurrent layers at the ends of pages
     _expert_layers = 0  # of the decoder, where this runner counts the experts that they read
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
-    def __init__(self, decoder: Decoder, pool: KVPool, ops: Ops | None = None, group: Group | None = None) -> None:
-        """With a `group` the decoder is one rank's share: rows enter its first layer as `x`, and logits are its share's."""
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, ops: Ops | None = None, group: Group | None = None, states: int = _STATES
+    ) -> None:
+        """With a `group` the decoder is one rank's share: rows enter its first layer as `x`, and logits are its share's.
+
+        `states` are kept at most at the ends of pages, where the model has recurrent layers.
+        """
         self.decoder = decoder
         self.pool = pool
         self.ops = ops or cpu_ops(decoder.spec)
@@ -163,6 +174,9 @@ class Runner:
         self.stack = None if core is None else decoder_stack(decoder, pool, core, group)
         self.adapters = AdapterSlots(decoder, self.ops, self.stack)
         self._distinct_windows = frozenset(config.windows)
+        self._kv_layer = {layer: place for place, layer in enumerate(config.kv_layers)}
+        if config.recurrent:
+            self.states, self.partial_runs = StateCache(states), "none"
         self._expert_layers = config.expert_layers
 
     def close(self) -> None:
@@ -181,7 +195,11 @@ class Runner:
         """The feeds as flat rows, or in the native core's layout."""
         if self.stack is not None:
             return lay_out_rows(feeds)
-        return lay_out(feeds, self.pool, self._distinct_windows)
+        rows = lay_out(feeds, self.pool, self._distinct_windows)
+        recurrent = self.decoder.spec.recurrent
+        if not recurrent:
+            return rows
+        return rows._replace(recurrent=RecurrentRows(feeds, self.pool.page_size, recurrent[0].kernel))
 
     @network
     def run(
@@ -214,12 +232,20 @@ class Runner:
         self, rows: Rows, taps: tuple[int, ...], layers: range | None, x: Tensor | None, wanted: Sequence[int]
     ) -> Hidden:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.pool.write(layer, rows.slots, k, v)
+            place = self._kv_layer[layer]
+            self.pool.write(place, rows.slots, k, v)
             a, sinks = self.decoder.spec.layers[layer].attention, self.decoder.layers[layer].sinks
-            return paged_attention(q, *self.pool.layer(layer), rows.plan, a.window, a.soft_cap, sinks)  # type: ignore[arg-type]
+            return paged_attention(q, *self.pool.layer(place), rows.plan, a.window, a.soft_cap, sinks)  # type: ignore[arg-type]
+
+        def recur(mixer: Mixer, x: Tensor) -> Tensor:
+            assert rows.recurrent is not None
+            return rows.recurrent.run(mixer, x, self.ops)
 
         deltas = self.adapters.deltas(rows.adapters) if self.group is None else partial(_sum_ranks, self.group)
-        hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, rows.rotary_rows, deltas)
+        turned = rows.rotary_rows
+        hidden: Hidden = self.decoder(rows.tokens, rows.positions, attend, self.ops, taps, layers, x, turned, deltas, recur)
+        if rows.recurrent is not None:
+            rows.recurrent.settle()
         hidden.logits = self._logits_by_torch(hidden.last, wanted)
         return hidden
 
@@ -273,7 +299,7 @@ class Runner:
             n = len(tree.tokens)
             start, end = seq.cached, seq.cached + fed
             tokens, nodes = seq.tokens[start:end], tree.tokens
-            feeds.append(Feed(seq.pages, start, tokens, nodes, tree.parents, 0, 0, seq.rotary_start, seq.adapter))
+            feeds.append(Feed(seq.pages, start, tokens, nodes, tree.parents, 0, 0, seq.rotary_start, seq.adapter, seq.state))
             first_rows.append(row)
             samples = batch.samples(b)
             roots.append(len(wanted) if samples else -1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
+from outrider.model.backends import RECURRENT
 from outrider.model.decoder import Decoder
 from outrider.model.load import DTYPES
 from outrider.model.spec import LayerSpec, ModelSpec
@@ -34,7 +35,7 @@ __all__ = [
 
 PARAMETER = "tensor_parallel_size"
 # features of ModelSpec.features that ranks cannot share yet
-LACKS = frozenset({"attention sinks", "learned positions", "mixture of experts", "q/k norm over the width"})
+LACKS = RECURRENT | {"attention sinks", "learned positions", "mixture of experts", "q/k norm over the width"}
 _BY_COLUMN = ("out", "down")  # columns of the stored matrix, which is (out, in): each rank has a part of the inner dimension
 _ONCE = ("out_bias", "down_bias")  # added by the first rank alone
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from outrider.model.recurrent import Recurrent
 from outrider.model.rotary import Rope
 
 __all__ = [
-    "ACTIVATIONS", "ROUTERS", "Attention", "Clamp", "FeedForward", "LayerSpec", "LearnedPositions", "ModelSpec", "Norm", "QKNorm",
-    "Router",
+    "ACTIVATIONS", "NO_ATTENTION", "NO_MLP", "ROUTERS", "Attention", "Clamp", "FeedForward", "LayerSpec", "LearnedPositions",
+    "ModelSpec", "Norm", "QKNorm", "Router",
 ]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # gelu is the one with erf; relu2 is relu squared
@@ -45,7 +46,7 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention of `heads` query heads over `kv_heads` heads of keys and values."""
+    """Causal attention of `heads` query heads over `kv_heads` heads of keys and values; without heads there is none."""
 
     heads: int
     kv_heads: int
@@ -58,6 +59,8 @@ class Attention:
     out_bias: bool = False
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     sinks: bool = False  # each head has the score of a key without a value
+    gate: bool = False  # the result is multiplied by the sigmoid of as many more columns, which follow the queries
+    out_scale: float = 1.0  # of the result
 
     @property
     def q_width(self) -> int:
@@ -69,7 +72,7 @@ class Attention:
 
     @property
     def qkv_width(self) -> int:
-        return self.q_width + 2 * self.kv_width
+        return self.q_width * (2 if self.gate else 1) + 2 * self.kv_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class FeedForward:
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated.
 
     With a router it is one of many experts, which are equal in shape, and what they give is added in order of their numbers.
-    After them comes the shared expert, which every row goes through, if it has a width.
+    After them comes the shared expert, which every row goes through, if it has a width. A layer may have none: width 0.
     """
 
     width: int
@@ -116,6 +119,8 @@ class FeedForward:
     router: Router | None = None
     shared: int = 0  # width of the shared expert; 0: there is none
     shared_gate: bool = False  # its result is multiplied by the sigmoid of one more column of the router
+    gate_scale: float = 1.0  # of the gate, before the activation
+    out_scale: float = 1.0  # of the result
 
     @property
     def up_width(self) -> int:
@@ -143,11 +148,16 @@ class FeedForward:
         return hidden * (each + self.shared_up_width + self.shared + self.router_width)
 
 
+NO_ATTENTION = Attention(0, 0, 0, 1.0)
+NO_MLP = FeedForward(0)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Attention and feed-forward part, where norms stand, and how both join the residual stream.
+    """Mixer and feed-forward part, where norms stand, and how both join the residual stream.
 
-    In order: x += scale * norm_attn_out(attention(norm_in(x))), then x += scale * norm_mlp_out(mlp(norm_mlp(x))). A norm that
+    The mixer is attention, a recurrent one, or both side by side, whose results are added. A part may be left out.
+    In order: x += scale * norm_attn_out(mixer(norm_in(x))), then x += scale * norm_mlp_out(mlp(norm_mlp(x))). A norm that
     is None is left out. With `parallel` both parts read the same x and are added together; the feed-forward part then reads
     norm_mlp(x), or what attention reads where `norm_mlp` is None.
     """
@@ -160,10 +170,17 @@ class LayerSpec:
     norm_mlp_out: Norm | None = None
     parallel: bool = False
     residual_scale: float = 1.0
+    recurrent: Recurrent | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it has a mixer."""
+        return self.attention.heads > 0 or self.recurrent is not None
 
     def parameters(self, hidden: int) -> int:
         """Number of weights in the matrices."""
-        return hidden * (self.attention.qkv_width + self.attention.q_width) + self.mlp.parameters(hidden)
+        recurrent = 0 if self.recurrent is None else self.recurrent.parameters(hidden)
+        return hidden * (self.attention.qkv_width + self.attention.q_width) + recurrent + self.mlp.parameters(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +218,23 @@ class ModelSpec:
 
     @property
     def attention(self) -> Attention:
-        """The first layer's; widths and heads are those of every layer."""
-        return self.layers[0].attention
+        """The first layer's that has some; widths and heads are those of every layer."""
+        return next((layer.attention for layer in self.layers if layer.attention.heads), NO_ATTENTION)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with attention, which have keys and values."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.heads)
+
+    @property
+    def recurrent(self) -> tuple[Recurrent, ...]:
+        """The recurrent mixers, in order of the layers."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of one sequence."""
+        return sum(recurrent.state_bytes for recurrent in self.recurrent)
 
     @property
     def heads(self) -> int:
@@ -228,8 +260,8 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer."""
-        return tuple(layer.attention.window for layer in self.layers)
+        """Sliding window of each layer with attention."""
+        return tuple(layer.attention.window for layer in self.layers if layer.attention.heads)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -267,7 +299,8 @@ def _layer_features(layer: LayerSpec) -> list[str]:
     named = {
         "layer norm": any(norm is not None and norm.kind == "layer" for norm in norms),
         "norm after a part": layer.norm_attn_out is not None or layer.norm_mlp_out is not None,
-        "no norm before a part": layer.norm_in is None or (layer.norm_mlp is None and not layer.parallel),
+        "no norm before a part": (layer.mixes and layer.norm_in is None)
+        or (m.width > 0 and layer.norm_mlp is None and not layer.parallel),
         "parallel attention and MLP": layer.parallel,
         "residual scale": layer.residual_scale != 1.0,
         "q/k norm": a.qk_norm is not None,
@@ -276,7 +309,12 @@ def _layer_features(layer: LayerSpec) -> list[str]:
         "attention soft cap": a.soft_cap is not None,
         "attention sinks": a.sinks,
         "queries scaled by position": a.rope is not None and a.rope.query_growth is not None,
-        "no rotary": a.rope is None,
+        "no rotary": a.heads > 0 and a.rope is None,
+        "output gate": a.gate,
+        "recurrent beside attention": a.heads > 0 and layer.recurrent is not None,
+        "no mixer": not layer.mixes,
+        "no MLP": m.width == 0,
+        "multipliers of a part": a.out_scale != 1.0 or m.gate_scale != 1.0 or m.out_scale != 1.0,
         "several rotary tables": a.rope is not None and a.rope.has_variants,
         f"{m.activation} activation": m.activation != "silu",
         "ungated MLP": not m.gated,
@@ -284,7 +322,8 @@ def _layer_features(layer: LayerSpec) -> list[str]:
         "shared expert": m.shared > 0,
         "gate of the shared expert": m.shared_gate,
     }
-    return [name for name, used in (named | _router_features(m.router)).items() if used]
+    kinds = [] if layer.recurrent is None else [layer.recurrent.kind]
+    return kinds + [name for name, used in (named | _router_features(m.router)).items() if used]
 
 
 def _router_features(r: Router | None) -> dict[str, bool]:

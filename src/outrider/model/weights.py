@@ -29,7 +29,7 @@ _IGNORED = ("rotary_emb.inv_freq",)
 _MODULE = "mtp."  # predicts further tokens; a drafter reads it
 _TEXT_PART = ("language_model.", "text_model.")  # of models that read images too
 _OTHER_PARTS = (
-    "audio_tower", "connector", "image_newline", "mm_projector", "multi_modal_projector", "patch_merger",
+    "audio_tower", "connector", "image_newline", "mm_projector", "mtp", "multi_modal_projector", "patch_merger",
     "vision_embed_tokens", "vision_encoder", "vision_language_adapter", "vision_model", "vision_tower", "visual",
 )  # fmt: skip
 _BAR_AFTER_S = 1.0
@@ -64,7 +64,7 @@ class Checkpoint:
             elif known := known_name(name, spec):
                 stored[known] = name
         for part, count in sorted(ignored.items()):
-            _logger.info("%s: %d tensors of %s are ignored; only text is served", directory, count, part)
+            _logger.info("%s: %d tensors of %s are ignored; only the text decoder is served", directory, count, part)
         checkpoint = cls(directory, spec, source, stored)
         tied = checkpoint._is_tied()
         source.close()
@@ -254,7 +254,7 @@ class StoredWeights:
 
 
 def _other_part(name: str) -> str:
-    """The part of an image-and-text model that a tensor belongs to; "" for the text part."""
+    """The part beside the text decoder that a tensor belongs to: of images and sounds, or heads (mtp); "" for the decoder."""
     first = name.removeprefix("model.").partition(".")[0]
     return first if first in _OTHER_PARTS else ""
 

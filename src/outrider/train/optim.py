@@ -111,9 +111,9 @@ def scale_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> N
             group["lr"] = group["peak"] * factor
 
 
-def _matrix_parts(module: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
+def _matrix_parts(module: nn.Module) -> dict[Tensor, tuple[int, ...]]:
     """Matrices between hidden rows, and the row counts of what is fused in those of layers."""
-    parts: dict[nn.Parameter, tuple[int, ...]] = {}
+    parts: dict[Tensor, tuple[int, ...]] = {}
     for layer in module.modules():
         if isinstance(layer, Layer):
             a, m = layer.spec.attention, layer.spec.mlp

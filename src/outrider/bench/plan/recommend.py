@@ -148,7 +148,7 @@ def targets_of(target: str | Path) -> list[_Target]:
         path = cached
     spec, tokenizer = _config(path), _tokenizer(path)
     model, variant, family = identify(path.resolve(), None if tokenizer is None else tokenizer.table(), spec.parameters)
-    kv = 4 * spec.depth * spec.kv_heads * spec.head_dim
+    kv = 4 * len(spec.kv_layers) * spec.kv_heads * spec.head_dim
     shape = Shape.of(model) if model is not None else Shape(spec.parameters, kv, spec.parameters)
     return [_Target(str(target), shape, model, variant, family, path)]
 

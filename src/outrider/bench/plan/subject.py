@@ -12,13 +12,13 @@ from safetensors import safe_open
 
 from outrider.bench.plan.profile import Memory, Profile
 from outrider.bench.plan.trace import RecordedRound, Recorder, Trace
-from outrider.cache import KVPool
 from outrider.config import WITH_WEIGHTS, SpeculationConfig
 from outrider.control import FixedLength
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.model import locate, read_spec
 from outrider.model.bundled import bundled_model
+from outrider.model.memory import token_bytes
 from outrider.sampling import SamplingParams
 
 __all__ = ["Prompt", "RequestRun", "Subject", "learn_from", "memory_of"]
@@ -101,7 +101,7 @@ def learn_from(
 
 def _kv_bytes(model: str | None) -> int:
     config = read_spec(locate(str(model or bundled_model())))
-    return KVPool.bytes_per_token(config.depth, config.kv_heads, config.head_dim)
+    return token_bytes(config)
 
 
 def memory_of(llm: LLM) -> Memory:

@@ -64,7 +64,7 @@ def expert_places(m: FeedForward, hidden: int, names: ExpertNames, stored: Conta
     else:
         yield from _single(m, hidden, names)
     if m.shared:
-        rows = {"gate": slice(0, m.shared), "up": slice(m.shared, 2 * m.shared)}
+        rows = {"gate": slice(0, m.shared), "up": slice(m.shared_up_width - m.shared, m.shared_up_width)}
         for part, name in names.shared.items():
             yield name, Place("shared_down") if part == "down" else Place("shared_gate_up", rows.get(part, _WHOLE))
     if m.shared_gate:
@@ -75,7 +75,7 @@ def _fused(m: FeedForward, names: ExpertNames) -> Iterator[tuple[str, Place]]:
     def interleaved() -> Tensor:
         return torch.arange(2 * m.width).view(-1, 2).T.flatten()
 
-    for name, part in zip(names.fused, ("gate_up", "down"), strict=True):
+    for name, part in zip(names.fused, ("gate_up", "down"), strict=True):  # "gate_up" is up alone where there is no gate
         order = interleaved if names.interleaved and part == "gate_up" else None
         yield name, Place(part, order=order, transposed=names.transposed, experts=m.experts)
         if m.bias:
@@ -93,7 +93,8 @@ def _apart(m: FeedForward, names: ExpertNames) -> Iterator[tuple[str, Place]]:
 
 def _single(m: FeedForward, hidden: int, names: ExpertNames) -> Iterator[tuple[str, Place]]:
     for expert in range(m.experts):
-        first, middle = 2 * expert * m.width, (2 * expert + 1) * m.width
-        yield f"{names.gate.format(expert)}.weight", Place("gate_up", slice(first, middle))
-        yield f"{names.up.format(expert)}.weight", Place("gate_up", slice(middle, middle + m.width))
+        first, end = expert * m.up_width, (expert + 1) * m.up_width
+        if m.gated:
+            yield f"{names.gate.format(expert)}.weight", Place("gate_up", slice(first, first + m.width))
+        yield f"{names.up.format(expert)}.weight", Place("gate_up", slice(end - m.width, end))
         yield f"{names.down.format(expert)}.weight", Place("down", slice(expert * hidden, (expert + 1) * hidden))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.model.families.expert_names import ExpertNames, expert_places
 from outrider.model.families.place import Place
+from outrider.model.families.recurrent_names import RecurrentNames, recurrent_places
 from outrider.model.spec import LayerSpec, ModelSpec
 
 __all__ = ["AFTER_PARTS", "LLAMA_PARTS", "Names", "Place", "places", "without"]
@@ -46,6 +47,7 @@ class Names:
     experts: ExpertNames = _EXPERTS  # of layers with a router
     transposed: bool = False  # matrices of the layers are stored (in, out)
     norm_offset: float = 0.0  # added to stored norm weights
+    recurrent: RecurrentNames | None = None
     ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights
     ignored_layers: int | None = None  # layers from this number on are no part of the decoder
 
@@ -75,6 +77,9 @@ def places(spec: ModelSpec, names: Names, stored: Collection[str] = ()) -> dict[
     for i, layer in enumerate(spec.layers):
         prefix = names.layer.format(i)
         found |= {prefix + name: place for name, place in _layer(layer, names, f"layers.{i}.")}
+        if layer.recurrent is not None and names.recurrent is not None:
+            mixer = recurrent_places(layer.recurrent, names.recurrent)
+            found |= {prefix + name: place._replace(parameter=f"layers.{i}.recurrent.{place.parameter}") for name, place in mixer}
         if layer.mlp.router is not None:
             held = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
             mixture = expert_places(layer.mlp, spec.hidden, names.experts, held)
@@ -129,7 +134,7 @@ def _norm(name: str, parameter: str, biased: bool, names: Names) -> Iterator[tup
 def _rows(spec: LayerSpec) -> dict[str, tuple[str, slice]]:
     """The parameter and rows of each stored product."""
     a, m = spec.attention, spec.mlp
-    q, kv, all_rows = a.q_width, a.kv_width, slice(None)
+    q, kv, all_rows = a.qkv_width - 2 * a.kv_width, a.kv_width, slice(None)  # queries with their gate
     rows = {
         "qkv": ("qkv", all_rows),
         "q": ("qkv", slice(0, q)),
@@ -138,7 +143,8 @@ def _rows(spec: LayerSpec) -> dict[str, tuple[str, slice]]:
         "kv": ("qkv", slice(q, q + 2 * kv)),
         "out": ("out", all_rows),
     }
-    if m.router is not None:
+    rows = rows if a.heads else {}
+    if m.router is not None or not m.width:
         return rows
     rows |= dict.fromkeys(("gate_up", "up"), ("gate_up", all_rows)) | {"down": ("down", all_rows)}
     if m.gated:
@@ -150,6 +156,8 @@ def _row_order(spec: LayerSpec, names: Names, part: str, rope_order: list[int] |
     """The stored row of each row of a product of queries and keys."""
     a = spec.attention
     fused_by_head = part == "qkv" and names.qkv_by_head
+    if part == "q" and a.gate:
+        return _gated_queries(a.heads, rope_order or list(range(a.head_dim)))
     if part not in ("q", "k", "qkv") or (rope_order is None and not fused_by_head):
         return None
     if part != "qkv":
@@ -168,6 +176,17 @@ def _row_order(spec: LayerSpec, names: Names, part: str, rope_order: list[int] |
         return rows
 
     return order
+
+
+def _gated_queries(heads: int, order: list[int]) -> Callable[[], Tensor]:
+    """Queries of all heads, then gates of all heads, where each head's queries and gate are stored side by side."""
+    size = len(order)
+    stored = [*order, *range(size, 2 * size)]
+
+    def rows() -> Tensor:
+        return (2 * size * torch.arange(heads)[:, None] + torch.tensor(stored)).view(heads, 2, size).transpose(0, 1).flatten()
+
+    return rows
 
 
 def _by_head(heads: int, order: list[int]) -> Callable[[], Tensor]:

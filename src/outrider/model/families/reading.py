@@ -136,17 +136,19 @@ class Sizes:
 
     def model(self, family: str, layers: Sequence[LayerSpec], **options: Any) -> ModelSpec:
         """The spec of these layers with the config's vocabulary, width and positions."""
+        if not any(layer.attention.heads for layer in layers):
+            raise self.fields.error("a model without attention is not supported; some layer's type must be full_attention")
         base: dict[str, Any] = {"vocab": self.vocab, "hidden": self.hidden, "context": self.context, "layers": tuple(layers)}
         base |= {"tied": self.fields.boolean("tie_word_embeddings", False), "dtype": self.dtype}
         base |= {"eos_ids": self.fields.ids("eos_token_id")}
         return ModelSpec(family, self.architecture, **base | options)
 
-    def kinds(self) -> list[str]:
+    def kinds(self, known_kinds: Sequence[str] = _LAYER_TYPES, name: str = "layer_types") -> list[str]:
         """`layer_types` of all layers; empty where the config has none."""
-        kinds, layers = self.fields.items("layer_types"), self.layers
-        if kinds and (len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds)):
-            known = " or ".join(_LAYER_TYPES)
-            raise self.fields.error(f"layer_types must name {known} for each of the {layers} layers, got {shown(kinds)}")
+        kinds, layers = self.fields.items(name), self.layers
+        if kinds and (len(kinds) != layers or any(kind not in known_kinds for kind in kinds)):
+            known = " or ".join(known_kinds)
+            raise self.fields.error(f"{name} must name {known} for each of the {layers} layers, got {shown(kinds)}")
         return kinds
 
     def windows(self, kinds: Sequence[str] = (), default: int | None = None) -> tuple[int | None, ...]:

@@ -29,6 +29,14 @@ _GEMMA3 = {
     "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
     "sliding_window": 4096, "query_pre_attn_scalar": 256,
 }  # fmt: skip
+_QWEN3_5_MOE = {
+    "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_experts": 256, "num_experts_per_tok": 8,
+}  # fmt: skip
+_QWEN3_5 = {
+    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -47,6 +55,8 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
     "qwen3": ("Qwen3ForCausalLM", _QWEN | {"head_dim": 128}),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", _QWEN3_5),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
     "gemma3_text": ("Gemma3ForCausalLM", _GEMMA3),
 }
 # Configs from before there was a text_config hold its fields themselves.

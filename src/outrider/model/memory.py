@@ -1,0 +1,54 @@
+"""How memory is shared between the KV pages of a model on the CPU and the states of its recurrent layers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outrider.cache import KVPool
+from outrider.config import EngineConfig
+from outrider.errors import InvalidParameter
+from outrider.model.spec import ModelSpec
+
+__all__ = ["MemoryPlan", "kv_pool", "plan_memory", "token_bytes"]
+
+# States that a running sequence has at most: where its last forward began, on either side of that forward's root, and a new one.
+_PER_SEQUENCE = 4
+_BORDER_SHARE = 4  # of what running sequences leave, one part in so many is for states at the ends of pages
+
+
+class MemoryPlan(NamedTuple):
+    """What fits."""
+
+    pages: int
+    states: int = 0  # at the ends of pages
+
+
+def token_bytes(spec: ModelSpec, value_bytes: int = 4) -> int:
+    """Bytes of one token's keys and values in all layers that have some."""
+    return KVPool.bytes_per_token(len(spec.kv_layers), spec.kv_heads, spec.head_dim, value_bytes)
+
+
+def kv_pool(spec: ModelSpec, pages: int, page_size: int) -> KVPool:
+    """Empty KV memory of a model."""
+    return KVPool(len(spec.kv_layers), pages, spec.kv_heads, page_size, spec.head_dim)
+
+
+def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: int = 4) -> MemoryPlan:
+    """Pages for every sequence at full length, or as many as a number of bytes holds beside the recurrent states."""
+    assert sizes.max_model_len is not None
+    wanted = sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size)
+    page_bytes = sizes.page_size * token_bytes(spec, value_bytes)
+    running = sizes.max_num_seqs * _PER_SEQUENCE * spec.state_bytes
+    left, states = budget - running, 0
+    if spec.recurrent and sizes.prefix_cache:
+        states = min(wanted, max(left, 0) // _BORDER_SHARE // spec.state_bytes)
+    pages = min(wanted, (left - states * spec.state_bytes) // page_bytes)
+    if pages < 1 and running:
+        raise InvalidParameter(
+            "kv_bytes",
+            f"{budget} bytes hold no page of {page_bytes} bytes beside the recurrent states of {sizes.max_num_seqs} sequences, "
+            f"{running} bytes; raise it, or lower max_num_seqs",
+        )
+    if pages < 1:
+        raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {page_bytes} bytes; raise it")
+    return MemoryPlan(pages, states)
