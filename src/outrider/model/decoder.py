@@ -204,7 +204,7 @@ class Layer(nn.Module):
         return out if a.out_scale == 1.0 else out.float() * a.out_scale
 
     def queries_keys_values(self, rows: Tensor, turn: Turn | None, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention reads, (N, heads, head_dim) each, of rows of the qkv product. Queries and keys are normed and rotated."""
+        """What attention reads, (N, heads, head_dim) each, of the qkv product. Queries and keys are normed and rotated."""
         a = self.spec.attention
         qk, v = rows.view(-1, a.heads + 2 * a.kv_heads, a.head_dim).tensor_split((a.heads + a.kv_heads,), 1)
         if a.qk_norm is not None:
