@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from outrider.heads import EagleHead, MedusaHeads, SaveOptions, load_eagle, load_medusa, save_eagle, save_medusa
 from outrider.model import Decoder, load_decoder
+from outrider.model.folders import replaced
 from outrider.ops import Plain
 from outrider.train.attention import Unroll, causal_attend
-from outrider.train.export import replaced, save_model
+from outrider.train.export import save_model
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.losses import Divergence, divergence
 
