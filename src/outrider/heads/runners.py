@@ -16,7 +16,7 @@ from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, Runner, lay_out
 from outrider.model.load import INT8
-from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, norm_weights
+from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, lossless_kind, norm_weights
 from outrider.ops import (
     BESIDE,
     JOINED,
@@ -237,7 +237,7 @@ def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear
     c = head.config
     return layer_stack(
         pool, core, c.shape, _kind(head), [head.layer], [head.rope],
-        embedding=head.embedding.detach().float().contiguous(),
+        embedding=PackedLinear(core, lossless_kind(head.embedding), head.embedding),
         embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
         norm=_last_norm(head),
         form=BESIDE if c.wide else JOINED,
