@@ -7,49 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from benchmarks.command import run
 from outrider.bench.environment import environment
-from outrider.cache import KVPool
 from outrider.engine.acceptance import read_prompts
-from outrider.errors import ModelError
-from outrider.model import Feed, LoadOptions, Runner, locate, open_decoder
+from outrider.model import locate
 from outrider.model.bundled import bundled_model
 from outrider.options import Model
-from outrider.text import Tokenizer
+from outrider.quantize.loss import encoded, mean_loss
 
 __all__ = ["bench_loss"]
-
-_PAGE = 64
 
 
 def bench_loss(data: Path, model: str | None, dtypes: Sequence[str], limit: int | None, longest: int) -> list[dict[str, Any]]:
     """One row per dtype; `change` is against the first of them."""
     directory = locate(model or str(bundled_model()))
-    tokenizer = Tokenizer.load(directory)
-    if tokenizer is None:
-        raise ModelError(f"{directory} holds no tokenizer")
-    texts = [tokenizer.encode(text)[:longest] for text in read_prompts(data, limit)]
-    rows: list[dict[str, Any]] = []
+    texts = [pieces[0] for text in read_prompts(data, limit) if (pieces := encoded(directory, [text], longest))]
+    tokens, rows = sum(map(len, texts)) - len(texts), list[dict[str, Any]]()
     for dtype in dtypes:
-        loss, tokens = _loss(directory, dtype, [ids for ids in texts if len(ids) > 1])
+        loss = mean_loss(directory, texts, dtype)
         change = loss / rows[0]["loss"] - 1 if rows else 0.0
         rows.append({"dtype": dtype, "loss": round(loss, 5), "change": round(change, 6), "tokens": tokens})
     return rows
-
-
-def _loss(directory: Path, dtype: str, texts: Sequence[Sequence[int]]) -> tuple[float, int]:
-    decoder = open_decoder(directory, LoadOptions(dtype))
-    c, pages = decoder.spec, -(-max(map(len, texts)) // _PAGE)
-    runner = Runner(decoder, KVPool(c.depth, pages + 1, c.kv_heads, _PAGE, c.head_dim))
-    total, tokens = 0.0, 0
-    for ids in texts:
-        logits = runner.logits(runner.forward([Feed(range(pages), 0, ids)]).last, range(len(ids)))
-        total += float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum"))
-        tokens += len(ids) - 1
-    return total / tokens, tokens
 
 
 def main(

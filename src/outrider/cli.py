@@ -1,4 +1,4 @@
-"""The command line: generate, chat, compare, doctor, bench, audit, train."""
+"""The command line: generate, chat, compare, doctor, bench, audit, quantize, train."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from outrider.environment import known_variables, tidy
 from outrider.errors import EngineDead, InvalidParameter, OutriderError
 from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, set_threads, spread
 from outrider.other_engines import refuse_foreign_flags
+from outrider.quantize.cli import quantize
 from outrider.serve.chat import chat
 from outrider.serve.cli import register as register_serve
 from outrider.terminal import PlainConsole, print_checks, print_error
@@ -47,6 +48,7 @@ app.command()(chat)
 register_serve(app)
 app.command()(plan)
 app.command()(audit)
+app.command()(quantize)
 add_moved(app, "peers", "benchmarks.baselines")
 _errors = PlainConsole(stderr=True)
 

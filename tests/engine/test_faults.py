@@ -179,10 +179,10 @@ def test_a_broken_drafter_is_not_asked_again_for_the_same_sequence(decoder, answ
 def test_nan_logits_fail_their_request_alone(decoder: Decoder) -> None:
     """The sequence ends with an error, its pages are wiped, and the others go on as ever."""
     poison = 99
-    engine = make_engine(decoder)
     original = decoder.embedding[poison].clone()
     try:
         decoder.embedding[poison] = float("nan")
+        engine = make_engine(decoder)
         good = make_request(
             [1, 2, 3], SamplingParams(temperature=0.8, seed=4, max_tokens=12, logit_bias={poison: -100.0}), "good"
         )

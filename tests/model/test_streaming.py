@@ -84,6 +84,7 @@ def test_no_more_than_two_tensors_are_held_beside_what_stays(stored: Path, dtype
     assert runner.stack is not None
     assert stays < allocations.peak <= stays + 2 * largest
     assert all(parameter.is_meta for layer in runner.decoder.layers for parameter in layer.parameters())
+    assert runner.decoder.embedding.is_meta, "the core reads its rows from the packed matrix"
     with Allocations() as before:
         runner_of(load_decoder(stored, LoadOptions(dtype)))
     assert before.peak > allocations.peak + 2 * largest, "a decoder that was held as a whole is seen"

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from outrider.bench.doctor import rows_keep_bits
 from outrider.ops import Core, Epilogue, Grouped, PackedLinear, find_core
+from outrider.ops.groups import packed
+from outrider.ops.native import NormWeights
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
@@ -64,6 +66,37 @@ def test_a_row_has_its_bits_at_every_place(core: Core, size: int, bits: int, lea
     core.threads = 1
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [16, 48, 128])
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_core_packs_as_torch_does(core: Core, size: int, bits: int, least: bool, paired: bool) -> None:
+    matrix = random_matrix((74, 300), size, bits, least)
+    matrix.scale[5], matrix.scale[6, 1] = 0.0, torch.inf
+    linear = PackedLinear(core, "bfloat16", matrix, then=Epilogue(paired=paired), order=torch.randperm(74))
+    weights, power = packed(matrix, linear.columns_in_panels())
+    assert torch.equal(linear._packed.weights, weights)
+    assert torch.equal(linear._packed.scale.nan_to_num(-1.0), power.nan_to_num(-1.0))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_inputs_in_another_order(core: Core, size: int, least: bool, layer_norm: bool) -> None:
+    """As act-order leaves them: the bits of rows whose values were put in order before, with the norm or without."""
+    order, x = torch.randperm(200), torch.randn(21, 200)
+    matrix = random_matrix((50, 200), size, 4, least)
+    ordered = PackedLinear(core, "bfloat16", matrix._replace(inputs=order))
+    assert torch.equal(ordered(x), PackedLinear(core, "bfloat16", matrix)(x[:, order]))
+    assert torch.equal(matrix._replace(inputs=order).values()[:, order], matrix.values())
+    assert rows_keep_bits(ordered, x, range(1, 21))
+    norm = NormWeights(torch.rand(200) + 0.5, torch.randn(200) if layer_norm else None, layer_norm, 1e-5)
+    normed = PackedLinear(core, "float32", torch.eye(200))(x, norm)
+    assert torch.equal(ordered(x, norm), PackedLinear(core, "bfloat16", matrix)(normed[:, order]))
+
+
 @pytest.mark.parametrize("least", [False, True])
 def test_columns_in_another_order_and_gates(core: Core, least: bool) -> None:
     matrix, x, order = random_matrix((92, 96), 32, 4, least), torch.randn(9, 96), torch.randperm(92)
@@ -110,6 +143,11 @@ def test_matrices_with_different_groups_are_joined() -> None:
     assert same.least is None
     torch.testing.assert_close(same.values(), torch.cat([parts[1].values(), parts[2].values()]), rtol=1e-6, atol=1e-6)
     assert Grouped.joined([random_matrix((4, 96), 32, 4, True), random_matrix((4, 96), 48, 4, True)]) is None
+    order = torch.randperm(96)
+    ordered = Grouped.joined([part._replace(inputs=order) for part in parts])
+    assert ordered is not None
+    assert torch.equal(ordered.values()[:, order], joined.values())
+    assert Grouped.joined([parts[0]._replace(inputs=order), parts[1]]) is None
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

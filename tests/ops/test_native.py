@@ -176,8 +176,11 @@ def dense_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
         total = weights.sum(-1) + (sink[:, None] - top[..., 0]).exp()
         return (mixed / total.T[..., None]).float()
 
-    ops = Rounding(decoder.spec.dtype)
-    rows = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend, ops)
+    ops, where = Rounding(decoder.spec.dtype), torch.arange(len(tokens))
+    x = decoder.embed(torch.tensor(tokens), where)
+    if decoder.spec.dtype == "int8":  # rows of the embedding are columns of a packed matrix
+        x = rounded_weight(x, "int8").float()
+    rows = decoder(torch.tensor(tokens), where, attend, ops, x=x)
     return decoder.logits(rows.last, ops)
 
 

@@ -38,7 +38,8 @@ def quantise(outputs: int, inputs: int, size: int, bits: int, seed: int = 0, act
     groups = -(-inputs // size)
     group_of = torch.arange(inputs) // size
     if act_order:
-        group_of = group_of[torch.randperm(inputs, generator=generator)]
+        # matrices that read the same rows have one order, as in real files
+        group_of = group_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
     values = torch.randint(0, 2**bits, (outputs, inputs), generator=generator)
     zeros = torch.randint(1, 2**bits, (outputs, groups), generator=generator)
     scales = (torch.rand(outputs, groups, generator=generator) * 2.0 ** (1 - bits) / inputs**0.5 + 1e-3).half()

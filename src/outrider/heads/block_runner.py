@@ -13,7 +13,7 @@ from outrider.cache import KVPool
 from outrider.heads.block import BlockHead, in_block
 from outrider.model import Feed
 from outrider.model.load import INT8
-from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, norm_weights
+from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, lossless_kind, norm_weights
 from outrider.ops import (
     BLOCK_ROWS,
     KEY_ROWS,
@@ -173,7 +173,7 @@ def _stack(head: BlockHead, pool: KVPool, core: Core) -> Stack:
     then = Epilogue() if c.own_output else logit_epilogue(head.target)
     return layer_stack(
         pool, core, c.shape, _kind(head), head.layers, head.ropes,  # type: ignore[arg-type]
-        embedding=head.embedding.detach().float().contiguous(),
+        embedding=PackedLinear(core, lossless_kind(head.embedding), head.embedding),
         embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
         norm=norm_weights(c.shape.norm, head.norm),
         joined=PackedLinear(core, _kind(head), head.fc),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +11,18 @@ from typing import Any
 from safetensors import SafetensorError
 
 from outrider import checks
-from outrider.errors import InvalidParameter, ModelError, OutriderError
+from outrider.errors import OutriderError
 from outrider.heads.block_files import load_block, save_block
 from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.medusa_files import load_medusa, save_medusa
 from outrider.heads.mtp_files import load_mtp, save_mtp
 from outrider.heads.stored import SaveOptions
 from outrider.model import Decoder, LoadOptions, load_decoder, save_decoder
-from outrider.model.fields import read_json
-from outrider.model.files import ELSEWHERE
+from outrider.model.folders import copy_beside, plain_config, require_new
 from outrider.model.load import DTYPES
 
 __all__ = ["ExportOptions", "export_decoder", "export_folder"]
 
-_BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
-_NOT_EXPORTED = ("torch_dtype", "quantization_config", "compression_config", ELSEWHERE)  # of the weights that are stored now
 _HEADS: tuple[tuple[str, Callable[..., Any], Callable[..., None]], ...] = (  # beside a target, with how to read and write them
     ("eagle", load_eagle, save_eagle),
     ("mtp", load_mtp, save_mtp),
@@ -56,8 +49,7 @@ class ExportOptions:
 
 def export_folder(source: Path, out: Path, options: ExportOptions = ExportOptions()) -> list[Path]:
     """Write a model and the drafters in its folder; the folders written, the target's first. `out` must be new or empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidParameter("out", f"{out} exists and is not empty; choose a new folder")
+    require_new(out)
     try:
         target = export_decoder(source, out, options.dtype)
         written = [out]
@@ -71,24 +63,12 @@ def export_folder(source: Path, out: Path, options: ExportOptions = ExportOption
 
 def export_decoder(source: Path, out: Path, dtype: str = "bfloat16") -> Decoder:
     """Write one model: weights as they are after dequantisation, config.json, generation_config.json, tokenizer."""
-    config = _config(source)
+    config = plain_config(source)
     decoder = load_decoder(source, LoadOptions(dtype))
     save_decoder(decoder, out, dtype=DTYPES[dtype])
     (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
-    for name in _BESIDE:
-        if (source / name).exists():
-            shutil.copy(source / name, out / name)
+    copy_beside(source, out)
     return decoder
-
-
-def _config(source: Path) -> dict[str, object]:
-    """The fields of config.json that do not describe how the weights are stored."""
-    if source.is_file():
-        raise ModelError(f"{source} is a GGUF file, which has no config.json to export; pass the model's folder")
-    data = read_json(source / "config.json", "a model's folder holds config.json and *.safetensors")
-    if "text_config" in data:
-        raise ModelError(f"{source} reads images too, and only models of text are exported")
-    return {name: value for name, value in data.items() if name not in _NOT_EXPORTED}
 
 
 def _export_heads(source: Path, out: Path, target: Decoder, options: ExportOptions) -> list[Path]:

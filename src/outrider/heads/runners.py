@@ -17,7 +17,7 @@ from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, Runner, lay_out
 from outrider.model.load import INT8
-from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, norm_weights
+from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, lossless_kind, norm_weights
 from outrider.ops import (
     BESIDE,
     JOINED,
@@ -243,12 +243,12 @@ class MedusaRunner:
 
 def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear) -> Stack:
     c = head.config
-    embedding, scale = head.embedding.detach().float(), 1.0 if c.own_embedding else float(head.target.embedding_scale)
+    embedding, scale = head.embedding.detach(), 1.0 if c.own_embedding else float(head.target.embedding_scale)
     if c.joins_normed:  # once for every token of the vocabulary, instead of for every row
-        embedding, scale = head.normed_embedding(embedding * scale, Plain()), 1.0
+        embedding, scale = head.normed_embedding(embedding.float() * scale, Plain()), 1.0
     return layer_stack(
         pool, core, c.shape, _kind(head), [head.layer], [head.rope],
-        embedding=embedding.contiguous(),
+        embedding=PackedLinear(core, lossless_kind(embedding), embedding),
         embedding_scale=scale,
         norm=_last_norm(head),
         form=BESIDE if c.wide else JOINED,

@@ -230,15 +230,15 @@ def served_dtype(requested: str, stored: str) -> str:
 
 
 def _weight_bytes(directory: Path, config: ModelSpec, held: torch.dtype, as_stored: bool) -> int:
-    """Bytes that weights take at least. Beside integers in the native core the embedding is in float32."""
-    embedding = 4 * config.vocab * config.hidden
+    """Bytes that weights take at least. Embedding and output matrix of a model in int4 are in int8."""
     if config.dtype in _BYTES:
-        return int(config.parameters * _BYTES[config.dtype]) + embedding
+        matrices = config.vocab * config.hidden * (1 if config.tied else 2)
+        return int(config.parameters * _BYTES[config.dtype] + matrices * (_BYTES[INT8] - _BYTES[config.dtype]))
     if as_stored and serving_ops().core is not None:
         if (gguf := find_gguf(directory)) is not None:
-            return embedding + sum(tensor.nbytes for tensor in Gguf(gguf).tensors.values())
+            return sum(tensor.nbytes for tensor in Gguf(gguf).tensors.values())
         if format_in(directory) is not None:
-            return embedding + sum(path.stat().st_size for path in weight_files(directory))
+            return sum(path.stat().st_size for path in weight_files(directory))
     return config.parameters * held.itemsize
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.model.runner import Feed
     from outrider.ops.group import Group
 
-__all__ = ["decoder_stack", "lay_out_rows", "layer_stack", "logit_epilogue", "norm_weights"]
+__all__ = ["decoder_stack", "lay_out_rows", "layer_stack", "logit_epilogue", "lossless_kind", "norm_weights"]
 
 _NORMS = ("norm_in", "norm_mlp", "norm_attn_out", "norm_mlp_out")
 
@@ -51,8 +51,6 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | Non
     """
     s = decoder.spec
     output = _output(decoder, core)
-    if group is None:
-        decoder.materialise("embedding")  # the core reads its rows
     learned = None
     if s.positions is not None and decoder.positions is not None:
         learned = _floats(decoder.positions[s.positions.offset :])
@@ -60,7 +58,7 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | Non
         pool, core, s, _kind(s.dtype),
         decoder.read_layers(grouped=True) if group is None else lazy_layers(decoder),
         decoder.ropes,  # type: ignore[arg-type]
-        embedding=_floats(decoder.embedding) if group is None else None,
+        embedding=_embedding(decoder, core, output) if group is None else None,
         embedding_scale=float(s.embedding_scale),
         learned=learned,
         learned_rows=0 if learned is None else len(learned),
@@ -84,6 +82,30 @@ def _output(decoder: Decoder, core: Core) -> PackedLinear:
     return PackedLinear(
         core, _kind(s.dtype), decoder.weight(name) if matrix is None else matrix, decoder.output_bias, logit_epilogue(s)
     )
+
+
+def _embedding(decoder: Decoder, core: Core, output: PackedLinear) -> PackedLinear:
+    """The matrix whose columns are embeddings: the output matrix, where they are tied and it has the same values."""
+    s, kind = decoder.spec, _kind(decoder.spec.dtype)
+    if s.tied and (output.is_grouped or kind != "bfloat16"):
+        return output
+    matrix = None if s.tied else decoder.grouped("embedding")
+    if matrix is not None:
+        return PackedLinear(core, kind, matrix)
+    weight = decoder.weight("embedding")
+    if kind == "bfloat16":
+        kind = lossless_kind(weight)
+        if s.tied and kind == "bfloat16":
+            return output
+    return PackedLinear(core, kind, weight)
+
+
+def lossless_kind(weight: Tensor) -> str:
+    """bfloat16 where that keeps every value of a matrix, else float32."""
+    exact = weight.dtype == torch.bfloat16 or all(
+        torch.equal(part, part.bfloat16().float()) for part in torch.split(weight, 4096)
+    )
+    return "bfloat16" if exact else "float32"
 
 
 def layer_stack(

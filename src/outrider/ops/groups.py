@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["GROUP_STEP", "Grouped", "GroupedPanels", "packed"]
+__all__ = ["GROUP_STEP", "GroupLayout", "Grouped", "layout_of", "packed"]
 
 GROUP_STEP = 16  # groups begin at multiples of it
 _UNIT = 64  # inputs that a panel is filled up to
@@ -34,6 +34,7 @@ class Grouped(NamedTuple):
     offset: int  # of all codes, where there is no `least`
     bits: int  # of the largest code: 4 or 8
     size: int
+    inputs: Tensor | None = None  # (inner,) the input that each code is of; None: in order
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,7 +62,8 @@ class Grouped(NamedTuple):
             values = (codes - self.offset) * self.scale[..., None]
         else:
             values = codes * self.scale[..., None] - self.least[..., None]
-        return values.view(len(self.codes), -1)[:, :inner]
+        values = values.view(len(self.codes), -1)[:, :inner]
+        return values if self.inputs is None else values[:, self.inputs.argsort()]
 
     def rows(self, which: Tensor) -> Grouped:
         """Some of the columns, in another order."""
@@ -72,7 +74,10 @@ class Grouped(NamedTuple):
     def joined(parts: Sequence[Grouped]) -> Grouped | None:
         """Several matrices one below the other; None where their groups cannot be joined."""
         size = min(part.size for part in parts)
+        orders = [torch.empty(0) if part.inputs is None else part.inputs for part in parts]
         if any(part.size % size for part in parts) or len({part.codes.shape[1] for part in parts}) > 1:
+            return None
+        if not all(torch.equal(order, orders[0]) for order in orders):
             return None
         split = [part._split(size) for part in parts]
         if len({part.least is None for part in split}) > 1:
@@ -84,7 +89,7 @@ class Grouped(NamedTuple):
         codes = torch.cat([part.codes if part.least is not None else part.codes + (offset - part.offset) for part in split])
         leasts = [part.least for part in split if part.least is not None]
         least = torch.cat(leasts) if leasts else None
-        return Grouped(codes, torch.cat([part.scale for part in split]), least, offset, bits, size)
+        return Grouped(codes, torch.cat([part.scale for part in split]), least, offset, bits, size, parts[0].inputs)
 
     def _split(self, size: int) -> Grouped:
         """The same in smaller groups."""
@@ -98,44 +103,50 @@ class Grouped(NamedTuple):
         return self if self.least is not None else self._replace(least=self.scale * self.offset, offset=0)
 
 
-class GroupedPanels(NamedTuple):
-    """A matrix in panels of 16 columns, in the format of ops/cpu/groups.h."""
+class GroupLayout(NamedTuple):
+    """The format of ops/cpu/groups.h for a matrix."""
 
     kind: int
     steps: int
-    weights: Tensor  # bytes
-    scale: Tensor  # per packed column: a power of two that all of its scales were divided by
     group_blocks: int
-    offset: int
-    panel_stride: int
+    panel_stride: int  # bytes
+    blocks: int
 
 
-def packed(matrix: Grouped, rows: Tensor) -> GroupedPanels:
-    """A matrix with the columns `rows` (panels, 16) in each panel, -1 where a panel is filled up.
-
-    Scales are kept as float16 after division by a power of two for each column, so those that were float16 keep their value.
-    """
-    inner = matrix.shape[1]
+def layout_of(matrix: Grouped) -> GroupLayout:
+    """How a matrix is laid out: its inner dimension is filled up to whole groups and whole units."""
+    inner, has_least = matrix.shape[1], matrix.least is not None
     size = min(matrix.size, -(-inner // _UNIT) * _UNIT)
     whole = math.lcm(_UNIT, size)
     width = -(-inner // whole) * whole
     groups = -(-width // size)
+    lines = groups if has_least else -(-groups // 2)
+    kind = _KINDS[matrix.bits, has_least]
+    return GroupLayout(kind, width // 4, size // GROUP_STEP, lines * _LINE + width * 2 * matrix.bits, width // GROUP_STEP)
+
+
+def packed(matrix: Grouped, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix with the columns `rows` (panels, 16) in each panel, -1 where a panel is filled up: what the core packs, in torch.
+
+    Returns the bytes, and for each packed column a power of two that its scales were divided by: they are kept as float16, so
+    those that were float16 keep their value.
+    """
+    _, steps, group_blocks, _, blocks = layout_of(matrix)
+    inner, width, groups = matrix.shape[1], 4 * steps, blocks // group_blocks
     absent = rows < 0
     chosen = rows.clamp(min=0).flatten()
     scale, power = _halves(matrix, chosen, groups, absent)
     codes = F.pad(matrix.codes[chosen], (0, width - inner))
     codes.view(-1, GROUP_STEP, width)[absent] = 0
-    blocks = (
+    tiles = (
         codes.view(len(rows), 16, width // GROUP_STEP, 4, 4)
         .permute(0, 2, 3, 1, 4)
         .reshape(len(rows), width // GROUP_STEP, 4, _LINE)
     )
     if matrix.bits == _SMALL:
-        blocks = blocks[:, :, 0::2] | blocks[:, :, 1::2] << 4
-    body = blocks.reshape(len(rows), groups, -1)
-    lines = _with_scales(body, scale, matrix.least is not None)
-    kind = _KINDS[matrix.bits, matrix.least is not None]
-    return GroupedPanels(kind, width // 4, lines.flatten(), power, size // GROUP_STEP, matrix.offset, lines.shape[1])
+        tiles = tiles[:, :, 0::2] | tiles[:, :, 1::2] << 4
+    body = tiles.reshape(len(rows), groups, -1)
+    return _with_scales(body, scale, matrix.least is not None).flatten(), power
 
 
 def _halves(matrix: Grouped, chosen: Tensor, groups: int, absent: Tensor) -> tuple[Tensor, Tensor]:

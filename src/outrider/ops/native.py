@@ -88,6 +88,7 @@ _SIGNATURES = {
     "outrider_guess": [_pointer, _pointer, _pointer],
     "outrider_choose": [_pointer, _int],
     "outrider_pack": [_pointer, _int],
+    "outrider_pack_groups": [_pointer, _int],
 }
 
 
@@ -110,7 +111,8 @@ class Core:
         self.isolates_matrices = self.name == "sanitized"  # one allocation each, so that the sanitizer sees overruns
         for name, types in _SIGNATURES.items():
             getattr(library, name).argtypes = types
-        self.linear, self.read, self.pack = library.outrider_linear, library.outrider_read, library.outrider_pack
+        self.linear, self.read = library.outrider_linear, library.outrider_read
+        self.pack, self.pack_groups = library.outrider_pack, library.outrider_pack_groups
         self.forward, self.draft, self.grow = library.outrider_forward, library.outrider_draft, library.outrider_grow
         self.guess = library.outrider_guess
         self._choose, self._multiply_add = library.outrider_choose, library.outrider_multiply_add
@@ -320,6 +322,7 @@ class PackedLinear(Addressed):
         self.columns = columns // 2 if then.paired else columns  # of a product
         self._core = core
         self._threads = Threads(core)
+        self.is_grouped = not isinstance(weight, Tensor)
         if isinstance(weight, Tensor):
             number = KINDS[kind]
             self._packed = pack(core, kind, weight.detach(), bias, then.paired, pack_12bit, order, arena)
@@ -453,7 +456,7 @@ class StackWeights(NamedTuple):
     ffn: int  # of the widest layer
     vocab: int
     rotary_rows: int  # of the shortest rotary table
-    embedding: Tensor | None  # (vocab, hidden); None: rows come as features
+    embedding: PackedLinear | None  # a column for each token; None: rows come as features
     learned: Tensor | None = None  # of positions
     learned_rows: int = 0
     embedding_scale: float = 1.0
@@ -709,7 +712,10 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
         _check_rows("a rotary table", layer.rotary[2:], (w.rotary_rows,))
     if w.output is not None and w.output.inner != w.hidden:
         raise ValueError(f"the output matrix does not have rows of {w.hidden} values")
-    _check_rows("the embedding", (w.embedding,), (w.vocab, w.hidden))
+    if w.embedding is not None and (w.embedding.columns, w.embedding.inner) != (w.vocab, w.hidden):
+        raise ValueError(
+            f"the embedding is {(w.embedding.columns, w.embedding.inner)} where the stack needs {(w.vocab, w.hidden)}"
+        )
     if w.ranks > 1 and not w.gather:
         raise ValueError(f"{w.ranks} ranks need a function that gathers their parts")
     _check_rows("the table of positions", (w.learned,), (w.learned_rows, w.hidden))

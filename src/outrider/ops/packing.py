@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.ops.groups import Grouped, packed
+from outrider.ops.groups import Grouped, layout_of
 
 if TYPE_CHECKING:
     from outrider.ops.native import Core
@@ -26,6 +26,9 @@ _BLOCK = 4  # steps
 _HUGE, _ARENA = 2 << 20, 32 << 20
 _COUNTS, _RAW, _12BIT, _LISTED = range(4)  # Make of pack.h
 _OUTPUTS = ("to", "scale", "counts", "codes", "escaped", "listed", "order")
+
+
+_NONE = torch.empty(0)
 
 
 class Packed(NamedTuple):
@@ -43,6 +46,7 @@ class Packed(NamedTuple):
     group_blocks: int = 1  # blocks of a group of integers
     offset: int = 0  # of integers in groups
     panel_stride: int = 0  # bytes of a panel of groups; 0: there are none
+    inputs: Tensor = _NONE  # of groups: the input that each place reads, int32, where they are not in order
 
 
 class Arena:
@@ -139,12 +143,21 @@ class _Source(NamedTuple):
 
 def pack_groups(core: Core, matrix: Grouped, bias: Tensor | None, rows: Tensor, arena: Arena | None = None) -> tuple[int, Packed]:
     """The kind and the panels of a matrix in groups; `rows` (panels, 16) are its columns in each, -1 where there is none."""
-    kind, steps, made, scale, group_blocks, offset, stride = packed(matrix, rows)
-    weights = torch.empty_like(made) if core.isolates_matrices else (arena or _arena).take(len(made))
-    weights.copy_(made)
-    none = torch.empty(0)
-    biases = none if bias is None else torch.where(rows < 0, 0.0, bias.detach().float()[rows.clamp(min=0)]).flatten()
-    return kind, Packed(len(rows), steps, weights, biases, scale, none, none, none, none, group_blocks, offset, stride)
+    kind, steps, group_blocks, stride, blocks = layout_of(matrix)
+    size = len(rows) * stride
+    weights = torch.empty(size, dtype=torch.uint8) if core.isolates_matrices else (arena or _arena).take(size)
+    power, parts = torch.empty(rows.numel()), [part.contiguous() for part in matrix[:2]]
+    least = None if matrix.least is None else matrix.least.contiguous()
+    rows = rows.contiguous()
+    inputs = (*parts, least, rows)
+    addresses = [0 if part is None else part.data_ptr() for part in inputs]
+    sizes = (matrix.shape[1], parts[1].shape[1], len(rows), blocks, group_blocks, matrix.bits, stride)
+    spec = array("q", (*addresses, *sizes, weights.data_ptr(), power.data_ptr()))
+    core.pack_groups(spec.buffer_info()[0], core.threads)
+    biases = _NONE if bias is None else torch.where(rows < 0, 0.0, bias.detach().float()[rows.clamp(min=0)]).flatten()
+    order = _NONE if matrix.inputs is None else matrix.inputs.int().contiguous()
+    none = (_NONE,) * 4
+    return kind, Packed(len(rows), steps, weights, biases, power, *none, group_blocks, matrix.offset, stride, order)
 
 
 def _in_panels(bias: Tensor, halves: int) -> Tensor:

@@ -1,22 +1,18 @@
-"""Folders of trained models: written as they are served, and replaced only as a whole."""
+"""Folders of trained models, written as they are served."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from outrider.errors import InvalidParameter, OutriderError
+from outrider.errors import InvalidParameter
 from outrider.model import Decoder, save_decoder, write_config
 from outrider.model.files import int8_mark
+from outrider.model.folders import replaced
 from outrider.train.corpus import copy_tokenizer
 
-__all__ = ["export_model", "replaced", "require_replaceable", "save_model"]
+__all__ = ["export_model", "require_replaceable", "save_model"]
 
 
 def save_model(decoder: Decoder, folder: Path, tokenizer: Path) -> None:
@@ -44,17 +40,3 @@ def require_replaceable(directory: Path, target: Path) -> None:
     is_drafter = (directory / "config.json").is_file() and not any(path.is_dir() for path in directory.iterdir())
     if holds_target or not is_drafter:
         raise InvalidParameter("out", f"{directory} exists and is no drafter's folder; training would replace it, choose another")
-
-
-@contextmanager
-def replaced(directory: Path) -> Iterator[Path]:
-    """A folder to write into; it takes the place of `directory` only when the block ends well."""
-    temporary = directory.with_name(directory.name + ".part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        yield temporary
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.rename(directory)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OutriderError(f"cannot write to {directory}: {error}; free some space or choose another --out") from error

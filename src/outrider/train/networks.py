@@ -29,9 +29,10 @@ from outrider.heads import (
     save_mtp,
 )
 from outrider.model import Decoder, load_decoder
+from outrider.model.folders import replaced
 from outrider.ops import Plain
 from outrider.train.attention import Unroll, causal_attend
-from outrider.train.export import replaced, save_model
+from outrider.train.export import save_model
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.losses import Divergence, divergence
 from outrider.train.sizing import autocast

@@ -64,10 +64,10 @@ def test_a_quantised_model_is_served_in_bfloat16_by_default(tmp_path: Path) -> N
     assert load_decoder(path).spec.dtype == "bfloat16"
 
 
-KEPT = ["awq", "w4a16", "w8a8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+KEPT = ["gptq", "awq", "w4a16", "w8a8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 
 
-@pytest.mark.parametrize("kind", [*KEPT, "gptq", "fp8"])
+@pytest.mark.parametrize("kind", [*KEPT, "fp8"])
 def test_the_native_core_reads_integers_as_they_are_stored(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Logits are those of the dequantised model up to the rounding of activations to int8. What cannot be kept is decoded."""
     core, reason = find_core()

@@ -92,13 +92,19 @@ class Integers(NamedTuple):
         """The matrix as products read it; None where it has to be decoded."""
         columns = self.values.shape[1]
         in_blocks = self.size % GROUP_STEP == 0 or self.size >= columns
-        if self.group_of is not None or self.bits > 8 or self.zeros is None or not in_blocks:
+        if self.bits > 8 or self.zeros is None or not in_blocks:
             return None
+        codes, inputs = self.values.to(torch.uint8), None
+        if self.group_of is not None:
+            inputs = self.group_of.argsort(stable=True)
+            if not torch.equal(self.group_of[inputs].long(), torch.arange(columns) // self.size):
+                return None  # groups of other sizes
+            codes = codes[:, inputs]
         first = self.zeros.flatten()[0]
         scale, bits = self.scales.float(), 4 if self.bits <= 4 else 8
         if bool((self.zeros == first).all()):
-            return Grouped(self.values.to(torch.uint8), scale, None, int(first), bits, self.size)
-        return Grouped(self.values.to(torch.uint8), scale, scale * self.zeros.float(), 0, bits, self.size)
+            return Grouped(codes, scale, None, int(first), bits, self.size, inputs)
+        return Grouped(codes, scale, scale * self.zeros.float(), 0, bits, self.size, inputs)
 
 
 def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -7,7 +7,9 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "columns.h"
 #include "experts.h"
+#include "group_pack.h"
 #include "groups.h"
 #include "growth.h"
 #include "lattice.h"
@@ -48,7 +50,8 @@ struct StackSpec {
     const LayerSpec* layer;
     int64_t layers, hidden, heads, kv_heads, head_dim, ffn, vocab;  // ffn: of the widest layer
     int64_t rotary_rows;  // of the shortest rotary table
-    const float *embedding, *learned;  // (vocab, hidden); of positions, or null
+    const Linear* embedding;           // a column for each token; null: rows come as features
+    const float* learned;              // of positions, or null
     int64_t learned_rows;
     double embedding_scale;
     int64_t form, residual_normed;
@@ -469,11 +472,11 @@ class Forward {
     }
 
     void embed(float* to, int r) const {
-        const float* token = s.embedding + static_cast<size_t>(w.layout.tokens[first + r]) * hidden;
+        read_column(*s.embedding, w.layout.tokens[first + r], to);
         const float* position = s.learned ? s.learned + static_cast<size_t>(row(r).position) * hidden : nullptr;
         const f32x16 scale = splat(static_cast<float>(s.embedding_scale));
         for (int i = 0; i < hidden; i += kLanes) {
-            const f32x16 values = load_upto(token + i, hidden - i) * scale;
+            const f32x16 values = load_upto(to + i, hidden - i) * scale;
             store_upto(to + i, position ? values + load_upto(position + i, hidden - i) : values, hidden - i);
         }
     }
@@ -853,6 +856,11 @@ OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const
     const Input in{dense(x, l->inner), static_cast<int>(rows), *norm};
     const Rows to = dense(out, l->columns);
     team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, to, Then::kStore, packed, m); });
+}
+
+// Packs integers in groups; see GroupPacking.
+OUTRIDER_API void outrider_pack_groups(const GroupPacking* packing, int64_t threads) {
+    team().run(static_cast<int>(threads), [&](const Member& m) { pack_groups(*packing, m); });
 }
 
 // Packs weights; see Packing. Returns 0, or 2 where there is too little memory.

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <type_traits>
+#include <vector>
 
 #include "elementwise.h"
 #include "threads.h"
@@ -44,6 +45,7 @@ struct Linear {
     const int32_t *escaped, *first_escaped;  // blocks with other high bytes, -1 at the end of each panel; each panel's first
     const char* raw_blocks;  // escaped blocks as they are
     int64_t group_blocks, offset, panel_stride;  // of groups: blocks of each, what integers are too large by, bytes of a panel
+    const int32_t* inputs;   // of groups: the input that each place of the inner dimension reads; null: in order
     Epilogue epilogue;       // of paired columns the gate's
 
     size_t panel_bytes() const {
@@ -105,6 +107,16 @@ enum class Then {
     kAdd,    // out += y; the target has whole vectors of columns
 };
 
+// A row after its norm, its values in another order, in memory of this thread.
+inline const float* in_order(const RowNorm& norm, const float* x, int width, const int32_t* order) {
+    static thread_local std::vector<float> room;
+    room.resize(std::max<size_t>(room.size(), 2 * static_cast<size_t>(width)));
+    float *to = room.data(), *values = to + width;
+    if (norm) norm(values, x, width), x = values;
+    for (int i = 0; i < width; i++) to[i] = x[order[i]];
+    return to;
+}
+
 // Activations in the kernel's layout: per block of rows, for every unit of the inner dimension, the words of one row after
 // the other. Each thread packs its share of the rows.
 struct PackedRows {
@@ -121,19 +133,22 @@ struct PackedRows {
 
     template <class K>
     void fill(const Input& in, const Linear& l, Share mine) const {
-        fill<K>(in, static_cast<int>(l.steps), mine, K::grouped ? l.groups() : 0, static_cast<int>(l.group_blocks), l.offset);
+        const int groups = K::grouped ? l.groups() : 0;
+        fill<K>(in, static_cast<int>(l.steps), mine, groups, static_cast<int>(l.group_blocks), l.offset, l.inputs);
     }
 
     template <class K>
-    void fill(const Input& in, int steps, Share mine, int groups = 0, int group_blocks = 1, int64_t offset = 0) const {
+    void fill(const Input& in, int steps, Share mine, int groups = 0, int group_blocks = 1, int64_t offset = 0,
+              const int32_t* order = nullptr) const {
         for (int r = mine.begin; r < mine.end; r++) {
             const float* x = in.row(r);
             const int width = in.x.width;
             const RowNorm norm(in.norm, x, width);
+            if (order) x = in_order(norm, x, width, order);
             const auto values = [&](int at) {
                 if (at >= width) return splat(0.0f);
                 const f32x16 lanes = load_upto(x + at, width - at);
-                return norm ? norm(lanes, at, width - at) : lanes;
+                return norm && !order ? norm(lanes, at, width - at) : lanes;
             };
             f32x16 top = splat(0.0f);
             for (int at = 0; K::integers && at < width; at += kLanes) top = maximum(magnitude(values(at)), top);
