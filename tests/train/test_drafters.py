@@ -143,7 +143,7 @@ def test_train_medusa(target: Path, prepared: TokenCorpus, tmp_path: Path) -> No
     assert len(heads.config.choices) == 64
 
 
-@pytest.mark.parametrize("kind", ["", "--no-causal --no-from-anchor --markov=0", "--confidence --markov=8 --ffn=24"])
+@pytest.mark.parametrize("kind", ["", "--no-causal --no-from-anchor --markov=0", "--confidence --markov=8 --draft-vocab=200"])
 def test_train_dflash(kind: str, target: Path, prepared: TokenCorpus, tmp_path: Path) -> None:
     options = ("--block=4", "--blocks=8", "--taps=1,2,4", "--mask=9", *kind.split())
     short = learn("dflash", target, prepared, tmp_path / "short", *options, "--steps=5")
@@ -154,6 +154,7 @@ def test_train_dflash(kind: str, target: Path, prepared: TokenCorpus, tmp_path: 
     assert (head.config.block, head.config.taps, head.config.mask) == (4, (1, 2, 4), 9)
     assert (head.config.causal, head.config.confidence) == ("--no-causal" not in kind, "--confidence" in kind)
     assert (head.pairs is None) == ("--markov=0" in kind)
+    assert head.config.draft_vocab == (200 if "vocab" in kind else None)
 
 
 def test_nothing_is_written_to_measure_with_before_the_first_step(

@@ -106,13 +106,15 @@ def dflash(
     causal: Annotated[bool, typer.Option(help="Rows of a block see those before them alone, so shorter blocks agree.")] = True,
     from_anchor: Annotated[bool, typer.Option(help="The newest token's row guesses too (DSpark).")] = True,
     mask: Annotated[int, typer.Option(help="Token id in masked slots; -1: the last of the vocabulary.")] = -1,
+    draft_vocab: Annotated[int, typer.Option(help="Output matrix over the N most frequent tokens; 0: the target's.")] = 0,
 ) -> None:
     """Train a block drafter (DFlash) on a frozen target. The same command resumes."""
     read = _integers("taps", taps)
     from outrider.train.run import run_task
     from outrider.train.shapes import BlockShape, new_block
 
-    shape = BlockShape(layers, block, read, ffn, markov, confidence, causal, from_anchor, None if mask < 0 else mask)
+    masked = None if mask < 0 else mask
+    shape = BlockShape(layers, block, read, ffn, markov, confidence, causal, from_anchor, masked, draft_vocab)
     run_task(flags, "dflash", lambda target: new_block(target, shape, flags.loss or "mix", flags.seed, blocks))
 
 

@@ -23,7 +23,7 @@ from outrider.train.export import require_replaceable
 from outrider.train.frozen import FrozenTarget
 from outrider.train.generate import Writing, merged, write_until
 from outrider.train.loop import Budget, LoopOptions
-from outrider.train.networks import TrainableDrafter, TrainableEagle, TrainableMedusa
+from outrider.train.networks import TrainableDrafter, TrainableMedusa
 from outrider.train.optim import OptimOptions
 from outrider.train.shapes import set_vocabulary
 from outrider.train.sizing import StepSize, evaluation_rows, pick_device, resolve_step, training_bytes, uses_compiler
@@ -65,7 +65,7 @@ def run_task(task: TrainingTask, name: str, build: Build, log: Log = _LOG) -> di
     network = build(target)
     _introduce(name, network, target, setup, log)
     store = _training_text(target, corpus, setup, log)
-    if isinstance(network, TrainableEagle):
+    if network.vocab_ids is not None:
         set_vocabulary(network, target, _token_counts(store, target.config.vocab))
     rows = _heldout_rows(corpus, setup, log)
     run = Distillation(target, {name: network}, rows)

@@ -31,7 +31,7 @@ from outrider.train.attention import usable_chain
 from outrider.train.block import TrainableBlock
 from outrider.train.frozen import FrozenTarget
 from outrider.train.losses import Divergence
-from outrider.train.networks import TrainableDraftModel, TrainableEagle, TrainableMedusa, TrainableMtp
+from outrider.train.networks import TrainableDrafter, TrainableDraftModel, TrainableEagle, TrainableMedusa, TrainableMtp
 
 __all__ = [
     "BlockShape",
@@ -107,7 +107,7 @@ class EagleShape:
             raise InvalidParameter("form", f"unknown {self.form!r}; known: {EAGLE1}, {EAGLE3}")
         wide = self.form == EAGLE3
         return EagleConfig(
-            shape=_one_layer(target, "LlamaForCausalLM", self.ffn),
+            shape=_layers(target, "LlamaForCausalLM", self.ffn),
             target_hidden=target.hidden,
             taps=(self.taps or default_taps(target.depth)) if wide else (target.depth,),
             form=self.form,
@@ -128,18 +128,18 @@ class MtpShape:
 
     def config(self, target: ModelSpec) -> EagleConfig:
         """The module's configuration for a target."""
-        shape = _one_layer(target, "Qwen3ForCausalLM", self.ffn)
+        shape = _layers(target, "Qwen3ForCausalLM", self.ffn)
         return EagleConfig(shape, target.hidden, (target.depth,), MTP, norm_output=True)
 
 
-def _one_layer(target: ModelSpec, architecture: str, ffn: int) -> ModelSpec:
-    """A layer with the target's widths and rotary settings."""
+def _layers(target: ModelSpec, architecture: str, ffn: int, count: int = 1) -> ModelSpec:
+    """Layers with the target's widths and rotary settings."""
     rope = target.attention.rope or Rope()
     return LlamaShape(
         architecture=architecture,
         vocab=target.vocab,
         hidden=target.hidden,
-        layers=1,
+        layers=count,
         heads=target.heads,
         kv_heads=target.kv_heads,
         head_dim=target.head_dim,
@@ -174,28 +174,12 @@ class BlockShape:
     causal: bool = True
     from_anchor: bool = True
     mask: int | None = None  # None: the last id of the vocabulary
+    draft_vocab: int = 0  # tokens of a reduced vocabulary, the most frequent ones
 
     def config(self, target: ModelSpec) -> BlockConfig:
         """The drafter's configuration for a target."""
-        rope = target.attention.rope or Rope()
-        shape = LlamaShape(
-            architecture="Qwen3ForCausalLM",
-            vocab=target.vocab,
-            hidden=target.hidden,
-            layers=self.layers,
-            heads=target.heads,
-            kv_heads=target.kv_heads,
-            head_dim=target.head_dim,
-            ffn=self.ffn or target.ffn,
-            context=target.context,
-            rope=rope if rope.kind in ("default", "linear", "llama3") else Rope(rope.theta),
-            norm_eps=target.norm.eps,
-            qk_norm=True,
-            dtype=target.dtype,
-            eos_ids=target.eos_ids,
-        ).spec()
         return BlockConfig(
-            shape=shape,
+            shape=_layers(target, "Qwen3ForCausalLM", self.ffn, self.layers),
             target_hidden=target.hidden,
             taps=self.taps or spread_taps(target.depth, min(3, target.depth)),
             block=self.block,
@@ -205,6 +189,8 @@ class BlockShape:
             markov=self.markov,
             confidence=self.confidence,
             confidence_of_pair=self.confidence and self.markov > 0,
+            draft_vocab=self.draft_vocab or None,
+            own_output=bool(self.draft_vocab),
         )
 
 
@@ -253,10 +239,10 @@ def _fresh_head(target: FrozenTarget, config: EagleConfig, seed: int) -> EagleHe
     return head.to(target.decoder.norm.device)
 
 
-def set_vocabulary(network: TrainableEagle, target: FrozenTarget, counts: Tensor) -> None:
+def set_vocabulary(network: TrainableDrafter, target: FrozenTarget, counts: Tensor) -> None:
     """Let a head with a reduced vocabulary propose the most frequent tokens of (V,) counts."""
     head = network.module
-    if head.vocab_ids is None:
+    if network.vocab_ids is None:
         return
     ids = counts.topk(head.config.outputs).indices.sort().values.to(head.vocab_ids.device)
     with torch.no_grad():
