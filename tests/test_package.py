@@ -56,13 +56,14 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_nothing_that_can_run_a_stranger_s_code() -> None:
-    """No pickle, eval or torch.load anywhere in the package."""
+    """No pickle, eval or torch.load anywhere in the package, but for the one that makes tensors alone."""
     modules = r"\b(pickle|cloudpickle|dill|torch\.load|yaml\.load|trust_remote_code=True)\b"
     calls = r"(?<![\w.])(?<!def )(eval|exec)\("
     forbidden = re.compile(f"{modules}|{calls}")
     for path in SOURCE.rglob("*.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            assert not forbidden.search(line) or "is a pickle" in line, f"{path}:{number}: {line}"
+            restricted = path.name == "pickles.py" and line.count("torch.load") == line.count("weights_only=True") == 1
+            assert not forbidden.search(line) or "is a pickle" in line or restricted, f"{path}:{number}: {line}"
 
 
 def test_help_does_not_load_torch() -> None:

@@ -285,7 +285,7 @@ def convert(source: Source, out: Folder) -> None:
 
 @heads_app.command("convert")
 def convert_head(source: Source, out: Folder) -> None:
-    """Write a head whose weights are a pickle (EAGLE's pytorch_model.bin, Medusa's medusa_lm_head.pt) as safetensors."""
+    """Write a head whose weights are pickled (EAGLE's pytorch_model.bin, Medusa's medusa_lm_head.pt) as safetensors."""
     from outrider.model.conversion import HEAD, convert_folder
 
     print("\n".join(map(str, convert_folder(source, out, HEAD, _say))))

@@ -63,7 +63,7 @@ def test_what_is_not_cached_is_named(cache: Path, target: Path) -> None:
     head = put(cache, HEAD, bundled_model() / "eagle")
     for weights in head.glob("*.safetensors"):
         weights.rename(weights.with_suffix(".bin"))
-    with pytest.raises(InvalidParameter, match=f"{HEAD} is a pickle there: convert it"):
+    with pytest.raises(InvalidParameter, match=f"{HEAD} is a pickle there: convert it with `outrider heads convert {HEAD} DIR`"):
         resolve(target, "auto")
 
 

@@ -264,6 +264,16 @@ def test_a_published_medusa_loads(prefix: str, tmp_path: Path) -> None:
         load_medusa(tmp_path, target)
 
 
+def test_heads_that_the_configuration_forgot_are_read(tmp_path: Path) -> None:
+    target = toy_target()
+    medusa_by_hand(target, tmp_path, "")
+    edit(tmp_path, medusa_num_heads=1)
+    assert load_medusa(tmp_path, target, FULL).config.heads == 2
+    edit(tmp_path, medusa_num_heads=3)
+    with pytest.raises(ModelError, match=r"lacks 3 tensors, first '2\.0\.linear\.bias'"):
+        load_medusa(tmp_path, target)
+
+
 def test_layouts_are_named_when_wrong(tmp_path: Path) -> None:
     target = toy_target()
     with pytest.raises(OutriderError, match="known: eagle, speculators"):

@@ -84,6 +84,18 @@ def test_heads_convert(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], value) for key, value in made.state_dict().items())
 
 
+def test_an_adapter_converts(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "adapter_config.json").write_text('{"r": 4}')
+    tensors = {"base_model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.randn(4, 48)}
+    torch.save(tensors, source / "adapter_model.bin")
+    (written,) = convert_folder(str(source), tmp_path / "out", MODEL)
+    assert written.name == "adapter_model.safetensors"
+    assert (tmp_path / "out" / "adapter_config.json").read_text() == '{"r": 4}'
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(written).items())
+
+
 def test_only_what_is_needed_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = model(tmp_path / "cached")
     pickled(tmp_path / "cached", 2)

@@ -25,13 +25,13 @@ from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-VOCAB, HIDDEN, LAYERS, LENGTH = 80, 32, 4, 24
+VOCAB, HIDDEN, LAYERS, LENGTH = 64, 32, 4, 20
 TAPS = (1, 2, 4)  # 1-based, as the package counts them: the stream that leaves so many layers
-MASK_TOKEN, BLOCK, STEPS = 79, 6, 3
-ANCHORS = (3, 9, 16)  # positions that blocks and parallel drafts start from
+MASK_TOKEN, BLOCK, STEPS = 63, 6, 3
+ANCHORS = (2, 7, 12)  # positions that blocks and parallel drafts start from
 SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 12, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 10, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
 
 

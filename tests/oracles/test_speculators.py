@@ -120,7 +120,7 @@ def test_the_package_loads_our_module(oracle: Oracle, tmp_path: Path) -> None:
     head = toy_head(oracle.target, MtpShape().config(oracle.target.spec))
     save_mtp(head, tmp_path / "mtp", SaveOptions("speculators", target=str(oracle.folder / "verifier")))
     generator = torch.Generator().manual_seed(1)
-    case = {"tokens": torch.randint(0, 80, (1, 12), generator=generator), "features": torch.randn(1, 12, 32, generator=generator)}
+    case = {"tokens": torch.randint(0, 64, (1, 12), generator=generator), "features": torch.randn(1, 12, 32, generator=generator)}
     torch.save(case, tmp_path / "case.pt")
     run_package("-c", LOADS, str(tmp_path / "mtp"), str(tmp_path / "case.pt"), str(tmp_path / "logits.pt"))
     there = torch.load(tmp_path / "logits.pt")[0]

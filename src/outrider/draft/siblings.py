@@ -49,9 +49,11 @@ def resolve_sibling(config: SpeculationConfig, directory: Path) -> SpeculationCo
             "none, or train one with `outrider train draft`",
         )
     fetch = " or ".join(f"`hf download {name}`" for name in names[:4])
-    pickle = next((name for name in names if _folder(name)), None)
-    cure = f"; {pickle} is a pickle there: `outrider heads convert {pickle} DIR`, then --draft-model DIR"
-    what = f"auto: nothing that drafts for {directory} is in the local cache; fetch it with {fetch}{cure if pickle else ''}"
+    pickled = next((name for name in names if _folder(name)), None)
+    is_head = any(name == pickled for heads in HEADS.values() for _, name in heads)
+    command = f"outrider {'heads ' if is_head else ''}convert {pickled} DIR"
+    cure = f"; {pickled} is a pickle there: convert it with `{command}` and pass --draft-model DIR"
+    what = f"auto: nothing that drafts for {directory} is in the local cache; fetch it with {fetch}{cure if pickled else ''}"
     raise InvalidParameter("--draft-model", what)
 
 

@@ -42,7 +42,9 @@ def load_medusa(directory: Path, target: Decoder, options: LoadOptions = LoadOpt
 
 def _medusa_config(fields: Fields, stored: Mapping[str, Stored], target: ModelSpec) -> MedusaConfig:
     count = "medusa_num_heads" if "medusa_num_heads" in fields or "num_heads" not in fields else "num_heads"
-    heads = fields.integer(count, 1, _MAX_HEADS)
+    numbers = {name.removeprefix("blocks.").partition(".")[0] for name in stored}
+    held = sum(str(head) in numbers for head in range(_MAX_HEADS))  # some files hold more heads than their config.json says
+    heads = max(fields.integer(count, 1, _MAX_HEADS), held)
     layers = "medusa_num_layers" if "medusa_num_layers" in fields else "num_hidden_layers"
     blocks = fields.integer(layers, 1, _MAX_BLOCKS, 1)
     owns_output = any(name.startswith("lm_heads.") or name == f"0.{blocks}.weight" for name in stored)

@@ -1,4 +1,4 @@
-"""Whole folders from pickles to safetensors: models (`pytorch_model*.bin`) and heads (also `medusa_lm_head.pt`)."""
+"""Whole folders from pickles to safetensors: models and adapters (`pytorch_model*.bin`, `adapter_model.bin`), and heads."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Kind:
 
 
 MODEL = Kind(
-    ("pytorch_model.bin", "pytorch_model-*.bin"),
-    ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-     "merges.txt", "*.jinja", "*.model"),
+    ("pytorch_model.bin", "pytorch_model-*.bin", "adapter_model.bin"),
+    ("config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+     "vocab.json", "merges.txt", "*.jinja", "*.model"),
 )  # fmt: skip
 HEAD = Kind(("pytorch_model.bin", "pytorch_model-*.bin", "medusa_lm_head.pt"), ("config.json",))
 
@@ -46,7 +46,7 @@ def convert_folder(source: str, out: Path, kind: Kind, say: Callable[[str], None
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidParameter("out", f"{out} exists and is not empty; choose a new folder")
-    folder = locate(source, files=kind.files)
+    folder = Path(source) if Path(source).is_dir() else locate(source, files=kind.files)
     pickles = _pickles(folder, kind)
     part = out.with_name(out.name + ".part")
     try:
@@ -67,7 +67,7 @@ def convert_folder(source: str, out: Path, kind: Kind, say: Callable[[str], None
 
 def _pickles(folder: Path, kind: Kind) -> list[Path]:
     """The pickled weight files: those that an index names, or all."""
-    if not folder.is_dir() or not (folder / "config.json").exists():
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ModelError(f"{folder} has no config.json, so it is no folder of a model or head")
     index = folder / _PICKLED_INDEX
     if index.exists():

@@ -148,7 +148,8 @@ def _weights_file(directory: Path) -> Path:
     if path.exists():
         return path
     pickled = sorted([*directory.glob("adapter_model*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
-    why = f" ({pickled[0].name} is a pickle, which can run code; convert it to safetensors)" if pickled else ""
+    cure = f"`outrider convert {directory} OUT` writes its tensors as safetensors"
+    why = f" ({pickled[0].name} is a pickle, which can run code; {cure})" if pickled else ""
     raise ModelError(f"{directory} holds no {_WEIGHTS}{why}")
 
 
