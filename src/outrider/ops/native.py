@@ -27,6 +27,7 @@ from torch import Tensor
 from outrider.cores import NEEDED, digest_of_sources
 from outrider.cores import built as _built
 from outrider.errors import InvalidParameter, RankDied
+from outrider.ops.blocks import StoredBlocks
 from outrider.ops.groups import Grouped
 from outrider.ops.packing import KINDS, PANEL, Arena, pack, pack_groups
 from outrider.platform import cpu_flags
@@ -302,7 +303,7 @@ class PackedLinear(Addressed):
         self,
         core: Core,
         kind: str,
-        weight: Tensor | Grouped,
+        weight: Tensor | Grouped | StoredBlocks,
         bias: Tensor | None = None,
         then: Epilogue = _STORED,
         pack_12bit: bool = True,
