@@ -115,11 +115,26 @@ def _standard_library() -> str:
     return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
 
 
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of docs/quantisation.md."""
+    lines = ["| format | file | read for a token | loss | 1 row | 4 rows | 8 rows |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        groups = f", groups of {row['group_size']}" if row["group_size"] else ""
+        stored = f"{row['file_bytes'] / 1e6:.1f} MB" if row["file_bytes"] else ""
+        change = f"{row['change']:+.2%}".replace("+", "+ ").replace("-", "- ").replace("%", " %")
+        loss = f"{row['loss']:.3f}" if row is rows[0] else change
+        cells = [row["format"] + groups, stored, f"{row['bytes_read'] / 1e6:.1f} MB", loss]
+        cells += [f"{row['ms'][count]:.2f} ms" if "ms" in row else "" for count in _ROWS]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(
     model: Model = None,
     text: Annotated[Path | None, typer.Option(help="Held-out text, or JSONL of texts. Default: bundled code.")] = None,
     calibration_tokens: Annotated[int, typer.Option(min=2, help="Tokens that GPTQ reads.")] = 16384,
     repeats: Annotated[int, typer.Option(min=0, help="Times that each forward runs, interleaved; 0 measures no time.")] = 60,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/quantisation.md instead.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the report here.")] = None,
     threads: Threads = None,
 ) -> None:
@@ -129,7 +144,7 @@ def main(
     conditions = {"threads": threads or torch.get_num_threads(), "load_average": os.getloadavg()[0], "context": _CONTEXT}
     rows = bench_formats(source, text, calibration_tokens, repeats)
     report = json.dumps(environment() | conditions | {"rows": rows}, indent=1)
-    print(report)
+    print(as_table(rows) if markdown else report)
     if out is not None:
         out.write_text(report + "\n", encoding="utf-8")
 
