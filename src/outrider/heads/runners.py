@@ -106,7 +106,8 @@ def eagle_network(head: EagleHead, pool: KVPool, target: Runner) -> EagleNetwork
         from outrider.heads.cuda_runners import CudaEagleRunner
 
         return CudaEagleRunner(head, cast("CudaRunner", target))
-    return EagleRunner(head, pool, target.ops)
+    shared = None if target.stack is None or head.config.own_embedding else target.stack.embedding
+    return EagleRunner(head, pool, target.ops, shared)
 
 
 def medusa_network(heads: MedusaHeads, target: Runner) -> MedusaNetwork:
@@ -124,7 +125,8 @@ class EagleRunner:
     drafts_chains = 0
     grows_trees = False
 
-    def __init__(self, head: EagleHead, pool: KVPool, ops: Ops) -> None:
+    def __init__(self, head: EagleHead, pool: KVPool, ops: Ops, embedding: PackedLinear | None = None) -> None:
+        """With the target's `embedding` as the core has it, the head's is not packed again."""
         self.head = head
         self._pool = pool
         self._ops = ops
@@ -135,7 +137,9 @@ class EagleRunner:
             then = Epilogue() if head.config.own_output else logit_epilogue(head.target)
             self._output = PackedLinear(ops.core, kind, head.output, then=then)
             self._output_norm = NormWeights() if head.config.norm_output else _last_norm(head)
-            self._stack = _eagle_stack(head, pool, ops.core, self._fc, self._output)
+            if embedding is None:
+                embedding = PackedLinear(ops.core, lossless_kind(head.embedding), head.embedding)
+            self._stack = _eagle_stack(head, pool, ops.core, self._fc, self._output, embedding)
             self._draft_ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
             words = token_words(head.config.shape.vocab)
             self._words = words if head.vocab_ids is None else words[head.vocab_ids.numpy()]
@@ -233,11 +237,13 @@ class MedusaRunner:
         return self._outputs[0](x.reshape(-1, c.hidden)).view(c.heads, rows, c.vocab)
 
 
-def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear) -> Stack:
+def _eagle_stack(
+    head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear, embedding: PackedLinear
+) -> Stack:
     c = head.config
     return layer_stack(
         pool, core, c.shape, _kind(head), [head.layer], [head.rope],
-        embedding=PackedLinear(core, lossless_kind(head.embedding), head.embedding),
+        embedding=embedding,
         embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
         norm=_last_norm(head),
         form=BESIDE if c.wide else JOINED,

@@ -612,6 +612,10 @@ class Stack:
     def core(self) -> Core:
         return self._core
 
+    @property
+    def embedding(self) -> PackedLinear | None:
+        return self._weights.embedding
+
     def logits(self, x: Tensor) -> Tensor:
         """The logits (rows, V) of rows after the last norm."""
         assert self._weights.output is not None
