@@ -37,7 +37,7 @@ from outrider.model.bundled import bundled_model
 from outrider.ops import Blocked, Core, Native, find_core, one_torch_thread
 from outrider.options import Threads, set_threads
 
-__all__ = ["RANDOM_MODELS", "bench_forward"]
+__all__ = ["RANDOM_MODELS", "CallTimes", "bench_forward"]
 
 _PAGE = 64
 _ENOUGH = 5  # undisturbed samples
@@ -66,7 +66,7 @@ class ForwardSetting:
     repeats: int = 40
 
 
-class _CallTimes:
+class CallTimes:
     """Times of one kind of call."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def _measure(core: Core | None, model: str, dtype: str, setting: ForwardSetting)
 
 
 def _floors(
-    core: Core, runner: Runner, measured: tuple[dict[int, float], dict[int, int]], reading: _CallTimes, adding: _CallTimes
+    core: Core, runner: Runner, measured: tuple[dict[int, float], dict[int, int]], reading: CallTimes, adding: CallTimes
 ) -> dict[str, Any]:
     """What the same processor needs in the same minutes to read the weights and to multiply them."""
     c, (ms, experts) = runner.decoder.spec, measured
@@ -158,12 +158,12 @@ def _bytes_read(runner: Runner, experts: int) -> float:
 
 def _time_calls(
     core: Core | None, runner: Runner, setting: ForwardSetting
-) -> tuple[dict[int, _CallTimes], dict[int, int], _CallTimes, _CallTimes]:
+) -> tuple[dict[int, CallTimes], dict[int, int], CallTimes, CallTimes]:
     """Forwards with their logits and experts by row count, reads of one row's bytes, and multiply-adds; all interleaved."""
     vocab, pages = runner.decoder.spec.vocab, list(range(runner.pool.pages - 1))
     tokens = [i * 7919 % vocab for i in range(setting.context + max(setting.rows))]
     runner.forward([Feed(pages, 0, tokens[: setting.context])])
-    watches, reading, adding = {count: _CallTimes() for count in setting.rows}, _CallTimes(), _CallTimes()
+    watches, reading, adding = {count: CallTimes() for count in setting.rows}, CallTimes(), CallTimes()
     experts = {count: _experts_read(runner, [Feed(pages, setting.context, tokens[:count])]) for count in setting.rows}
     memory = _memory(int(_bytes_read(runner, experts[min(experts)])))
     order, shuffle = list(setting.rows), random.Random(0)

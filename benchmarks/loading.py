@@ -31,7 +31,7 @@ from outrider.model.families import places_of
 from outrider.model.files import INDEX
 from outrider.options import Threads, set_threads
 
-__all__ = ["bench_loading", "write_checkpoint"]
+__all__ = ["bench_loading", "load_in_a_process", "write_checkpoint"]
 
 _SAMPLE_S = 0.004
 
@@ -63,7 +63,7 @@ def bench_loading(model: str, dtypes: list[str], repeats: int, threads: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         stored = write_checkpoint(spec, Path(folder))
         for dtype in dtypes:
-            loads = [_in_a_process(folder, dtype, threads) for _ in range(repeats + 1)][1:]  # the first one warms the files
+            loads = [load_in_a_process(folder, dtype, threads) for _ in range(repeats + 1)][1:]  # the first one warms the files
             best = min(load["seconds"] for load in loads)
             results.append({"dtype": dtype, "gb_per_s": round(stored / best / 1e9, 3), "loads": loads})
     conditions = {"threads": threads, "load_average": os.getloadavg()[0]}
@@ -72,7 +72,8 @@ def bench_loading(model: str, dtypes: list[str], repeats: int, threads: int) -> 
     )
 
 
-def _in_a_process(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+def load_in_a_process(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    """Load a folder or file once, in a process that ends with it."""
     with get_context("spawn").Pool(1) as pool:
         return pool.apply(_load, (folder, dtype, threads))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.model.bundled import bundled_model
 from outrider.ops import find_core
 from tests.support import write_family, write_tokenizer
 
@@ -46,6 +47,27 @@ def test_loss(tmp_path: Path) -> None:
     assert all(abs(row["change"]) < 0.01 for row in rows[:3])
     assert abs(rows[3]["change"]) < 0.1
     assert len({row["loss"] for row in rows}) == 4
+
+
+def test_formats() -> None:
+    """Four bits take half the bytes of eight; GPTQ costs less than rounding."""
+    if find_core()[0] is None:
+        pytest.skip(find_core()[1])
+    draft = str(bundled_model() / "draft")
+    rows = json.loads(benchmark("formats", "--model", draft, "--calibration-tokens", "2048", "--repeats", "1").stdout)["rows"]
+    of = {(row["format"], row["group_size"]): row for row in rows}
+    assert of["int4", 64]["file_bytes"] < of["int4", 32]["file_bytes"] < of["int8", 0]["file_bytes"]
+    assert abs(of["int8", 0]["change"]) < 0.005
+    for size in (32, 64):
+        assert of["int4, GPTQ", size]["loss"] < of["int4", size]["loss"]
+    assert all(ms > 0 for row in rows for ms in row["ms"].values())
+
+
+def test_loading_gguf() -> None:
+    pytest.importorskip("gguf", reason="the gguf package writes the file")
+    result = json.loads(benchmark("loading_gguf", "--model", "40m", "--repeats", "1").stdout)
+    assert result["file_bytes"] > 20e6
+    assert len(result["loads"]) == 1
 
 
 def test_products() -> None:

@@ -92,6 +92,11 @@ class Gguf:
         at = tensor.offset + start
         return bytearray(self._parts[tensor.part].view[at : at + count])
 
+    def view(self, name: str) -> memoryview:
+        """A tensor's bytes in the mapped file."""
+        tensor = self.tensors[name]
+        return self._parts[tensor.part].view[tensor.offset : tensor.offset + tensor.nbytes]
+
     def strings(self, key: str) -> list[str]:
         """The strings of a list; empty where the file has none."""
         value = self.metadata.get(key)

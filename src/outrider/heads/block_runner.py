@@ -47,13 +47,14 @@ class BlockRows(NamedTuple):
 class BlockRunner:
     """A block drafter over its layers of KV: slot i holds what is made of the target's features at position i."""
 
-    def __init__(self, head: BlockHead, pool: KVPool, ops: Ops) -> None:
+    def __init__(self, head: BlockHead, pool: KVPool, ops: Ops, embedding: PackedLinear | None = None) -> None:
+        """With the target's `embedding` as the core has it, the head's is not packed again."""
         self.head = head
         self._pool, self._ops = pool, ops
         self._stack: Stack | None = None
         self.draws_trees = False  # whether `trees` is supported
         if ops.core is not None and head.config.convolution is None:
-            self._stack = _stack(head, pool, ops.core)
+            self._stack = _stack(head, pool, ops.core, embedding)
             self.draws_trees = head.config.selector is None and head.confidence is None
             self._ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
             words = token_words(head.config.shape.vocab)
@@ -168,12 +169,12 @@ def divisors_of(rows: Sequence[Row], draft_temperatures: Sequence[float]) -> lis
     return [row.params.temperature * scale or 1.0 for row, scale in zip(rows, draft_temperatures, strict=True)]
 
 
-def _stack(head: BlockHead, pool: KVPool, core: Core) -> Stack:
+def _stack(head: BlockHead, pool: KVPool, core: Core, embedding: PackedLinear | None) -> Stack:
     c = head.config
     then = Epilogue() if c.own_output else logit_epilogue(head.target)
     return layer_stack(
         pool, core, c.shape, _kind(head), head.layers, head.ropes,  # type: ignore[arg-type]
-        embedding=PackedLinear(core, lossless_kind(head.embedding), head.embedding),
+        embedding=embedding or PackedLinear(core, lossless_kind(head.embedding), head.embedding),
         embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
         norm=norm_weights(c.shape.norm, head.norm),
         joined=PackedLinear(core, _kind(head), head.fc),

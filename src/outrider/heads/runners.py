@@ -112,7 +112,8 @@ def eagle_network(head: EagleHead, pool: KVPool, target: Runner, max_length: int
 
         return CudaEagleRunner(head, cast("CudaRunner", target))
     head.stretch(max_length)
-    return EagleRunner(head, pool, target.ops)
+    borrows = target.stack is not None and not (head.config.own_embedding or head.config.joins_normed)
+    return EagleRunner(head, pool, target.ops, target.stack.embedding if borrows and target.stack is not None else None)
 
 
 def medusa_network(heads: MedusaHeads, target: Runner) -> MedusaNetwork:
@@ -130,7 +131,8 @@ class EagleRunner:
     drafts_chains = 0
     grows_trees = False
 
-    def __init__(self, head: EagleHead, pool: KVPool, ops: Ops) -> None:
+    def __init__(self, head: EagleHead, pool: KVPool, ops: Ops, embedding: PackedLinear | None = None) -> None:
+        """With the target's `embedding` as the core has it, the head's is not packed again."""
         self.head = head
         self.positions = len(head.rope.cos)
         self._pool = pool
@@ -142,7 +144,7 @@ class EagleRunner:
             then = Epilogue() if head.config.own_output else logit_epilogue(head.target)
             self._output = PackedLinear(ops.core, kind, head.output, then=then)
             self._output_norm = NormWeights() if head.config.norm_output else _last_norm(head)
-            self._stack = _eagle_stack(head, pool, ops.core, self._fc, self._output)
+            self._stack = _eagle_stack(head, pool, ops.core, self._fc, self._output, embedding or _embedding(head, ops.core))
             self._draft_ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
             words = token_words(head.config.shape.vocab)
             self._words = words if head.vocab_ids is None else words[head.vocab_ids.numpy()]
@@ -241,15 +243,14 @@ class MedusaRunner:
         return self._outputs[0](x.reshape(-1, c.hidden)).view(c.heads, rows, c.vocab)
 
 
-def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear) -> Stack:
+def _eagle_stack(
+    head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear, embedding: PackedLinear
+) -> Stack:
     c = head.config
-    embedding, scale = head.embedding.detach(), 1.0 if c.own_embedding else float(head.target.embedding_scale)
-    if c.joins_normed:  # once for every token of the vocabulary, instead of for every row
-        embedding, scale = head.normed_embedding(embedding.float() * scale, Plain()), 1.0
     return layer_stack(
         pool, core, c.shape, _kind(head), [head.layer], [head.rope],
-        embedding=PackedLinear(core, lossless_kind(embedding), embedding),
-        embedding_scale=scale,
+        embedding=embedding,
+        embedding_scale=1.0 if c.own_embedding or c.joins_normed else float(head.target.embedding_scale),
         norm=_last_norm(head),
         form=BESIDE if c.wide else JOINED,
         joined=joined,
@@ -257,6 +258,15 @@ def _eagle_stack(head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear
         norm_hidden=norm_weights(head.layer.spec.norm_in, head.layer.norm_hidden),
         residual_normed=c.norm_before_residual,
     )  # fmt: skip
+
+
+def _embedding(head: EagleHead, core: Core) -> PackedLinear:
+    """The head's table of embeddings; where rows join normed ones, normed once for every token of the vocabulary."""
+    table = head.embedding.detach()
+    if head.config.joins_normed:
+        scale = 1.0 if head.config.own_embedding else float(head.target.embedding_scale)
+        table = head.normed_embedding(table.float() * scale, Plain())
+    return PackedLinear(core, lossless_kind(table), table)
 
 
 def _last_norm(head: EagleHead) -> NormWeights:

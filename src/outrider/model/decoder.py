@@ -19,7 +19,7 @@ from outrider.model.experts import activated, mixed_experts
 from outrider.model.recurrence import Mixer, Recur
 from outrider.model.rotary import Rope, RotaryVariant
 from outrider.model.spec import LayerSpec, ModelSpec, Norm
-from outrider.ops import Grouped, Ops
+from outrider.ops import Grouped, Ops, StoredBlocks
 
 __all__ = [
     "Attend",
@@ -67,7 +67,7 @@ class WeightSource(Protocol):
     def read(self, name: str) -> Tensor:
         """A parameter, which may lie in a mapped file and be narrower than the decoder holds it."""
 
-    def grouped(self, name: str) -> Grouped | None:
+    def grouped(self, name: str) -> Grouped | StoredBlocks | None:
         """A matrix as groups of integers; None where it is to be read in floating point."""
 
     def fill(self, name: str, target: Tensor) -> None:
@@ -148,7 +148,7 @@ class Layer(nn.Module):
         qk_norm = None if qk is None else qk.norm
         self.q_norm, self.q_norm_bias = norm_weights(qk_norm, q_width)
         self.k_norm, self.k_norm_bias = norm_weights(qk_norm, k_width)
-        self.grouped: dict[str, Grouped] = {}  # matrices that are integers, while they are read
+        self.grouped: dict[str, Grouped | StoredBlocks] = {}  # matrices that are integers, while they are read
         self._query_scale = a.scale * math.sqrt(a.head_dim)
 
     def _add_router(self, hidden: int, dtype: torch.dtype) -> None:
@@ -288,7 +288,7 @@ class Decoder(nn.Module):
         parameter = self.get_parameter(name)
         return self.source.read(name) if self.source is not None and parameter.is_meta else parameter
 
-    def grouped(self, name: str) -> Grouped | None:
+    def grouped(self, name: str) -> Grouped | StoredBlocks | None:
         """A matrix as its source has it in groups of integers; None where there is none in such groups."""
         absent = self.source is not None and self.get_parameter(name).is_meta
         return self.source.grouped(name) if absent and self.source is not None else None

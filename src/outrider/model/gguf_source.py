@@ -19,7 +19,7 @@ from outrider.model.files import Header
 from outrider.model.formats.gguf_blocks import FLOATS, INTEGERS, Floats, GroupedBlocks, decoded, rounded_to_bfloat16
 from outrider.model.formats.gguf_config import architecture_of
 from outrider.model.spec import ModelSpec
-from outrider.ops import Grouped
+from outrider.ops import BLOCK_FORMS, Grouped, StoredBlocks
 
 __all__ = ["GgufSource"]
 
@@ -47,8 +47,12 @@ class GgufSource:
                 self._stored[self._family_name(name)] = name
         kinds_used = {tensor.kind.name for tensor in self._gguf.tensors.values()}
         self.decoded: tuple[str, ...] = tuple(sorted(kinds_used.difference(_FLOATS)))
+        self._headers = self._read_headers()
 
     def headers(self) -> Mapping[str, Header]:
+        return self._headers
+
+    def _read_headers(self) -> dict[str, Header]:
         found = {}
         for name, stored in self._stored.items():
             tensor = self._gguf.tensors[stored]
@@ -104,6 +108,19 @@ class GgufSource:
         subtracted = None if least is None else torch.from_numpy(least)
         bits = 4 if kind.name in _OF_FOUR_BITS else 8
         return Grouped(torch.from_numpy(codes), torch.from_numpy(scale), subtracted, first.offset, bits, inner // groups)
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """A matrix as its blocks lie in the mapped file; None where the core does not read their type."""
+        stored = self._stored[name]
+        shape, kind = self._gguf.tensors[stored].shape, self._gguf.tensors[stored].kind
+        if kind.name not in BLOCK_FORMS or len(shape) != 2:
+            return None
+        memory = np.frombuffer(self._gguf.view(stored), np.uint8)
+        address = memory.ctypes.data + torch.arange(shape[0]) * (shape[1] // kind.values * kind.nbytes)
+        order = self._order(stored)
+        if order is not None:
+            address = address[torch.from_numpy(order.argsort())]
+        return StoredBlocks(address, torch.full_like(address, BLOCK_FORMS[kind.name].number), shape[1], (memory,))
 
     def close(self) -> None:
         """The file stays mapped as long as this object lives."""

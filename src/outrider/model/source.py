@@ -20,7 +20,7 @@ from outrider.model.formats import Format, format_in
 from outrider.model.formats.parts import PartHeader, Parts
 from outrider.model.gguf_source import GgufSource
 from outrider.model.spec import ModelSpec
-from outrider.ops import Grouped
+from outrider.ops import Grouped, StoredBlocks
 
 __all__ = ["PlainSource", "QuantisedSource", "TensorSource", "open_source"]
 
@@ -38,6 +38,9 @@ class TensorSource(Protocol):
 
     def grouped(self, name: str) -> Grouped | None:
         """A matrix as the integers that it is stored in; None where it has to be decoded."""
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """The same in blocks that the native core reads; None where there are none."""
 
     def close(self) -> None:
         """Close the files. Reading opens them again."""
@@ -70,6 +73,9 @@ class PlainSource:
 
     def grouped(self, name: str) -> None:
         """Nothing is stored in groups."""
+
+    def blocks(self, name: str) -> None:
+        """Nothing is stored in blocks."""
 
     def close(self) -> None:
         self._files.close()
@@ -104,6 +110,9 @@ class QuantisedSource:
         integers = self._checked(name, self._format.integers) if name in self._parts else None
         grouped: Grouped | None = None if integers is None else integers.grouped()
         return grouped
+
+    def blocks(self, name: str) -> None:
+        """Nothing is stored in blocks."""
 
     def close(self) -> None:
         self._files.close()

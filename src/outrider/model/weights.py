@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from outrider.model.families import Place, names_of, places_of
 from outrider.model.files import Header
 from outrider.model.source import TensorSource, open_source
 from outrider.model.spec import ModelSpec
-from outrider.ops import Grouped
+from outrider.ops import Grouped, StoredBlocks
 
 __all__ = ["Checkpoint", "StoredWeights", "known_name"]
 
@@ -182,22 +182,20 @@ class StoredWeights:
         self.fill(name, whole)
         return whole
 
-    def grouped(self, name: str) -> Grouped | None:
+    def grouped(self, name: str) -> Grouped | StoredBlocks | None:
         """A matrix as groups of integers; None where it is to be read in floating point."""
         stored = self._stored_groups(name) if self._keeps_groups else None
         if stored is None and self._into == _INT4 and name.startswith("layers."):
             return Grouped.of(self.read(name), _INT4_GROUP)
         return stored
 
-    def _stored_groups(self, name: str) -> Grouped | None:
-        matrices = []
-        for stored, place in sorted(self._places.get(name, ()), key=lambda part: part[1].rows.start or 0):
-            matrix = None if place.transposed or place.columns or place.add else self._checkpoint.source.grouped(stored)
-            if matrix is None:
-                return None
-            matrices.append(matrix if place.order is None else matrix.rows(place.order()))
-        joined = Grouped.joined(matrices)
-        for stored, _ in self._places[name] if joined is not None else ():
+    def _stored_groups(self, name: str) -> Grouped | StoredBlocks | None:
+        parts = sorted(self._places.get(name, ()), key=lambda part: part[1].rows.start or 0)
+        if not parts or any(place.transposed or place.columns or place.add for _, place in parts):
+            return None
+        source = self._checkpoint.source
+        joined = _joined(parts, source.blocks, StoredBlocks.joined) or _joined(parts, source.grouped, Grouped.joined)
+        for stored, _ in parts if joined is not None else ():
             self._advance(self._checkpoint.headers[stored].bytes)
         return joined
 
@@ -251,6 +249,22 @@ class StoredWeights:
                 total=total, unit="B", unit_scale=True, delay=_BAR_AFTER_S, disable=not shown, leave=False, desc="loading"
             )
         self._bar.update(count)
+
+
+_Groups = TypeVar("_Groups", Grouped, StoredBlocks)
+
+
+def _joined(
+    parts: Sequence[tuple[str, Place]], read: Callable[[str], _Groups | None], join: Callable[[Sequence[_Groups]], _Groups | None]
+) -> _Groups | None:
+    """The matrices of a parameter one below the other; None where one of them is not stored so."""
+    matrices: list[_Groups] = []
+    for stored, place in parts:
+        matrix = read(stored)
+        if matrix is None:
+            return None
+        matrices.append(matrix if place.order is None else matrix.rows(place.order()))
+    return join(matrices)
 
 
 def _other_part(name: str) -> str:

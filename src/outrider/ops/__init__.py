@@ -6,6 +6,7 @@ ops/cpu, where it was built. `serving_ops` chooses between the two.
 """
 
 from outrider.ops.attention import AttentionPlan, Segment, paged_attention, plan_attention
+from outrider.ops.blocks import BLOCK_FORMS, StoredBlocks
 from outrider.ops.groups import GROUP_STEP, Grouped
 from outrider.ops.native import (
     BESIDE,
@@ -38,6 +39,7 @@ from outrider.ops.torch_threads import keep_one_torch_thread, one_torch_thread, 
 __all__ = [
     "BESIDE",
     "BLOCK",
+    "BLOCK_FORMS",
     "BLOCK_ROWS",
     "GROUP_STEP",
     "JOINED",
@@ -66,6 +68,7 @@ __all__ = [
     "Stack",
     "StackSpan",
     "StackWeights",
+    "StoredBlocks",
     "find_core",
     "keep_one_torch_thread",
     "missing_core",

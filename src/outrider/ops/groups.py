@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.ops.blocks import StoredBlocks
+
 __all__ = ["GROUP_STEP", "GroupLayout", "Grouped", "layout_of", "packed"]
 
 GROUP_STEP = 16  # groups begin at multiples of it
@@ -39,6 +41,10 @@ class Grouped(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         return (self.codes.shape[0], self.codes.shape[1])
+
+    @property
+    def has_least(self) -> bool:
+        return self.least is not None
 
     @classmethod
     def of(cls, weight: Tensor, size: int, bits: int = _SMALL) -> Self:
@@ -113,9 +119,9 @@ class GroupLayout(NamedTuple):
     blocks: int
 
 
-def layout_of(matrix: Grouped) -> GroupLayout:
+def layout_of(matrix: Grouped | StoredBlocks) -> GroupLayout:
     """How a matrix is laid out: its inner dimension is filled up to whole groups and whole units."""
-    inner, has_least = matrix.shape[1], matrix.least is not None
+    inner, has_least = matrix.shape[1], matrix.has_least
     size = min(matrix.size, -(-inner // _UNIT) * _UNIT)
     whole = math.lcm(_UNIT, size)
     width = -(-inner // whole) * whole

@@ -27,6 +27,7 @@ from torch import Tensor
 from outrider.cores import NEEDED, digest_of_sources
 from outrider.cores import built as _built
 from outrider.errors import InvalidParameter, RankDied
+from outrider.ops.blocks import StoredBlocks
 from outrider.ops.groups import Grouped
 from outrider.ops.packing import KINDS, PANEL, Arena, pack, pack_groups
 from outrider.platform import cpu_flags
@@ -310,7 +311,7 @@ class PackedLinear(Addressed):
         self,
         core: Core,
         kind: str,
-        weight: Tensor | Grouped,
+        weight: Tensor | Grouped | StoredBlocks,
         bias: Tensor | None = None,
         then: Epilogue = _STORED,
         pack_12bit: bool = True,
@@ -671,6 +672,10 @@ class Stack:
     @property
     def core(self) -> Core:
         return self._core
+
+    @property
+    def embedding(self) -> PackedLinear | None:
+        return self._weights.embedding
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits (rows, V) of rows after the last norm."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.ops.blocks import StoredBlocks
 from outrider.ops.groups import Grouped, layout_of
 
 if TYPE_CHECKING:
@@ -141,21 +142,28 @@ class _Source(NamedTuple):
         return torch.empty(size, dtype=torch.uint8) if self.core.isolates_matrices else self.arena.take(size)
 
 
-def pack_groups(core: Core, matrix: Grouped, bias: Tensor | None, rows: Tensor, arena: Arena | None = None) -> tuple[int, Packed]:
+def pack_groups(
+    core: Core, matrix: Grouped | StoredBlocks, bias: Tensor | None, rows: Tensor, arena: Arena | None = None
+) -> tuple[int, Packed]:
     """The kind and the panels of a matrix in groups; `rows` (panels, 16) are its columns in each, -1 where there is none."""
     kind, steps, group_blocks, stride, blocks = layout_of(matrix)
     size = len(rows) * stride
     weights = torch.empty(size, dtype=torch.uint8) if core.isolates_matrices else (arena or _arena).take(size)
-    power, parts = torch.empty(rows.numel()), [part.contiguous() for part in matrix[:2]]
-    least = None if matrix.least is None else matrix.least.contiguous()
-    rows = rows.contiguous()
-    inputs = (*parts, least, rows)
-    addresses = [0 if part is None else part.data_ptr() for part in inputs]
-    sizes = (matrix.shape[1], parts[1].shape[1], len(rows), blocks, group_blocks, matrix.bits, stride)
+    power, rows = torch.empty(rows.numel()), rows.contiguous()
+    order = _NONE
+    if isinstance(matrix, Grouped):
+        least = None if matrix.least is None else matrix.least.contiguous()
+        source: tuple[Tensor | None, ...] = (matrix.codes.contiguous(), matrix.scale.contiguous(), least, None, None)
+        order = _NONE if matrix.inputs is None else matrix.inputs.int().contiguous()
+        groups = matrix.scale.shape[1]
+    else:
+        source, groups = (None, None, None, matrix.address, matrix.kind), -(-matrix.shape[1] // matrix.size)
+    addresses = [0 if part is None else part.data_ptr() for part in (*source, rows)]
+    sizes = (matrix.shape[1], groups, len(rows), blocks, group_blocks, matrix.bits, stride, matrix.has_least, matrix.offset)
     spec = array("q", (*addresses, *sizes, weights.data_ptr(), power.data_ptr()))
-    core.pack_groups(spec.buffer_info()[0], core.threads)
+    if core.pack_groups(spec.buffer_info()[0], core.threads):
+        raise MemoryError("the native core has too little memory to pack a matrix")
     biases = _NONE if bias is None else torch.where(rows < 0, 0.0, bias.detach().float()[rows.clamp(min=0)]).flatten()
-    order = _NONE if matrix.inputs is None else matrix.inputs.int().contiguous()
     none = (_NONE,) * 4
     return kind, Packed(len(rows), steps, weights, biases, power, *none, group_blocks, matrix.offset, stride, order)
 

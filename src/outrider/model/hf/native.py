@@ -46,6 +46,9 @@ class ModuleSource:
     def grouped(self, name: str) -> None:
         """Modules hold floating point."""
 
+    def blocks(self, name: str) -> None:
+        """Modules hold floating point."""
+
     def close(self) -> None:
         """No files are open."""
 

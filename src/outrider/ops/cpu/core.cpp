@@ -858,9 +858,13 @@ OUTRIDER_API void outrider_linear(const Linear* l, float* x, int64_t rows, const
     team().run(static_cast<int>(threads), [&](const Member& m) { multiply_rows(*l, in, to, Then::kStore, packed, m); });
 }
 
-// Packs integers in groups; see GroupPacking.
-OUTRIDER_API void outrider_pack_groups(const GroupPacking* packing, int64_t threads) {
-    team().run(static_cast<int>(threads), [&](const Member& m) { pack_groups(*packing, m); });
+// Packs integers in groups; see GroupPacking. Returns 0, or 2 where there is too little memory.
+OUTRIDER_API int32_t outrider_pack_groups(const GroupPacking* packing, int64_t threads) {
+    std::atomic<bool> failed{false};
+    team().run(static_cast<int>(threads), [&](const Member& m) {
+        if (status_of([&] { pack_groups(*packing, m); return true; })) failed = true;
+    });
+    return failed ? 2 : 0;
 }
 
 // Packs weights; see Packing. Returns 0, or 2 where there is too little memory.
