@@ -81,6 +81,7 @@ _SIGNATURES = {
     "outrider_grow": [_pointer, _pointer, _pointer],
     "outrider_choose": [_pointer, _int],
     "outrider_pack": [_pointer, _int],
+    "outrider_scan": [_pointer, _int],
 }
 
 
@@ -105,6 +106,7 @@ class Core:
             getattr(library, name).argtypes = types
         self.linear, self.read, self.pack = library.outrider_linear, library.outrider_read, library.outrider_pack
         self.forward, self.draft, self.grow = library.outrider_forward, library.outrider_draft, library.outrider_grow
+        self.scan = library.outrider_scan
         self._choose, self._multiply_add = library.outrider_choose, library.outrider_multiply_add
         self._multiply_add.restype = _float
 

@@ -12,6 +12,7 @@
 #include "growth.h"
 #include "lora.h"
 #include "pack.h"
+#include "scan.h"
 
 namespace outrider {
 
@@ -808,6 +809,15 @@ OUTRIDER_API int32_t outrider_draft(const StackSpec* stack, const ForwardSpec* f
 // Returns the codes of outrider_forward. A count below 0 says that a row of logits left no choice; nothing else is written.
 OUTRIDER_API int32_t outrider_grow(const StackSpec* stack, const ForwardSpec* forward, const GrowthSpec* growth) {
     return status_of([&] { return grow_trees(*stack, *forward, *growth); });
+}
+
+// Runs a recurrence along paths of rows. Returns 0, or 2 where there is too little memory.
+OUTRIDER_API int32_t outrider_scan(const ScanSpec* scan, int64_t threads) {
+    std::atomic<bool> failed{false};
+    team().run(static_cast<int>(threads), [&](const Member& m) {
+        if (status_of([&] { scan_rows(*scan, m); return true; })) failed = true;
+    });
+    return failed ? 2 : 0;
 }
 
 // By a team, or by this thread without waking anybody.
