@@ -121,9 +121,9 @@ def test_a_round_that_fails_after_its_forward_is_run_again(
     assert next(calls) > failing
 
 
-@pytest.mark.parametrize("waiting", [1, 3, 4, 6])
+@pytest.mark.parametrize("waiting", [2, 3, 6])
 def test_a_row_that_waits_for_its_choice_is_read_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, waiting: int) -> None:
-    """As where the mask of a grammar is late: the round gives no token, and its root comes again in the next one."""
+    """As where the mask of a grammar is late: the round gives no token, and its root comes again. The second reads a prompt's end."""
     request = make_request([1, 2, 3] * 13, SamplingParams(temperature=0.0, max_tokens=20))
     want = run(make_engine(decoder, page_size=SIZE), [request])[0].seq.tokens
     verify, calls = rounds.verify, iter(range(1, 1000))
