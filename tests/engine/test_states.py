@@ -123,7 +123,7 @@ def test_a_round_that_fails_after_its_forward_is_run_again(
 
 @pytest.mark.parametrize("waiting", [2, 3, 6])
 def test_a_row_that_waits_for_its_choice_is_read_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, waiting: int) -> None:
-    """As where the mask of a grammar is late: the round gives no token, and its root comes again. The second reads a prompt's end."""
+    """As where the mask of a grammar is late: the round gives no token, and its root comes again. The second ends a prompt."""
     request = make_request([1, 2, 3] * 13, SamplingParams(temperature=0.0, max_tokens=20))
     want = run(make_engine(decoder, page_size=SIZE), [request])[0].seq.tokens
     verify, calls = rounds.verify, iter(range(1, 1000))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.ops import Core
+from outrider.ops.native import Threads
 from outrider.ops.scan import Paths, ScanRows, convolved, native_scan, scan, softplus
 
 HEADS, KEYS, VALUES = 3, 11, 5
@@ -68,7 +69,7 @@ def test_the_native_core_has_the_bits_of_the_definition(core: Core, delta: bool,
         x, kept = rows_of(len(before), delta, seed, sizes), frozenset(range(0, len(before), 3))
         firsts = [memory(lane, sizes) for lane in range(3)]
         want, states = scan(x, firsts, Paths(before, 3, 4), kept)
-        out, saved = native_scan(core, x, firsts, Paths(before, 3, 4), kept)
+        out, saved = native_scan(core, Threads(core), x, firsts, Paths(before, 3, 4), kept)
         assert torch.equal(out, want)
         assert all(torch.equal(saved[row], states[row]) for row in kept)
 

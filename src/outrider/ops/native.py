@@ -53,6 +53,7 @@ __all__ = [
     "StackRows",
     "StackSpan",
     "StackWeights",
+    "Threads",
     "find_core",
     "load_build",
     "usable_builds",

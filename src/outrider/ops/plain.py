@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
-from outrider.ops.native import Core, find_core
+from outrider.ops.native import Core, Threads, find_core
 from outrider.ops.products import Product
 from outrider.ops.scan import Paths, ScanRows, native_scan, scan
 
@@ -110,7 +110,7 @@ class Blocked(Plain):
     """Row-invariant torch. Recurrences are run by a native core, where one is given."""
 
     def __init__(self, scans: Core | None = None) -> None:
-        self._scans = scans
+        self._scans = None if scans is None else (scans, Threads(scans))
         self._products: dict[int, Product] = {}  # by the id of a matrix that is alive
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -140,7 +140,7 @@ class Blocked(Plain):
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         if self._scans is None:
             return super().scan(x, memories, paths, kept)
-        return native_scan(self._scans, x, memories, paths, kept)
+        return native_scan(*self._scans, x, memories, paths, kept)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.float().neg().exp_().add_(1.0).reciprocal_()

@@ -16,11 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.ops.native import Core
+from outrider.ops.native import Core, Threads
 
 __all__ = ["Paths", "ScanRows", "convolved", "native_scan", "scan", "softplus"]
-
-_THREADED = 1 << 15  # values of memories from which all threads share a recurrence
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ def scan(x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[
 
 
 def native_scan(
-    core: Core, x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[int]
+    core: Core, threads: Threads, x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[int]
 ) -> tuple[Tensor, Mapping[int, Tensor]]:
     """What `scan` gives, by the native core."""
     order = sorted(kept)
@@ -143,8 +141,13 @@ def native_scan(
     addresses = [0 if part is None else part.data_ptr() for part in parts]
     places = (steps.buffer_info()[0], lanes.buffer_info()[0], out.data_ptr(), results.buffer_info()[0])
     spec = array("q", (rows, heads, key_dim, head_dim, slots, *addresses, *places))
-    if core.scan(spec.buffer_info()[0], core.threads if rows * firsts[0].numel() > _THREADED else 1):
-        raise MemoryError("the native core has too little memory for a recurrence")
+
+    def run(count: int) -> int:
+        if core.scan(spec.buffer_info()[0], count):
+            raise MemoryError("the native core has too little memory for a recurrence")
+        return 1
+
+    threads.run(rows, run)
     return out, dict(zip(order, saved, strict=True))
 
 
