@@ -7,22 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.ops.scan import Paths, ScanRows, convolved, scan, softplus
+from outrider.ops import Core
+from outrider.ops.native import Threads
+from outrider.ops.scan import Paths, ScanRows, convolved, native_scan, scan, softplus
 
 HEADS, KEYS, VALUES = 3, 11, 5
 
 
-def rows_of(count: int, delta: bool, seed: int = 0) -> ScanRows:
-    generator = torch.Generator().manual_seed(seed)
+def rows_of(count: int, delta: bool, seed: int = 0, sizes: tuple[int, int, int] = (HEADS, KEYS, VALUES)) -> ScanRows:
+    generator, (heads, keys, values) = torch.Generator().manual_seed(seed), sizes
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(count, HEADS, *shape, generator=generator)
+        return torch.randn(count, heads, *shape, generator=generator)
 
-    return ScanRows(draw(KEYS), draw(KEYS), draw(VALUES), draw().sigmoid(), draw().sigmoid() if delta else None)
+    keyed = (draw(keys) * keys**-0.5 for _ in range(2))
+    return ScanRows(*keyed, draw(values), draw().sigmoid(), draw().sigmoid() if delta else None)
 
 
-def memory(seed: int) -> Tensor:
-    return torch.randn(HEADS, KEYS, VALUES, generator=torch.Generator().manual_seed(seed))
+def memory(seed: int, sizes: tuple[int, int, int] = (HEADS, KEYS, VALUES)) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("delta", [True, False], ids=["delta", "sum"])
@@ -56,6 +59,19 @@ def test_branches_and_lanes_have_the_bits_of_chains_alone(delta: bool) -> None:
         alone, kept = scan(part, [firsts[lane]], Paths([-1, *range(len(path) - 1)], 1, 4), frozenset({len(path) - 1}))
         assert torch.equal(out[row], alone[-1])
         assert torch.equal(saved[row], kept[len(path) - 1])
+
+
+@pytest.mark.parametrize("sizes", [(3, 11, 5), (2, 128, 32), (4, 1, 17), (5, 6, 48)], ids=str)
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "sum"])
+def test_the_native_core_has_the_bits_of_the_definition(core: Core, delta: bool, sizes: tuple[int, int, int]) -> None:
+    """Chains, trees and several lanes."""
+    for seed, before in enumerate(([-1, *range(40)], [-1, 0, 0, 1, 3, 2, -2, 6, 7, 6, 0], [-3, -2, -1, -2, 1, 0, 2, 2, 7])):
+        x, kept = rows_of(len(before), delta, seed, sizes), frozenset(range(0, len(before), 3))
+        firsts = [memory(lane, sizes) for lane in range(3)]
+        want, states = scan(x, firsts, Paths(before, 3, 4), kept)
+        out, saved = native_scan(core, Threads(core), x, firsts, Paths(before, 3, 4), kept)
+        assert torch.equal(out, want)
+        assert all(torch.equal(saved[row], states[row]) for row in kept)
 
 
 def test_the_convolution_sees_the_rows_of_its_path() -> None:

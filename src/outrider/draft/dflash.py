@@ -62,10 +62,17 @@ class BlockDrafter:
 
     Options = BlockOptions
 
-    def __init__(self, head: BlockHead, pool: KVPool, ops: Ops, options: BlockOptions = BlockOptions()) -> None:
+    def __init__(
+        self,
+        head: BlockHead,
+        pool: KVPool,
+        ops: Ops,
+        options: BlockOptions = BlockOptions(),
+        runner: BlockRunner | None = None,
+    ) -> None:
         config = head.config
         self._head = head
-        self._runner = BlockRunner(head, pool, ops)
+        self._runner = runner or BlockRunner(head, pool, ops)
         self._ops = ops
         self._block = min(options.block or config.block, config.block)
         self._candidates = config.selector.candidates if config.selector else options.candidates
@@ -85,7 +92,9 @@ class BlockDrafter:
         head.stretch(context.max_length)
         log_context("block drafter", shape.context, head.positions, context.max_length)
         pool = KVPool(shape.depth, target.pool.pages, shape.kv_heads, target.pool.page_size, shape.head_dim)
-        return cls(head, pool, target.ops, context.options(BlockOptions))
+        shared = None if target.stack is None or head.config.own_embedding else target.stack.embedding
+        runner = BlockRunner(head, pool, target.ops, shared)
+        return cls(head, pool, target.ops, context.options(BlockOptions), runner)
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence. Where the head filled all pages that it begins with, nothing is missing."""

@@ -55,8 +55,8 @@ def cpu_ops(spec: ModelSpec) -> Ops:
     lacking = f"the native core does not support yet: {', '.join(missing)}"
     if spec.dtype in ("int8", "int4"):
         raise InvalidParameter("dtype", f"{spec.dtype} runs in the native core alone; {lacking}; pass dtype=bfloat16")
-    _warn_once(f"{spec.architecture}: {lacking}; torch decodes, slower and with the same promises")
-    return Blocked()
+    _warn_once(f"{spec.architecture}: {lacking}; torch decodes, slower and with the same promises")  # but for recurrences
+    return Blocked(ops.core)
 
 
 @lru_cache(maxsize=64)

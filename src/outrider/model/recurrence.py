@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outrider.cache import LayerState
 from outrider.model.recurrent import Recurrent
 from outrider.ops import Ops
-from outrider.ops.scan import Paths, ScanRows, convolved, scan, softplus
+from outrider.ops.scan import Paths, ScanRows, convolved, softplus
 
 __all__ = ["Mixed", "Mixer", "Recur"]
 
@@ -72,11 +72,11 @@ class Mixer(nn.Module):
             return Mixed(parts[1] * seen, {row: LayerState(window) for row, window in windows.items()})
         seen = ops.activate(seen, "silu", False)
         if self.spec.kind == "gated delta rule":
-            out, saved = scan(self._delta(seen, parts[4], parts[5], ops), memories, paths, kept)
+            out, saved = ops.scan(self._delta(seen, parts[4], parts[5], ops), memories, paths, kept)
             rows = self._normed(out, ops) * ops.activate(parts[3], "silu", False)
         else:
             read = self._mamba(seen, parts[4])
-            out, saved = scan(read, memories, paths, kept)
+            out, saved = ops.scan(read, memories, paths, kept)
             rows = self._mamba_result(out, seen, parts[0], ops)
         return Mixed(rows, {row: LayerState(window, saved[row]) for row, window in windows.items()})
 

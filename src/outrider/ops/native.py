@@ -59,6 +59,7 @@ __all__ = [
     "StackRows",
     "StackSpan",
     "StackWeights",
+    "Threads",
     "find_core",
     "load_build",
     "usable_builds",
@@ -90,6 +91,7 @@ _SIGNATURES = {
     "outrider_choose": [_pointer, _int],
     "outrider_pack": [_pointer, _int],
     "outrider_pack_groups": [_pointer, _int],
+    "outrider_scan": [_pointer, _int],
 }
 
 
@@ -116,6 +118,7 @@ class Core:
         self.pack, self.pack_groups = library.outrider_pack, library.outrider_pack_groups
         self.forward, self.draft, self.grow = library.outrider_forward, library.outrider_draft, library.outrider_grow
         self.guess = library.outrider_guess
+        self.scan = library.outrider_scan
         self._choose, self._multiply_add = library.outrider_choose, library.outrider_multiply_add
         self._multiply_add.restype = _float
 

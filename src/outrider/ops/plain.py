@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import InvalidParameter
-from outrider.ops.native import Core, find_core
+from outrider.ops.native import Core, Threads, find_core
 from outrider.ops.products import Product
+from outrider.ops.scan import Paths, ScanRows, native_scan, scan
 
 __all__ = ["Blocked", "Native", "Ops", "Plain", "missing_core", "serving_ops", "threads_used"]
 
@@ -51,6 +52,10 @@ class Ops(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor: ...
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+    def scan(
+        self, x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[int]
+    ) -> tuple[Tensor, Mapping[int, Tensor]]: ...
 
 
 class Plain:
@@ -94,11 +99,18 @@ class Plain:
         x = x.float()
         return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
+    def scan(
+        self, x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[int]
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """A linear recurrence; see ops/scan.py."""
+        return scan(x, memories, paths, kept)
+
 
 class Blocked(Plain):
-    """Row-invariant torch."""
+    """Row-invariant torch. Recurrences are run by a native core, where one is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, scans: Core | None = None) -> None:
+        self._scans = None if scans is None else (scans, Threads(scans))
         self._products: dict[int, Product] = {}  # by the id of a matrix that is alive
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -122,6 +134,13 @@ class Blocked(Plain):
         if activation == "gelu":
             return torch.erf(x * math.sqrt(0.5)).add_(1.0) * x * 0.5
         return super()._activation(x, activation)
+
+    def scan(
+        self, x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[int]
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        if self._scans is None:
+            return super().scan(x, memories, paths, kept)
+        return native_scan(*self._scans, x, memories, paths, kept)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.float().neg().exp_().add_(1.0).reciprocal_()

@@ -1,12 +1,14 @@
-"""Linear recurrences and short convolutions along paths of rows, in torch: the definition, and what serves.
+"""Linear recurrences and short convolutions along paths of rows: the definition in torch, and the recurrence by the native core.
 
 Every value is one chain of additions and multiplications of float32 that the number of rows and threads does not choose: sums
 over keys are taken by halving, as elementwise additions. Rows of several sequences, and of several branches of a draft tree, go
-one step forward together; a row goes on from the memory of the row before it in its path.
+one step forward together; a row goes on from the memory of the row before it in its path. The native core (ops/cpu/scan.h) has
+the same bits, but that it takes denormal values for zero.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Paths", "ScanRows", "convolved", "scan", "softplus"]
+from outrider.ops.native import Core, Threads
+
+__all__ = ["Paths", "ScanRows", "convolved", "native_scan", "scan", "softplus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Paths:
 
     def __init__(self, before: Sequence[int], lanes: int, kernel: int) -> None:
         """`before[row]` is the row before, or -1 - lane."""
+        self.before = before
         held = kernel - 1
         first = lanes * held
         self._history: list[list[int]] = []
@@ -47,6 +52,33 @@ class Paths:
             wave.rows.append(row)
             wave.before.append(-1 - previous if previous < 0 else place[previous])
         self.taps = torch.tensor(self._history, dtype=torch.int64).view(len(before), kernel)  # into windows, then rows
+
+    def steps(self, kept: Sequence[int]) -> tuple[array[int], int]:
+        """ScanStep of ops/cpu/scan.h for every row, and the number of slots that memories need: a row takes over the slot of the
+        row before it, unless another row goes on from there too.
+        """
+        after = [0] * len(self.before)
+        for previous in self.before:
+            if previous >= 0:
+                after[previous] += 1
+        place = {row: i for i, row in enumerate(kept)}
+        slot: list[int] = []
+        free: list[int] = []
+        slots, steps = 0, array("q")
+        for row, previous in enumerate(self.before):
+            if previous >= 0:
+                after[previous] -= 1
+            if previous >= 0 and not after[previous]:
+                slot.append(slot[previous])
+            elif free:
+                slot.append(free.pop())
+            else:
+                slot.append(slots)
+                slots += 1
+            steps.extend((slot[previous] if previous >= 0 else previous, slot[row], place.get(row, -1)))
+            if not after[row]:
+                free.append(slot[row])
+        return steps, slots
 
     def window(self, row: int) -> list[int]:
         """The rows that the convolution of the next row sees, by their places among windows and rows."""
@@ -91,6 +123,32 @@ def scan(x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[
             if row in kept:
                 saved[row] = memory[i].clone() if len(rows) > 1 else memory[i]
     return out, saved
+
+
+def native_scan(
+    core: Core, threads: Threads, x: ScanRows, memories: Sequence[Tensor], paths: Paths, kept: frozenset[int]
+) -> tuple[Tensor, Mapping[int, Tensor]]:
+    """What `scan` gives, by the native core."""
+    order = sorted(kept)
+    steps, slots = paths.steps(order)
+    rows, heads, key_dim = x.keys.shape
+    head_dim = x.values.shape[2]
+    parts = [None if part is None else part.contiguous() for part in x]
+    firsts = [memory.contiguous() for memory in memories]
+    lanes = array("q", [memory.data_ptr() for memory in firsts])
+    out, saved = torch.empty(rows, heads, head_dim), [torch.empty_like(firsts[0]) for _ in order]  # each may be dropped alone
+    results = array("q", [memory.data_ptr() for memory in saved])
+    addresses = [0 if part is None else part.data_ptr() for part in parts]
+    places = (steps.buffer_info()[0], lanes.buffer_info()[0], out.data_ptr(), results.buffer_info()[0])
+    spec = array("q", (rows, heads, key_dim, head_dim, slots, *addresses, *places))
+
+    def run(count: int) -> int:
+        if core.scan(spec.buffer_info()[0], count):
+            raise MemoryError("the native core has too little memory for a recurrence")
+        return 1
+
+    threads.run(rows, run)
+    return out, dict(zip(order, saved, strict=True))
 
 
 def softplus(x: Tensor) -> Tensor:

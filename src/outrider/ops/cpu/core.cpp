@@ -15,6 +15,7 @@
 #include "lattice.h"
 #include "lora.h"
 #include "pack.h"
+#include "scan.h"
 
 namespace outrider {
 
@@ -901,6 +902,15 @@ OUTRIDER_API int32_t outrider_grow(const StackSpec* stack, const ForwardSpec* fo
 // Returns the codes of outrider_forward. A count below 0 says that logits left no choice; later ones are not written.
 OUTRIDER_API int32_t outrider_guess(const StackSpec* stack, const ForwardSpec* forward, const BlockSpec* block) {
     return status_of([&] { return guess_blocks(*stack, *forward, *block); });
+}
+
+// Runs a recurrence along paths of rows. Returns 0, or 2 where there is too little memory.
+OUTRIDER_API int32_t outrider_scan(const ScanSpec* scan, int64_t threads) {
+    std::atomic<bool> failed{false};
+    team().run(static_cast<int>(threads), [&](const Member& m) {
+        if (status_of([&] { scan_rows(*scan, m); return true; })) failed = true;
+    });
+    return failed ? 2 : 0;
 }
 
 // By a team, or by this thread without waking anybody.
