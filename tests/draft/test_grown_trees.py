@@ -70,7 +70,7 @@ def drafts_in(decoder: Decoder, drafter: EagleDrafter, seed: str) -> list[Tree]:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "mtp"])  # its drafts grow in Python
+@pytest.mark.parametrize("form", FORMS)
 def test_trees_are_those_of_the_definition(decoder: Decoder, form: str, shape: str) -> None:
     head = random_head(decoder, form)
     grown, defined = (drafts_in(decoder, drafter_of(head, SHAPES[shape], native), f"{form} {shape}") for native in (True, False))

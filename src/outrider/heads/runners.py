@@ -28,7 +28,6 @@ from outrider.ops import (
     NormWeights,
     Ops,
     PackedLinear,
-    Plain,
     Stack,
     StackSpan,
     paged_attention,
@@ -112,8 +111,8 @@ def eagle_network(head: EagleHead, pool: KVPool, target: Runner, max_length: int
 
         return CudaEagleRunner(head, cast("CudaRunner", target))
     head.stretch(max_length)
-    borrows = target.stack is not None and not (head.config.own_embedding or head.config.joins_normed)
-    return EagleRunner(head, pool, target.ops, target.stack.embedding if borrows and target.stack is not None else None)
+    shared = None if target.stack is None or head.config.own_embedding else target.stack.embedding
+    return EagleRunner(head, pool, target.ops, shared)
 
 
 def medusa_network(heads: MedusaHeads, target: Runner) -> MedusaNetwork:
@@ -144,11 +143,12 @@ class EagleRunner:
             then = Epilogue() if head.config.own_output else logit_epilogue(head.target)
             self._output = PackedLinear(ops.core, kind, head.output, then=then)
             self._output_norm = NormWeights() if head.config.norm_output else _last_norm(head)
-            self._stack = _eagle_stack(head, pool, ops.core, self._fc, self._output, embedding or _embedding(head, ops.core))
+            table = embedding or PackedLinear(ops.core, lossless_kind(head.embedding), head.embedding)
+            self._stack = _eagle_stack(head, pool, ops.core, self._fc, self._output, table)
             self._draft_ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
             words = token_words(head.config.shape.vocab)
             self._words = words if head.vocab_ids is None else words[head.vocab_ids.numpy()]
-            self.grows_trees = not head.config.joins_normed  # the core does not norm what a draft feeds back
+            self.grows_trees = True
 
     @network
     def fuse(self, taps: Tensor) -> Tensor:
@@ -162,7 +162,6 @@ class EagleRunner:
     def forward(self, feeds: Sequence[Feed], features: Tensor) -> Tensor:
         """Hidden rows of (feature, next token) pairs, with their KV written."""
         if self._stack is not None:
-            features = self.head.normed_feature(features, self._ops)
             outputs = self._stack.forward(lay_out_rows(feeds), span=_PLACED, features=features)
             rows = outputs.last if self.head.config.norm_output else outputs.stream
             assert rows is not None
@@ -247,26 +246,19 @@ def _eagle_stack(
     head: EagleHead, pool: KVPool, core: Core, joined: PackedLinear, output: PackedLinear, embedding: PackedLinear
 ) -> Stack:
     c = head.config
+    norm = c.shape.norm if c.joins_normed else head.layer.spec.norm_in
     return layer_stack(
         pool, core, c.shape, _kind(head), [head.layer], [head.rope],
         embedding=embedding,
-        embedding_scale=1.0 if c.own_embedding or c.joins_normed else float(head.target.embedding_scale),
+        embedding_scale=1.0 if c.own_embedding else float(head.target.embedding_scale),
         norm=_last_norm(head),
         form=BESIDE if c.wide else JOINED,
         joined=joined,
         output=output,
-        norm_hidden=norm_weights(head.layer.spec.norm_in, head.layer.norm_hidden),
+        norm_hidden=norm_weights(norm, head.norm_feature if c.joins_normed else head.layer.norm_hidden),
+        norm_embedding=norm_weights(norm, head.norm_embedding),
         residual_normed=c.norm_before_residual,
     )  # fmt: skip
-
-
-def _embedding(head: EagleHead, core: Core) -> PackedLinear:
-    """The head's table of embeddings; where rows join normed ones, normed once for every token of the vocabulary."""
-    table = head.embedding.detach()
-    if head.config.joins_normed:
-        scale = 1.0 if head.config.own_embedding else float(head.target.embedding_scale)
-        table = head.normed_embedding(table.float() * scale, Plain())
-    return PackedLinear(core, lossless_kind(table), table)
 
 
 def _last_norm(head: EagleHead) -> NormWeights:

@@ -469,7 +469,8 @@ class StackWeights(NamedTuple):
     joined: PackedLinear | None = None  # of JOINED
     output: PackedLinear | None = None  # to logits
     norm: NormWeights = _NO_NORM  # the last one
-    norm_hidden: NormWeights = _NO_NORM  # of BESIDE: the feature's
+    norm_hidden: NormWeights = _NO_NORM  # of BESIDE and of JOINED with norms: the feature's
+    norm_embedding: NormWeights = _NO_NORM  # of JOINED with norms
     ranks: int = 1  # that share every layer
     gather: int = 0  # address of the function that gathers their parts; see ops/group.py
 
@@ -727,7 +728,7 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
     if w.ranks > 1 and not w.gather:
         raise ValueError(f"{w.ranks} ranks need a function that gathers their parts")
     _check_rows("the table of positions", (w.learned,), (w.learned_rows, w.hidden))
-    _check_rows("a norm", (*w.norm[:2], *w.norm_hidden[:2]), (w.hidden,))
+    _check_rows("a norm", (*w.norm[:2], *w.norm_hidden[:2], *w.norm_embedding[:2]), (w.hidden,))
     width = -(-w.head_dim // 16) * 16
     if keys.shape[0] < w.layers or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * width:
         raise ValueError(f"KV memory of {tuple(keys.shape)} does not hold {w.layers} layers of {w.kv_heads} heads")

@@ -40,7 +40,7 @@ struct LayerSpec {
 // How rows enter the first layer.
 enum Form : int64_t {
     kTokens = 0,  // embeddings, or hidden rows that left an earlier layer
-    kJoined = 1,  // a linear layer over embedding and feature side by side (EAGLE-1)
+    kJoined = 1,  // a linear layer over embedding and feature side by side (EAGLE-1), each normed before it (MTP)
     kBeside = 2,  // features; the layer's q, k, v read normed embedding and feature side by side (EAGLE-3)
 };
 
@@ -57,7 +57,7 @@ struct StackSpec {
     double embedding_scale;
     int64_t form, residual_normed;
     const Linear *joined, *output;  // of kJoined, or what makes features of taps; the matrix of logits, or null
-    Norm norm, norm_hidden;         // the last one; the feature's
+    Norm norm, norm_hidden, norm_embedding;  // the last one; the feature's and, of kJoined, the embedding's before they are read
     int64_t ranks;                  // that share every layer: each adds its part of `out` and `down`
     Gather gather;                  // of several ranks; called by the caller's thread
 };
@@ -458,6 +458,10 @@ class Forward {
             if (f.features) copy(x[r], f.features + static_cast<size_t>(first + r) * hidden);
             else embed(x[r], r);
             if (s.form != kTokens) embed(wide[r], r), copy(wide[r] + hidden, x[r]);
+            if (s.form == kJoined && s.norm_embedding.weight) {
+                normed(wide[r], wide[r], s.norm_embedding, hidden);
+                normed(wide[r] + hidden, wide[r] + hidden, s.norm_hidden, hidden);
+            }
         });
         m.barrier();
         if (s.form == kJoined) multiply(*s.joined, {wide, rows}, x, Then::kStore);
