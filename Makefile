@@ -48,7 +48,7 @@ $(SANITIZED): setup.py $(CORE)
 
 sanitize: $(STAMP) $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_groups.py tests/ops/test_columns.py tests/ops/test_blocks.py tests/ops/test_adapters.py \
+	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_groups.py tests/ops/test_columns.py tests/ops/test_blocks.py tests/ops/test_adapters.py tests/ops/test_scan.py \
 	  tests/model/test_features.py tests/model/test_experts.py tests/engine/test_same_windows.py tests/sampling/test_choice.py tests/draft/test_draft_model.py tests/draft/test_grown_trees.py \
 	  tests/heads/test_block.py tests/draft/test_dflash.py
 

@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import Decoder, Feed, Runner, compile_spec, load_decoder
 from outrider.model.backends import CUDA
-from outrider.model.memory import kv_pool, plan_memory, token_bytes
+from outrider.model.memory import kv_pool, plan_memory, sequence_bytes, token_bytes
 from outrider.ops import Blocked
 from tests.support import BASE, HYBRIDS, family_config, make_pool
 from tests.support.families import VOCAB, build_reference, expected
@@ -80,18 +80,43 @@ def test_rows_without_a_state_are_not_computed() -> None:
         runner.forward([Feed(SLOTS, 5, [1])])
 
 
+def test_accepted_nodes_are_replayed_without_products() -> None:
+    """The forward after a draft multiplies its own rows alone, and gives what it gives after the same text."""
+
+    class Counting(Blocked):
+        rows: list[int] = []  # noqa: RUF012 (one instance)
+
+        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            self.rows.append(len(x))
+            return super().linear(x, weight, bias)
+
+    decoder, ops = decoder_of(MIXERS[1]), Counting()
+    runner = Runner(decoder, kv_pool(decoder.spec, 12, 16), ops)
+    drafted, plain = SequenceState(), SequenceState()
+    runner.forward([Feed(SLOTS, 0, [1, 2, 3], [4, 9, 5, 6], [-1, -1, 0, 2], state=drafted)])
+    drafted.accept([0, 2])
+    runner.pool.move(runner.pool.slots(SLOTS, [5]), runner.pool.slots(SLOTS, [4]))
+    ops.rows.clear()
+    made = runner.forward([Feed(SLOTS, 5, [7], state=drafted)]).last
+    assert set(ops.rows) == {1}
+    want = runner.forward([Feed([10, 11], 0, [1, 2, 3, 4, 5, 7], state=plain)]).last
+    assert torch.equal(made[0], want[-1])
+
+
 def test_the_plan_of_memory_counts_states() -> None:
     spec = family_config("qwen3.5")
     state, sizes = spec.state_bytes, EngineConfig(max_num_seqs=4, max_model_len=512)
     assert state == 2 * 4 * (3 * (2 * 32 + 32) + 4 * 16 * 8)
     rich = plan_memory(spec, sizes, 2**30)
     assert (rich.pages, rich.states) == (32, 32), "as many as there can be full pages"
-    tight = plan_memory(spec, sizes, 16 * state + 40 * state)
+    running = 4 * sequence_bytes(spec)
+    assert running == 4 * (4 * state + 16 * 2 * 4 * (2 * 32 + 2 * 32 + 2 * 4))
+    tight = plan_memory(spec, sizes, running + 40 * state)
     assert tight.states == 10
     assert tight.pages == 30 * state // (64 * token_bytes(spec))
     assert plan_memory(spec, EngineConfig(max_num_seqs=4, max_model_len=512, prefix_cache=False), 2**30).states == 0
     with pytest.raises(InvalidParameter, match="recurrent states of 4 sequences.*lower max_num_seqs"):
-        plan_memory(spec, sizes, 16 * state)
+        plan_memory(spec, sizes, running)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.lora import write_adapter
-from outrider.cache import KVPool
 from outrider.errors import ModelError
 from outrider.model import Feed, Runner, load_decoder, locate
 from outrider.model.lora import LoraParts, read_lora
+from outrider.model.memory import kv_pool
 from tests.support.families import PAGES, VOCAB, build_reference, expected, logits
 from tests.support.models import random_decoder, write_family
 
@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pythia": {"r": 4},
     "cohere-normed": {"r": 16},
     "falcon-40b": {"r": 2, "lora_alpha": 6},
+    "qwen3.5": {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"]},
 }  # fmt: skip
 
 
@@ -52,8 +53,7 @@ def peft_model(name: str, directory: Path, **config: Any) -> Any:
 
 def runner_of(directory: Path) -> Runner:
     decoder = load_decoder(directory)
-    c = decoder.spec
-    return Runner(decoder, KVPool(c.depth, 40, c.kv_heads, 16, c.head_dim))
+    return Runner(decoder, kv_pool(decoder.spec, 40, 16))
 
 
 @pytest.mark.usefixtures("both_paths")
@@ -201,3 +201,10 @@ def test_an_adapter_passed_as_a_model_points_to_lora(decoder: Any, tmp_path: Pat
     folder = write_adapter(tmp_path / "adapter", decoder.spec, 4)
     with pytest.raises(ModelError, match="--lora adapter="):
         locate(str(folder))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Transformers, as PEFT calls it
+def test_an_adapter_of_a_recurrent_layer_is_refused(tmp_path: Path) -> None:
+    peft_model("qwen3.5", tmp_path, r=2, target_modules=["q_proj", "in_proj_qkv"])
+    with pytest.raises(ModelError, match="recurrent layer, which is not served"):
+        read_lora(tmp_path / "adapter", load_decoder(tmp_path / "base"), torch.float32, 64)

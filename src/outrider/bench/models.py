@@ -49,6 +49,8 @@ def show_directory(model: str, console: PlainConsole) -> dict[str, Any]:
     if stored:
         table.add_row("stored", f"{', '.join(stored)}, decoded when it is loaded")
     table.add_row("context", f"{s.context:,} positions; rotary: {wants.rotary}; windows: {wants.windows}")
+    if s.recurrent:
+        table.add_row("state", f"{amount(s.state_bytes)}B of each sequence, in {len(s.recurrent)} recurrent layers")
     table.add_row("features", ", ".join(sorted(s.features())) or "those of a Llama layer")
     table.add_row("verdict", wants.verdict)
     console.print(table)

@@ -55,7 +55,7 @@ class Wants:
         return {
             "family": s.family, "architecture": s.architecture, "parameters": s.parameters, "bytes": self.weight_bytes,
             "dtype": s.dtype, "layers": s.depth, "context": s.context, "rotary": self.rotary, "windows": self.windows,
-            "features": sorted(s.features()), "missing": self.missing, "verdict": self.verdict,
+            "state_bytes": s.state_bytes, "features": sorted(s.features()), "missing": self.missing, "verdict": self.verdict,
         }  # fmt: skip
 
 

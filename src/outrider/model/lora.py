@@ -168,7 +168,9 @@ def _pairs(path: Path, shapes: Mapping[str, tuple[int, ...]], decoder: Decoder, 
         for other in (prefix + _DOWN, prefix + _UP):
             if other not in shapes:
                 raise ModelError(f"{path} holds {name!r} but lacks {other!r}")
-        _, layer, product = place.parameter.split(".")
+        _, layer, product = place.parameter.split(".", 2)
+        if product.startswith("recurrent."):
+            raise ModelError(f"{path}: {name!r} is an adapter of a recurrent layer, which is not served; {_MERGE}")
         if product not in PARTS or (product not in ("qkv", "out") and decoder.spec.layers[int(layer)].mlp.router is not None):
             raise ModelError(f"{path}: {name!r} is an adapter of experts or their router, which is not served; {_MERGE}")
         pairs[prefix] = _Pair(module, place, shapes[prefix + _DOWN][0] if shapes[prefix + _DOWN] else 0)

@@ -9,10 +9,10 @@ from outrider.config import EngineConfig
 from outrider.errors import InvalidParameter
 from outrider.model.spec import ModelSpec
 
-__all__ = ["MemoryPlan", "kv_pool", "plan_memory", "token_bytes"]
+__all__ = ["MemoryPlan", "kv_pool", "plan_memory", "sequence_bytes", "token_bytes"]
 
 # States that a running sequence has at most: where its last forward began, on either side of that forward's root, and a new one.
-_PER_SEQUENCE = 4
+_PER_SEQUENCE, _NODES = 4, 16  # and the inputs of so many draft nodes
 _BORDER_SHARE = 4  # of what running sequences leave, one part in so many is for states at the ends of pages
 
 
@@ -28,6 +28,11 @@ def token_bytes(spec: ModelSpec, value_bytes: int = 4) -> int:
     return KVPool.bytes_per_token(len(spec.kv_layers), spec.kv_heads, spec.head_dim, value_bytes)
 
 
+def sequence_bytes(spec: ModelSpec) -> int:
+    """Bytes of recurrent states and of draft nodes' inputs that a running sequence holds; 0 without recurrent layers."""
+    return _PER_SEQUENCE * spec.state_bytes + _NODES * 4 * sum(recurrent.width for recurrent in spec.recurrent)
+
+
 def kv_pool(spec: ModelSpec, pages: int, page_size: int) -> KVPool:
     """Empty KV memory of a model."""
     return KVPool(len(spec.kv_layers), pages, spec.kv_heads, page_size, spec.head_dim)
@@ -38,7 +43,7 @@ def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: 
     assert sizes.max_model_len is not None
     wanted = sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size)
     page_bytes = sizes.page_size * token_bytes(spec, value_bytes)
-    running = sizes.max_num_seqs * _PER_SEQUENCE * spec.state_bytes
+    running = sizes.max_num_seqs * sequence_bytes(spec)
     left, states = budget - running, 0
     if spec.recurrent and sizes.prefix_cache:
         states = min(wanted, max(left, 0) // _BORDER_SHARE // spec.state_bytes)
