@@ -94,7 +94,7 @@ class LLM:
         share: bool = True,
         **keywords: Any,
     ) -> None:
-        self._memory = _SHARED if checks.boolean("share", share) else None
+        owner = _SHARED if checks.boolean("share", share) else None
         keywords = vllm_keywords(keywords)
         memory = keywords.pop("gpu_memory_utilization", memory)
         sizes, spellings = split_keywords(keywords)
@@ -115,6 +115,7 @@ class LLM:
             except BaseException:
                 target.runner.close()
                 raise
+        self._memory = owner
 
     def _open(self, target: Target, wanted: SpeculationConfig) -> None:
         """Build the engine of a loaded model."""
