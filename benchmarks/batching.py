@@ -23,7 +23,7 @@ __all__ = ["batching"]
 
 def batching(model: str | None, batch: int, tokens: int, repeats: int, method: str = "none") -> dict[str, Any]:
     """Median seconds of both, interleaved."""
-    llm = LLM(model, speculation=method, max_num_seqs=batch)
+    llm = LLM(model, speculation=method, max_num_seqs=batch, share=False)
     code = read_prompts(find_prompts("code"))
     prompts = [code[i % len(code)] for i in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

@@ -105,7 +105,7 @@ class Fleet:
 
 def load_texts(prompts: Sequence[str], tokens: int) -> tuple[list[Text], Facts]:
     """Record what drafts come to, in this process and before anything is timed."""
-    llm = LLM(speculation="auto", max_num_seqs=1)
+    llm = LLM(speculation="auto", max_num_seqs=1, share=False)
     assert isinstance(llm.engine.policy, Controller)
     assert llm.tokenizer is not None
     ids = [tuple(llm.tokenizer.encode(prompt)) for prompt in prompts]

@@ -66,7 +66,7 @@ class CpuClock:
 
 def load_engine(slots: int) -> tuple[LLM, CpuClock]:
     """Pyrite with `auto` on one thread, which knows no costs yet."""
-    llm, clock = LLM(speculation="auto", max_num_seqs=slots, calibration_s=0), CpuClock()
+    llm, clock = LLM(speculation="auto", max_num_seqs=slots, calibration_s=0, share=False), CpuClock()
     llm.engine.profile(clock)
     _controller(llm).costs = Costs()
     return llm, clock

@@ -82,7 +82,7 @@ def measure_bundled(
     settings = [SamplingParams(temperature=t, seed=3, max_tokens=128, ignore_eos=True) for t in (0.0, 0.8)]
     plain = LLM(speculation="none", device="cuda", max_num_seqs=1, prefix_cache=False)
     for method in methods:
-        llm = LLM(device="cuda", speculation=method, max_num_seqs=1, prefix_cache=False)
+        llm = LLM(device="cuda", speculation=method, max_num_seqs=1, prefix_cache=False, share=False)
         for params in settings:
             base, fast = _speeds((plain, llm), prompts, params)
             ratios = [a[0] / b[0] for a, b in zip(fast, base, strict=True)]

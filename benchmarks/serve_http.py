@@ -35,7 +35,7 @@ def main(
     arguments = [*([model] if model else []), "--method", method, "--max-num-seqs", str(batch)]
     with errors.status("loading, twice"):
         server = ServerProcess(arguments)
-        llm = LLM(model, speculation=method, max_num_seqs=batch)
+        llm = LLM(model, speculation=method, max_num_seqs=batch, share=False)
     try:
         with errors.status("measuring"):
             report = asyncio.run(_measure(server.port, llm, batch, tokens, pairs))

@@ -46,7 +46,7 @@ class Outrider:
 
         torch.set_num_threads(load["threads"])
         settings = {"dtype": load["dtype"], "prefix_cache": False, "max_num_seqs": 1, "device": load.get("device", "cpu")}
-        self._llms = {mode: LLM(load["model"], speculation=mode, **settings) for mode in load["modes"]}
+        self._llms = {mode: LLM(load["model"], speculation=mode, share=False, **settings) for mode in load["modes"]}
         for llm in self._llms.values():
             llm.measure_costs()  # as a server does when it starts
         self.versions = {"outrider": __version__}

@@ -52,7 +52,7 @@ def functions() -> list[str]:
 
 def main() -> None:
     texts = random.Random(0).sample(functions(), TEXTS * len(TEMPERATURES))
-    llm = LLM(speculation="auto", prefix_cache=False)
+    llm = LLM(speculation="auto", prefix_cache=False, share=False)
     policy = llm.engine.policy = Controller(llm.engine.policy.arms, FreeDrafts())
     for t, temperature in enumerate(TEMPERATURES):
         for number, text in enumerate(texts[t * TEXTS : (t + 1) * TEXTS]):

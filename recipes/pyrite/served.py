@@ -62,7 +62,7 @@ def serve(job: Job) -> tuple[Job, dict[str, CompletionOutput]]:
     """Generate for every prompt of a job, one at a time."""
     from outrider import LLM, SamplingParams
 
-    llm = LLM(speculation=job.method)
+    llm = LLM(speculation=job.method, share=False)
     params = SamplingParams(temperature=job.temperature, seed=0, max_tokens=job.max_tokens)
     return job, {prompt: llm.generate([prompt], params)[0].outputs[0] for prompt in job.prompts}
 

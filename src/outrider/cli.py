@@ -19,7 +19,7 @@ from outrider.bench.cli import app as bench_app
 from outrider.bench.plan.cli import plan
 from outrider.environment import known_variables, tidy
 from outrider.errors import EngineDead, InvalidParameter, OutriderError
-from outrider.options import AsJson, Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, set_threads, spread
+from outrider.options import AsJson, Corpus, Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, set_threads, spread
 from outrider.other_engines import refuse_foreign_flags
 from outrider.quantize.cli import quantize
 from outrider.serve.chat import chat
@@ -92,6 +92,7 @@ class DecodingFlags:
         str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, whose tokens may differ.")
     ] = "exact"
     memory: Annotated[float, typer.Option(help="Share of the GPU's memory that weights, KV and graphs may take.")] = 0.9
+    corpus: Corpus = None
     threads: Threads = None
 
 
@@ -326,7 +327,7 @@ def _load(flags: DecodingFlags, rule: str = "match") -> LLM:
     set_threads(flags.threads)
     method = flags.method or _default_method(flags, rule)
     speculation = speculation_of_flags(method, flags.draft_model, flags.draft_tokens, rule)
-    names = ("dtype", "load_format", "device", "numerics", "memory")
+    names = ("dtype", "load_format", "device", "numerics", "memory", "corpus")
     return LLM(flags.model, speculation=speculation, **{name: getattr(flags, name) for name in names})
 
 

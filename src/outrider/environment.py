@@ -13,7 +13,7 @@ __all__ = ["OTHER_VARIABLES", "known_variables", "tidy"]
 _log = logging.getLogger("outrider")
 _PREFIX = "OUTRIDER_"
 OTHER_VARIABLES = (  # read outside of the command line
-    "OUTRIDER_CACHE",  # folder of measured costs
+    "OUTRIDER_CACHE",  # folder of measured costs and corpora
     "OUTRIDER_CORE",  # native library to load
     "OUTRIDER_OPS",  # native or torch
 )

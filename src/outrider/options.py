@@ -16,7 +16,7 @@ from outrider.errors import InvalidParameter
 from outrider.terminal import print_error
 
 __all__ = [
-    "AsJson", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "check_threads",
+    "AsJson", "Corpus", "Dtype", "LoadFormat", "MaxTokens", "Model", "ModelFirst", "Threads", "add_moved", "check_threads",
     "json_object", "numbers", "set_threads", "spread", "with_parameters",
 ]  # fmt: skip
 
@@ -31,6 +31,10 @@ Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Defa
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float32; int8 or int4, quantised at load (native core).")]
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
+Corpus = Annotated[
+    list[str] | None,
+    typer.Option(help="Text files, folders or .jsonl files that lookup drafters search; comma-separated or repeated."),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

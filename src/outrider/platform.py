@@ -1,4 +1,4 @@
-"""What the processor supports, checked before torch is loaded.
+"""What the machine offers: what the processor supports, checked before torch is loaded, memory, and the user's cache folder.
 
 Some virtual machines advertise AMX but hide the CPUID leaves that describe its tiles.
 oneDNN then configures nothing and the first bf16 matrix product dies with an illegal
@@ -102,6 +102,17 @@ def cpu_flags() -> frozenset[str]:
 def cpu_name() -> str:
     """The processor's model name."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cache_folder() -> Path:
+    """Where what was measured or built is kept. A user without a home keeps none: the folder is one that cannot be made."""
+    for name, below in (("OUTRIDER_CACHE", ""), ("XDG_CACHE_HOME", "outrider")):
+        if folder := os.environ.get(name):
+            return Path(folder) / below
+    try:
+        return Path.home() / ".cache" / "outrider"
+    except RuntimeError:  # HOME is not set, and the user is in no list
+        return Path(os.devnull) / "outrider"
 
 
 @lru_cache(maxsize=1)

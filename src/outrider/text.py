@@ -72,6 +72,13 @@ class Tokenizer:
         """Ids of a part of a text, without special tokens."""
         return tuple(self._ids(text, add_special_tokens=False))
 
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of parts of texts, on all cores, without special tokens."""
+        try:
+            return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception as error:  # as in `_ids`
+            raise InvalidParameter("corpus", f"this model's tokenizer cannot encode the text: {error}") from None
+
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from outrider.control import Costs
 from outrider.engine import costs_file
 from outrider.engine.llm import LLM
 from outrider.model.bundled import bundled_model
+from outrider.platform import cache_folder
 from outrider.sampling import SamplingParams
 from tests.support import write_family
 from tests.support.examples import examples
@@ -120,7 +121,7 @@ def test_a_user_without_a_home_keeps_no_costs(monkeypatch: pytest.MonkeyPatch, c
     for name in ("OUTRIDER_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
-    folder = costs_file.cache_folder()
+    folder = cache_folder()
     costs = Costs.load(folder / "costs" / "x.json")
     costs.save(folder / "costs" / "x.json")
     assert not folder.exists()

@@ -16,6 +16,7 @@ from outrider.draft.lookahead import LookaheadDrafter
 from outrider.draft.mixture import Member, MixtureDrafter
 from outrider.draft.ngram import NGramDrafter, NGramOptions
 from outrider.draft.recycle import RecycleDrafter, RecycleOptions
+from outrider.draft.shared_texts import Kept
 from outrider.draft.suffix import SuffixDrafter, SuffixOptions
 from tests.support import make_request, write_family
 
@@ -76,19 +77,23 @@ def test_no_tenants_words_are_drafted_for_another(name: str) -> None:
 
 
 def test_sharing_is_what_the_settings_and_the_key_allow(tmp_path: Path) -> None:
-    """Through the front door: outputs are kept for their tenant, up to the limit, and for nobody without a key."""
+    """Through the front door: outputs are kept for their tenant, up to the limit; without a key for the process, if at all."""
     write_family(tmp_path, "llama2", max_position_embeddings=128)
     params = SamplingParams(temperature=0.0, max_tokens=20)
-    for settings, tenant, kept in (
-        ("suffix:adaptive=false", "a", 0),
-        ("suffix:shared_tokens=30:adaptive=false", None, 0),
-        ("suffix:shared_tokens=30:adaptive=false", "a", 15),
+    for settings, tenant, share, kept in (
+        ("suffix:adaptive=false", "a", True, 0),
+        ("suffix:shared_tokens=30:adaptive=false", None, False, 0),
+        ("suffix:shared_tokens=30:adaptive=false", "a", True, 15),
+        ("suffix:shared_tokens=30:adaptive=false", "a", False, 15),
+        ("suffix:shared_tokens=30:adaptive=false", None, True, 15),
     ):
-        llm = LLM(tmp_path, load_format="dummy", speculation=settings)
+        llm = LLM(tmp_path, load_format="dummy", speculation=settings, share=share)
         for _ in range(3):
             llm.generate([[1, 2, 3], [4, 5]], params, tenant=tenant)
             next(iter(llm.stream([1, 2], params, tenant=tenant)))
         shared = llm.engine.drafter.drafter._shared  # type: ignore[attr-defined]
         assert shared.size <= 30
         assert shared.size >= kept
-        assert set(shared._by_tenant) == ({"a"} if kept else set())
+        assert len(shared._by_tenant) == bool(kept)
+        assert llm.kept(tenant).tokens == shared.size
+        assert llm.kept("b" if tenant is None else None) == Kept()

@@ -35,7 +35,7 @@ def test_a_known_baseline_is_not_run_again(llm: LLM, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(llm_module.LLM, "generate", noted)
     result = llm.benchmark(PROMPTS[0], 7.0, max_tokens=8, repeats=1)
-    assert ways == [True, True]
+    assert ways == [{"enabled": True, "remember": False}] * 2
     assert result.tokens_equal is None
     assert result.speedup == pytest.approx(7.0 / result.seconds)
 
@@ -45,7 +45,7 @@ def test_other_tokens_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def spoilt(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
         results = real(self, *arguments, **keywords)
-        results[0].outputs[0].token_ids[-1] += keywords["speculation"]
+        results[0].outputs[0].token_ids[-1] += keywords["speculation"]["enabled"]
         return results
 
     monkeypatch.setattr(llm_module.LLM, "generate", spoilt)

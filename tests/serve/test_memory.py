@@ -12,6 +12,7 @@ import pytest
 
 from outrider import LLM
 from outrider.engine.outputs import CompletionOutput
+from outrider.serve.cli import describe
 from outrider.serve.memory import memory_of, prediction_details
 from outrider.serve.settings import ServerSettings
 from tests.support.server import Running
@@ -132,3 +133,70 @@ def test_what_of_a_prediction_counts_as_accepted(prediction: list[int], outputs:
     assert details["accepted_prediction_tokens"] == accepted
     assert details["rejected_prediction_tokens"] == len(prediction) * len(outputs) - accepted
     assert prediction_details((), made) == {}
+
+
+def test_texts_that_a_client_sends_draft_for_that_client_alone(keyed: Running, remembering: LLM) -> None:
+    drafter: Any = remembering.engine.drafter.drafter
+    for key in ("one", "two"):
+        post(keyed, key, "/forget")
+    unkept = ANSWER | {"speculation": {"remember": False}}
+    text = post(keyed, "one", "/v1/completions", **unkept).json()["choices"][0]["text"]
+    kept = post(keyed, "one", "/remember", texts=[PROMPT + text, "x = 1\n"]).json()
+    assert kept == {"texts": 2, "tokens": remembering.kept("key alice\n").tokens}
+    assert post(keyed, "one", "/remember", texts=["z"], cache_salt="s").json()["texts"] == 1
+    assert remembering.kept("key alice\n").texts == 2
+    assert remembering.kept("key bob\n").texts == 0
+    accepted = {}
+    for key, salt in (("two", {}), ("one", {"cache_salt": "s"}), ("one", {})):
+        answer = post(keyed, key, "/v1/completions", **ANSWER, **salt).json()
+        assert answer["choices"][0]["text"] == text
+        accepted[key, bool(salt)] = answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+    assert accepted["one", False] >= 16
+    assert accepted["two", False] < accepted["one", False]
+    assert accepted["one", True] < accepted["one", False]
+    assert ("key alice\n", "key alice\n") in drafter.sources()
+    assert all(owner == reader for owner, reader in drafter.sources())
+    for key in ("one", "two"):
+        post(keyed, key, "/forget")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "texts"),
+        ({"texts": []}, "texts"),
+        ({"texts": "x"}, "texts"),
+        ({"texts": [3]}, "texts[0]"),
+        ({"texts": [""]}, "texts[0]"),
+        ({"texts": ["x"] * 1025}, "texts"),
+        ({"texts": ["x"], "cache_salt": ""}, "cache_salt"),
+    ],
+)
+def test_texts_to_remember_are_checked(keyed: Running, body: dict[str, Any], param: str) -> None:
+    answer = post(keyed, "one", "/remember", **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_texts_to_remember_need_a_key_or_a_salt_and_have_a_size(keyed: Running, server: Running) -> None:
+    assert post(keyed, "wrong", "/remember", texts=["x"]).status_code == 401
+    assert post(keyed, "one", "/remember", texts=["x" * 5 * 2**20]).status_code == 413
+    assert server.post("/remember", texts=["x"]).status_code == 400
+    assert server.post("/remember", texts=["x"], cache_salt="s").json() == {"texts": 0, "tokens": 0}  # nothing there looks up
+
+
+def test_a_corpus_is_searched_for_every_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    file = tmp_path / "area.py"
+    plain = LLM(speculation="none").generate(PROMPT, max_tokens=24, temperature=0.0, ignore_eos=True)[0].outputs[0]
+    file.write_text(PROMPT + plain.text)
+    searching = LLM(speculation="suffix:8:adaptive=false", corpus=file, max_num_seqs=4)
+    assert "1 files" in describe(searching, ServerSettings(), ("127.0.0.1", 1))
+    running = Running(ServerSettings(api_key=("one", "two")), lambda: searching).wait()
+    try:
+        for key in ("one", "two"):
+            answer = post(running, key, "/v1/completions", **ANSWER).json()
+            assert answer["choices"][0]["text"] == plain.text
+            assert answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] >= 16
+    finally:
+        running.close()

@@ -32,9 +32,9 @@ OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
-    ("GET", "/v1/responses/{name}"), ("DELETE", "/v1/responses/{name}"), ("POST", "/forget"), ("GET", "/v1/models"),
-    ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"), ("GET", "/version"),
-    ("GET", "/metrics"), ("GET", "/stats"),
+    ("GET", "/v1/responses/{name}"), ("DELETE", "/v1/responses/{name}"), ("POST", "/forget"), ("POST", "/remember"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"),
+    ("GET", "/version"), ("GET", "/metrics"), ("GET", "/stats"),
 ]  # fmt: skip
 
 

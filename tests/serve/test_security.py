@@ -233,6 +233,7 @@ def test_no_route_runs_code_or_changes_the_server(server: Running) -> None:
         "/tokenize",
         "/detokenize",
         "/forget",
+        "/remember",
         "/v1/load_lora_adapter",  # these two are off without a key
         "/v1/unload_lora_adapter",
     }

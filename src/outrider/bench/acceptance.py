@@ -91,7 +91,7 @@ def bench_methods(
             plain[temperature] = [output.token_ids for output in outputs]
         for method, speculation in drafters:
             try:
-                llm = LLM(model, speculation=speculation, max_num_seqs=batch)
+                llm = LLM(model, speculation=speculation, max_num_seqs=batch, share=False)
             except (InvalidParameter, ModelError) as error:  # the model has no such drafter; the others are measured
                 yield {"method": method, "batch": batch, "temperature": temperature, "missing": str(error)}
                 continue

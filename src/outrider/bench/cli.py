@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from outrider.errors import InvalidParameter
-from outrider.options import Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, json_object, numbers, set_threads
+from outrider.options import Corpus, Dtype, LoadFormat, MaxTokens, Model, Threads, add_moved, json_object, numbers, set_threads
 from outrider.terminal import PlainConsole
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def bench_run(
     seed: Annotated[int, typer.Option(help="Seed of the first request; the others count up.")] = 0,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "safetensors",
+    corpus: Corpus = None,
     threads: Threads = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.jsonl and report.html. Default: outrider-bench/DATE-TIME.")
@@ -112,7 +113,7 @@ def bench_run(
         chat=chat,
         ignore_eos=ignore_eos,
         schema=None if schema is None else read_schema(schema),
-        load={"dtype": dtype, "load_format": load_format},
+        load={"dtype": dtype, "load_format": load_format} | ({"corpus": corpus} if corpus else {}),
     )
     code = record_suite(suite, output, _errors)
     if code:

@@ -98,7 +98,7 @@ def cases(batches: Sequence[int], quick: bool) -> list[Case]:
 
 def engine(model: str | None, max_num_seqs: int) -> LLM:
     """`auto`, its costs measured."""
-    llm = LLM(model, speculation="auto", max_num_seqs=max_num_seqs, prefix_cache=False)
+    llm = LLM(model, speculation="auto", max_num_seqs=max_num_seqs, prefix_cache=False, share=False)
     llm.measure_costs()
     return llm
 

@@ -132,9 +132,9 @@ class _Bench:
 
     def _load(self, method: str) -> LLM:
         suite = self._suite
-        # prompts repeat, and reading them is part of the measurement, so they must not be in the prefix cache
+        # prompts repeat, and reading them is part of the measurement, so neither they nor their outputs may be kept
         sizes: dict[str, Any] = {"max_num_seqs": max(suite.batches), "prefix_cache": False}
-        llm = LLM(suite.model, speculation=pinned(method), **suite.load, **sizes)
+        llm = LLM(suite.model, speculation=pinned(method), share=False, **suite.load, **sizes)
         llm.measure_costs()  # a controller would otherwise learn them in its first minutes
         return llm
 

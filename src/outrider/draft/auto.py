@@ -129,6 +129,9 @@ class AutoDrafter:
     def kept(self, owner: str) -> Kept:
         return kept_by(self._members, "kept", owner)
 
+    def remember(self, owner: str, tokens: Seq[int]) -> Kept:
+        return kept_by(self._members, "remember", owner, tokens)
+
     def forget(self, owner: str) -> Kept:
         return kept_by(self._members, "forget", owner)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-__all__ = ["Following", "Match", "SuffixAutomaton", "until_separator"]
+__all__ = ["Following", "Match", "Searched", "SuffixAutomaton", "latest_after", "until_separator"]
 
 
 class Match(NamedTuple):
@@ -27,6 +26,33 @@ class Following(NamedTuple):
 def until_separator(tokens: list[int]) -> list[int]:
     """Tokens of one text: ids below 0 separate texts."""
     return next((tokens[:i] for i, token in enumerate(tokens) if token < 0), tokens)
+
+
+class Searched(Protocol):
+    """A text whose substrings can be looked up."""
+
+    owner: str | None
+    readers: set[str | None]
+
+    def find(self, tokens: Iterable[int]) -> Match: ...
+
+    def latest(self, tokens: Iterable[int]) -> tuple[int, int]: ...
+
+    def after(self, match: Match) -> list[Following]: ...
+
+    def step(self, match: Match, token: int) -> Match: ...
+
+    def shorter(self, match: Match) -> Match: ...
+
+    def read(self, place: int, count: int) -> list[int]: ...
+
+
+def latest_after(text: Searched, tokens: Iterable[int]) -> tuple[int, int]:
+    """Of the longest suffix of the tokens that occurs and goes on: where what followed it last stands, and its length."""
+    match = text.find(tokens)
+    while match.length and not (following := text.after(match)):
+        match = text.shorter(match)
+    return (max(one.latest for one in following), match.length) if match.length else (0, 0)
 
 
 class SuffixAutomaton:
@@ -77,12 +103,13 @@ class SuffixAutomaton:
                 state, length = self._next[state][token], length + 1
         return self._cut(state, length, self._reach - 1)
 
-    def latest(self, tokens: Seq[int]) -> tuple[int, int]:
+    def latest(self, tokens: Iterable[int]) -> tuple[int, int]:
         """Of the longest suffix of the tokens that occurs and goes on: where what followed it last stands, and its length."""
-        match = self.find(tokens)
-        while match.length and not (following := self.after(match)):
-            match = self.shorter(match)
-        return (max(one.latest for one in following), match.length) if match.length else (0, 0)
+        return latest_after(self, tokens)
+
+    def read(self, place: int, count: int) -> list[int]:
+        """At most so many tokens from a place on, of one text."""
+        return until_separator(self.tokens[place : place + count])
 
     def after(self, match: Match) -> list[Following]:
         """What followed the substring, in no order. Ids below 0 separate texts and are left out."""

@@ -89,6 +89,9 @@ class CascadeDrafter:
     def kept(self, owner: str) -> Kept:
         return kept_by([] if self._lookup is None else [self._lookup], "kept", owner)
 
+    def remember(self, owner: str, tokens: Seq[int]) -> Kept:
+        return kept_by([] if self._lookup is None else [self._lookup], "remember", owner, tokens)
+
     def forget(self, owner: str) -> Kept:
         return kept_by([] if self._lookup is None else [self._lookup], "forget", owner)
 

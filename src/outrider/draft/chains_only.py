@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.protocol import Drafter, kept_by
 from outrider.draft.shared_texts import Kept
@@ -21,6 +23,9 @@ class ChainsOnly:
 
     def kept(self, owner: str) -> Kept:
         return kept_by([self._drafter], "kept", owner)
+
+    def remember(self, owner: str, tokens: Seq[int]) -> Kept:
+        return kept_by([self._drafter], "remember", owner, tokens)
 
     def forget(self, owner: str) -> Kept:
         return kept_by([self._drafter], "forget", owner)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from outrider.config import SpeculationConfig
 from outrider.draft.options import declared, read_options
+from outrider.draft.suffix_array import SuffixArray
 from outrider.errors import InvalidParameter
 from outrider.heads import holds_mtp
 from outrider.heads.fit import require_same_tokenizer
@@ -43,6 +44,7 @@ class DraftContext:
     tokenizer: Tokenizer | None = None  # the target's
     loaded: LoadedDraft | None = None  # what drafts where the settings name no weights
     max_length: int = 0  # of a request
+    corpus: SuffixArray | None = None  # the user's texts, which lookups search for everybody
 
     def options(self, kind: type[T]) -> T:
         """The drafter's settings, checked, as the dataclass it declares."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.core import ROOT, Batch, Drafts, Scores, Sequence, Tree, Verdict, paths
-from outrider.draft.automaton import until_separator
 from outrider.draft.lookup import AcceptanceRates, LookupDrafter, verified_nodes
 from outrider.draft.options import option
 from outrider.draft.shared_texts import SharedTexts
@@ -124,7 +123,7 @@ class LookaheadDrafter(LookupDrafter["_Window"]):
             place, matched = text.latest(context)
             if matched:
                 text.readers.add(seq.request.owner)
-                yield matched, until_separator(text.tokens[place : place + self._ngram - 1])
+                yield matched, text.read(place, self._ngram - 1)
 
     def _chances(self, seq: Sequence, matched: int, rank: int) -> _Chances:
         greedy, rank = seq.request.params.greedy, min(rank, 3)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.shared_texts import Kept, SharedTexts
+from outrider.draft.suffix_array import CorpusReader, SuffixArray
 
 __all__ = ["AcceptanceRates", "LookupDrafter", "best_first", "verified_nodes"]
 
@@ -24,10 +25,12 @@ class LookupDrafter(Generic[S]):
     needs = Needs(follows=True, keeps=True)
     _keeps_prompts = False
 
-    def __init__(self, options: Any, shared: SharedTexts | None = None) -> None:
+    def __init__(self, options: Any, shared: SharedTexts | None = None, corpus: SuffixArray | None = None) -> None:
         self._options = options
         self._states: dict[Sequence, S] = {}
         self._shared = shared or SharedTexts(0, 1)
+        self._corpus = corpus
+        self._readers: dict[Sequence, CorpusReader] = {}
 
     @classmethod
     def build(cls, context: DraftContext) -> Self:
@@ -43,6 +46,12 @@ class LookupDrafter(Generic[S]):
 
     def begin(self, seq: Sequence) -> None:
         self._states[seq] = self.start(seq)
+        if self._corpus is not None:
+            self._readers[seq] = self._corpus.reader()
+
+    def corpus_of(self, seq: Sequence) -> list[CorpusReader]:
+        """The user's corpus as the sequence searches it, where there is one."""
+        return [self._readers[seq]] if self._corpus is not None else []
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         branches = plan.rule == "match"  # the other rules verify chains
@@ -54,10 +63,15 @@ class LookupDrafter(Generic[S]):
 
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
+        self._readers.pop(seq, None)
         if seq.finish_reason is not None:  # not where it was only preempted
             self._shared.keep(seq, self._keeps_prompts)
 
     def kept(self, owner: str) -> Kept:
+        return self._shared.kept(owner)
+
+    def remember(self, owner: str, tokens: Seq[int]) -> Kept:
+        self._shared.add(owner, tokens)
         return self._shared.kept(owner)
 
     def forget(self, owner: str) -> Kept:

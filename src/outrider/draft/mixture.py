@@ -114,6 +114,9 @@ class MixtureDrafter:
     def kept(self, owner: str) -> Kept:
         return kept_by((member.drafter for member in self._members), "kept", owner)
 
+    def remember(self, owner: str, tokens: Seq[int]) -> Kept:
+        return kept_by((member.drafter for member in self._members), "remember", owner, tokens)
+
     def forget(self, owner: str) -> Kept:
         return kept_by((member.drafter for member in self._members), "forget", owner)
 

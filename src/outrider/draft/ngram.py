@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from outrider.core import Batch, Drafts, Plan, Scores, Sequence, Tree, Verdict
-from outrider.draft.automaton import until_separator
+from outrider.draft.automaton import Searched
+from outrider.draft.context import DraftContext
 from outrider.draft.lookup import AcceptanceRates, LookupDrafter, verified_nodes
 from outrider.draft.options import option
 from outrider.draft.shared_texts import SharedTexts
+from outrider.draft.suffix_array import SuffixArray
 from outrider.errors import InvalidParameter
 
 __all__ = ["NGramDrafter", "NGramOptions"]
@@ -37,7 +39,7 @@ class _Match(NamedTuple):
 
     position: int
     matched: int
-    source: list[int] | None = None  # tokens of an earlier request, where it is not the sequence's text
+    source: Searched | None = None  # an earlier text or the corpus, where it is not the sequence's text
 
 
 class _Index:
@@ -79,8 +81,8 @@ class NGramDrafter(LookupDrafter[_Index]):
     What it does: finds the longest suffix of ngram_min to ngram_max tokens that occurred before
         in prompt or output and drafts the tokens that followed it; a copy that reaches the end of
         the text goes on into its own draft, so loops are drafted whole. With `shared_tokens` > 0
-        finished outputs of the same tenant are looked up where they agree with more tokens. Survival is estimated from
-        how often copies after a match of that length were accepted.
+        finished outputs of the same tenant are looked up where they agree with more tokens, and so is the user's corpus.
+        Survival is estimated from how often copies after a match of that length were accepted.
     When it helps: editing, summarising, code: wherever the output repeats the input or itself.
     Cost: a few dictionary look-ups per token, independent of the context's length.
     Needs: nothing from the target.
@@ -89,11 +91,15 @@ class NGramDrafter(LookupDrafter[_Index]):
 
     Options = NGramOptions
 
-    def __init__(self, options: NGramOptions = NGramOptions()) -> None:
-        super().__init__(options, SharedTexts(options.shared_tokens, options.ngram_max + 1))
+    def __init__(self, options: NGramOptions = NGramOptions(), corpus: SuffixArray | None = None) -> None:
+        super().__init__(options, SharedTexts(options.shared_tokens, options.ngram_max + 1), corpus)
         self._lengths = range(options.ngram_min, options.ngram_max + 1)
         self._last: dict[Sequence, _Copy] = {}
         self._rates = AcceptanceRates()
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Self:
+        return cls(context.options(cls.Options), context.corpus)
 
     def start(self, seq: Sequence) -> _Index:
         return _Index(self._lengths)
@@ -127,18 +133,20 @@ class NGramDrafter(LookupDrafter[_Index]):
         index, recent = self._states[seq], [*seq.tokens[-self._lengths[-1] :], *path]
         index.extend(seq.tokens)
         best = index.lookup(recent)
-        for text in self._shared.of(seq.request.owner) if shares else ():
+        others: list[Searched] = [*self._shared.of(seq.request.owner), *self.corpus_of(seq)] if shares else []
+        for text in others:
             place, matched = text.latest(recent[-self._lengths[-1] :])
             if matched >= max(self._lengths[0], best.matched + 1 if best is not None else 0):
-                best = _Match(place, matched, text.tokens)
-                text.readers.add(seq.request.owner)
+                best = _Match(place, matched, text)
+                if text.owner is not None:
+                    text.readers.add(seq.request.owner)
         return best
 
     def _copied(self, seq: Sequence, path: Seq[int], match: _Match | None, nodes: int) -> Tree:
         if match is None:
             return Tree([], [], [])
         if match.source is not None:
-            copied = until_separator(match.source[match.position : match.position + nodes])
+            copied = match.source.read(match.position, nodes)
             return Tree.chain(copied, self._chances(seq, match, len(copied)))
         copy: list[int] = [*seq.tokens[match.position : match.position + nodes], *path][:nodes]
         known = len(seq.tokens) - match.position + len(path)

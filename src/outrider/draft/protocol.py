@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor
 
@@ -58,14 +58,17 @@ class Keeper(Drafter, Protocol):
     def kept(self, owner: str) -> Kept:
         """How much text of an owner it keeps."""
 
+    def remember(self, owner: str, tokens: Seq[int]) -> Kept:
+        """Keep one more text of an owner, and say how much is kept now."""
+
     def forget(self, owner: str) -> Kept:
         """Drop an owner's texts, and say how much that was."""
 
 
-def kept_by(drafters: Iterable[Drafter], verb: Literal["kept", "forget"], owner: str) -> Kept:
-    """What those of the drafters that keep texts keep or forget, in all."""
+def kept_by(drafters: Iterable[Drafter], verb: Literal["kept", "remember", "forget"], *arguments: Any) -> Kept:
+    """What those of the drafters that keep texts keep or forget, in all. The arguments are those of the verb."""
     keepers = [cast(Keeper, drafter) for drafter in drafters if drafter.needs.keeps]
-    return sum((getattr(keeper, verb)(owner) for keeper in keepers), start=Kept())
+    return sum((getattr(keeper, verb)(*arguments) for keeper in keepers), start=Kept())
 
 
 def check_kind(drafts: object) -> Drafts:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
 
 from outrider.core import Sequence, Tree
-from outrider.draft.automaton import Following, Match, SuffixAutomaton
+from outrider.draft.automaton import Following, Match, Searched, SuffixAutomaton
 from outrider.draft.context import DraftContext
 from outrider.draft.copies import Copying, Speller
 from outrider.draft.lookup import LookupDrafter, best_first
 from outrider.draft.options import option
 from outrider.draft.shared_texts import SharedTexts
+from outrider.draft.suffix_array import SuffixArray
 from outrider.errors import InvalidParameter
 from outrider.text import Tokenizer
 
@@ -58,7 +59,7 @@ class SuffixDrafter(LookupDrafter["_Reading"]):
         become branches, the likeliest nodes first. With `shared_tokens` > 0 finished outputs of
         the same tenant (`Request.owner`) are searched too, and with `shared_prompts` what their
         prompts added; sequences without a tenant key share nothing. What the user expects the output to be
-        (`Request.prediction`) is one more text. With `edits` a copy that was left
+        (`Request.prediction`) is one more text, and so is the user's corpus. With `edits` a copy that was left
         for an edit is gone on with where the edit ends, and the lines of unified diffs and of JSON strings
         are drafted from the file in the prompt.
     When it helps: editing, agents, code, anything that repeats the prompt, itself or (shared)
@@ -73,15 +74,17 @@ class SuffixDrafter(LookupDrafter["_Reading"]):
 
     Options = SuffixOptions
 
-    def __init__(self, options: SuffixOptions = SuffixOptions(), tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self, options: SuffixOptions = SuffixOptions(), tokenizer: Tokenizer | None = None, corpus: SuffixArray | None = None
+    ) -> None:
         self._reach = options.max_match + 1
-        super().__init__(options, SharedTexts(options.shared_tokens, self._reach, options.tenants))
+        super().__init__(options, SharedTexts(options.shared_tokens, self._reach, options.tenants), corpus)
         self._keeps_prompts = options.shared_prompts
         self._speller = Speller(tokenizer) if options.edits else None
 
     @classmethod
     def build(cls, context: DraftContext) -> Self:
-        return cls(context.options(cls.Options), context.tokenizer)
+        return cls(context.options(cls.Options), context.tokenizer, context.corpus)
 
     def start(self, seq: Sequence) -> _Reading:
         reading = _Reading(SuffixAutomaton(self._reach))
@@ -96,12 +99,14 @@ class SuffixDrafter(LookupDrafter["_Reading"]):
 
     def draft(self, seq: Sequence, nodes: int, branches: bool) -> Tree:
         matches = self._matches(seq, (), shares=branches)
-        best = self._best(seq, matches, nodes, self._options.branch if branches else 1)
+        everywhere = [*matches, *self._in_corpus(seq, ())] if branches else matches
+        best = self._best(seq, everywhere, nodes, self._options.branch if branches else 1)
         copying = self._states[seq].copying
         return best if copying is None else max((best, copying.guess(matches, nodes)), key=_expected)
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
-        return self._best(seq, self._matches(seq, path), nodes, self._options.branch)
+        matches = [*self._matches(seq, path), *self._in_corpus(seq, path)]
+        return self._best(seq, matches, nodes, self._options.branch)
 
     def sources(self) -> set[tuple[str, str | None]]:
         """Whose kept texts have drafted for whose sequences: (owner of the text, owner of the sequence)."""
@@ -118,7 +123,11 @@ class SuffixDrafter(LookupDrafter["_Reading"]):
         match = reading.text.find(recent) if path else reading.text.match()
         return [(reading.text, match), *((other, other.find(recent)) for other in others)]
 
-    def _best(self, seq: Sequence, matches: Seq[tuple[SuffixAutomaton, Match]], nodes: int, branch: int) -> Tree:
+    def _in_corpus(self, seq: Sequence, path: Seq[int]) -> Iterator[tuple[Searched, Match]]:
+        for text in self.corpus_of(seq):
+            yield text, text.find([*seq.tokens[-self._options.max_match :], *path][-self._options.max_match :])
+
+    def _best(self, seq: Sequence, matches: Seq[tuple[Searched, Match]], nodes: int, branch: int) -> Tree:
         """Follow the longest match in each text; keep what expects to get most tokens accepted."""
         guesses = [_follow(text, match, self._options, nodes, branch) for text, match in matches]
         (text, _), best = max(zip(matches, guesses, strict=True), key=lambda guess: _expected(guess[1]))
@@ -143,7 +152,7 @@ def _expected(guess: Tree) -> float:
 _Node = tuple[Match, int | None, int]  # the match before a node's token, the token (None: the root), and its depth
 
 
-def _follow(text: SuffixAutomaton, match: Match, options: SuffixOptions, nodes: int, branch: int) -> Tree:
+def _follow(text: Searched, match: Match, options: SuffixOptions, nodes: int, branch: int) -> Tree:
     """The likeliest nodes below a match."""
     deepest = options.depth(match.length)
 

@@ -53,7 +53,7 @@ def benchmark(
     for repeat in range(repeats + 1):
         for way in ways:
             begun = time.perf_counter()
-            results = llm.generate(prompts, params, speculation=way, use_tqdm=False)
+            results = llm.generate(prompts, params, speculation={"enabled": way, "remember": False}, use_tqdm=False)
             if repeat:
                 seconds[way].append(time.perf_counter() - begun)
             outputs = [output for result in results for output in result.outputs]

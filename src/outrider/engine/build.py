@@ -19,6 +19,7 @@ from outrider.draft import DraftContext, build_drafter
 from outrider.draft.auto import AutoDrafter, arms_of
 from outrider.draft.chains_only import ChainsOnly
 from outrider.draft.context import LoadedDraft
+from outrider.draft.corpus import SEARCH_CORPUS, Corpus, open_corpus
 from outrider.draft.resolve import resolve_drafters
 from outrider.engine.adapters import Adapters
 from outrider.engine.costs_file import costs_path, known_acceptance
@@ -51,6 +52,7 @@ class Settings:
     dtype: str = "auto"
     load_format: str = "safetensors"
     revision: str | None = None
+    corpus: tuple[Path, ...] = ()  # texts that lookups search
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Target:
     eos: frozenset[int]
     adapters: Adapters
     draft: LoadedDraft | None = None  # a draft model that the caller has loaded
+    corpus: Corpus | None = None
 
     @property
     def config(self) -> ModelSpec:
@@ -112,7 +115,10 @@ def load_target(settings: Settings) -> Target:
         _log.warning("the native core is not in use, so torch decodes, slower and with the same promises: %s", missing)
     _log.info("%s: %s", directory, loaded_line(runner))
     adapters = Adapters(runner, sizes, str(directory))
-    return Target(directory, device, options, sizes, pages, runner, tokenizer, defaults, eos, adapters)
+    return Target(
+        directory, device, options, sizes, pages, runner, tokenizer, defaults, eos, adapters,
+        corpus=_corpus(settings.corpus, speculation, tokenizer, config.vocab),
+    )  # fmt: skip
 
 
 def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTable | None = None) -> Built:
@@ -126,9 +132,9 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
         return draft_runners[-1]
 
     runner, device = target.runner, target.device
-    context = DraftContext(
-        speculation, runner, target.directory, read_as, load_model, target.tokenizer, target.draft, target.max_model_len
-    )
+    corpus = None if target.corpus is None else target.corpus.text
+    loaded, length = target.draft, target.max_model_len
+    context = DraftContext(speculation, runner, target.directory, read_as, load_model, target.tokenizer, loaded, length, corpus)
     drafter = build_drafter(context)
     if runner.chains_only or speculation.rule != "match":
         drafter = ChainsOnly(drafter)
@@ -141,6 +147,19 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
     policy, path = _policy(target, speculation, measured)
     engine = Engine(runner, target.tokenizer, drafter, policy, target.sizes, pages, target.adapters)
     return Built(engine, speculation, draft_runners, path)
+
+
+def _corpus(paths: tuple[Path, ...], speculation: SpeculationConfig, tokenizer: Tokenizer | None, vocab: int) -> Corpus | None:
+    """The user's texts, where a drafter looks them up."""
+    if not paths or speculation.method == "none":
+        return None
+    if speculation.rule != "match" or SEARCH_CORPUS.isdisjoint(speculation.methods()):
+        methods = ", ".join(sorted(SEARCH_CORPUS))
+        _log.warning("corpus: not read, because only %s search it (alone or among others), under the rule 'match'", methods)
+        return None
+    if tokenizer is None:
+        raise InvalidParameter("corpus", "the model's folder holds no tokenizer to read texts with; leave the corpus out")
+    return open_corpus(paths, tokenizer, vocab)
 
 
 def _policy(target: Target, speculation: SpeculationConfig, measured: Costs) -> tuple[Policy, Path | None]:

@@ -54,12 +54,13 @@ def compare_runs(llm: LLM, prompt: str, params: SamplingParams, repeats: int) ->
     """Run both ways `repeats` times, interleaved after one warm-up; speeds are medians of decoding."""
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(63))
-    llm.generate(prompt, replace(params, max_tokens=min(4, params.max_tokens or 4), min_tokens=0))
+    warm_up = replace(params, max_tokens=min(4, params.max_tokens or 4), min_tokens=0)
+    llm.generate(prompt, warm_up, speculation={"remember": False})
     speeds: dict[bool, list[float]] = {False: [], True: []}
     outputs: dict[bool, list[CompletionOutput]] = {False: [], True: []}
     for _ in range(repeats):
         for speculate in (False, True):
-            output = llm.generate(prompt, params, speculation=speculate)[0].outputs[0]
+            output = llm.generate(prompt, params, speculation={"enabled": speculate, "remember": False})[0].outputs[0]
             outputs[speculate].append(output)
             speeds[speculate].append(output.timings.decode_tokens_per_s)
     every = [*outputs[False], *outputs[True]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from outrider._version import __version__
 from outrider.config import SpeculationConfig
 from outrider.model import Runner
 from outrider.ops import find_core, threads_used
-from outrider.platform import cpu_name
+from outrider.platform import cache_folder, cpu_name
 
 __all__ = ["ACCEPTANCE", "costs_path", "known_acceptance"]
 
@@ -49,14 +48,3 @@ def known_acceptance(directory: Path) -> dict[str, Any]:
         return acceptance if isinstance(acceptance, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def cache_folder() -> Path:
-    """Where costs are kept. A user without a home keeps none: the folder is one that cannot be made."""
-    for name, below in (("OUTRIDER_CACHE", ""), ("XDG_CACHE_HOME", "outrider")):
-        if folder := os.environ.get(name):
-            return Path(folder) / below
-    try:
-        return Path.home() / ".cache" / "outrider"
-    except RuntimeError:  # HOME is not set, and the user is in no list
-        return Path(os.devnull) / "outrider"

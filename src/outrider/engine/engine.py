@@ -126,6 +126,12 @@ class Engine:
         """How much text of an owner drafters keep to look up."""
         return self.drafter.kept(owner)
 
+    def remember(self, owner: str, texts: Seq[Seq[int]]) -> Kept:
+        """Have drafters keep texts of an owner, and say how much they keep now."""
+        for tokens in texts:
+            self.drafter.remember(owner, tokens)
+        return self.drafter.kept(owner)
+
     def forget(self, owner: str) -> Kept:
         """Drop the texts that drafters keep for an owner, and say how much that was."""
         return self.drafter.forget(owner)

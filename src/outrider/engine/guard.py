@@ -83,6 +83,9 @@ class GuardedDrafter:
     def kept(self, owner: str) -> Kept:
         return kept_by([self.drafter], "kept", owner)
 
+    def remember(self, owner: str, tokens: Sequence[int]) -> Kept:
+        return kept_by([self.drafter], "remember", owner, tokens)
+
     def forget(self, owner: str) -> Kept:
         return kept_by([self.drafter], "forget", owner)
 

@@ -68,8 +68,12 @@ class Intake:
         priority: int = 0,
         lora: str | None = None,
         prediction: Prompt | None = None,
+        memory: str | None = None,
     ) -> Prepared:
-        """Check one prompt with its parameters; nothing is queued yet. The output is likely to be like the prediction."""
+        """Check one prompt with its parameters; nothing is queued yet.
+
+        The output is likely to be like the prediction. `memory` owns the texts of requests without a tenant.
+        """
         if tenant is not None:
             checks.text("tenant", tenant)
         checks.integer("priority", priority, -(2**31))
@@ -96,7 +100,7 @@ class Intake:
             draft_tokens=wanted.draft_tokens,
             return_rejected=wanted.return_rejected,
             adapter=None if lora is None else self.target.adapters.get(lora),
-            memory=None if wanted.remember else "",
+            memory="" if not wanted.remember else memory if tenant is None else None,
             prediction=self._predicted(prediction),
         )
         method = (wanted.method or self.speculation.method) if wanted.enabled else "none"
@@ -107,6 +111,17 @@ class Intake:
         if self.target.tokenizer is None:
             raise ModelError(f"{self.target.directory} holds no tokenizer; pass token ids instead of text")
         return self.target.tokenizer
+
+    def texts_to_keep(self, texts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+        """The tokens of texts that drafters are to look up."""
+        if isinstance(texts, str) or not _is_list(texts):
+            raise InvalidParameter("texts", f"must be a list of texts, got {checks.shown(texts)}")
+        return [
+            self.tokenizer.encode_bare(checks.text("texts", text))
+            if isinstance(text, str)
+            else check_ids("texts", text, self.target.config.vocab)
+            for text in texts
+        ]
 
     def _predicted(self, prediction: Prompt | None) -> tuple[int, ...]:
         """The tokens of a prediction, as far as the context could hold them."""

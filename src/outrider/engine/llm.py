@@ -21,6 +21,8 @@ from outrider import checks
 from outrider.config import SpeculationConfig, resolve_speculation
 from outrider.control import Controller, Policy
 from outrider.draft import Kept, check_speculation
+from outrider.draft.corpus import Corpus
+from outrider.draft.corpus_files import corpus_files, corpus_paths
 from outrider.engine.adapters import check_adapters
 from outrider.engine.benchmark import BenchmarkResult, benchmark
 from outrider.engine.build import Built, Settings, Target, build_engine, load_target
@@ -53,6 +55,7 @@ __all__ = ["LLM"]
 
 UseTqdm = bool | Callable[..., Any] | None
 _CALIBRATED = (1, 8, 64)  # batch sizes that are timed, the last on a GPU alone: elsewhere it would take long
+_SHARED = "\0"  # the owner of texts of calls without a tenant
 _progress = logging.getLogger("outrider.progress")  # shown by the command line
 
 
@@ -65,11 +68,15 @@ class LLM:
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda". On a GPU, `memory` is the share of it that
     weights, KV and graphs may take, and `numerics="fast"` gives up the same-tokens promise for other kernels.
     `lora` are adapters by name: {"sql": folder}; `generate(..., lora="sql")` chooses one.
+    `corpus` names text files, folders and .jsonl files that lookup drafters search: what outputs are likely to quote.
+    Outputs are kept in memory and looked up by later calls, where the drafter does so (`auto` does); `share=False` turns it off.
     Further keywords are sizes of the engine (`max_num_seqs`, `max_model_len`, ...: config.EngineConfig) and other engines'
     names for speculation (`speculative_config`, `num_speculative_tokens`, `assistant_model`, ...: config.SPELLINGS). Of vLLM's
     other keywords, `gpu_memory_utilization` is `memory`, and `tensor_parallel_size=N` shares the model among N processes, which
     are started and ended with this object (docs/tensor-parallel.md); other sizes of parallelism must be 1.
     """
+
+    _memory: str | None = _SHARED  # whose the texts of calls without a tenant are
 
     def __init__(
         self,
@@ -83,8 +90,11 @@ class LLM:
         numerics: str = "exact",
         memory: float = 0.9,
         lora: Mapping[str, str | Path] | None = None,
+        corpus: str | Path | Sequence[str | Path] | None = None,
+        share: bool = True,
         **keywords: Any,
     ) -> None:
+        owner = _SHARED if checks.boolean("share", share) else None
         keywords = vllm_keywords(keywords)
         memory = keywords.pop("gpu_memory_utilization", memory)
         sizes, spellings = split_keywords(keywords)
@@ -94,8 +104,10 @@ class LLM:
         if lora is not None:
             check_adapters(lora, place.name)
         check_parallel(sizes.tensor_parallel_size, place, loras=bool(lora))
+        paths = corpus_paths(() if corpus is None else corpus)
+        corpus_files(paths)  # they exist
         with shared_threads(sizes.tensor_parallel_size):
-            target = load_target(Settings(model_name(model), wanted, sizes, place, dtype, load_format, revision))
+            target = load_target(Settings(model_name(model), wanted, sizes, place, dtype, load_format, revision, paths))
             try:
                 for name, path in (lora or {}).items():
                     target.adapters.load(name, path)
@@ -103,6 +115,7 @@ class LLM:
             except BaseException:
                 target.runner.close()
                 raise
+        self._memory = owner
 
     def _open(self, target: Target, wanted: SpeculationConfig) -> None:
         """Build the engine of a loaded model."""
@@ -157,17 +170,29 @@ class LLM:
                 self._host.call(lambda: calibrate(self.engine, batches, seconds))
             self.save_costs()
 
-    def kept(self, tenant: str) -> Kept:
-        """How much text of a tenant's earlier requests is kept to draft from: texts and tokens."""
+    @property
+    def corpus(self) -> Corpus | None:
+        """The user's texts that drafters search."""
         self._check_open()
-        checks.text("tenant", tenant)
-        return self._host.call(lambda: self.engine.kept(tenant))
+        return self._target.corpus
 
-    def forget(self, tenant: str) -> Kept:
-        """Drop the texts of a tenant's earlier requests that are kept to draft from, and say how much that was."""
+    def kept(self, tenant: str | None = None) -> Kept:
+        """How much text is kept to draft from, of a tenant or of the requests without one: texts and tokens."""
         self._check_open()
-        checks.text("tenant", tenant)
-        return self._host.call(lambda: self.engine.forget(tenant))
+        owner = _owner(tenant)
+        return self._host.call(lambda: self.engine.kept(owner))
+
+    def remember(self, texts: Sequence[Prompt], tenant: str | None = None) -> Kept:
+        """Keep texts to draft from, as if they were earlier outputs, and say how much is kept now."""
+        self._check_open()
+        owner, tokens = _owner(tenant), self._intake.texts_to_keep(texts)
+        return self._host.call(lambda: self.engine.remember(owner, tokens))
+
+    def forget(self, tenant: str | None = None) -> Kept:
+        """Drop the texts that are kept to draft from, of a tenant or of the requests without one, and say how much that was."""
+        self._check_open()
+        owner = _owner(tenant)
+        return self._host.call(lambda: self.engine.forget(owner))
 
     def save_costs(self) -> None:
         """Keep what was measured for the next start on this machine."""
@@ -257,9 +282,9 @@ class LLM:
         the model's defaults.
         `speculation=False` decodes plainly, and {"method": "suffix", "max_tokens": 8} limits how these requests
         are drafted for, as do `num_speculative_tokens` and `prompt_lookup_num_tokens`; the tokens are the same.
-        `tenant` says whose texts these are: a drafter set to share earlier texts does so within one tenant, and never without
-        a key (see `forget`). `prediction` is a text that the outputs are likely to be like, such as a file that is to be
-        changed: they are drafted from it.
+        `tenant` says whose texts these are: a drafter that keeps earlier texts looks them up within one tenant. Requests without
+        one are a tenant together (see `forget`), unless the LLM was made with `share=False`. `prediction` is a text that the
+        outputs are likely to be like, such as a file that is to be changed: they are drafted from it.
         `lora` names the adapter that the model runs with: one for all prompts, or one each (None: without).
         `use_tqdm` shows a progress bar, or takes tqdm's place; by default several prompts on a terminal have one.
         All prompts are queued, or none is. Any number of threads may call this and `stream` at the same time.
@@ -269,7 +294,8 @@ class LLM:
         each = params_for(len(batch), params, self.default_params(), sampling)
         rows = zip(batch, each, loras_for(len(batch), lora), strict=True)
         prepared = [
-            self._intake.prepare(prompt, one, speculation, tenant, lora=name, prediction=prediction) for prompt, one, name in rows
+            self._intake.prepare(prompt, one, speculation, tenant, lora=name, prediction=prediction, memory=self._memory)
+            for prompt, one, name in rows
         ]
         requests = [request for one in prepared for request in one.requests]
         job = Job(self.engine, requests, prepared[-1].method if prepared else "none", wants=lambda _: False)
@@ -310,7 +336,10 @@ class LLM:
         """
         self._check_open()
         each = params_for(1, params, self.default_params(), sampling)
-        job = Job(self.engine, *self._intake.prepare(prompt, each[0], speculation, tenant, lora=lora, prediction=prediction))
+        prepared = self._intake.prepare(
+            prompt, each[0], speculation, tenant, lora=lora, prediction=prediction, memory=self._memory
+        )
+        job = Job(self.engine, *prepared)
         with self.thread.running(job):
             yield from job.chunks()
 
@@ -340,6 +369,10 @@ class LLM:
         """Checks prompts and makes requests of them, for those who give jobs to `thread` themselves."""
         self._check_open()
         return self._intake
+
+
+def _owner(tenant: str | None) -> str:
+    return _SHARED if tenant is None else checks.text("tenant", tenant)
 
 
 def _output(prompt: Prompt, processors: Sequence[OutputProcessor]) -> RequestOutput:

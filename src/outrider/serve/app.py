@@ -62,6 +62,7 @@ from outrider.serve.schemas import (
     DetokenizeRequest,
     ForgetRequest,
     GenerationRequest,
+    RememberRequest,
     TokenizeRequest,
 )
 from outrider.serve.service import RequestHandle, Service
@@ -111,7 +112,7 @@ ModelCard = _answer(
 ModelList = _answer("ModelList", object=Literal["list"], data=list[ModelCard])  # type: ignore[valid-type]
 Tokenized = _answer("Tokenized", tokens=list[int], count=int, max_model_len=int)
 Detokenized = _answer("Detokenized", prompt=str)
-Forgotten = _answer("Forgotten", texts=int, tokens=int)
+KeptTexts = _answer("KeptTexts", texts=int, tokens=int)
 Health = _answer("Health", status=Literal["ok", "loading", "draining", "dead"], fingerprint=(str | None, None))
 Version = _answer("Version", version=str)
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -429,13 +430,27 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return await service.off_loop(work, client_of(request.scope), len(await request.body()))
 
 
-@router.post("/forget", response_model=Forgotten, summary="Drop the earlier texts of this client")
+@router.post("/remember", response_model=KeptTexts, summary="Keep texts that this client's outputs are likely to quote")
+async def remember(request: Request, body: RememberRequest) -> Response:
+    owner, service = _owner_of(request, body.cache_salt), _service(request)
+    llm = service.ready()
+    work = partial(llm.intake.texts_to_keep, body.texts)
+    texts = await service.off_loop(work, client_of(request.scope), len(await request.body()))
+    kept = await service.keep_texts(owner, texts)
+    return JSONResponse(kept._asdict())
+
+
+@router.post("/forget", response_model=KeptTexts, summary="Drop the earlier texts of this client")
 async def forget(request: Request, body: ForgetRequest) -> Response:
-    owner = memory_of(client_of(request.scope), body.cache_salt)
+    forgotten = await _service(request).drop_texts(_owner_of(request, body.cache_salt))
+    return JSONResponse(forgotten._asdict())
+
+
+def _owner_of(request: Request, salt: str | None) -> str:
+    owner = memory_of(client_of(request.scope), salt)
     if not owner:
         raise ApiError(400, "cache_salt: without an API key, texts are kept for requests with a cache_salt alone", "cache_salt")
-    forgotten = await _service(request).drop_texts(owner)
-    return JSONResponse(forgotten._asdict())
+    return owner
 
 
 _HEALTH: dict[str, Any] = {"response_model": Health, "responses": {503: {"model": Health}}}

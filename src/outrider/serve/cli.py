@@ -148,6 +148,7 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     """Check the settings before the server listens. A model on the hub is checked when it is loaded."""
     from outrider.config import EngineConfig
     from outrider.draft import check_speculation, check_weights
+    from outrider.draft.corpus_files import corpus_files, corpus_paths
     from outrider.draft.resolve import resolve_drafters
     from outrider.engine.adapters import check_adapters
     from outrider.engine.device import Device
@@ -164,6 +165,7 @@ def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
     if flags.speculation_rules is not None:
         read_rules(flags.speculation_rules).check_models([*settings_of(flags).names, *loras])
     check_speculation(speculation)
+    corpus_files(corpus_paths(flags.corpus))
     device, options, model = Device.resolve(flags.device), LoadOptions(flags.dtype, flags.load_format), model_name(flags.model)
     check_adapters(loras, device.name)
     check_parallel(flags.tensor_parallel_size, device, loras=bool(flags.lora))
@@ -193,6 +195,7 @@ def _load(flags: ServeFlags, speculation: SpeculationConfig, sizes: dict[str, An
         load_format=flags.load_format,
         revision=flags.revision,
         lora=parse_loras(flags.lora, settings_of(flags).names) or None,
+        corpus=flags.corpus,
         **sizes,
     )
     if llm.tokenizer is not None:
@@ -264,6 +267,7 @@ def describe(llm: LLM, settings: ServerSettings, address: tuple[str, int]) -> st
     lines = [
         f"model         {settings.model_name} ({llm.directory})",
         f"speculation   {speculation}",
+        *([] if llm.corpus is None else [f"corpus        {llm.corpus}"]),
         f"context       {llm.max_model_len} tokens; {slots} sequences at once, {settings.max_queue} may wait",
         f"KV            {pages.count} pages of {pages.page_size} tokens, {mib:.0f} MiB{shared}",
         f"chat          {'yes' if chats else 'no: the model has no chat template; --chat-template gives it one'}",

@@ -96,6 +96,10 @@ class ServeFlags(ServerSettings):
         None, 'JSON: {"method": ..., "model": ..., "num_speculative_tokens": ...}, instead of the three above.'
     )
     lora: tuple[str, ...] = flag((), "LoRA adapter as NAME=PATH, chosen by model name in requests; repeatable.", "--lora-modules")
+    corpus: tuple[str, ...] = flag(
+        (),
+        "Text files, folders or .jsonl files that outputs are likely to quote, for lookup drafters; comma-separated or repeated.",
+    )
     max_loras: int = flag(32, "Maximum number of LoRA adapters in memory.", min=1)
     max_lora_rank: int = flag(256, "Largest rank of a LoRA adapter.", min=1)
     max_model_len: int | None = flag(None, "Maximum length of prompt and output together. Default: the model's.")

@@ -411,6 +411,13 @@ class ForgetRequest(_Request):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
 
+class RememberRequest(_Request):
+    """POST /remember."""
+
+    texts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=_L.texts)]
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+
+
 class LoadLoraRequest(_Request):
     """POST /v1/load_lora_adapter."""
 

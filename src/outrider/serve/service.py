@@ -361,6 +361,12 @@ class Service:
                 self.last = answer.result()
         return self.last
 
+    async def keep_texts(self, owner: str, texts: Sequence[Sequence[int]]) -> Kept:
+        """Keep texts to draft from for an owner."""
+        self.ready()
+        assert self.thread is not None
+        return await asyncio.wrap_future(self.thread.ask(lambda engine: engine.remember(owner, texts)))
+
     async def drop_texts(self, owner: str) -> Kept:
         """Drop the texts that are kept to draft from for an owner."""
         self.ready()

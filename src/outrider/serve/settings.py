@@ -33,6 +33,7 @@ class Limits:
     sequences: int = 128  # prompts times n
     prompt_ids: int = 2**20  # in one prompt; the model's context is checked later
     messages: int = 2048
+    texts: int = 1024  # in a request to /remember
     parts: int = 1024  # in one message
     tool_calls: int = 4096  # in all messages
     call_values: int = 2**16  # in the inputs of all calls of a request to /v1/messages, which writes them as JSON

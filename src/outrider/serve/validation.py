@@ -24,6 +24,7 @@ from outrider.serve.schemas import (
     ForgetRequest,
     GenerationRequest,
     LoadLoraRequest,
+    RememberRequest,
     TokenizeRequest,
     UnloadLoraRequest,
 )
@@ -40,6 +41,7 @@ SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "/tokenize": TypeAdapter(TokenizeRequest),
     "/detokenize": TypeAdapter(DetokenizeRequest),
     "/forget": TypeAdapter(ForgetRequest),
+    "/remember": TypeAdapter(RememberRequest),
     "/v1/load_lora_adapter": TypeAdapter(LoadLoraRequest),
     "/v1/unload_lora_adapter": TypeAdapter(UnloadLoraRequest),
 }

@@ -114,7 +114,7 @@ def proposed(network: TrainableDrafter, logits: Tensor) -> Tensor:
 def served_acceptance(target: Path, name: str, drafter: Path, store: TokenStore, prompts: int = 8) -> list[dict[str, Any]]:
     """Tokens per round and acceptance by position on beginnings of held-out documents, greedy and at 0.8."""
     settings = {"method": _METHODS.get(name, name), "model": str(drafter), "draft_tokens": _NODES.get(name, DEPTH)}
-    llm = LLM(target, speculation=settings)
+    llm = LLM(target, speculation=settings, share=False)
     size = min(_PROMPT, llm.max_model_len // 2)
     texts = [tuple(int(token) for token in row) for row in document_starts(store, prompts, size, seed=7)]
     length = min(120, llm.max_model_len - size)

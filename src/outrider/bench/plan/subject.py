@@ -44,7 +44,7 @@ class Subject:
         config = SpeculationConfig.parse(method)
         config = replace(config, adaptive=config.method == "auto")  # every length is set here
         kv = batch * _LONG * _kv_bytes(model) if batch > 1 else None  # several engines stand side by side
-        self.llm = LLM(model, speculation=config, dtype=dtype, max_num_seqs=batch, prefix_cache=False, kv_bytes=kv)
+        self.llm = LLM(model, speculation=config, dtype=dtype, max_num_seqs=batch, prefix_cache=False, kv_bytes=kv, share=False)
         name = method if isinstance(method, str) else config.method
         self.profile = Profile(name, config.draft_tokens if config.method != "none" else 0, memory=memory_of(self.llm))
         self._rule = config.rule

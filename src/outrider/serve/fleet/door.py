@@ -35,7 +35,7 @@ _ATTEMPTS = 4  # replicas that are tried for one request
 _RETRY_S = "1"  # Retry-After where the replica was lost: another one, or its successor, is ready by then
 _OWN = frozenset((b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", b"forwarded", b"content-length", *HOP_BY_HOP))
 _FROM_EXCHANGE = frozenset((b"x-request-id", b"date", *(name for name, _ in SAFE_HEADERS), *HOP_BY_HOP))
-_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/forget")  # what every replica must do
+_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/forget", "/remember")  # what every replica must do
 
 
 class Fleet(Protocol):

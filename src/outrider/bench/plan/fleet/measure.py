@@ -218,7 +218,7 @@ def measure_replica(
     model: str | None, dtype: str, prompts: Sequence[str], tokens: int, say: Callable[[str], None]
 ) -> ReplicaCosts:
     """Load a model, record its texts, and time its rounds under `auto` in batches of several sizes."""
-    llm = LLM(model, speculation="auto", dtype=dtype, max_num_seqs=max(_BATCHES))
+    llm = LLM(model, speculation="auto", dtype=dtype, max_num_seqs=max(_BATCHES), share=False)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=tokens, ignore_eos=True)
     say("what drafts come to")
     texts = record_texts(llm, prompts, params)
