@@ -26,6 +26,7 @@ from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.ranks import Sharing, check_parallel, start_parallel
+from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
 from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids
