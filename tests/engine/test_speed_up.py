@@ -12,6 +12,7 @@ from torch import nn
 import outrider
 from outrider import SamplingParams
 from outrider.engine.speed_up import SpedUpModel
+from outrider.model import Runner
 from outrider.model.hf import CachedRunner, PagedRunner, native_decoder
 from tests.support.families import build_reference
 from tests.support.transformers_models import EXACT, VOCAB, tiny_model
@@ -113,6 +114,17 @@ def test_drafts_are_accepted_by_a_class_with_recurrent_state() -> None:
         other = drafted(fast, "ngram")
         outputs = other.generate(prompts(4), SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)
         assert sum(output.outputs[0].speculation["accepted"] for output in outputs) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "lfm2"])
+def test_families_with_recurrent_layers_are_handed_over_and_exact(name: str) -> None:
+    model = tiny_model(name)
+    with outrider.speed_up(model, speculation="none", assistant_model=near(name), calibration_s=0) as fast:
+        assert type(fast.engine.runner) is Runner
+        plain = written(fast, 4)
+        assert_greedy_is_the_class(model, fast)
+        for method in ("suffix", "draft_model"):
+            assert written(drafted(fast, method), 4) == plain, method
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic", "qwen3-next"])
@@ -276,8 +288,8 @@ def test_text_needs_a_tokenizer(fast: SpedUpModel) -> None:
 
 
 def test_an_assistant_that_cannot_draft_is_refused(fast: SpedUpModel) -> None:
-    with pytest.raises(outrider.errors.InvalidParameter, match="Qwen3NextForCausalLM cannot draft: it keeps recurrent state"):
-        fast.generate(input_ids=torch.tensor([[2, 3]]), assistant_model=tiny_model("qwen3-next"))
+    with pytest.raises(outrider.errors.InvalidParameter, match="JambaForCausalLM cannot draft: it keeps recurrent state"):
+        fast.generate(input_ids=torch.tensor([[2, 3]]), assistant_model=tiny_model("jamba"))
 
 
 def test_it_is_an_llm(fast: SpedUpModel) -> None:
