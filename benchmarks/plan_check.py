@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import errors, run
-from outrider.bench.acceptance import EVERY_METHOD
+from outrider.bench.acceptance import available_methods
 from outrider.bench.environment import environment
 from outrider.bench.plan.profile import Profile
 from outrider.bench.plan.subject import Prompt, RequestRun, Subject
@@ -33,7 +33,6 @@ from outrider.sampling import SamplingParams
 
 __all__ = ["Prediction", "RequestProfile", "check", "expected_time", "halves", "main"]
 
-_METHODS = EVERY_METHOD.removesuffix(",auto")
 _NEAR = 128  # recorded drafts that are used for a place in the text
 _SLACK = 8  # nodes by which the room of such a draft may be smaller
 _TOLERANCE = 0.1  # of a predicted speed-up
@@ -232,7 +231,7 @@ def markdown(rows: Sequence[Prediction]) -> str:
 
 def main(
     model: Model = None,
-    methods: Annotated[str, typer.Option(help="Comma-separated drafters.")] = _METHODS,
+    methods: Annotated[str, typer.Option(help="Comma-separated drafters. Default: all the model has weights for.")] = "",
     prompts: Annotated[str, typer.Option(help="JSONL of prompts, or a bundled workload.")] = "code",
     limit: Annotated[int | None, typer.Option(min=2, help="Use this many prompts. Default: all.")] = None,
     tokens: Annotated[int, typer.Option(min=8, help="New tokens of each request.")] = 64,
@@ -248,7 +247,7 @@ def main(
         texts = read_prompts(find_prompts(prompts), limit)
         if len(texts) < 2:
             raise InvalidParameter("--prompts", "two are needed at least: one to learn from, one to predict")
-        names = ["none", *(method for method in methods.split(",") if method != "none")]
+        names = ["none", *(method for method in (methods or available_methods(model)).split(",") if method != "none")]
         subjects = [Subject(model, name, dtype, 16) for name in names]
         params = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=True)
         rows = check(subjects, texts, params, repeats, status.update)

@@ -64,7 +64,7 @@ def test_version(outrider) -> None:  # type: ignore[no-untyped-def]
         (["x", "--temperature", "nan"], b"", "temperature"),
         (["x", "--top-p", "0"], b"", "top_p"),
         (["x", "--max-tokens", "100000"], b"", "max_tokens"),
-        (["x", "--method", "telepathy"], b"", "known: auto, cascade, draft_model"),
+        (["x", "--method", "telepathy"], b"", "known: auto, cascade, dflash, draft_model"),
         (["x", "--method", "draft_model"], b"", "needs the directory"),
         (["x", "--method", "ngram", "--draft-model", "x"], b"", "--draft-model"),
         (["x", "--rule", "typical"], b"", "lossy_typical"),

@@ -244,7 +244,7 @@ def test_bad_requests(llm: LLM, prompt, params: dict, param: str) -> None:  # ty
 
 
 def test_bad_settings(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: auto, cascade, draft_model"):
+    with pytest.raises(UnknownMethod, match="unknown 'telepathy'; known: auto, cascade, dflash, draft_model"):
         LLM(model, load_format="dummy", speculation="telepathy")
     with pytest.raises(InvalidParameter, match="needs the directory or hub id of its weights"):
         LLM(model, load_format="dummy", speculation="draft_model")

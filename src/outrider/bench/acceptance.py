@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.config import SpeculationConfig, pinned
+from outrider.config import WITH_WEIGHTS, SpeculationConfig, pinned
 from outrider.core import RoundReport
 from outrider.draft import check_speculation
 from outrider.engine.acceptance import summarise
@@ -21,21 +21,30 @@ from outrider.engine.llm import LLM
 from outrider.engine.outputs import CompletionOutput
 from outrider.errors import InvalidParameter, ModelError
 from outrider.model import locate, read_spec
+from outrider.model.bundled import bundled_model
 from outrider.sampling import SamplingParams
 from outrider.text import Tokenizer
 
-__all__ = ["EVERY_METHOD", "Workload", "bench_methods", "show_rows"]
+__all__ = ["EVERY_METHOD", "Workload", "available_methods", "bench_methods", "show_rows"]
 
 _TREE = "beam=3:branch=6:depth=9"
 EVERY_METHOD = (
     "ngram:8,suffix:8,recycle:24,lookahead:31,draft_model:5,cascade:8:levels=ngram+draft_model,medusa:24,"
-    f"eagle:5,eagle:24:{_TREE},dflash:16,early_exit:4,mixture:24:members=suffix+(eagle:{_TREE}),auto"
+    f"eagle:5,eagle:24:{_TREE},mtp:4,dflash:16,early_exit:4,mixture:24:members=suffix+(eagle:{_TREE}),auto"
 )
 _SHAPES: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.15, "presence_penalty": 0.2},
     {"stop": ["\n\n\n", "return"]},
     {"frequency_penalty": 0.3, "min_p": 0.02, "stop": ["\n\ndef"]},
 )
+
+
+def available_methods(model: str | None) -> str:
+    """The drafters of EVERY_METHOD that the model has weights for, without `auto`."""
+    directory = locate(str(model or bundled_model()))
+    needs = {**WITH_WEIGHTS, "cascade": "draft", "mixture": "eagle"}
+    folders = {method: needs.get(method.split(":")[0]) for method in EVERY_METHOD.removesuffix(",auto").split(",")}
+    return ",".join(method for method, name in folders.items() if name is None or (directory / name / "config.json").exists())
 
 
 @dataclass(frozen=True, slots=True)

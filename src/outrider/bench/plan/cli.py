@@ -161,27 +161,14 @@ def _params(options: dict[str, Any]) -> Any:
     return SamplingParams(temperature=options["temperature"], seed=0, max_tokens=options["tokens"], ignore_eos=True)
 
 
-def _available(model: str | None) -> str:
-    """Every drafter the model has weights for."""
-    from outrider.bench.acceptance import EVERY_METHOD
-    from outrider.config import WITH_WEIGHTS
-    from outrider.model import locate
-    from outrider.model.bundled import bundled_model
-
-    directory = locate(str(model or bundled_model()))
-    methods = EVERY_METHOD.removesuffix(",auto").split(",")
-    needs = {**WITH_WEIGHTS, "cascade": "draft", "mixture": "eagle"}
-    have = [m for m in methods if (n := needs.get(m.split(":")[0])) is None or (directory / n / "config.json").exists()]
-    return ",".join(have)
-
-
 def _measured(options: dict[str, Any], console: Console) -> dict[str, Any]:
+    from outrider.bench.acceptance import available_methods
     from outrider.bench.plan import planner, show
     from outrider.bench.plan.trace import write_traces
     from outrider.model.listing import loaded_line
 
     with _errors.status("loading") as status:
-        subjects = _subjects(options, options["methods"] or _available(options["model"]), 16)
+        subjects = _subjects(options, options["methods"] or available_methods(options["model"]), 16)
         planner.measure(subjects, _prompts(options, 8), _params(options), batches=True, say=status.update)
     plain, *profiles = (subject.profile for subject in subjects)
     rows = planner.plan_rows(plain, profiles)
