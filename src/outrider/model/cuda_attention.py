@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.cache import KVPool
 from outrider.model.cuda_weights import Upload, norm_on
 from outrider.model.decoder import Layer, RopeTable
 from outrider.ops.cuda.launch import AttentionMetadata, HeadForm, Kernels, RowNorm, Turns
@@ -27,11 +28,12 @@ class CudaRows:
     single: slice | None = None
     from_start: bool = False  # the rows are one sequence from position 0
     singles: AttentionMetadata | None = None  # of the rows `single`
+    padding: int = 1 << 30  # rows whose KV goes to this slot or behind are padding
 
-    def for_forward(self) -> CudaRows:
-        """A copy for the layers of one forward, which list the work of attention once."""
+    def for_forward(self, pool: KVPool) -> CudaRows:
+        """A copy for the layers of one forward, which list the work of attention once. The pool's last page is the padding's."""
         singles = None if self.single is None else self.meta.rows(self.single).for_forward()
-        return replace(self, meta=self.meta.for_forward(), singles=singles)
+        return replace(self, meta=self.meta.for_forward(), singles=singles, padding=(pool.pages - 1) * pool.page_size)
 
 
 class CudaAttention:
@@ -42,6 +44,7 @@ class CudaAttention:
         a = self._spec
         pairs, qkv_bias = partial(pair_qkv, turned_heads=a.heads + a.kv_heads, head=a.head_dim), upload.bias(layer.qkv_bias)
         self.qkv, self.out = upload.reordered(layer.qkv, pairs), upload.matrix(layer.out)
+        self._sinks = None if layer.sinks is None else layer.sinks.detach().to(upload.device, torch.float32)
         self._qkv_bias = None if qkv_bias is None else pairs(qkv_bias)
         self.bias = upload.bias(layer.out_bias)
         self._form = self._head_form(layer, turns)
@@ -63,14 +66,14 @@ class CudaAttention:
         q, mixed = (torch.empty(len(read), a.q_width, device=self._device, dtype=k.dtype) for _ in range(2))
         k.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, rows.meta)
         if rows.chunks is None:
-            k.attend_rows(q, kv, rows.meta, mixed, a.window, a.soft_cap)
-        elif rows.from_start and not k.exact and a.window is None and a.soft_cap is None:
+            k.attend_rows(q, kv, rows.meta, mixed, a.window, a.soft_cap, self._sinks)
+        elif rows.from_start and not k.exact and a.window is None and a.soft_cap is None and not a.sinks:
             return self._torch_attention(q, kv, rows.meta)
         else:
-            k.attend_chunks(q, kv, rows.meta.table, rows.chunks, mixed, a.window, a.soft_cap)
+            k.attend_chunks(q, kv, rows.meta.table, rows.chunks, mixed, a.window, a.soft_cap, self._sinks)
             if rows.single is not None:
                 singles = rows.singles or rows.meta.rows(rows.single)
-                k.attend_rows(q[rows.single], kv, singles, mixed[rows.single], a.window, a.soft_cap)
+                k.attend_rows(q[rows.single], kv, singles, mixed[rows.single], a.window, a.soft_cap, self._sinks)
         return mixed
 
     def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> Tensor:

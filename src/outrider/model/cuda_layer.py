@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from outrider.model.cuda_attention import CudaAttention, CudaRows, turns_of
+from outrider.model.cuda_experts import CudaExperts
 from outrider.model.cuda_mlp import CudaMlp
 from outrider.model.cuda_weights import DevicePart, Upload, norm_on
 from outrider.model.decoder import Layer
+from outrider.ops.cuda.experts_launch import ExpertKernels
 from outrider.ops.cuda.launch import Kernels, RowNorm, Turns
 from outrider.ops.cuda.matrix import Matrix
 
@@ -20,10 +22,12 @@ __all__ = ["CudaLayer", "CudaRows", "norm_on", "turns_of"]
 class CudaLayer:
     """A layer over paged KV. Matrices of a decoder that was built on the device are moved, not copied."""
 
-    def __init__(self, layer: Layer, kernels: Kernels, device: torch.device, turns: Turns | None) -> None:
+    def __init__(
+        self, layer: Layer, kernels: Kernels, device: torch.device, turns: Turns | None, experts: ExpertKernels | None = None
+    ) -> None:
         s = self.spec = layer.spec
         self._kernels, upload = kernels, Upload(device, kernels.dtype)
-        self.mixer, self.mlp = CudaAttention(layer, kernels, upload, turns), CudaMlp(layer, kernels, upload)
+        self.mixer, self.mlp = CudaAttention(layer, kernels, upload, turns), _mlp(layer, kernels, experts, upload)
         self.norm_in = norm_on(device, s.norm_in, layer.norm_in, layer.norm_in_bias)
         self._norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
         self._norm_attn_out = norm_on(device, s.norm_attn_out, layer.norm_attn_out, layer.norm_attn_out_bias)
@@ -52,7 +56,14 @@ class CudaLayer:
             read = k.finish(mixed, self.mixer.bias, stream, self._norm_mlp, self._norm_attn_out, s.residual_scale)
         elif s.norm_mlp is not None:
             read = k.norm(stream, self._norm_mlp)
-        made = self.mlp.forward(read)
+        made = self.mlp.forward(read, rows)
         if s.parallel:
             k.finish(mixed, self.mixer.bias, stream, None, None, s.residual_scale)
         return k.finish(made, self.mlp.bias, stream, after, self._norm_mlp_out, s.residual_scale)
+
+
+def _mlp(layer: Layer, kernels: Kernels, experts: ExpertKernels | None, upload: Upload) -> CudaMlp | CudaExperts:
+    if layer.spec.mlp.router is None:
+        return CudaMlp(layer, kernels, upload)
+    assert experts is not None, "only a target's layers have experts"
+    return CudaExperts(layer, kernels, experts, upload)

@@ -14,6 +14,7 @@ from outrider.model.backends import CUDA
 from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
 from outrider.model.decoder import Decoder, RopeTable, finished_logits
 from outrider.model.spec import ModelSpec
+from outrider.ops.cuda.experts_launch import ExpertKernels
 from outrider.ops.cuda.launch import Kernels, Shape
 
 __all__ = ["EXTRA_POSITIONS", "CudaPool", "CudaStack", "Forward", "kernel_shape"]
@@ -65,10 +66,11 @@ class CudaStack:
             raise InvalidParameter("dtype", f"{s.dtype} weights run on the processor alone; pass dtype=bfloat16 or device=cpu")
         self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES[s.dtype], future_tokens, exact)
         self.device, self.dtype = device, self.kernels.dtype
+        self.experts = ExpertKernels(self.dtype, device, s.depth) if s.expert_layers else None
         tables = {rope: turns_of(RopeTable(rope, s.head_dim, s.context + EXTRA_POSITIONS), device) for rope in s.ropes}
         ropes = [layer.attention.rope for layer in s.layers]
         self.layers = [
-            CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope])
+            CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope], self.experts)
             for layer, rope in zip(decoder.read_layers(), ropes, strict=True)
         ]
         self.embedding = self._take(decoder.weight("embedding"))
@@ -88,9 +90,14 @@ class CudaStack:
         tensors = [tensor for layer in self.layers for matrix in layer.matrices for tensor in matrix.tensors]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, self.output))
 
+    @property
+    def touched(self) -> Tensor | None:
+        """Distinct experts that the last forward read in each layer; None where no layer has experts."""
+        return None if self.experts is None else self.experts.touched
+
     def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
         """Run rows through all layers and write their KV."""
-        rows = rows.for_forward()
+        rows = rows.for_forward(pool)
         scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
         stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)
         kept: dict[int, Tensor] = {}

@@ -8,7 +8,7 @@ as it adds the parts of any product.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 

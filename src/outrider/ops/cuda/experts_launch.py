@@ -76,14 +76,18 @@ class ExpertKernels:
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self._ended = torch.zeros(_MAX_ROWS // _BLOCK, dtype=torch.int32, device=device)  # programs of each block
 
-    def route(self, x: Tensor, r: ExpertRouter, slots: Tensor, limit: int, layer: int, tiles: tuple[Tile, Tile] | None = None) -> Routes:
+    def route(
+        self, x: Tensor, r: ExpertRouter, slots: Tensor, limit: int, layer: int, tiles: tuple[Tile, Tile] | None = None
+    ) -> Routes:
         """The experts of rows. Rows whose KV goes to slot `limit` or behind are padding."""
         rows, hidden = x.shape
         columns, pairs = len(r.matrix), rows * r.chosen
         blocks, spans = triton.cdiv(rows, _BLOCK), triton.cdiv(hidden, _SPAN)
         tiles = tiles or expert_tiles_for(pairs / r.experts)
         max_items = min(pairs, r.experts) + pairs // tiles[0].rows + 1  # one more for padding
-        partial, weights, gates = (torch.empty(size, device=x.device) for size in (spans * rows * columns, (rows, r.chosen), rows))
+        partial, weights, gates = (
+            torch.empty(size, device=x.device) for size in (spans * rows * columns, (rows, r.chosen), rows)
+        )
         sizes = (blocks * r.experts, pairs, pairs, 2 + 3 * max_items)
         counts, chosen, order, items = (torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
         padded, numbers = _power(r.experts), (rows, limit, layer, tiles[0].rows)
@@ -114,8 +118,8 @@ class ExpertKernels:
             opening.gate_scale, opening.limit, opening.alpha, **self._product(first, hidden),
         )  # fmt: skip
         kernels.close_experts[(routes.max_items, triton.cdiv(hidden, second.columns))](
-            inner, w.close, w.close if w.close_bias is None else w.close_bias, routes.weights, routes.order, routes.items, out, rows,
-            hidden, width, experts, chosen, second.rows, second.columns, second.inner, w.close_bias is not None,
+            inner, w.close, w.close if w.close_bias is None else w.close_bias, routes.weights, routes.order, routes.items, out,
+            rows, hidden, width, experts, chosen, second.rows, second.columns, second.inner, w.close_bias is not None,
             **self._product(second, width),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Triton kernels that choose the experts of rows and sort (row, expert) pairs by expert. A row's choice depends on that row alone.
+"""Triton kernels that choose the experts of rows and sort (row, expert) pairs by expert. A row's choice depends on it alone.
 
 `route` computes the router's logits in float32: every program has a tile of experts and a span of the inner dimension and goes
 through the rows of a block one by one, so a row's additions are the same in every block. The last program of a block to end adds
@@ -10,7 +10,7 @@ to `limit` or behind) go through no expert; their pairs come after all others.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
