@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from outrider.bench.feature_specs import FEATURE_SPECS, random_decoder
+from outrider.config import EngineConfig
+from outrider.control import FixedLength
+from outrider.core import Batch, Drafts, Sequence
+from outrider.draft import Drafter
+from outrider.engine import commit
+from outrider.engine.commit import advance
+from outrider.engine.engine import Engine
+from outrider.model import Decoder, ModelSpec
 from outrider.model.experts import activated, routes_of
 from outrider.model.spec import Clamp, FeedForward, Router
 from outrider.ops import Plain
+from outrider.sampling import SamplingParams
+from tests.support import NoDrafter, Oracle, make_request
 
 INTERPRETED = True
 ON_GPU = torch.cuda.is_available()
@@ -216,3 +228,86 @@ def test_rows_keep_their_bits_whatever_the_tile_and_the_rows_beside_them(
     for tiles in every_expert_tile():
         part, _ = given(slice(20, 90), tiles)
         assert torch.equal(part, out[:, 20:90]), tiles
+
+
+def wide(name: str) -> Decoder:
+    """The features of a small model at widths of published ones, with random weights."""
+    spec, sinks = FEATURE_SPECS[name], "sinks" in name
+    hidden, heads, head, width = (2880, 64, 64, 2880) if sinks else (2048, 32, 128, 768)
+    spec = spec.with_layers(heads=heads, kv_heads=heads // 8, head_dim=head, scale=head**-0.5)
+    layers = tuple(replace(layer, mlp=replace(layer.mlp, width=width, shared=layer.mlp.shared and 512)) for layer in spec.layers)
+    return random_decoder(replace(spec, hidden=hidden, layers=layers, vocab=4096), "bfloat16")
+
+
+SPECS = [name for name in FEATURE_SPECS if name.startswith("experts")]
+
+
+@pytest.mark.usefixtures("products_of_fixed_order")
+@pytest.mark.parametrize("name", SPECS if ON_GPU else SPECS[2:3])
+def test_drafts_trees_and_batches_change_no_logit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of every emitted position are equal alone and in a batch with chains and trees, bit for bit."""
+    from outrider.model.cuda_runner import CudaOptions, CudaRunner
+
+    decoder = wide(name) if ON_GPU else random_decoder(FEATURE_SPECS[name])
+    runner = CudaRunner(decoder, 60, 16, DEVICE, CudaOptions(graphs=ON_GPU, max_graph_rows=64))
+    seen: dict[str, list[Tensor]] = {}
+
+    def recording(writer: Any, emitted: Any, rows: Any, scores: Any) -> Any:
+        settled = advance(writer, emitted, rows, scores)
+        kept = [scores.logits[row].detach().clone().cpu() for row in rows[: settled.kept]]
+        seen.setdefault(writer.seq.request.id, []).extend(kept)
+        return settled
+
+    monkeypatch.setattr(commit, "advance", recording)
+    lengths, tokens = ([3, 40, 17, 64, 90], 24) if ON_GPU else ([3, 9], 5)
+    params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=tokens) for i in range(len(lengths))]
+    prompts = [[(7 * i + n) % decoder.spec.vocab for i in range(n)] for n in lengths]
+    requests = [make_request(prompt, p, f"r{i}") for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+
+    def run(drafter: Drafter, length: int, together: int, chunk: int) -> tuple[dict[str, list[int]], dict[str, list[Tensor]]]:
+        config = EngineConfig(page_size=16, max_num_seqs=together, max_batch_rows=chunk, prefix_cache=False)
+        engine = Engine(runner, None, drafter, FixedLength(length), config)
+        seen.clear()
+        writers = [engine.submit(request, "test") for request in requests]
+        while engine.has_work:
+            engine.round()
+        return {writer.seq.request.id: writer.seq.tokens for writer in writers}, dict(seen)
+
+    texts, logits = run(NoDrafter(), 0, 1, 512)
+    vocab = decoder.spec.vocab
+    drafters = [(Oracle(texts, 5, branches=3, seed=1, vocab=vocab), 8, 2, 40)]
+    if ON_GPU:
+        drafters += [
+            (NoDrafter(), 0, 5, 37),
+            (Oracle(texts, 7, vocab=vocab), 7, 1, 512),
+            (Oracle(texts, 9, 6, 2, vocab=vocab), 15, 5, 64),
+        ]
+    for drafter, length, together, chunk in drafters:
+        got, bits = run(drafter, length, together, chunk)
+        assert got == texts
+        for request, rows in logits.items():
+            assert all(torch.equal(a, b) for a, b in zip(rows, bits[request], strict=True)), (request, length)
+
+
+def test_scores_count_the_experts_that_were_read() -> None:
+    """The mean over layers with experts, by rows of a prompt and by rounds of graphs; rows of padding read none."""
+    from outrider.model.cuda_runner import CudaOptions, CudaRunner
+
+    spec = FEATURE_SPECS["experts, a shared one behind a gate, a dense layer"]
+    runner = CudaRunner(random_decoder(spec), 9, 16, DEVICE, CudaOptions(graphs=ON_GPU))
+    assert [_experts(runner, count) for count in (1, 20)] == [2.0, 7.0]
+    batch = [_sequence(spec, [5], [b], cached=0) for b in range(3)]  # in a graph of four rows
+    assert runner.score(Batch(batch, [1] * 3), Drafts.empty(3)).experts == 2.0
+    assert runner.score(Batch(batch[:1], [1]), Drafts.chains([[5, 5]])).experts >= 2.0
+
+
+def _experts(runner: Any, count: int) -> float:
+    seq = _sequence(runner.decoder.spec, [i * 11 % 97 for i in range(count)], [4, 5, 6, 7], cached=0)
+    return float(runner.score(Batch([seq], [count]), Drafts.empty(1)).experts)
+
+
+def _sequence(spec: ModelSpec, tokens: list[int], pages: list[int], cached: int) -> Sequence:
+    assert max(tokens) < spec.vocab
+    seq = Sequence(make_request(tokens, SamplingParams(max_tokens=4)))
+    seq.pages, seq.cached = pages, cached
+    return seq

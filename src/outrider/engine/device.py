@@ -84,9 +84,10 @@ class Device:
         target.warm_up_prefill()
         rounds = target.round_seconds()
         if (max_rows := target.options.max_graph_rows) in rounds:
-            rounds |= {turns * max_rows: turns * rounds[max_rows] for turns in (2, 3, 4)}  # more rows take several replays
-        for rows, seconds in rounds.items():
-            costs.observe_forward(rows, 0, seconds)
+            seconds, experts = rounds[max_rows]  # more rows take several replays
+            rounds |= {turns * max_rows: (turns * seconds, turns * experts) for turns in (2, 3, 4)}
+        for rows, (seconds, experts) in rounds.items():
+            costs.observe_forward(rows, 0, seconds, experts)
         for draft in drafts:
             assert isinstance(draft, CudaRunner)
             draft.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))

@@ -67,7 +67,7 @@ class DecodeRounds:
         logits, taps_of_all = flight.graph.outputs
         tapped = None if taps_of_all is None else taps_of_all[:filled].flatten(1).clone()  # the next launch overwrites them
         logits = logits[:filled].cpu() if needs.logprobs else logits[:filled]
-        return Scores(logits, places, places, tapped, {}, choices)
+        return Scores(logits, places, places, tapped, {}, choices, experts=flight.graph.experts)
 
     def drop(self, batch: Batch) -> None:
         """Discard the overlapped round, which is not the round of this batch."""

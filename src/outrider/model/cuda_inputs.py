@@ -108,7 +108,7 @@ class Graph(NamedTuple):
     inputs: GraphInputs
     launch: Callable[[], None]
     outputs: list[Any]  # logits and taps (or None) of the last launch; the next launch overwrites them
-    host: Tensor  # the choices, in pinned memory
+    host: Tensor  # the choices, and the experts that each layer with some has read, in pinned memory
     done: Any  # a CUDA event
 
     def start(self) -> None:
@@ -120,6 +120,12 @@ class Graph(NamedTuple):
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+    @property
+    def experts(self) -> float:
+        """Distinct experts that the last launch read, the mean over layers that have some; 0 where none has."""
+        touched = self.host[self.inputs.rows :].tolist()
+        return sum(touched) / len(touched) if touched else 0.0
 
 
 def noise_key(request: Request) -> NoiseKey:

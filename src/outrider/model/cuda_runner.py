@@ -33,6 +33,7 @@ from outrider.sampling import Row, choose, rows_of
 
 __all__ = ["CudaOptions", "CudaRunner", "split_feeds"]
 
+_STRIDE = 7919  # between tokens that are made up
 _MAX_CATCH_UP_ROWS = 2048  # rows of text that a draft model has missed
 
 
@@ -118,9 +119,10 @@ class CudaRunner(Runner):
         tapped = None if forward.taps is None else forward.taps[:rows].flatten(1)
         if not laid.wanted:
             self._wait()
-            return Scores(torch.empty(0, self.decoder.spec.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
+            nothing = torch.empty(0, self.decoder.spec.vocab)
+            return Scores(nothing, laid.roots, laid.first_rows, tapped, prompt_logits, experts=self.cuda.experts_read)
         logits, choices = self._choose(forward.last, batch, laid)
-        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices, experts=self.cuda.experts_read)
 
     def _score_by_graphs(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
         """Several replays with some of the sequences each, where there are more rows than the largest graph has."""
@@ -138,7 +140,8 @@ class CudaRunner(Runner):
         if len({rows.device for rows in logits}) > 1:
             logits = [rows.cpu() for rows in logits]
         tapped = torch.cat([scores.taps for scores in parts if scores.taps is not None]) if taps else None
-        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
+        experts = sum(scores.experts for scores in parts)  # every replay reads its own
+        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices, experts=experts)
 
     def _score_decoding(
         self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...], resolve: Callable[[], object] | None = None
@@ -158,7 +161,7 @@ class CudaRunner(Runner):
         tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay overwrites them
         choices = graph.host[:rows].tolist()
         logits = self._choose_on_host(logits[:rows], choices, host_sequences, batch, laid)
-        return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices, experts=graph.experts)
 
     def _set_sampling(self, inputs: GraphInputs, batch: Batch, laid: Round) -> list[int]:
         """Set noise and sampling metadata of every wanted row. Returns the sequences that the host must choose for."""
@@ -348,9 +351,15 @@ class CudaRunner(Runner):
         self._forward(feeds, ())
         self._forward([*feeds, Feed(pages, 0, [0])], ())  # Triton specialises row counts that are no multiple of 16
 
-    def round_seconds(self) -> dict[int, float]:
-        """Device seconds of each captured round, by rows."""
-        return {rows: _replay_seconds(graph.launch) for (rows, _, buffer), graph in self._graphs.items() if not buffer}
+    def round_seconds(self) -> dict[int, tuple[float, float]]:
+        """Device seconds of each captured round, and the distinct experts that it reads, by rows."""
+        timed = {}
+        for (rows, _, buffer), graph in self._graphs.items():
+            if not buffer:
+                vocab = self.decoder.spec.vocab  # tokens unlike each other, as experts may tell
+                self.fill_round(graph, [Feed([0], 0, [i * _STRIDE % vocab]) for i in range(rows)])
+                timed[rows] = _replay_seconds(graph.launch), graph.experts
+        return timed
 
     def round_graph(self, rows: int, taps: tuple[int, ...] = (), buffer: int = 0) -> Graph:
         """The graph of a forward and its choices. `rows` is one of GRAPH_ROWS; `buffer` selects half of the double buffer."""
@@ -369,14 +378,17 @@ class CudaRunner(Runner):
         out = self._logits[buffer][:rows] if rows <= MAX_OVERLAP_ROWS else None
         self._fill(inputs, [])
         kept: list[Any] = []
-        host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        touched = self.cuda.touched
+        host = torch.zeros(rows + len(touched), dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
         def work() -> None:
             inputs.send()
             outputs = self.cuda.forward(CudaRows(inputs.meta), self.pool, taps)
             logits = self.cuda.logits(outputs.last, out)
             chosen = self._sampling.table.choose(logits, inputs.meta, self._chosen[:rows])
-            host.copy_(chosen, non_blocking=True)
+            host[:rows].copy_(chosen, non_blocking=True)
+            if len(touched):
+                host[rows:].copy_(touched, non_blocking=True)
             kept[:] = [logits, outputs.taps]
 
         launch = self.capture(f"round of {rows} rows", work)

@@ -66,7 +66,8 @@ class CudaStack:
             raise InvalidParameter("dtype", f"{s.dtype} weights run on the processor alone; pass dtype=bfloat16 or device=cpu")
         self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES[s.dtype], future_tokens, exact)
         self.device, self.dtype = device, self.kernels.dtype
-        self.experts = ExpertKernels(self.dtype, device, s.depth) if s.expert_layers else None
+        self.experts = ExpertKernels(self.dtype, device, s.expert_layers) if s.expert_layers else None
+        self._no_experts = torch.empty(0, dtype=torch.int32, device=device)
         tables = {rope: turns_of(RopeTable(rope, s.head_dim, s.context + EXTRA_POSITIONS), device) for rope in s.ropes}
         ropes = [layer.attention.rope for layer in s.layers]
         self.layers = [
@@ -91,9 +92,14 @@ class CudaStack:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, self.output))
 
     @property
-    def touched(self) -> Tensor | None:
-        """Distinct experts that the last forward read in each layer; None where no layer has experts."""
-        return None if self.experts is None else self.experts.touched
+    def touched(self) -> Tensor:
+        """Distinct experts that the last forward read in each layer that has some, on the device."""
+        return self._no_experts if self.experts is None else self.experts.touched
+
+    @property
+    def experts_read(self) -> float:
+        """The mean of `touched` on the host, for which it waits; 0 where no layer has experts."""
+        return 0.0 if self.experts is None else float(self.touched.float().mean())
 
     def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
         """Run rows through all layers and write their KV."""

@@ -72,9 +72,15 @@ class ExpertKernels:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, layers: int) -> None:
         self.touched = torch.zeros(layers, dtype=torch.int32, device=device)  # distinct experts of the last forward, by layer
+        self._layers = 0
         self._dtype = dtype
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self._ended = torch.zeros(_MAX_ROWS // _BLOCK, dtype=torch.int32, device=device)  # programs of each block
+
+    def add_layer(self) -> int:
+        """The number of one more layer, by which `route` counts its experts."""
+        self._layers += 1
+        return self._layers - 1
 
     def route(
         self, x: Tensor, r: ExpertRouter, slots: Tensor, limit: int, layer: int, tiles: tuple[Tile, Tile] | None = None
