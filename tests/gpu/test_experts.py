@@ -259,7 +259,7 @@ def test_drafts_trees_and_batches_change_no_logit(name: str, monkeypatch: pytest
         return settled
 
     monkeypatch.setattr(commit, "advance", recording)
-    lengths, tokens = ([3, 40, 17, 64, 90], 24) if ON_GPU else ([3, 9], 5)
+    lengths, tokens = ([3, 40, 17, 64, 90], 24) if ON_GPU else ([3, 6], 3)
     params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=tokens) for i in range(len(lengths))]
     prompts = [[(7 * i + n) % decoder.spec.vocab for i in range(n)] for n in lengths]
     requests = [make_request(prompt, p, f"r{i}") for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
@@ -275,7 +275,7 @@ def test_drafts_trees_and_batches_change_no_logit(name: str, monkeypatch: pytest
 
     texts, logits = run(NoDrafter(), 0, 1, 512)
     vocab = decoder.spec.vocab
-    drafters = [(Oracle(texts, 5, branches=3, seed=1, vocab=vocab), 8, 2, 40)]
+    drafters = [(Oracle(texts, 5, branches=3, seed=1, vocab=vocab), 8 if ON_GPU else 4, 2, 40)]
     if ON_GPU:
         drafters += [
             (NoDrafter(), 0, 5, 37),

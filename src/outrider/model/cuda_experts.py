@@ -55,7 +55,8 @@ class CudaExperts:
         m, k, router = self._spec, self._kernels, self._router
         routes = self._experts.route(read, router, rows.meta.slots, rows.padding, self._layer)
         parts = torch.empty(router.chosen + (m.shared > 0), *read.shape, device=read.device)
-        weights = ExpertWeights(*self.gate_up.tensors, *self.down.tensors, self._gate_up_bias, self._down_bias)
+        (opened,), (closing,) = self.gate_up.tensors, self.down.tensors
+        weights = ExpertWeights(opened, closing, self._gate_up_bias, self._down_bias)
         self._experts.parts(read, routes, weights, self._opening, parts)
         if self._shared:
             gate_up, down = self._shared
