@@ -38,7 +38,7 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Tra
         return lambda target: replace(new_medusa(target, MedusaShape(heads, blocks), kind), every=every)
 
     def block(kind: str = args.loss, **fields: Any) -> Callable[[FrozenTarget], TrainableDrafter]:
-        training = dict(blocks=args.blocks, skip=args.skip, fade=args.fade, survival=args.survival)
+        training = {"blocks": args.blocks, "skip": args.skip, "fade": args.fade, "survival": args.survival}
         return lambda target: replace(new_block(target, BlockShape(**fields), kind, args.seed), **training)
 
     if args.smoke:

@@ -52,7 +52,7 @@ class TrainableBlock(TrainableDrafter):
 
     def chain(self, features: Features, depths: int) -> list[Tensor]:
         starts = torch.arange(features.span(depths), device=features.tokens.device)
-        rows = torch.cat([self._rows(features, part, depths) for part in starts.split(_AT_ONCE)], 1)
+        rows = torch.cat([self._rows(features, part, depths) for part in torch.split(starts, _AT_ONCE)], 1)
         return [rows[:, :, depth].flatten(0, 1) for depth in range(depths)]
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:  # noqa: ARG002 (one matrix for all depths)

@@ -37,7 +37,15 @@ from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.losses import Divergence, divergence
 from outrider.train.sizing import autocast
 
-__all__ = ["DEPTH", "TrainableDraftModel", "TrainableDrafter", "TrainableEagle", "TrainableMedusa", "TrainableMtp", "network_loss"]
+__all__ = [
+    "DEPTH",
+    "TrainableDraftModel",
+    "TrainableDrafter",
+    "TrainableEagle",
+    "TrainableMedusa",
+    "TrainableMtp",
+    "network_loss",
+]
 
 _OPS = Plain()
 DEPTH = 5  # drafted tokens per round of the figures reported
