@@ -43,7 +43,16 @@ from outrider.sampling import SamplingParams
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["SHAPES", "Synthetic", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder"]
+__all__ = [
+    "SHAPES",
+    "Synthetic",
+    "cycles",
+    "device_timed",
+    "measure_contexts",
+    "measure_shapes",
+    "permutations",
+    "synthetic_decoder",
+]
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
 SHAPES: dict[str, ModelSpec] = {
@@ -56,6 +65,20 @@ SHAPES: dict[str, ModelSpec] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336,
         "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256, "dtype": "bfloat16",
     }),
+    "qwen3-30b-a3b": compile_spec({
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "max_position_embeddings": 4096,
+        "rope_theta": 1e6, "dtype": "bfloat16", "tie_word_embeddings": False,
+    }),
+    "gpt-oss-20b": compile_spec({
+        "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 4096, "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }),
+    "two layers": LlamaShape(hidden=1024, layers=2, heads=16, kv_heads=4, head_dim=64, ffn=3072, dtype="bfloat16",
+                             **_LLAMA).spec(),
 }  # fmt: skip
 _PAGE = 64
 _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
@@ -64,14 +87,19 @@ _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
 def permutations(vocab: int, agreement: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The target's next token of every token, in cycles of 64, and the draft's, which agrees on a share of them."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(vocab, generator=generator)
-    order = order[: vocab - vocab % _CYCLE].view(-1, _CYCLE)
+    order = cycles(vocab, generator)
     target = torch.arange(vocab)
     target[order] = order.roll(-1, 1)
     draft = target.clone()
     odd = torch.randperm(vocab, generator=generator)[: round((1 - agreement) * vocab)]
     draft[odd] = target[odd.roll(1)]
     return target, draft
+
+
+def cycles(vocab: int, generator: torch.Generator) -> Tensor:
+    """Tokens in cycles of 64, one to a row; a few belong to none."""
+    order = torch.randperm(vocab, generator=generator)
+    return order[: vocab - vocab % _CYCLE].view(-1, _CYCLE)
 
 
 @torch.no_grad()
@@ -107,7 +135,7 @@ class SyntheticRun:
 
 
 class Synthetic:
-    """A target of one of SHAPES, a 1B-shaped draft for the 8B-shaped one, and engines over them."""
+    """A target of one of SHAPES, a draft of another with the target's vocabulary, and engines over them."""
 
     def __init__(
         self,
@@ -117,10 +145,11 @@ class Synthetic:
         pages: int = 1600,
         shape: str = "8b",
         context: int | None = None,
+        draft: str = "1b",
     ) -> None:
         from outrider.model.cuda_runner import CudaOptions  # needs Triton
 
-        self._layers, self._pages, self._context = layers, pages, context
+        self._layers, self._pages, self._context, self._draft = layers, pages, context, draft
         self.perm, self._drafted = permutations(SHAPES[shape].vocab, agreement)
         if SHAPES[shape].tied:
             self.perm = torch.arange(len(self.perm))
@@ -129,13 +158,13 @@ class Synthetic:
 
     @cached_property
     def draft(self) -> CudaRunner:
-        return self._runner("1b", self._drafted, self.target)
+        return self._runner(self._draft, self._drafted, self.target)
 
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
 
         spec = SHAPES[shape]
-        spec = replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
+        spec = replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context, vocab=len(perm))
         return CudaRunner(synthetic_decoder(spec, perm), self._pages, _PAGE, "cuda", self.options, target)
 
     def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
@@ -195,13 +224,13 @@ class Synthetic:
         feeds = [Feed(pages[b], context, [5], [7] * (share - 1), list(range(-1, share - 2))) for b in range(batch)]
         graph = self.target.round_graph(rows)
         self.target.fill_round(graph, feeds)
-        return _timed(graph.launch, 20)
+        return device_timed(graph.launch, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
         chain = self.draft.chains.graph(1, length)
         self.draft.chains.fill(chain, [Feed(list(range(8)), context - 1, [5, 6])])
-        return _timed(chain.replay, 20)
+        return device_timed(chain.replay, 20)
 
     @torch.inference_mode()
     def prefill_seconds(self, tokens: int, repeats: int = 5) -> float:
@@ -233,7 +262,7 @@ def _follows(tokens: Sequence[int], perm: Tensor) -> bool:
     return perm[torch.tensor(tokens[:-1])].tolist() == list(tokens[1:])
 
 
-def _timed(call: Callable[[], object], repeats: int) -> float:
+def device_timed(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, of many in a row."""
     for _ in range(3):
         call()

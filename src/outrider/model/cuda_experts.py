@@ -27,7 +27,7 @@ class CudaExperts:
     def __init__(self, layer: Layer, kernels: Kernels, experts: ExpertKernels, upload: Upload) -> None:
         m = self._spec = layer.spec.mlp
         self._kernels, self._experts, self._layer = kernels, experts, experts.add_layer()
-        self._router = _router(layer, upload.device)
+        self.router = _router(layer, upload.device)
         self._opening = _opening(m)
         self.gate_up = self._opened(layer.gate_up, m.experts, upload)
         self.down = upload.matrix(layer.down)
@@ -52,7 +52,7 @@ class CudaExperts:
 
     def forward(self, read: Tensor, rows: CudaRows) -> Tensor:
         """What follows the normed rows, in parts to be added in order: (chosen experts and the shared one, N, hidden)."""
-        m, k, router = self._spec, self._kernels, self._router
+        m, k, router = self._spec, self._kernels, self.router
         routes = self._experts.route(read, router, rows.meta.slots, rows.padding, self._layer)
         parts = torch.empty(router.chosen + (m.shared > 0), *read.shape, device=read.device)
         (opened,), (closing,) = self.gate_up.tensors, self.down.tensors

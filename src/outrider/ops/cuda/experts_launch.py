@@ -113,20 +113,27 @@ class ExpertKernels:
 
     def parts(self, x: Tensor, routes: Routes, w: ExpertWeights, opening: Opening, out: Tensor) -> None:
         """What every expert of every row gives, weighted, to out (chosen, rows, hidden)."""
-        rows, hidden = x.shape
-        experts, width = len(w.close) // hidden, w.close.shape[1]
-        chosen, columns = routes.experts.shape[1], len(w.open) // experts
-        inner = torch.empty(rows * chosen, width, dtype=self._dtype, device=x.device)
-        first, second = routes.tiles
-        kernels.open_experts[(routes.max_items, triton.cdiv(columns, first.columns))](
-            x, w.open, w.open if w.open_bias is None else w.open_bias, routes.order, routes.items, inner, columns, hidden, chosen,
-            first.rows, first.columns, first.inner, w.open_bias is not None, opening.gated, opening.activation,
-            opening.gate_scale, opening.limit, opening.alpha, **self._product(first, hidden),
+        self.close(self.open(x, routes, w, opening), routes, w, out)
+
+    def open(self, x: Tensor, routes: Routes, w: ExpertWeights, opening: Opening) -> Tensor:
+        """The first product of every pair and its activation, in the order of `Routes.order`: (pairs, width)."""
+        (rows, hidden), chosen, tile = x.shape, routes.experts.shape[1], routes.tiles[0]
+        columns = len(w.open) // (len(w.close) // hidden)
+        out = torch.empty(rows * chosen, w.close.shape[1], dtype=self._dtype, device=x.device)
+        kernels.open_experts[(routes.max_items, triton.cdiv(columns, tile.columns))](
+            x, w.open, w.open if w.open_bias is None else w.open_bias, routes.order, routes.items, out, columns, hidden, chosen,
+            tile.rows, tile.columns, tile.inner, w.open_bias is not None, opening.gated, opening.activation, opening.gate_scale,
+            opening.limit, opening.alpha, **self._product(tile, hidden),
         )  # fmt: skip
-        kernels.close_experts[(routes.max_items, triton.cdiv(hidden, second.columns))](
-            inner, w.close, w.close if w.close_bias is None else w.close_bias, routes.weights, routes.order, routes.items, out,
-            rows, hidden, width, experts, chosen, second.rows, second.columns, second.inner, w.close_bias is not None,
-            **self._product(second, width),
+        return out
+
+    def close(self, x: Tensor, routes: Routes, w: ExpertWeights, out: Tensor) -> None:
+        """The second product of what `open` gave, weighted, to out (chosen, rows, hidden)."""
+        (chosen, rows, hidden), width, tile = out.shape, x.shape[1], routes.tiles[1]
+        kernels.close_experts[(routes.max_items, triton.cdiv(hidden, tile.columns))](
+            x, w.close, w.close if w.close_bias is None else w.close_bias, routes.weights, routes.order, routes.items, out, rows,
+            hidden, width, len(w.close) // hidden, chosen, tile.rows, tile.columns, tile.inner, w.close_bias is not None,
+            **self._product(tile, width),
         )  # fmt: skip
 
     def _product(self, tile: Tile, inner: int) -> dict[str, object]:
