@@ -75,15 +75,14 @@ class Bench:
         if tiles is None:
             return device_seconds(lambda: [self.route(x, None) for x in self.rows]) / _TURNS
         routes = [self.route(x, tiles) for x in self.rows]
-        product = self.kernels.close if second else self.kernels.open
         inner = [self.kernels.open(x, one, self.weights, self.opening) for x, one in zip(self.rows, routes, strict=True)]
 
         def work() -> None:
             for x, one, held in zip(self.rows, routes, inner, strict=True):
                 if second:
-                    product(held, one, self.weights, self.out)
+                    self.kernels.close(held, one, self.weights, self.out)
                 else:
-                    product(x, one, self.weights, self.opening)
+                    self.kernels.open(x, one, self.weights, self.opening)
 
         return device_seconds(work) / _TURNS
 

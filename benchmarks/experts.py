@@ -43,23 +43,26 @@ def touched_bytes(spec: ModelSpec, experts: float, width: int = 2) -> float:
 @torch.no_grad()
 def plant_experts(bench: Synthetic, seed: int = 1) -> None:
     """Give each token the experts of two blocks of half as many, of which the next token of its cycle has one too."""
+    from outrider.model.cuda_experts import CudaExperts  # needs Triton
+
     runner = bench.target
     router = runner.decoder.spec.layers[0].mlp.router
     assert router is not None
     half, device = router.chosen // 2, runner.device
     generator = torch.Generator(device).manual_seed(seed)
-    draw, count = {"generator": generator, "device": device}, router.experts // half
-    matrix = torch.nn.functional.normalize(torch.randn(router.experts, runner.decoder.spec.hidden, **draw))
+    count, hidden = router.experts // half, runner.decoder.spec.hidden
+    matrix = torch.nn.functional.normalize(torch.randn(router.experts, hidden, generator=generator, device=device))
     order = cycles(len(bench.perm), torch.Generator().manual_seed(0)).to(device)
-    blocks = torch.randint(0, count, tuple(order.shape), **draw)  # of each place in its cycle
+    blocks = torch.randint(0, count, tuple(order.shape), generator=generator, device=device)  # of each place in its cycle
     blocks = torch.where(blocks == blocks.roll(1, 1), (blocks + 1) % count, blocks)
-    embedding = torch.randn(len(bench.perm), matrix.shape[1], **draw)
+    embedding = torch.randn(len(bench.perm), hidden, generator=generator, device=device)
     members = matrix.view(-1, half, matrix.shape[1]).sum(1) * _STRENGTH
     embedding[order.flatten()] += members[blocks.flatten()] + members[blocks.roll(-1, 1).flatten()]
     cuda = runner.cuda
     cuda.embedding.copy_(embedding)
     cuda.output[bench.perm.to(device)] = cuda.embedding
     for layer in cuda.layers:
+        assert isinstance(layer.mlp, CudaExperts)
         layer.mlp.router.matrix.copy_(matrix)
 
 

@@ -128,8 +128,8 @@ class ExpertKernels:
         return out
 
     def close(self, x: Tensor, routes: Routes, w: ExpertWeights, out: Tensor) -> None:
-        """The second product of what `open` gave, weighted, to out (chosen, rows, hidden)."""
-        (chosen, rows, hidden), width, tile = out.shape, x.shape[1], routes.tiles[1]
+        """The second product of what `open` gave, weighted, to out (chosen, rows, hidden); what lies behind stays as it is."""
+        (_, rows, hidden), chosen, width, tile = out.shape, routes.experts.shape[1], x.shape[1], routes.tiles[1]
         kernels.close_experts[(routes.max_items, triton.cdiv(hidden, tile.columns))](
             x, w.close, w.close if w.close_bias is None else w.close_bias, routes.weights, routes.order, routes.items, out, rows,
             hidden, width, len(w.close) // hidden, chosen, tile.rows, tile.columns, tile.inner, w.close_bias is not None,
