@@ -69,8 +69,9 @@ def test_kv_gets_what_was_asked_for() -> None:
 
 
 def test_a_drafter_stays_on_the_device() -> None:
-    alone = plan_streaming(SIZES, TARGET, (), Machine(8 * GIB, HOST)).placement
-    beside = plan_streaming(SIZES, TARGET, (DRAFT,), Machine(8 * GIB, HOST)).placement
+    sizes = EngineConfig(max_model_len=2048, max_num_seqs=1)
+    alone = plan_streaming(sizes, TARGET, (), Machine(8 * GIB, HOST)).placement
+    beside = plan_streaming(sizes, TARGET, (DRAFT,), Machine(8 * GIB, HOST)).placement
     assert alone is not None
     assert beside is not None
     assert alone.device - beside.device > 2 * DRAFT.parameters

@@ -26,6 +26,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _GIB = 2**30
 _LONGEST_CHAIN = 12  # captured at start; a longer one is captured when it is first asked for
+_STREAMED_GRAPH_ROWS = 64
 _CATCH_UP = 256  # rows in which a draft model reads what it has missed
 _SHARE = 0.9  # of the memory, unless the user says otherwise
 _BASE = _GIB  # of the reserve: the driver, libraries, graphs and the allocator's rounding
@@ -83,7 +84,10 @@ class Device:
         from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
         assert target is None or isinstance(target, CudaRunner)
-        return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact, placement=placement), target)
+        options = CudaOptions(exact=self.exact)
+        if placement is not None:  # the logits of larger graphs would take what weights could, and their passes no less time
+            options = CudaOptions(exact=self.exact, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
+        return CudaRunner(decoder, pages + 1, page_size, self.name, options, target)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
         """Capture the graphs of so many sequences and drafted tokens, and time the target's: calibration times the drafts."""

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.config import EngineConfig
+from outrider.config import MAX_DRAFT_TOKENS, EngineConfig
 from outrider.errors import InvalidParameter
-from outrider.model.placement import ModelSizes, Placement, place, sizes_of, smallest_room
+from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, ModelSizes, Placement, place, sizes_of, smallest_room
 from outrider.model.spec import ModelSpec
 from outrider.ops.cuda.segments import scratch_slots
 
-__all__ = ["MAX_STREAMED_ROWS", "LOGIT_ROWS", "DevicePlan", "Machine", "plan_streaming"]
+__all__ = ["DevicePlan", "Machine", "plan_streaming"]
 
-MAX_STREAMED_ROWS = 2048  # rows of one pass over streamed weights
-LOGIT_ROWS = 128  # rows whose logits are computed at once where a round has many
 _GIB = 2**30
 _BASE = 640 * 2**20  # the driver's context, libraries, graphs and the allocator's rounding
 _HOST_BASE = 2 * _GIB  # host memory for the process itself
@@ -98,7 +96,7 @@ def _buffers(model: ModelSpec, sizes: EngineConfig) -> int:
     assert sizes.max_model_len is not None
     a = model.layers[0].attention
     row = 16 * model.hidden + 2 * model.ffn + 8 * a.q_width
-    rows = min(MAX_STREAMED_ROWS, max(sizes.max_batch_rows, 1024))
+    rows = min(MAX_PASS_ROWS, max(sizes.max_batch_rows, sizes.max_num_seqs * (1 + MAX_DRAFT_TOKENS)))
     slots = scratch_slots(rows, sizes.max_model_len)
     return rows * row + 4 * slots * model.heads * (model.head_dim + 2) + 4 * 4 * LOGIT_ROWS * model.vocab
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.model.placement import BUFFERS, Placement, aligned
-from outrider.ops.cuda.matrix import Matrix
+
+if TYPE_CHECKING:
+    from outrider.ops.cuda.matrix import Matrix
 
 __all__ = ["CopyQueue", "CudaCopies", "DirectCopies", "PinnedMemory", "StreamedLayer", "WeightStream"]
 

@@ -13,8 +13,13 @@ from typing import NamedTuple
 
 from outrider.model.spec import LayerSpec, ModelSpec
 
-__all__ = ["ALIGNMENT", "BUFFERS", "MATRICES", "ModelSizes", "Placement", "aligned", "place", "sizes_of", "smallest_room"]
+__all__ = [
+    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MATRICES", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "place", "sizes_of",
+    "smallest_room",
+]  # fmt: skip
 
+MAX_PASS_ROWS = 2048  # of one pass over streamed weights; their activations lie on the device together
+LOGIT_ROWS = 128  # rows whose logits are computed at once where such a pass has more
 BUFFERS = 2  # units that fit the device beside the resident weights: one is read while the next one arrives
 ALIGNMENT = 256  # bytes; of tensors in a unit
 MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer, in the order of `CudaLayer.matrices`

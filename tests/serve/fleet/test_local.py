@@ -33,7 +33,7 @@ ANSWER = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     cache = str(tmp_path_factory.mktemp("cache"))
     process = Process(
-        "--data-parallel-size", "2", "--threads", "2", "--method", "ngram", "--memory", "128MiB", "--max-num-seqs", "4",
+        "--data-parallel-size", "2", "--threads", "2", "--method", "ngram", "--kv-memory", "128MiB", "--max-num-seqs", "4",
         "--api-key", "secret", "--api-key", "other", OUTRIDER_CACHE=cache, OUTRIDER_DRAIN_TIMEOUT="20",
     )  # fmt: skip
     try:
