@@ -94,8 +94,8 @@ class DecodingFlags:
     memory: Annotated[
         str | None,
         typer.Option(
-            help="What weights, KV and buffers may take of the GPU, or of the machine without one: a share such as 0.9, or a size "
-            "such as 8GiB. Weights that do not fit a GPU are streamed from host memory. Default: 0.9 of a GPU."
+            help="What weights, KV and buffers may take of the GPU, or of the machine without one: a share such as 0.9, or a "
+            "size such as 8GiB. Weights that do not fit a GPU are streamed from host memory. Default: 0.9 of a GPU."
         ),
     ] = None
     kv_memory: Annotated[str | None, typer.Option(help="Memory for KV alone, such as 4GiB.")] = None

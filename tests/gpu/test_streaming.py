@@ -129,7 +129,12 @@ def test_the_limit_is_never_exceeded_and_nothing_stays_pinned(tmp_path: Path, li
     )  # fmt: skip
     prompts = [[(11 * i + j) % 1000 for i in range(70)] for j in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    common: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 4, "speculation": "ngram:4:adaptive=false"}
+    common: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": "cuda",
+        "max_num_seqs": 4,
+        "speculation": "ngram:4:adaptive=false",
+    }
     with LLM(folder, memory=0.5, **common) as llm:
         expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
     gc.collect()

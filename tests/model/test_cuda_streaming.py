@@ -1,4 +1,4 @@
-"""Streaming of weights, on a simulated device that runs whatever may run next in any order: a missing wait reads wrong weights."""
+"""Streaming of weights, on a simulated device that runs what may run next in any order: a missing wait reads wrong weights."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ class FakeLayer:
     def __init__(self, number: int) -> None:
         sizes = (3, 5, 300, 70 + number)
         self.matrices: tuple[Any, ...] = tuple(
-            Stored((torch.full((size, 2), 100.0 * number + i), torch.full((size,), 0.5 + number, dtype=torch.float64)[: 1 + i % 2]))
+            Stored(
+                (torch.full((size, 2), 100.0 * number + i), torch.full((size,), 0.5 + number, dtype=torch.float64)[: 1 + i % 2])
+            )
             for i, size in enumerate(sizes)
         )
 
@@ -197,7 +199,7 @@ def test_closing_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: set[int] = set()
 
     class Driver:
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: ARG002, N802 (the driver's)
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 (the driver's)
             pinned.add(address)
             return 0
 
@@ -221,7 +223,7 @@ def test_memory_that_cannot_be_pinned_is_a_typed_error(monkeypatch: pytest.Monke
     from outrider.errors import ModelError
 
     class Driver:
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: ARG002, N802
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
             return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", Driver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -82,7 +83,7 @@ def test_layers_kept_whole_are_spread_evenly() -> None:
     assert placement is not None
     fewest = min(map(len, placement.streamed))
     kept = [i for i, matrices in enumerate(placement.streamed) if len(matrices) == fewest]
-    gaps = {after - before for before, after in zip(kept, kept[1:], strict=False)}
+    gaps = {after - before for before, after in itertools.pairwise(kept)}
     assert max(gaps) - min(gaps) <= 1
 
 

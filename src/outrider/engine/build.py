@@ -110,7 +110,7 @@ def load_target(settings: Settings) -> Target:
     memory = _memory(device, sizes, config, speculation, directory, options)
     pages = memory.pages
     if memory.placement is not None:
-        _log.info("%s: %s", directory, memory.placement.describe())
+        _log.info("%s: %s", directory, memory.placement.describe(device.bus_bandwidth()))
     if sizes.tensor_parallel_size == 1:
         runner = _runner(decoder, device, memory, sizes.page_size)
     else:

@@ -12,9 +12,9 @@ import torch
 from outrider import checks
 from outrider.config import EngineConfig
 from outrider.control import Costs
+from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
-from outrider.engine.placing import Machine, plan_streaming
 from outrider.model.memory import MemoryPlan
 from outrider.model.placement import Placement
 from outrider.ops.cuda.segments import scratch_slots
@@ -107,6 +107,12 @@ class Device:
             draft.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
             draft.warm_up_prefill()
         return costs
+
+    def bus_bandwidth(self) -> float:
+        """Bytes a second from host memory to the GPU."""
+        from outrider.model.cuda_streaming import bus_bandwidth
+
+        return bus_bandwidth(self.name)
 
     def free_memory(self) -> None:
         """Give the driver back what nobody refers to any more."""

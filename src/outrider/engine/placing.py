@@ -113,7 +113,9 @@ def _too_small(sizes: EngineConfig, needs: _Needs, model: ModelSizes, limit: int
     kv = needs.least * needs.page
     bare = needs.fixed + smallest_room(model)
     text = f"{_gib(limit)} of the GPU are too few: the smallest limit that works is {_gib(bare + kv)}, of which "
-    text += f"{_gib(smallest_room(model))} are for the output matrix and the buffers of streamed layers, {_gib(kv)} for the KV of "
+    text += (
+        f"{_gib(smallest_room(model))} are for the output matrix and the buffers of streamed layers, {_gib(kv)} for the KV of "
+    )
     text += f"one sequence of {sizes.max_model_len} tokens, {_gib(needs.buffers)} for activations, logits and the driver"
     text += f", {_gib(needs.others)} for drafters" if needs.others else ""
     tokens = max(limit - bare, 0) // needs.page * sizes.page_size
@@ -124,7 +126,9 @@ def _too_small(sizes: EngineConfig, needs: _Needs, model: ModelSizes, limit: int
 
 def _too_little_kv(sizes: EngineConfig, needs: _Needs) -> str:
     least = needs.least * needs.page
-    return f"one sequence of {sizes.max_model_len} tokens takes {_gib(least)} of KV; pass at least {least}, or lower max_model_len"
+    return (
+        f"one sequence of {sizes.max_model_len} tokens takes {_gib(least)} of KV; pass at least {least}, or lower max_model_len"
+    )
 
 
 def _too_little_host(sizes: EngineConfig, needs: _Needs, model: ModelSizes, machine: Machine) -> str:

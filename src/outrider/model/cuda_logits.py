@@ -1,4 +1,4 @@
-"""Logits of rounds with so many rows that the device cannot hold them all: computed in parts, and again where somebody reads them."""
+"""Logits of rounds with more rows than the device can hold: computed in parts, and again where somebody reads them."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ hides them behind whatever runs between two forwards. A captured forward holds t
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +22,9 @@ from outrider.model.placement import BUFFERS, Placement, aligned
 if TYPE_CHECKING:
     from outrider.ops.cuda.matrix import Matrix
 
-__all__ = ["CopyQueue", "CudaCopies", "DirectCopies", "PinnedMemory", "StreamedLayer", "WeightStream"]
+__all__ = ["CopyQueue", "CudaCopies", "DirectCopies", "PinnedMemory", "StreamedLayer", "WeightStream", "bus_bandwidth"]
 
+_PROBE_BYTES, _PROBES = 64 * 2**20, 8
 T = TypeVar("T")
 Mark = Any  # a place in the device's queue of work; None where everything before it is done
 
@@ -59,11 +61,11 @@ class CudaCopies:
     """Copies on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         return event
 
     def copy(self, target: Tensor, source: Tensor, after: Mark) -> Mark:
@@ -133,6 +135,21 @@ class PinnedMemory:
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
         return views
+
+
+def bus_bandwidth(device: str = "cuda") -> float:
+    """Bytes a second from pinned host memory to a GPU, of the quickest of a few copies."""
+    memory = PinnedMemory(_PROBE_BYTES, pinned=True)
+    target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_PROBES + 1)]  # type: ignore[no-untyped-call]
+    for mark in marks[:-1]:
+        mark.record()
+        target.copy_(memory.bytes, non_blocking=True)
+    marks[-1].record()
+    torch.cuda.synchronize(device)
+    memory.close()
+    quickest: float = min(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
+    return 1e3 * _PROBE_BYTES / quickest
 
 
 def _unpin(pages: mmap.mmap, address: int) -> None:  # noqa: ARG001 (kept until here)

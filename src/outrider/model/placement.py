@@ -145,7 +145,7 @@ def _fill(sizes: ModelSizes, room: int, kept: tuple[int, ...]) -> Placement | No
         low, high = (middle, high) if fits else (low, middle - 1)
     streamed = _spread(base, low)
     for index in sorted(range(len(streamed)), key=lambda i: -len(streamed[i])):
-        for matrix in sorted(streamed[index], key=lambda i: -sizes.layers[index][i]):  # noqa: B023 (used at once)
+        for matrix in sorted(streamed[index], key=lambda i: -sizes.layers[index][i]):
             fewer = list(streamed)
             fewer[index] = tuple(i for i in streamed[index] if i != matrix)
             if _placed(sizes, fewer, True).device <= room:
@@ -161,9 +161,7 @@ def _spread(base: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]
 
 def _placed(sizes: ModelSizes, streamed: Sequence[tuple[int, ...]], on_host: bool) -> Placement:
     on_host = on_host and sizes.embedding > 0
-    units = tuple(
-        sum(aligned(layer[i]) for i in matrices) for layer, matrices in zip(sizes.layers, streamed, strict=True)
-    )
+    units = tuple(sum(aligned(layer[i]) for i in matrices) for layer, matrices in zip(sizes.layers, streamed, strict=True))
     crossing = sum(sum(layer[i] for i in matrices) for layer, matrices in zip(sizes.layers, streamed, strict=True))
     resident = sizes.total - crossing - on_host * sizes.embedding
     return Placement(tuple(streamed), units, on_host, resident, sum(units) + on_host * aligned(sizes.embedding))

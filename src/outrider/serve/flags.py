@@ -110,7 +110,9 @@ class ServeFlags(ServerSettings):
         "8GiB. Weights that do not fit a GPU are streamed from host memory. Default: 0.9 of a GPU.",
         "--gpu-memory-utilization",
     )
-    kv_memory: str | None = flag(None, "Memory for KV alone, such as 4GiB. Default: what --memory leaves; a quarter of a machine.")
+    kv_memory: str | None = flag(
+        None, "Memory for KV alone, such as 4GiB. Default: what --memory leaves; a quarter of a machine."
+    )
     data_parallel_size: int = flag(
         1,
         "Number of replicas behind one front door: processes that share out --threads and --memory, or have a GPU each.",
