@@ -125,8 +125,8 @@ class Device:
         """
         free, total = torch.cuda.mem_get_info()
         assert engine.max_model_len is not None
-        limit = self.limit(total)
-        room = min(limit, free) if isinstance(self.memory, int) else (limit or int(_SHARE * total)) - (total - free)
+        limit = self.limit(total) or int(_SHARE * total)
+        room = min(limit, free) if isinstance(self.memory, int) else limit - (total - free)
         share = share_memory(models, room, engine.page_size, engine.max_model_len)
         pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
         least = -(-engine.max_model_len // engine.page_size)

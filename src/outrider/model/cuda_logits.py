@@ -39,7 +39,8 @@ class RowLogits:
         if name.startswith("__"):
             raise AttributeError(name)
         if self._whole is None:
-            self._whole = torch.cat([self._stack.logits(part).cpu() for part in self._last.split(LOGIT_ROWS)])
+            parts = torch.split(self._last, LOGIT_ROWS)
+            self._whole = torch.cat([self._stack.logits(part).cpu() for part in parts])
         return getattr(self._whole, name)
 
 

@@ -305,7 +305,7 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V), on the host."""
-        parts = [self.cuda.logits(part).cpu() for part in last[list(rows)].split(LOGIT_ROWS)]
+        parts = [self.cuda.logits(part).cpu() for part in torch.split(last[list(rows)], LOGIT_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def run(self, *_: Any, **__: Any) -> Hidden:
