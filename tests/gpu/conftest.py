@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from outrider.engine.device import missing_gpu
 
@@ -31,7 +32,9 @@ def products_of_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def numbers(handle: Any) -> Any:
         if handle.dtype.scalar.is_bf16():
             return (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return handle.data
+        if handle.dtype.scalar.is_fp8():
+            return torch.from_numpy(handle.data).view(torch.float8_e4m3fn).float().numpy()
+        return handle.data.astype(np.int32) if handle.data.dtype == np.int8 else handle.data
 
     def dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
         left, right, total = numbers(a), numbers(b), d.data.copy()

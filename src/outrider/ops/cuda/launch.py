@@ -19,7 +19,6 @@ from outrider.ops.cuda.tiles import Tile
 __all__ = ["AttentionMetadata", "HeadForm", "Kernels", "RowNorm", "Shape", "Turns", "pair_qkv", "pair_rows"]
 
 _NODES = 16  # nodes of the longest chain
-_MIN_TILE = 16  # columns that the tensor cores compute together
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ class Kernels:
     ) -> None:  # fmt: skip
         """Queries into `q`, keys and values into one layer of the pool."""
         w, s = matrix_of(w), self.shape
-        if not (self.exact and form.only_turns and self._section >= _MIN_TILE):
+        if not (self.exact and form.only_turns and self._section >= w.min_columns):
             return self.place(self.parts(x, w), bias, form, q, pool, meta)
         assert form.turns is not None
         placed, heads = (*pool, meta.slots, meta.positions, *form.turns[:2]), (s.heads, s.kv_heads, s.head, s.page)
