@@ -36,12 +36,12 @@ def quantise_rows(
     values = tl.load(x + row * INNER + column, mask=column < INNER, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 1)
     sound = tl.sum(values * 0.0, 1)  # zero, or NaN
-    scale = tl.where(largest > 0.0, largest / LIMIT, 1.0) + sound
-    y = values * tl.where(largest > 0.0, LIMIT / largest, 0.0)[:, None]
+    unit = tl.where(largest > 0.0, largest, LIMIT)
+    y = values * (LIMIT / unit)[:, None]
     if LIMIT == 127.0:
         y = (y + 12582912.0) - 12582912.0  # the nearest integer, ties to even
     tl.store(codes + row * WIDTH + column, y.to(codes.dtype.element_ty), mask=column < WIDTH)
-    tl.store(scales + row * (WIDTH // BLOCK if BLOCK < WIDTH else 1) + block, scale, mask=block * BLOCK < WIDTH)
+    tl.store(scales + row * (WIDTH // BLOCK if BLOCK < WIDTH else 1) + block, unit / LIMIT + sound, mask=block * BLOCK < WIDTH)
 
 
 @triton.jit
@@ -302,7 +302,7 @@ def _int4_part(
             low = tl.broadcast_to(_by_column(low.to(tl.bfloat16), SWAPPED), packed.shape)
             high = tl.broadcast_to(_by_column(high.to(tl.bfloat16), SWAPPED), packed.shape)
         else:
-            low = tl.full(packed.shape, -128.0 - OFFSET, tl.bfloat16)
+            low = tl.full(packed.shape, -128.0 - OFFSET, tl.float32).to(tl.bfloat16)
             high = low
         first, second = decoded_int4(packed, low, high, FAST)
         a = _rows(x_at, at, start, INNER, WIDTH, SWAPPED, BK)
@@ -310,7 +310,7 @@ def _int4_part(
         acc = tl.fma(_dot(first, a, none, SWAPPED), _by_column(tl.load(w_scale + low_at).to(tl.float32), SWAPPED), acc)
         acc = tl.fma(_dot(second, b, none, SWAPPED), _by_column(tl.load(w_scale + high_at).to(tl.float32), SWAPPED), acc)
         if ZERO == "value":
-            ones = tl.full(packed.shape, 1.0, tl.bfloat16)
+            ones = tl.full(packed.shape, 1.0, tl.float32).to(tl.bfloat16)
             acc = tl.fma(_dot(ones, a, none, SWAPPED), -_by_column(tl.load(w_zero + low_at).to(tl.float32), SWAPPED), acc)
             acc = tl.fma(_dot(ones, b, none, SWAPPED), -_by_column(tl.load(w_zero + high_at).to(tl.float32), SWAPPED), acc)
     return acc
@@ -334,7 +334,7 @@ def _byte_part(
         a = _rows(x_at, part * SPAN + start, start, INNER, WIDTH, SWAPPED, BK)
         acc = tl.fma(_dot(codes, a, none, SWAPPED), _by_column(tl.load(w_scale + group).to(tl.float32), SWAPPED), acc)
         if ZERO == "value":
-            ones = tl.full(codes.shape, 1.0, tl.bfloat16)
+            ones = tl.full(codes.shape, 1.0, tl.float32).to(tl.bfloat16)
             acc = tl.fma(_dot(ones, a, none, SWAPPED), -_by_column(tl.load(w_zero + group).to(tl.float32), SWAPPED), acc)
     return acc
 
