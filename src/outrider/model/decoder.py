@@ -309,8 +309,8 @@ class Decoder(nn.Module):
     def read_layers(self, grouped: bool = False, packed: bool = False) -> Iterator[Layer]:
         """The layers one by one. What is read from files for a layer leaves memory when the next one is asked for.
 
-        With `grouped`, matrices that are to be products of integers are in `Layer.grouped` alone; with `packed` those that devices
-        multiply as they are stored are in `Layer.packed` alone.
+        With `grouped`, matrices that are to be products of integers are in `Layer.grouped` alone; with `packed`, those that
+        devices multiply as they are stored are in `Layer.packed` alone.
         """
         layers: Iterable[Layer] = self.layers  # type: ignore[assignment]
         for i, layer in enumerate(layers):

@@ -56,7 +56,7 @@ class Format(Protocol):
         """A matrix as it is stored; None where its values are no integers. ValueError where its tensors do not fit together."""
 
     def floats(self, parts: Parts) -> ScaledFloats | None:
-        """A matrix as the FP8 values that are stored; None where it has none. ValueError where its tensors do not fit together."""
+        """A matrix as the FP8 values that are stored; None where there are none. ValueError where its tensors do not fit."""
 
     def decode(self, parts: Parts) -> Tensor:
         """A matrix in floating point. ValueError where its tensors do not fit together."""

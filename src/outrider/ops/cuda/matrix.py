@@ -38,6 +38,10 @@ class Matrix(Protocol):
     """A matrix (columns, inner) on the device. Its form decides how products sum, which is the same at every row count."""
 
     @property
+    def kind(self) -> str:
+        """Of a quantised matrix; "" of a dense one."""
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Columns of the product, and the inner dimension."""
 
@@ -74,6 +78,10 @@ class DenseMatrix:
     """A matrix in bf16 or float32."""
 
     values: Tensor  # (columns, inner)
+
+    @property
+    def kind(self) -> str:
+        return ""
 
     @property
     def shape(self) -> tuple[int, int]:
