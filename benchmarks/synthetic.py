@@ -123,11 +123,10 @@ class Synthetic:
         shape: str = "8b",
         context: int | None = None,
         form: str = "",
-        draft: str = "1b",
     ) -> None:
         from outrider.model.cuda_runner import CudaOptions  # needs Triton
 
-        self._layers, self._pages, self._context, self._form, self._draft = layers, pages, context, form, draft
+        self._layers, self._pages, self._context, self._form, self._draft = layers, pages, context, form, "1b"
         self.perm, self._drafted = permutations(SHAPES[shape].vocab, agreement)
         if SHAPES[shape].tied:
             self.perm = torch.arange(len(self.perm))
@@ -137,6 +136,11 @@ class Synthetic:
     @cached_property
     def draft(self) -> CudaRunner:
         return self._runner(self._draft, self._drafted, self.target)
+
+    def use_draft(self, shape: str) -> None:
+        """Draft with a model of another of SHAPES."""
+        self._draft = shape
+        self.__dict__.pop("draft", None)
 
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
@@ -254,7 +258,9 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
     return float(begin.elapsed_time(end)) / repeats / 1e3
 
 
-def measure_engine(bench: Synthetic, drafted: Sequence[int], tokens: int, prompt: int) -> Iterator[dict[str, Any]]:
+def measure_engine(
+    bench: Synthetic, drafted: Sequence[int], tokens: int, prompt: int, lookups: Sequence[int] = (7, 15)
+) -> Iterator[dict[str, Any]]:
     """Plain decoding, the draft model and n-gram lookup, each beside the time its forwards need alone."""
     text, middle = bench.prompt(prompt), prompt + tokens // 2
     plain, row = _plain(bench, text, tokens)
@@ -263,7 +269,7 @@ def measure_engine(bench: Synthetic, drafted: Sequence[int], tokens: int, prompt
         run = _best(bench, bench.with_draft_model(k), text, tokens)
         forwards = bench.forward_seconds(_power(k + 1), middle), bench.draft_seconds(k, middle)
         yield _speculated(f"draft_model K={k}", run, plain, forwards)
-    for k in (7, 15):
+    for k in lookups:
         run = _best(bench, bench.with_ngram(k), text, tokens)
         yield _speculated(f"ngram K={k}", run, plain, (bench.forward_seconds(k + 1, middle), 0.0))
 

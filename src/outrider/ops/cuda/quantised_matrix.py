@@ -63,8 +63,12 @@ class QuantisedMatrix:
 
     def over(self, tensors: Sequence[Tensor]) -> QuantisedMatrix:
         left = iter(tensors)
-        names = ("codes", "scale", "zero", "inputs")
-        return replace(self, **{name: next(left) for name in names if getattr(self, name) is not None})
+        codes, scale, zero, inputs = (
+            None if own is None else next(left) for own in (self.codes, self.scale, self.zero, self.inputs)
+        )
+        assert codes is not None
+        assert scale is not None
+        return replace(self, codes=codes, scale=scale, zero=zero, inputs=inputs)
 
     def reordered(self, order: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
         codes = order(self.codes.view(torch.uint8)).view(self.codes.dtype)
