@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from outrider.model.decoder import Layer
 from outrider.model.spec import FeedForward
 from outrider.ops.cuda.experts_launch import ExpertKernels, ExpertRouter, ExpertWeights, Opening
 from outrider.ops.cuda.launch import Kernels
-from outrider.ops.cuda.matrix import Matrix, pair_rows
+from outrider.ops.cuda.matrix import DenseMatrix, Matrix, pair_rows
 
 __all__ = ["CudaExperts"]
 
@@ -29,18 +28,23 @@ class CudaExperts:
         self._kernels, self._experts, self._layer = kernels, experts, experts.add_layer()
         self.router = _router(layer, upload.device)
         self._opening = _opening(m)
-        self.gate_up = self._opened(layer.gate_up, m.experts, upload)
-        self.down = upload.matrix(layer.down)
+        self.gate_up, self.down = self._opened(layer.gate_up, m.experts, upload), DenseMatrix(upload.tensor(layer.down))
         gate_up_bias = upload.bias(layer.gate_up_bias)
         self._gate_up_bias = pair_rows(gate_up_bias, m.experts) if gate_up_bias is not None and m.gated else gate_up_bias
         self._down_bias = upload.bias(layer.down_bias)
         self._shared: tuple[Matrix, ...] = ()
         if layer.shared_gate_up is not None and layer.shared_down is not None:
-            self._shared = self._opened(layer.shared_gate_up, 1, upload), upload.matrix(layer.shared_down)
+            self._shared = self._opened(layer.shared_gate_up, 1, upload), DenseMatrix(upload.tensor(layer.shared_down))
 
     def _opened(self, weight: Tensor, experts: int, upload: Upload) -> Matrix:
-        pairs = partial(pair_rows, groups=experts)
-        return upload.reordered(weight, pairs) if self._spec.gated else upload.matrix(weight)
+        """A first matrix in floating point, whatever other parts are rounded to."""
+        values = upload.tensor(weight)
+        if not self._spec.gated:
+            return DenseMatrix(values)
+        paired = pair_rows(values, experts)
+        if weight.is_cuda:
+            weight.data = weight.new_empty(0)
+        return DenseMatrix(paired)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
