@@ -60,6 +60,7 @@ def plant_experts(bench: Synthetic, seed: int = 1) -> None:
     embedding[order.flatten()] += members[blocks.flatten()] + members[blocks.roll(-1, 1).flatten()]
     cuda = runner.cuda
     cuda.embedding.copy_(embedding)
+    assert isinstance(cuda.output, torch.Tensor)
     cuda.output[bench.perm.to(device)] = cuda.embedding
     for layer in cuda.layers:
         assert isinstance(layer.mlp, CudaExperts)

@@ -28,7 +28,8 @@ class CudaExperts:
         self._kernels, self._experts, self._layer = kernels, experts, experts.add_layer()
         self.router = _router(layer, upload.device)
         self._opening = _opening(m)
-        self.gate_up, self.down = self._opened(layer.gate_up, m.experts, upload), DenseMatrix(upload.tensor(layer.down))
+        self.gate_up = self._opened(layer.gate_up, m.experts, upload)
+        self.down: Matrix = DenseMatrix(upload.tensor(layer.down))
         gate_up_bias = upload.bias(layer.gate_up_bias)
         self._gate_up_bias = pair_rows(gate_up_bias, m.experts) if gate_up_bias is not None and m.gated else gate_up_bias
         self._down_bias = upload.bias(layer.down_bias)
