@@ -80,7 +80,7 @@ class Device:
 
         assert isinstance(target, CudaRunner)
         costs = Costs(target.sizes)
-        target.warm_up(batch * (1 + length), taps, plain=batch)
+        target.warm_up(batch * (1 + length), taps)
         target.warm_up_prefill()
         rounds = target.round_seconds()
         if (max_rows := target.options.max_graph_rows) in rounds:
