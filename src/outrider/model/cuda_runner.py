@@ -48,6 +48,7 @@ class CudaOptions:
     """How a runner uses its device."""
 
     exact: bool = True  # False: cuBLAS and the fastest attention, without row invariance
+    fp8_rows: bool = True  # products of weights in FP8 round rows to FP8 too; otherwise they decode the weights
     graphs: bool = True
     max_graph_rows: int = 256
     placement: Placement | None = None  # of weights that are streamed from host memory
@@ -76,7 +77,9 @@ class CudaRunner(Runner):
         # the future-token buffer: tokens of a draft, then choices of a round
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
         self.chosen = fresh[MAX_CHAIN_TOKENS:]
-        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens, options.placement)
+        self.cuda = CudaStack(
+            decoder, page_size, self.device, options.exact, self.future_tokens, options.placement, options.fp8_rows
+        )
         c = decoder.spec
         self.pool = CudaPool(self.cuda.kernels, c.depth, pages, self.device)
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
