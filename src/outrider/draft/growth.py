@@ -45,9 +45,10 @@ class TreeShape:
         """Refuse what does not grow on a GPU."""
         if self.branch > MAX_BRANCH or self.beam * self.branch > MAX_CHILDREN or (self.depth or 0) > MAX_LEVELS:
             raise InvalidParameter(
-                "beam", f"on a GPU a tree grows by at most {MAX_CHILDREN} nodes a level (beam times branch), {MAX_BRANCH} under a "
-                f"node and {MAX_LEVELS} levels; choose a smaller beam, branch or depth"
-            )  # fmt: skip
+                "beam",
+                f"on a GPU a tree grows by at most {MAX_CHILDREN} nodes a level (beam times branch), {MAX_BRANCH} under a node "
+                f"and {MAX_LEVELS} levels; choose a smaller beam, branch or depth",
+            )
 
 
 @dataclass(slots=True)

@@ -5,12 +5,13 @@ Taps and features stay on the device. A draft, chain or tree, is one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from outrider.heads.cuda_network import DeviceNetwork, KernelOps, move_to_target
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.heads.runners import DraftedChains, Growth
@@ -21,66 +22,15 @@ from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
 from outrider.model.cuda_runner import CudaRunner, split_feeds
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, kernel_shape
 from outrider.model.decoder import RopeTable
-from outrider.ops import GrownTree, Plain
-from outrider.ops.cuda.launch import AttentionMetadata, Kernels, RowNorm
+from outrider.ops import GrownTree
+from outrider.ops.cuda.launch import AttentionMetadata, Kernels
 from outrider.ops.cuda.tree_launch import GrowingTrees
 from outrider.ops.cuda.tree_sizes import MAX_LEVELS, TreeSizes
 from outrider.sampling import Row
 
 __all__ = ["CudaEagleRunner", "CudaMedusaRunner"]
 
-Run = Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]
 _MAX_GROWN_ROWS = 512  # rows of a level, and of the texts that trees grow after
-
-
-class _KernelOps(Plain):
-    """Products and norms by the target's kernels; products are float32."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = torch.empty(len(x), len(weight), device=x.device)
-        self._kernels.linear(x.to(weight.dtype).contiguous(), weight, bias, out)
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._kernels.norm(x.float().contiguous(), RowNorm("rms", eps, weight))
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return self._kernels.norm(x.float().contiguous(), RowNorm("layer", eps, weight, bias))
-
-
-class _Network:
-    """A function of rows on the device, captured for each number of rows."""
-
-    def __init__(self, name: str, target: CudaRunner, work: Callable[[Tensor, AttentionMetadata], Tensor]) -> None:
-        self._name, self._target, self._work = name, target, work
-        self._graphs: dict[int, tuple[Run, Tensor, list[Tensor]]] = {}
-
-    def __call__(
-        self, rows_in: Tensor, feeds: Sequence[Feed] = (), rows: Sequence[Row] = (), size: int = 0, numbers: Sequence[int] = ()
-    ) -> Tensor:  # fmt: skip
-        """The outputs of the rows, padded to a graph of `size` rows or the next size. The next call overwrites them.
-
-        `numbers` are the first parameters of rows.
-        """
-        size = size or bucket(len(rows_in), GRAPH_ROWS)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size, rows_in.shape[1])
-        run, buffer, outputs = self._graphs[size]
-        buffer[: len(rows_in)].copy_(rows_in)
-        run(feeds, rows, numbers)
-        return outputs[0]
-
-    def _capture(self, size: int, width: int) -> tuple[Run, Tensor, list[Tensor]]:
-        buffer = torch.zeros(size, width, device=self._target.device)
-        outputs: list[Tensor] = []
-
-        def work(meta: AttentionMetadata) -> None:
-            outputs[:] = [self._work(buffer, meta)]
-
-        return self._target.capture_rows(f"{self._name}, {size} rows", size, work), buffer, outputs
 
 
 class CudaEagleRunner:
@@ -96,10 +46,10 @@ class CudaEagleRunner:
         self.positions = c.context
         self._target = target
         kernels = self._kernels = Kernels(kernel_shape(c, target.pool.page_size), target.cuda.dtype)
-        self._ops = _KernelOps(kernels)
+        self._ops = KernelOps(kernels)
         self._pool = CudaPool(kernels, 1, target.pool.pages, target.device)
         ids = head.vocab_ids  # read on the host
-        _move(head, target, {"embedding": target.cuda.embedding, "output": target.cuda.output})
+        move_to_target(head, target, {"embedding": target.cuda.embedding, "output": target.cuda.output})
         self._ids, head.vocab_ids = head.vocab_ids, ids
         table = RopeTable(c.ropes[0], c.head_dim, c.context + EXTRA_POSITIONS)
         # row i lies in slot i + 1, beside its token, and carries the rotary position i
@@ -113,11 +63,11 @@ class CudaEagleRunner:
         self._norm_feature = None if feature_norm is None else norm_on(target.device, norm, feature_norm, None)
         is_target_embedding = not head.config.own_embedding
         self._embedding_scale = head.target.embedding_scale if is_target_embedding else 1.0
-        self._fuse = _Network("EAGLE's features", target, lambda rows, _: head.fuse(rows, self._ops))
-        self._forward = _Network("EAGLE", target, self._run)
-        self._logits = _Network("EAGLE's logits", target, lambda rows, _: head.logits(rows, self._ops))
-        self._chains: dict[tuple[int, int], _Network] = {}
-        self._growing: dict[TreeSizes, tuple[GrowingTrees, _Network]] = {}
+        self._fuse = DeviceNetwork("EAGLE's features", target, lambda rows, _: head.fuse(rows, self._ops))
+        self._forward = DeviceNetwork("EAGLE", target, self._run)
+        self._logits = DeviceNetwork("EAGLE's logits", target, lambda rows, _: head.logits(rows, self._ops))
+        self._chains: dict[tuple[int, int], DeviceNetwork] = {}
+        self._growing: dict[TreeSizes, tuple[GrowingTrees, DeviceNetwork]] = {}
 
     @torch.inference_mode()
     def fuse(self, taps: Tensor) -> Tensor:
@@ -158,7 +108,7 @@ class CudaEagleRunner:
         length = captured[0] if captured else bucket(length, CHAIN_LENGTHS)
         if (batch, length) not in self._chains:
             work = partial(self._chain, batch=batch, length=length)
-            self._chains[batch, length] = _Network(f"EAGLE's draft of {length}", self._target, work)
+            self._chains[batch, length] = DeviceNetwork(f"EAGLE's draft of {length}", self._target, work)
         max_tokens = length + 1  # tokens a round can commit
         ordered, tap_rows = self._newest_first(feeds, taps, batch, max_tokens)
         drafted = self._chains[batch, length](tap_rows, ordered, rows, batch * max_tokens).cpu()[:, :, : len(feeds)]
@@ -218,7 +168,7 @@ class CudaEagleRunner:
         if sizes not in self._growing:
             pool = self._target.pool
             trees = GrowingTrees(sizes, pool.page_size, (pool.pages - 1) * pool.page_size, self._target.device)
-            network = _Network(f"EAGLE's trees of {sizes.levels} levels", self._target, partial(self._levels, trees=trees))
+            network = DeviceNetwork(f"EAGLE's trees of {sizes.levels} levels", self._target, partial(self._levels, trees=trees))
             self._growing[sizes] = trees, network
         trees, network = self._growing[sizes]
         max_tokens, idle = sizes.levels + 1, [0] * (sizes.batch - len(feeds))
@@ -289,23 +239,11 @@ class CudaMedusaRunner:
     """Medusa heads on their target's device."""
 
     def __init__(self, heads: MedusaHeads, target: CudaRunner) -> None:
-        ops = _KernelOps(target.cuda.kernels)
-        _move(heads, target, {"output": target.cuda.output})
-        self._logits = _Network("Medusa", target, lambda rows, _: heads(heads.fuse(rows, ops), ops))
+        ops = KernelOps(target.cuda.kernels)
+        move_to_target(heads, target, {"output": target.cuda.output})
+        self._logits = DeviceNetwork("Medusa", target, lambda rows, _: heads(heads.fuse(rows, ops), ops))
 
     @torch.inference_mode()
     def logits(self, taps: Tensor) -> Tensor:
         """(heads, N, V) float32 on the host, from the stream leaving the target's last layer."""
         return torch.cat([self._logits(part)[:, : len(part)].cpu() for part in torch.split(taps, GRAPH_ROWS[-1])], 1)
-
-
-def _move(network: nn.Module, target: CudaRunner, borrowed: dict[str, Tensor]) -> None:
-    """Move a head to its target's device, with the target's tensors where it borrows and matrices in the target's dtype."""
-    parameters = dict(network.named_parameters())
-    for name, tensor in borrowed.items():
-        if name not in parameters:
-            setattr(network, name, tensor)
-    for parameter in parameters.values():
-        dtype = target.cuda.dtype if parameter.dim() > 1 else parameter.dtype
-        parameter.data = parameter.data.to(target.device, dtype)
-    network.to(target.device)

@@ -10,7 +10,7 @@ from outrider.ops.cuda import choice, trees
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.cuda.tree_sizes import TreeSizes
 
-__all__ = ["GrowingTrees"]
+__all__ = ["GrowingTrees", "rank_rows"]
 
 _NODES_AT_ONCE = 64
 
@@ -54,20 +54,11 @@ class GrowingTrees:
 
         `ids` (outputs,) are the tokens of the outputs where they are not the same numbers.
         """
-        rows, vocab = logits.shape
-        branch, meta, device = self.sizes.branch, self.rows(level), logits.device
-        tiles = triton.cdiv(vocab, choice.VOCAB_TILE)
-        tops = torch.empty(rows * tiles * branch, device=device, dtype=torch.float64)
-        tokens = torch.empty(rows * tiles * branch, device=device, dtype=torch.int32)
-        masses = torch.empty(rows * tiles, device=device)
-        trees.rank_tiles[(rows, tiles)](
-            logits, tokens if ids is None else ids, meta.temperatures, meta.prefixes, meta.positions, tops, tokens, masses,
-            vocab, tiles, ids is not None, branch, choice.VOCAB_TILE,
-        )  # fmt: skip
-        padded = int(triton.next_power_of_2(tiles)), int(triton.next_power_of_2(tiles * branch))
-        trees.add_children[(rows,)](
-            tops, tokens, masses, self._rows[max(level - 1, 0), 0], self._tokens, self._parents, self._survival,
-            self._counters[1], tiles, self.sizes.nodes, self._first(level), self.sizes.beam if level else 0, branch, *padded,
+        branch, meta = self.sizes.branch, self.rows(level)
+        ranked, tiles, padded = _rank(logits, ids, (meta.temperatures, meta.prefixes, meta.positions), branch)
+        trees.add_children[(len(logits),)](
+            *ranked, self._rows[max(level - 1, 0), 0], self._tokens, self._parents, self._survival, self._counters[1], tiles,
+            self.sizes.nodes, self._first(level), self.sizes.beam if level else 0, branch, *padded,
         )  # fmt: skip
 
     def expand(self, level: int) -> Tensor:
@@ -109,6 +100,34 @@ class GrowingTrees:
     def _first(self, level: int) -> int:
         """The number of the first node that a level adds."""
         return self.sizes.branch * (1 + (level - 1) * self.sizes.beam) if level else 0
+
+
+def rank_rows(logits: Tensor, ids: Tensor | None, sampling: tuple[Tensor, Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens (N, count) int32 of every row of logits, and their chances; -1 where a row leaves no choice.
+
+    `sampling` are temperatures, noise prefixes and positions: the noise is that of the position after.
+    """
+    tokens = torch.empty(len(logits), count, device=logits.device, dtype=torch.int32)
+    chances = torch.empty(len(logits), count, device=logits.device)
+    ranked, tiles, padded = _rank(logits, ids, sampling, count)
+    trees.put_best[(len(logits),)](*ranked, tokens, chances, tiles, count, *padded)
+    return tokens, chances
+
+
+def _rank(
+    logits: Tensor, ids: Tensor | None, sampling: tuple[Tensor, Tensor, Tensor], count: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], int, tuple[int, int]]:
+    """The best scores of every tile with their tokens and masses, the number of tiles, and padded sizes."""
+    rows, vocab = logits.shape
+    tiles, device = int(triton.cdiv(vocab, choice.VOCAB_TILE)), logits.device
+    tops = torch.empty(rows * tiles * count, device=device, dtype=torch.float64)
+    tokens = torch.empty(rows * tiles * count, device=device, dtype=torch.int32)
+    masses = torch.empty(rows * tiles, device=device)
+    trees.rank_tiles[(rows, tiles)](
+        logits, tokens if ids is None else ids, *sampling, tops, tokens, masses, vocab, tiles, ids is not None, count,
+        choice.VOCAB_TILE,
+    )  # fmt: skip
+    return (tops, tokens, masses), tiles, (int(triton.next_power_of_2(tiles)), int(triton.next_power_of_2(tiles * count)))
 
 
 def _power(size: int) -> int:

@@ -6,7 +6,7 @@ number without a node is -1. Rows of a level lie sequence by sequence, BEAM each
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from outrider.ops.cuda.choice import best_of, score_of
 
-__all__ = ["add_children", "keep_best", "next_level", "number_kept", "put_tree", "rank_tiles"]
+__all__ = ["add_children", "keep_best", "next_level", "number_kept", "put_best", "put_tree", "rank_tiles"]
 
 _NONE = tl.constexpr(2147483647)
 
@@ -48,6 +48,38 @@ def rank_tiles(
         score = tl.where(token == best, float("-inf"), score)
 
 
+@triton.jit
+def _ranked(
+    tops, tokens, masses, row, tiles, K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    """The best scores of a row with their tokens, the largest one, whether there is one, and the sum of the exponentials."""
+    tile, i = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
+    best = tl.load(tops + (row * tiles + tile) * K, mask=tile < tiles, other=float("-inf"))
+    mass = tl.load(masses + row * tiles + tile, mask=tile < tiles, other=0.0)
+    score = tl.load(tops + row * tiles * K + i, mask=i < tiles * K, other=float("-inf"))
+    token = tl.load(tokens + row * tiles * K + i, mask=i < tiles * K, other=_NONE)
+    top = tl.max(best, 0)
+    sound = (top > float("-inf")) & (top < float("inf"))
+    shift = tl.where(sound, top, 0.0)
+    total = tl.where(sound, tl.sum(mass * tl.exp((best - shift).to(tl.float32)), 0), 1.0)
+    return score, token, shift, sound, total
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def put_best(
+    tops, tokens, masses, chosen, chances, tiles, K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    """The K best tokens of a row and their shares of the exponentials; -1 where the logits leave no choice."""
+    row = tl.program_id(0).to(tl.int64)
+    score, token, shift, sound, total = _ranked(tops, tokens, masses, row, tiles, K, TILES, CANDIDATES)
+    for k in range(K):
+        highest, best = best_of(score, token)
+        chance = tl.exp((highest - shift).to(tl.float32)) / total
+        tl.store(chosen + row * K + k, tl.where(sound, best, -1))
+        tl.store(chances + row * K + k, tl.where(sound, chance, 0.0))
+        score = tl.where(token == best, float("-inf"), score)
+
+
 @triton.jit(do_not_specialize=["tiles", "nodes", "first"])
 def add_children(
     tops, tokens, masses, frontier, node_tokens, node_parents, survival, faults, tiles, nodes, first,
@@ -58,15 +90,7 @@ def add_children(
     A child's survival is its chance, the share of the exponentials, times its parent's. Logits that leave no choice are a fault.
     """
     row = tl.program_id(0).to(tl.int64)
-    tile, i = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
-    best = tl.load(tops + (row * tiles + tile) * K, mask=tile < tiles, other=float("-inf"))
-    mass = tl.load(masses + row * tiles + tile, mask=tile < tiles, other=0.0)
-    score = tl.load(tops + row * tiles * K + i, mask=i < tiles * K, other=float("-inf"))
-    token = tl.load(tokens + row * tiles * K + i, mask=i < tiles * K, other=_NONE)
-    top = tl.max(best, 0)
-    sound = (top > float("-inf")) & (top < float("inf"))
-    shift = tl.where(sound, top, 0.0)
-    total = tl.where(sound, tl.sum(mass * tl.exp((best - shift).to(tl.float32)), 0), 1.0)
+    score, token, shift, sound, total = _ranked(tops, tokens, masses, row, tiles, K, TILES, CANDIDATES)
     if BEAM == 0:
         sequence, parent, above = row, -1, (row * 0 + 1).to(tl.float64)
         at = sequence * nodes
@@ -75,7 +99,7 @@ def add_children(
         above = tl.load(survival + sequence * nodes + parent, mask=parent >= 0, other=-1.0)
         at = sequence * nodes + first + row % BEAM * K
     expanded = above >= 0.0
-    tl.store(faults + sequence, 1, mask=expanded & ((top == float("-inf")) | (top == float("inf"))))
+    tl.store(faults + sequence, 1, mask=expanded & (sound == 0))
     for k in range(K):
         highest, chosen = best_of(score, token)
         chance = tl.exp((highest - shift).to(tl.float32)) / total
