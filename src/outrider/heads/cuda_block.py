@@ -182,7 +182,7 @@ class CudaBlockRunner:
 
 def _both_ways(blocks: AttentionMetadata, length: int) -> AttentionMetadata:
     """The rows of blocks as they see keys: all of their block."""
-    ends = blocks.positions.view(-1, length)[:, -1:].expand(-1, length).flatten()
+    ends = blocks.positions.view(-1, length)[:, -1:].expand(-1, length).flatten().contiguous()  # one block alone is a view
     return replace(blocks, positions=ends, roots=ends)
 
 

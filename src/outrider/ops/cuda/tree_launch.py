@@ -36,7 +36,7 @@ class GrowingTrees:
         self._roots, self._rooms, self._limits = roots.rows(slice(0, batch)), *roots.param_rows[: 2 * batch].view(2, batch)
         self._counters.zero_()
         self._temperatures, self._prefixes = (
-            part[:, None].expand(batch, beam).reshape(-1) for part in (self._roots.temperatures, self._roots.prefixes)
+            part[:, None].expand(batch, beam).flatten().contiguous() for part in (self._roots.temperatures, self._roots.prefixes)
         )
 
     def rows(self, level: int) -> AttentionMetadata:
