@@ -212,7 +212,7 @@ class CudaEagleRunner:
 
     def scores(self, hidden: Tensor, rows: AttentionMetadata) -> Tensor:  # noqa: ARG002 (a benchmark plants what rows guess)
         """Logits (N, outputs) of what the head gives for some rows."""
-        return self.head.logits(hidden, self._ops)  # type: ignore[no-any-return]
+        return self.head.logits(hidden, self._ops)
 
     def _over_target_vocab(self, logits: Tensor) -> Tensor:
         """The logits over the target's vocabulary, -inf for tokens the head does not have."""
