@@ -44,7 +44,9 @@ from outrider.sampling import SamplingParams
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["SHAPES", "Synthetic", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder"]
+__all__ = [
+    "SHAPES", "Synthetic", "SyntheticRun", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder", "timed",
+]  # fmt: skip
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
 SHAPES: dict[str, ModelSpec] = {
@@ -145,10 +147,12 @@ class Synthetic:
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
 
-        spec = SHAPES[shape]
-        spec = replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
+        spec = self._shortened(SHAPES[shape])
         decoder = quantised_decoder(spec, perm, self._form) if self._form else synthetic_decoder(spec, perm)
         return CudaRunner(decoder, self._pages, _PAGE, "cuda", self.options, target)
+
+    def _shortened(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
 
     def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
         config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
@@ -207,13 +211,13 @@ class Synthetic:
         feeds = [Feed(pages[b], context, [5], [7] * (share - 1), list(range(-1, share - 2))) for b in range(batch)]
         graph = self.target.round_graph(rows)
         self.target.fill_round(graph, feeds)
-        return _timed(graph.launch, 20)
+        return timed(graph.launch, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
         chain = self.draft.chains.graph(1, length)
         self.draft.chains.fill(chain, [Feed(list(range(8)), context - 1, [5, 6])])
-        return _timed(chain.replay, 20)
+        return timed(chain.replay, 20)
 
     @torch.inference_mode()
     def prefill_seconds(self, tokens: int, repeats: int = 5) -> float:
@@ -245,7 +249,7 @@ def _follows(tokens: Sequence[int], perm: Tensor) -> bool:
     return perm[torch.tensor(tokens[:-1])].tolist() == list(tokens[1:])
 
 
-def _timed(call: Callable[[], object], repeats: int) -> float:
+def timed(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, of many in a row."""
     for _ in range(3):
         call()
