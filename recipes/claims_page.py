@@ -19,8 +19,8 @@ Row = dict[str, Any]
 _HEAD = """# Quoted speed-ups, and ours
 
 Written by `python recipes/claims_page.py` from `results/`. A quoted speed-up is of one method on one model, device and text, over
-plain decoding in the authors' code. It does not carry over: it falls with the cost of drafting beside a forward of the target, with
-the cost of verifying more rows, with text that is harder to guess, and with a faster plain decoding to compare with.
+plain decoding in the authors' code. It does not carry over: it falls with the cost of drafting beside a forward of the target,
+with the cost of verifying more rows, with text that is harder to guess, and with a faster plain decoding to compare with.
 """
 
 
@@ -110,8 +110,9 @@ def _large() -> Iterator[str]:
     data = _read("scale_check.json")
     if data is None:
         yield (
-            "Not measured yet. `python -m recipes.scale_check PROMPTS.jsonl` trains a target of 157M parameters in 24 layers with "
-            "its drafters in half an hour on one H200, serves them, and writes `results/scale_check.json`; then this script.\n"
+            "Not measured yet. `python -m recipes.scale_check PROMPTS.jsonl` trains a target of 157M parameters in 24 layers "
+            "with its drafters in half an hour on one H200, serves them, and writes `results/scale_check.json`; then run this "
+            "script.\n"
         )
         return
     rows = {row["method"]: row for row in data["rows"] if "speedup" in row}
