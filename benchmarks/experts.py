@@ -17,7 +17,7 @@ import torch
 import typer
 
 from benchmarks.command import run
-from benchmarks.synthetic import Synthetic, cycles, device_timed
+from benchmarks.synthetic import Synthetic, cycles, timed
 from outrider.bench.bandwidth import gpu_bandwidth
 from outrider.engine.device import Device
 from outrider.model import Feed, ModelSpec
@@ -75,11 +75,12 @@ def measure_plain(bench: Synthetic, batches: Sequence[int], bandwidth: float) ->
         bench.run(engine, prompts, _TOKENS)
         runs = sorted((bench.run(engine, prompts, _TOKENS) for _ in range(_PAIRS)), key=lambda one: one.seconds)
         best = runs[_PAIRS // 2]
-        graph = bench.target.round_graph(batch)
+        graph = bench.target.rounds.graph(batch)
         tokens = torch.randint(0, spec.vocab, (batch,), generator=torch.Generator().manual_seed(3)).tolist()
-        bench.target.fill_round(graph, [Feed([2 * b, 2 * b + 1], 64, [token]) for b, token in enumerate(tokens)])
-        forward = device_timed(graph.launch, 20)
-        experts = graph.experts
+        inputs = graph.sides[0].inputs
+        bench.target.fill(inputs, [Feed([2 * b, 2 * b + 1], 64, [token]) for b, token in enumerate(tokens)])
+        inputs.send()
+        forward, experts = timed(graph.replay, 20), bench.target.cuda.experts_read
         floor, wall = touched_bytes(spec, experts) / bandwidth, best.seconds / best.rounds
         yield {
             "what": f"plain, batch {batch}", "tok_s": best.tok_s, "round_ms": wall * 1e3, "forward_ms": forward * 1e3,

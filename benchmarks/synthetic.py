@@ -45,15 +45,9 @@ if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
 __all__ = [
-    "SHAPES",
-    "Synthetic",
-    "cycles",
-    "device_timed",
-    "measure_contexts",
-    "measure_shapes",
-    "permutations",
-    "synthetic_decoder",
-]
+    "SHAPES", "Synthetic", "SyntheticRun", "cycles", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder",
+    "timed",
+]  # fmt: skip
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
 SHAPES: dict[str, ModelSpec] = {
@@ -174,13 +168,17 @@ class Synthetic:
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
 
-        spec = SHAPES[shape]
-        spec = replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context, vocab=len(perm))
+        spec = replace(self._shortened(SHAPES[shape]), vocab=len(perm))
         decoder = quantised_decoder(spec, perm, self._form) if self._form else synthetic_decoder(spec, perm)
         return CudaRunner(decoder, self._pages, _PAGE, "cuda", self.options, target)
 
-    def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
-        config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
+    def _shortened(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
+
+    def engine(
+        self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None, max_batch_rows: int = 2048
+    ) -> Engine:
+        config = EngineConfig(page_size=_PAGE, max_num_seqs=256, max_batch_rows=max_batch_rows, prefix_cache=False)
         return Engine(self.target, None, drafter or NoDrafter(), policy or FixedLength(length), config)
 
     def with_draft_model(self, length: int) -> Engine:
@@ -194,7 +192,10 @@ class Synthetic:
         members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
         arms = arms_of(members, on_gpu=True)
         drafters: list[Drafter] = [SuffixDrafter(), DraftModel(self.draft)]
-        costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
+        sizes = EngineConfig(page_size=_PAGE, max_num_seqs=batch, max_batch_rows=2048)
+        costs = Device("cuda").warm_up(self.target, [self.draft], (), sizes, 12)
+        while self.target.capture_next():
+            pass
         engine = self.engine(AutoDrafter(drafters), policy=Controller(arms, costs))
         calibrate(engine, (1, 8, batch))
         return engine
@@ -234,15 +235,16 @@ class Synthetic:
         share = rows // batch
         pages = [list(range(b * 8, b * 8 + 8)) for b in range(batch)]
         feeds = [Feed(pages[b], context, [5], [7] * (share - 1), list(range(-1, share - 2))) for b in range(batch)]
-        graph = self.target.round_graph(rows)
-        self.target.fill_round(graph, feeds)
-        return device_timed(graph.launch, 20)
+        graph = self.target.rounds.graph(rows)
+        self.target.fill(graph.sides[0].inputs, feeds)
+        graph.sides[0].inputs.send()
+        return timed(graph.replay, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
         chain = self.draft.chains.graph(1, length)
         self.draft.chains.fill(chain, [Feed(list(range(8)), context - 1, [5, 6])])
-        return device_timed(chain.replay, 20)
+        return timed(chain.replay, 20)
 
     @torch.inference_mode()
     def prefill_seconds(self, tokens: int, repeats: int = 5) -> float:
@@ -274,7 +276,7 @@ def _follows(tokens: Sequence[int], perm: Tensor) -> bool:
     return perm[torch.tensor(tokens[:-1])].tolist() == list(tokens[1:])
 
 
-def device_timed(call: Callable[[], object], repeats: int) -> float:
+def timed(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, of many in a row."""
     for _ in range(3):
         call()

@@ -55,8 +55,9 @@ class CudaExperts:
         self.gate_up, self.down = change(self.gate_up), change(self.down)
         self._shared = tuple(map(change, self._shared))
 
-    def forward(self, read: Tensor, rows: CudaRows) -> Tensor:
+    def forward(self, read: Tensor, rows: CudaRows | None) -> Tensor:
         """What follows the normed rows, in parts to be added in order: (chosen experts and the shared one, N, hidden)."""
+        assert rows is not None
         m, k, router = self._spec, self._kernels, self.router
         routes = self._experts.route(read, router, rows.meta.slots, rows.padding, self._layer)
         parts = torch.empty(router.chosen + (m.shared > 0), *read.shape, device=read.device)

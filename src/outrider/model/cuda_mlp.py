@@ -36,7 +36,7 @@ class CudaMlp:
     def replace_matrices(self, change: Callable[[Matrix], Matrix]) -> None:
         self.gate_up, self.down = change(self.gate_up), change(self.down)
 
-    def forward(self, read: Tensor, _: CudaRows) -> Tensor:
+    def forward(self, read: Tensor, _: CudaRows | None = None) -> Tensor:
         """What follows the normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
         m, k = self._spec, self._kernels
         return k.parts(k.activated(read, self.gate_up, self._gate_up_bias, m.activation, m.gated), self.down)
