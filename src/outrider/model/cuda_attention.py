@@ -55,13 +55,21 @@ class CudaAttention:
 
     def forward(self, read: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
         """What attention gives for normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
-        return self._kernels.parts(self._mixed(read, rows, kv), self.out)
+        return self.attend(self.place(read, rows.meta, kv), rows, kv)
 
-    def _mixed(self, read: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
-        """Values mixed for every row (N, heads * head_dim), with keys and values written."""
-        k, a = self._kernels, self._spec
-        q, mixed = (torch.empty(len(read), a.q_width, device=self._device, dtype=k.dtype) for _ in range(2))
-        k.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, rows.meta)
+    def place(self, read: Tensor, meta: AttentionMetadata, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """The queries of normed rows (N, heads * head_dim), with keys and values written."""
+        q = torch.empty(len(read), self._spec.q_width, device=self._device, dtype=self._kernels.dtype)
+        self._kernels.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, meta)
+        return q
+
+    def attend(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """What `forward` gives, from queries."""
+        return self._kernels.parts(self._mixed(q, rows, kv), self.out)
+
+    def _mixed(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """Values mixed for every row (N, heads * head_dim)."""
+        k, a, mixed = self._kernels, self._spec, torch.empty_like(q)
         if rows.chunks is None:
             k.attend_rows(q, kv, rows.meta, mixed, a.window, a.soft_cap)
         elif rows.from_start and not k.exact and a.window is None and a.soft_cap is None:

@@ -25,7 +25,7 @@ class CudaLayer:
         self._kernels, upload = kernels, Upload(device, kernels.dtype)
         self.mixer, self.mlp = CudaAttention(layer, kernels, upload, turns), CudaMlp(layer, kernels, upload)
         self.norm_in = norm_on(device, s.norm_in, layer.norm_in, layer.norm_in_bias)
-        self._norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
+        self.norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
         self._norm_attn_out = norm_on(device, s.norm_attn_out, layer.norm_attn_out, layer.norm_attn_out_bias)
         self._norm_mlp_out = norm_on(device, s.norm_mlp_out, layer.norm_mlp_out, layer.norm_mlp_out_bias)
 
@@ -46,12 +46,15 @@ class CudaLayer:
         self, read: Tensor, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor]
     ) -> Tensor:  # fmt: skip
         """Add attention over the rows `read` and the feed-forward part to the stream, in place; returns its norm `after`."""
+        return self.after_mixer(self.mixer.forward(read, rows, kv), read, stream, after)
+
+    def after_mixer(self, mixed: Tensor, read: Tensor, stream: Tensor, after: RowNorm | None) -> Tensor:
+        """What follows the mixer's result for the rows `read`: see `forward`."""
         k, s = self._kernels, self.spec
-        mixed = self.mixer.forward(read, rows, kv)
         if not s.parallel:
-            read = k.finish(mixed, self.mixer.bias, stream, self._norm_mlp, self._norm_attn_out, s.residual_scale)
+            read = k.finish(mixed, self.mixer.bias, stream, self.norm_mlp, self._norm_attn_out, s.residual_scale)
         elif s.norm_mlp is not None:
-            read = k.norm(stream, self._norm_mlp)
+            read = k.norm(stream, self.norm_mlp)
         made = self.mlp.forward(read)
         if s.parallel:
             k.finish(mixed, self.mixer.bias, stream, None, None, s.residual_scale)
