@@ -74,7 +74,12 @@ def method_of_weights(model: str) -> str:
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
     """An arm for each member. Two of them beside each other on one sequence gave no more tokens a second than the better one."""
     return [
-        Arm(member.method, min(member.draft_tokens, _MAX_NODES), on_gpu and member.method == "draft_model") for member in members
+        Arm(
+            member.method,
+            member.draft_tokens if member.grows_trees else min(member.draft_tokens, _MAX_NODES),
+            on_gpu and member.method == "draft_model" and not member.grows_trees,
+        )
+        for member in members
     ]
 
 

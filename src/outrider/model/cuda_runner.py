@@ -25,9 +25,10 @@ from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_logits import RowLogits, choose_in_parts
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
+from outrider.model.cuda_tree_growth import TreeGrower
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
-from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens
+from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, TreeGrowth
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.forwards import device_work
@@ -51,7 +52,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits that drafters read are copied to the host."""
 
-    overlaps_rounds = separate_prefill = True
+    overlaps_rounds = separate_prefill = grows_trees = True
     drafts_by_temperature = True  # other parameters would cost the launches of a forward for each token
 
     def __init__(
@@ -79,7 +80,9 @@ class CudaRunner(Runner):
         self.options = options
         self._sampling = SamplingMetadata(self.device)
         self.verifying_roots: list[int] | None = None  # roots of the round in flight, as places among its choices
+        self.weights_on_host = options.placement is not None
         self.chains = Chains(self, target)
+        self.trees = TreeGrower(self)
         self._plain = DecodeRounds(self, self._sampling, -1 - MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
         self.width = -(-(c.context + EXTRA_POSITIONS) // page_size)  # of a page table
@@ -117,7 +120,7 @@ class CudaRunner(Runner):
             return self._score_decoding(batch, laid, rows, taps, drafts.ahead)
         if drafts.ahead is not None:
             drafts.ahead()
-        if decoding and (self.cuda.streaming is None or rows > MAX_PASS_ROWS):
+        if decoding and (not self.cuda.streams or rows > MAX_PASS_ROWS):
             return self._score_by_parts(batch, laid, taps)
         return self._score_eagerly(batch, laid, taps)
 
@@ -137,7 +140,7 @@ class CudaRunner(Runner):
         """Some of the sequences after the others, where there are more rows than the largest graph or one pass takes."""
         parts: list[Scores] = []
         choices: list[int] = []
-        streams = self.cuda.streaming is not None
+        streams = self.cuda.streams
         for group in _groups(laid.feeds, MAX_PASS_ROWS if streams else self.options.max_graph_rows):
             first = laid.roots[group.start]
             layout = laid._replace(feeds=laid.feeds[group], roots=[root - first for root in laid.roots[group]])
@@ -205,7 +208,7 @@ class CudaRunner(Runner):
                 inputs.fields[2, root : root + 1 + len(feed.nodes)] = segment.positions()
         host_sequences = self._set_sampling(inputs, batch, laid)
         inputs.send()
-        if self.cuda.streaming is not None and len(last) > LOGIT_ROWS:
+        if self.cuda.streams and len(last) > LOGIT_ROWS:
             logits: Tensor = RowLogits(self.cuda, last)  # type: ignore[assignment]
             choices = choose_in_parts(self.cuda, last, inputs.meta, self._sampling.table)
         else:
@@ -335,6 +338,11 @@ class CudaRunner(Runner):
 
     def launch_next_draft(self, numbers: Sequence[int]) -> None:
         self.chains.launch_next_draft(numbers)
+
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        return self.trees.grow(feeds, rows, rooms, growth)
 
     def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Write the KV of text the model has missed: few rows by a round's graph, many as prompts."""

@@ -33,7 +33,7 @@ from outrider.sampling.noise import token_words_at
 if TYPE_CHECKING:
     from outrider.ops.group import Group
 
-__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes", "lay_out"]
+__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "TreeGrowth", "kv_value_bytes", "lay_out"]
 
 Tokens = list[list[int]]
 Chances = list[list[float]]
@@ -63,6 +63,14 @@ class PendingChains(NamedTuple):
 
     future_tokens: list[list[int]]  # placeholders for each chain's tokens until they are resolved; see Drafts.ahead
     resolve: Callable[[], tuple[Tokens, Chances]]  # synchronises with the device
+
+
+class TreeGrowth(NamedTuple):
+    """The shape of trees that a runner grows by itself."""
+
+    levels: int
+    branch: int  # children of a node that is expanded
+    beam: int | None = None  # nodes expanded side by side; None: by the size of the tree
 
 
 class Rows(NamedTuple):
@@ -147,6 +155,8 @@ class Runner:
     overlaps_drafts = False  # has `draw` and `launch_next_draft`, for a target on the same device
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
+    weights_on_host = False  # a GPU reads some of them from host memory
+    grows_trees = False  # has `grow`
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     ranks = 1  # processes that share the model
@@ -354,6 +364,12 @@ class Runner:
     def launch_next_draft(self, numbers: Sequence[int]) -> None:
         """Launch the next draft while the target verifies the last one. `numbers` are its sequences' places in the batch."""
         raise NotImplementedError("overlaps_drafts is False")
+
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        """Grow a tree of at most `rooms` nodes after each feed: tokens, parents and survival; none where no choice is left."""
+        raise NotImplementedError("grows_trees is False")
 
     def resume(self, layer: int, hidden: Tensor, counts: Sequence[int]) -> Resume:
         """Keep rows that this runner's layers before `layer` have computed, for its next `score`. It accepts no other rows."""
