@@ -209,3 +209,22 @@ def test_a_head_grows_its_trees_on_the_device(decoder: Decoder, form: str, shape
     greedy = [[tree for i, tree in enumerate(trees) if tree.tokens] for trees in (grown[1], defined[1])]
     assert greedy[0][0][:2] == greedy[1][0][:2]
     assert greedy[0][0].survival == pytest.approx(greedy[1][0].survival, rel=1e-3)
+
+
+def test_one_sampled_sequence_alone_has_its_noise_at_every_level() -> None:
+    from outrider.ops.cuda.launch import AttentionMetadata
+    from outrider.ops.cuda.tree_launch import GrowingTrees
+    from outrider.ops.cuda.tree_sizes import TreeSizes
+
+    zeros = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    meta = AttentionMetadata(
+        zeros, zeros, zeros, zeros, zeros, zeros, zeros[:, None], zeros[:, None], torch.tensor([0.8], device=DEVICE),
+        torch.tensor([77], device=DEVICE), torch.tensor([5, 2], dtype=torch.int32, device=DEVICE), zeros,
+    )  # fmt: skip
+    trees = GrowingTrees(TreeSizes(1, 2, 3, 3), SIZE, 0, torch.device(DEVICE))
+    trees.begin(meta)
+    rows = trees.rows(1)
+    assert rows.temperatures.tolist() == pytest.approx([0.8] * 3)
+    assert rows.prefixes.tolist() == [77] * 3
+    assert rows.temperatures.is_contiguous()
+    assert rows.prefixes.is_contiguous()

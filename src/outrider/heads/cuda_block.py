@@ -73,7 +73,12 @@ class CudaBlockRunner:
                 unread, taps = self._read_all_but(batch * length, unread, taps)
             parts.append(self._guess(some, rows[i * slots : (i + size) * slots], count, batch, (unread, taps)))
             unread, taps = (), None
-        return BlockCandidates(*(None if part[0] is None else torch.cat(part).numpy() for part in zip(*parts, strict=True)))
+        tokens, chances, scores, confidence = (torch.cat(part) for part in zip(*parts, strict=True))
+        c = self.head
+        return BlockCandidates(
+            tokens.numpy(), chances.numpy(), None if c.pairs is None else scores.numpy(),
+            None if c.confidence is None else confidence.numpy(),
+        )  # fmt: skip
 
     def _read_all_but(self, rows: int, feeds: Sequence[Feed], taps: Tensor) -> tuple[Sequence[Feed], Tensor | None]:
         """Take in features until at most so many rows are left, which are returned."""
@@ -88,7 +93,7 @@ class CudaBlockRunner:
 
     def _guess(
         self, feeds: Sequence[Feed], rows: Sequence[Row], count: int, batch: int, reads: tuple[Sequence[Feed], Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> list[Tensor]:
         """One replay: tokens, chances, scores of pairs and confidence of every slot, on the host."""
         length, head = len(feeds[0].tokens), self.head
         key = batch, length, min(count, head.config.outputs)
@@ -99,16 +104,13 @@ class CudaBlockRunner:
         unread, taps = reads
         taps = torch.zeros(0, head.fc.shape[1], device=self._target.device) if taps is None else taps
         packed = self._blocks[key](taps, [*feeds, *idle, *unread], rows, 2 * batch * length).cpu()
-        return tuple(None if part is None else part[: len(rows)] for part in self._unpacked(packed, count=key[2]))
+        return self._unpacked(packed[: len(rows)], key[2])
 
-    def _unpacked(self, packed: Tensor, count: int) -> tuple[Tensor | None, ...]:
+    def _unpacked(self, packed: Tensor, count: int) -> list[Tensor]:
+        """Tokens and chances (N, count), scores of pairs (N, count, count), confidence (N, count); empty where not known."""
         pairs, confidence = self.head.pairs is not None, self.head.confidence is not None
-        sizes = [count, count, count * count * pairs, count * confidence]
-        tokens, chances, scores, trust = packed.split(sizes, -1)
-        return (
-            tokens.long(), chances.double(), scores.double().unflatten(-1, (count, count)) if pairs else None,
-            trust.double() if confidence else None,
-        )  # fmt: skip
+        tokens, chances, scores, trust = torch.split(packed, [count, count, count * count * pairs, count * confidence], -1)
+        return [tokens.long(), chances.double(), scores.double().reshape(len(scores), -1, count), trust.double()]
 
     # --- on the device -------------------------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class CudaBlockRunner:
         """(N, numbers) of every slot, as `_unpacked` reads them. Rows of blocks come first, then rows that are read."""
         head, blocks = self.head, meta.rows(slice(0, batch * length))
         rows = head.guessing(self._run(taps, meta, blocks, length), length).flatten(0, 1).contiguous()
-        logits, slots = head.logits(rows, self._ops), len(rows) // batch
+        logits, slots = self.scores(rows, blocks.tokens.view(batch, length)), len(rows) // batch
         lag = 0 if head.config.from_anchor else 1  # a masked row guesses its own place, and noise is that of the place after
         positions = head.guessing(blocks.positions[:, None] - lag, length).flatten().contiguous()
         sampling = meta.temperatures[: len(rows)], meta.prefixes[: len(rows)], positions
@@ -140,6 +142,10 @@ class CudaBlockRunner:
                 read = rows.float()[:, None].expand(-1, count, -1)
                 parts.append(head.confidence(torch.cat((read, known), -1) if head.config.confidence_of_pair else read))
         return torch.cat(parts, -1)
+
+    def scores(self, rows: Tensor, blocks: Tensor) -> Tensor:  # noqa: ARG002 (a benchmark plants what blocks guess)
+        """Logits (N, outputs) of guessing rows, of blocks with these tokens (batch, length)."""
+        return self.head.logits(rows, self._ops)
 
     def _run(self, taps: Tensor, meta: AttentionMetadata, blocks: AttentionMetadata, length: int) -> Tensor:
         """Rows of blocks after the last norm; `BlockHead.forward` is the reference."""
@@ -182,7 +188,7 @@ class CudaBlockRunner:
 
 def _both_ways(blocks: AttentionMetadata, length: int) -> AttentionMetadata:
     """The rows of blocks as they see keys: all of their block."""
-    ends = blocks.positions.view(-1, length)[:, -1:].expand(-1, length).flatten()
+    ends = blocks.positions.view(-1, length)[:, -1:].expand(-1, length).flatten().contiguous()  # one block alone is a view
     return replace(blocks, positions=ends, roots=ends)
 
 

@@ -12,6 +12,7 @@ from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
 from outrider.model.cuda_runner import CudaRunner
 from outrider.ops import Plain
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels, RowNorm
+from outrider.ops.cuda.matrix import Matrix
 from outrider.sampling import Row
 
 __all__ = ["DeviceNetwork", "KernelOps", "move_to_target"]
@@ -25,9 +26,9 @@ class KernelOps(Plain):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = torch.empty(len(x), len(weight), device=x.device)
-        self._kernels.linear(x.to(weight.dtype).contiguous(), weight, bias, out)
+    def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
+        out = torch.empty(len(x), weight.shape[0], device=x.device)
+        self._kernels.linear(x.to(self._kernels.dtype).contiguous(), weight, bias, out)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,11 +70,12 @@ class DeviceNetwork:
         return self._target.capture_rows(f"{self._name}, {size} rows", size, work), buffer, outputs
 
 
-def move_to_target(network: nn.Module, target: CudaRunner, borrowed: dict[str, Tensor]) -> None:
+def move_to_target(network: nn.Module, target: CudaRunner, borrowed: dict[str, Tensor | Matrix]) -> None:
     """Move a head to its target's device, with the target's tensors where it borrows and matrices in the target's dtype."""
     parameters = dict(network.named_parameters())
     for name, tensor in borrowed.items():
         if name not in parameters:
+            delattr(network, name)  # a buffer, which takes tensors alone
             setattr(network, name, tensor)
     for parameter in parameters.values():
         dtype = target.cuda.dtype if parameter.dim() > 1 else parameter.dtype

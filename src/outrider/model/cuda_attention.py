@@ -41,7 +41,7 @@ class CudaAttention:
         self._spec, self._kernels, self._device = layer.spec.attention, kernels, upload.device
         a = self._spec
         pairs, qkv_bias = partial(pair_qkv, turned_heads=a.heads + a.kv_heads, head=a.head_dim), upload.bias(layer.qkv_bias)
-        self.qkv, self.out = upload.reordered(layer.qkv, pairs), upload.matrix(layer.out)
+        self.qkv, self.out = upload.reordered(layer.stored("qkv"), pairs), upload.matrix(layer.stored("out"))
         self._qkv_bias = None if qkv_bias is None else pairs(qkv_bias)
         self.bias = upload.bias(layer.out_bias)
         self._form = self._head_form(layer, turns)

@@ -44,6 +44,7 @@ class CudaOptions:
     """How a runner uses its device."""
 
     exact: bool = True  # False: cuBLAS and the fastest attention, without row invariance
+    fp8_rows: bool = True  # products of weights in FP8 round rows to FP8 too; otherwise they decode the weights
     graphs: bool = True
     max_graph_rows: int = 256
     placement: Placement | None = None  # of weights that are streamed from host memory
@@ -72,7 +73,9 @@ class CudaRunner(Runner):
         # the future-token buffer: tokens of a draft, then choices of a round
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
         self._chosen = fresh[MAX_CHAIN_TOKENS:]
-        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens, options.placement)
+        self.cuda = CudaStack(
+            decoder, page_size, self.device, options.exact, self.future_tokens, options.placement, options.fp8_rows
+        )
         c = decoder.spec
         self.pool = CudaPool(self.cuda.kernels, c.depth, pages, self.device)
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
@@ -395,7 +398,7 @@ class CudaRunner(Runner):
     def _capture_round(self, rows: int, taps: tuple[int, ...], buffer: int) -> Graph:
         inputs = GraphInputs(rows, rows, self.width, self.device)
         if rows <= MAX_OVERLAP_ROWS and not self._logits:  # graphs share memory, so the next launch could overwrite logits in it
-            self._logits = [torch.empty(MAX_OVERLAP_ROWS, len(self.cuda.output), device=self.device) for _ in range(2)]
+            self._logits = [torch.empty(MAX_OVERLAP_ROWS, self.decoder.spec.vocab, device=self.device) for _ in range(2)]
         out = self._logits[buffer][:rows] if rows <= MAX_OVERLAP_ROWS else None
         self._fill(inputs, [])
         kept: list[Any] = []

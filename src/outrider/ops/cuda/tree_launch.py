@@ -21,13 +21,17 @@ class GrowingTrees:
     def __init__(self, sizes: TreeSizes, page: int, scratch: int, device: torch.device) -> None:
         """`scratch` is the slot that rows without a node write to."""
         self.sizes, self._page, self._scratch = sizes, page, scratch
-        batch, rows, integers = sizes.batch, sizes.batch * sizes.beam, {"dtype": torch.int32, "device": device}
-        self._tokens, self._parents, self._kept, self._places = torch.zeros(4, batch, sizes.nodes, **integers)
+        batch, rows, levels = sizes.batch, sizes.batch * sizes.beam, max(sizes.levels - 1, 1)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._tokens, self._parents, self._kept, self._places = integers(4, batch, sizes.nodes)
         self._survival = torch.zeros(batch, sizes.nodes, dtype=torch.float64, device=device)
-        self._counters = torch.zeros(2, batch, **integers)  # slots taken, faults
-        self._rows = torch.zeros(max(sizes.levels - 1, 1), 8, rows, **integers)  # see `_expand`
-        self._ancestors = torch.zeros(max(sizes.levels - 1, 1), rows, sizes.levels, **integers)
-        self.finished = torch.zeros(batch * (3 * sizes.kept + 1), **integers)  # see `finish`
+        self._counters = integers(2, batch)  # slots taken, faults
+        self._rows = integers(levels, 8, rows)  # see `expand`
+        self._ancestors = integers(levels, rows, sizes.levels)
+        self.finished = integers(batch * (3 * sizes.kept + 1))  # see `finish`
 
     def begin(self, roots: AttentionMetadata) -> None:
         """Start trees after the rows `roots`; their first parameters are the nodes that a tree may keep, then its levels."""
@@ -36,7 +40,7 @@ class GrowingTrees:
         self._roots, self._rooms, self._limits = roots.rows(slice(0, batch)), *roots.param_rows[: 2 * batch].view(2, batch)
         self._counters.zero_()
         self._temperatures, self._prefixes = (
-            part[:, None].expand(batch, beam).reshape(-1) for part in (self._roots.temperatures, self._roots.prefixes)
+            part[:, None].expand(batch, beam).flatten().contiguous() for part in (self._roots.temperatures, self._roots.prefixes)
         )
 
     def rows(self, level: int) -> AttentionMetadata:
@@ -77,7 +81,7 @@ class GrowingTrees:
     def finish(self) -> Tensor:
         """The best nodes of every tree, in one tensor: tokens, parents and survival (batch, kept), then counts (batch,)."""
         batch, nodes, most = self.sizes.batch, self.sizes.nodes, self.sizes.kept
-        tokens, parents, chances, counts = self.finished.split([batch * most] * 3 + [batch])
+        tokens, parents, chances, counts = torch.split(self.finished, [batch * most] * 3 + [batch])
         grid = batch, triton.cdiv(nodes, _NODES_AT_ONCE)
         trees.keep_best[grid](self._survival, self._rooms, self._kept, nodes, _NODES_AT_ONCE, _NODES_AT_ONCE)
         trees.number_kept[(batch,)](self._kept, self._places, counts, self._counters[1], nodes, _power(nodes))
@@ -90,7 +94,7 @@ class GrowingTrees:
     def read(self, finished: Tensor, count: int) -> list[tuple[list[int], list[int], list[float]]]:
         """Tokens, parents and survival of the first `count` trees, from a copy on the host; none at all after a fault."""
         batch, most = self.sizes.batch, self.sizes.kept
-        tokens, parents, chances, counts = finished.split([batch * most] * 3 + [batch])
+        tokens, parents, chances, counts = torch.split(finished, [batch * most] * 3 + [batch])
         columns = [part.view(batch, most).tolist() for part in (tokens, parents, chances.view(torch.float32))]
         sizes = counts[:count].tolist()
         if min(sizes) < 0:

@@ -140,7 +140,9 @@ def next_level(
         rank += tl.sum((better & (other[None, :] >= first)).to(tl.int32), 1)
         added += tl.sum((theirs >= 0.0).to(tl.int32), 0)
     width = tl.minimum(BEAM, room - known)
-    width = tl.where((depth >= tl.load(limits + b)) | ((BEAM == 1) & (added == room)), 0, width)
+    width = tl.where(depth >= tl.load(limits + b), 0, width)
+    if BEAM == 1:
+        width = tl.where(added == room, 0, width)
     chosen = (mine >= 0.0) & (ahead < room) & (rank < width)
     d = tl.arange(0, BEAM_PADDED)
     placed = chosen[:, None] & (rank[:, None] == d[None, :])
