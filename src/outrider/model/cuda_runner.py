@@ -383,7 +383,8 @@ class CudaRunner(Runner):
 
     def round_seconds(self) -> dict[int, float]:
         """Device seconds of each captured round, by rows."""
-        return {rows: _replay_seconds(graph.launch) for (rows, _, buffer), graph in self._graphs.items() if not buffer}
+        repeats = 1 if self.cuda.streams else 3
+        return {rows: _replay_seconds(graph.launch, repeats) for (rows, _, buffer), graph in self._graphs.items() if not buffer}
 
     def round_graph(self, rows: int, taps: tuple[int, ...] = (), buffer: int = 0) -> Graph:
         """The graph of a forward and its choices. `rows` is one of GRAPH_ROWS; `buffer` selects half of the double buffer."""
@@ -527,7 +528,7 @@ def _tree_rows(feed: Feed, pool: KVPool, ancestors: NDArray[Any], first: int) ->
     return positions, [*positions[:fed], *[root] * (len(positions) - fed)], segment.slots()
 
 
-def _replay_seconds(replay: Any, repeats: int = 3) -> float:
+def _replay_seconds(replay: Any, repeats: int) -> float:
     replay()
     torch.cuda.synchronize()
     begun = perf_counter()
