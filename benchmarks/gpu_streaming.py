@@ -71,6 +71,9 @@ class SyntheticSource:
     def grouped(self, name: str) -> None:
         """Nothing is quantised."""
 
+    def packed(self, name: str) -> None:
+        """Nothing is quantised."""
+
     def fill(self, name: str, target: Tensor) -> None:
         target.copy_(self.read(name))
 

@@ -229,10 +229,10 @@ class Needs:
 
     taps: tuple[int, ...] = ()  # layers whose input hidden rows it reads
     scores: bool = False  # reads logits of every node, rejected ones too
-    branches: bool = False  # drafts large trees: they may have more nodes than a text has tokens left
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
     follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
     keeps: bool = False  # keeps texts of finished requests: draft.protocol.Keeper
+    branches: bool = False  # drafts large trees: they may have more nodes than a text has tokens left
 
 
 class Arm(NamedTuple):
