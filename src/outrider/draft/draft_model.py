@@ -53,9 +53,7 @@ class DraftModel:
     Options = DraftModelOptions
 
     def __init__(self, runner: Runner, shape: TreeShape = TreeShape(), vocabulary: Vocabulary | None = None) -> None:  # noqa: B008 (frozen)
-        self.needs = Needs(
-            kv_bytes_per_token=runner.pool.token_bytes, overlaps=runner.overlaps_drafts, branches=shape.branch > 1
-        )
+        self.needs = Needs(kv_bytes_per_token=runner.pool.token_bytes, overlaps=runner.overlaps_drafts, branches=shape.branch > 1)
         self._vocabulary = vocabulary or SameTokens()
         self._reader = Reader(runner, self._vocabulary.foreign)
         self._shape = shape
