@@ -85,8 +85,8 @@ class CudaStack:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices that a forward with logits reads."""
-        matrices = [part for layer in self.layers for part in layer.matrices]
-        return sum(part.numel() * part.element_size() for part in (*matrices, self.output))
+        tensors = [tensor for layer in self.layers for matrix in layer.matrices for tensor in matrix.tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, self.output))
 
     def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
         """Run rows through all layers and write their KV."""

@@ -1,6 +1,6 @@
 """The decoder's arithmetic on an NVIDIA GPU, by Triton kernels. Imported only where a GPU serves.
 
-`kernels` and `place` have the layers, `attention` their attention, which is cut as `segments` says, `choice` the sampling,
+`matrix` has the forms of matrices and their products, `kernels` and `place` the layers, `attention` their attention, which is cut as `segments` says, `choice` the sampling,
 `penalty_kernels` and `penalties` sampling with penalties and filters, `tiles` the table of tile sizes; `launch` and
 `attention_launch` call them from torch tensors.
 """
