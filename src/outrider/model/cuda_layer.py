@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.model.cuda_attention import CudaAttention, CudaRows, turns_of
 from outrider.model.cuda_mlp import CudaMlp
+from outrider.model.cuda_recurrent import CudaRecurrent
 from outrider.model.cuda_weights import DevicePart, Upload, norm_on
 from outrider.model.decoder import Layer
 from outrider.ops.cuda.launch import Kernels, RowNorm, Turns
@@ -23,7 +24,12 @@ class CudaLayer:
     def __init__(self, layer: Layer, kernels: Kernels, device: torch.device, turns: Turns | None) -> None:
         s = self.spec = layer.spec
         self._kernels, upload = kernels, Upload(device, kernels.dtype)
-        self.mixer, self.mlp = CudaAttention(layer, kernels, upload, turns), CudaMlp(layer, kernels, upload)
+        self.mixer: CudaAttention | CudaRecurrent
+        if layer.recurrent is None:
+            self.mixer = CudaAttention(layer, kernels, upload, turns)
+        else:
+            self.mixer = CudaRecurrent(layer.recurrent, kernels, upload)
+        self.mlp = CudaMlp(layer, kernels, upload)
         self.norm_in = norm_on(device, s.norm_in, layer.norm_in, layer.norm_in_bias)
         self._norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
         self._norm_attn_out = norm_on(device, s.norm_attn_out, layer.norm_attn_out, layer.norm_attn_out_bias)
@@ -43,9 +49,12 @@ class CudaLayer:
             part.replace_matrices(change)
 
     def forward(
-        self, read: Tensor, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor]
+        self, read: Tensor, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor] | None
     ) -> Tensor:  # fmt: skip
-        """Add attention over the rows `read` and the feed-forward part to the stream, in place; returns its norm `after`."""
+        """Add the mixer over the rows `read` and the feed-forward part to the stream, in place; returns its norm `after`.
+
+        Layers with attention have keys and values.
+        """
         k, s = self._kernels, self.spec
         mixed = self.mixer.forward(read, rows, kv)
         if not s.parallel:

@@ -149,8 +149,10 @@ def gated_norm(parts: Tensor, weights: DeltaWeights, shape: DeltaShape, buffers:
     )  # fmt: skip
 
 
-def gate_heads(mixed: Tensor, parts: Tensor) -> None:
-    """Multiply what attention gives (N, width), in place, by the sigmoid of a product (parts, N, width)."""
+def gate_heads(mixed: Tensor, parts: Tensor, bias: Tensor | None) -> None:
+    """Multiply what attention gives (N, width), in place, by the sigmoid of a product (parts, N, width) and its bias."""
     count, rows, width = parts.shape
-    block = min(1024, int(triton.next_power_of_2(width)))
-    recurrence.gate_heads[(rows, triton.cdiv(width, block))](mixed, parts, rows, width, count, block, num_warps=4)
+    block, unused = min(1024, int(triton.next_power_of_2(width))), parts
+    recurrence.gate_heads[(rows, triton.cdiv(width, block))](
+        mixed, parts, unused if bias is None else bias, rows, width, count, bias is not None, block, num_warps=4
+    )
