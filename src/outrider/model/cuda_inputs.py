@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from outrider.core import Request
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.sampling import Row, SamplingParams
 from outrider.sampling.noise import prefix_of
+
+if TYPE_CHECKING:
+    from outrider.model.cuda_states import RecurrentInputs
 
 __all__ = ["DEPTH", "GRAPH_ROWS", "Graph", "GraphInputs", "SamplingNeeds", "bucket", "noise_key"]
 
@@ -30,8 +33,12 @@ class GraphInputs:
     table; the page table; ancestors; the first row of each sequence's rotary table.
     """
 
-    def __init__(self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH) -> None:
+    def __init__(
+        self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH,
+        recurrent: RecurrentInputs | None = None,
+    ) -> None:  # fmt: skip
         self.rows = rows
+        self.recurrent = recurrent  # of rows whose model has recurrent layers
         shapes = ((rows, 2), (_SECTIONS, rows), (sequences, width), (rows, depth), (sequences, 1))
         words = sum(map(math.prod, shapes))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -76,6 +83,8 @@ class GraphInputs:
 
     def send(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
+        if self.recurrent is not None:
+            self.recurrent.send()
 
 
 def _parts(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:

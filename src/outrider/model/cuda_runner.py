@@ -24,6 +24,7 @@ from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, Graph, GraphInputs, bu
 from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
+from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom, StateSizes
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens
 from outrider.ops import Segment, serving_ops
@@ -59,6 +60,7 @@ class CudaRunner(Runner):
         device: str = "cuda",
         options: CudaOptions = CudaOptions(),
         target: CudaRunner | None = None,  # the target it drafts for
+        states: StateSizes = StateSizes(64, 32, 256),  # of recurrent layers, where the model has some
     ) -> None:
         self.decoder = decoder
         self.device = torch.device(device)
@@ -70,7 +72,10 @@ class CudaRunner(Runner):
         self._chosen = fresh[MAX_CHAIN_TOKENS:]
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens)
         c = decoder.spec
-        self.pool = CudaPool(self.cuda.kernels, c.depth, pages, self.device)
+        self.pool = CudaPool(self.cuda.kernels, len(c.kv_layers), pages, self.device)
+        self._recurrent = DeviceStates(c.recurrent, page_size, states, self.device) if c.recurrent else None
+        if self._recurrent is not None:
+            self.states, self.overlaps_rounds, self.overlaps_drafts = self._recurrent.cache, False, False
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
         self.stack = self._output = None
         self.options = options
@@ -99,7 +104,7 @@ class CudaRunner(Runner):
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward for everyone, and the target's choices with it. Drafts still being drawn are resolved while it runs."""
-        if drafts.ahead is None and not any(tree.tokens for tree in drafts.per_sequence):
+        if self._recurrent is None and drafts.ahead is None and not any(tree.tokens for tree in drafts.per_sequence):
             scores = self._plain.score(batch, taps)
             if scores is not None:
                 return scores
@@ -107,6 +112,8 @@ class CudaRunner(Runner):
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
+        if self._recurrent is not None:
+            decoding = decoding and self._graph_rows(laid.feeds, rows) > 0
         if decoding and rows <= self.options.max_graph_rows:
             return self._score_decoding(batch, laid, rows, taps, drafts.ahead)
         if drafts.ahead is not None:
@@ -140,10 +147,16 @@ class CudaRunner(Runner):
         tapped = torch.cat([scores.taps for scores in parts if scores.taps is not None]) if taps else None
         return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
 
+    def _graph_rows(self, feeds: Sequence[Feed], rows: int) -> int:
+        """The rows of a graph that holds so many rows and the replays of recurrent layers; 0 where none does."""
+        need = None if self._recurrent is None else RowRoom.of_feeds(feeds)
+        fitting = (size for size in GRAPH_ROWS if rows <= size and (need is None or RowRoom.of_graph(size).holds(need)))
+        return next(fitting, 0)
+
     def _score_decoding(
         self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...], resolve: Callable[[], object] | None = None
     ) -> Scores:
-        graph = self.round_graph(bucket(rows, GRAPH_ROWS), taps)
+        graph = self.round_graph(self._graph_rows(laid.feeds, rows), taps)
         self._fill(graph.inputs, laid.feeds)
         host_sequences = self._set_sampling(graph.inputs, batch, laid)
         graph.start()
@@ -233,6 +246,8 @@ class CudaRunner(Runner):
                 positions += where
                 roots += where
             slots += self.pool.slots(pages, where)
+        if inputs.recurrent is not None:
+            inputs.recurrent.fill(feeds)
         filled = len(tokens)
         inputs.needs, inputs.filled = None, 0
         inputs.param_rows[:] = -1
@@ -254,13 +269,15 @@ class CudaRunner(Runner):
         order = [*runs, *singles]
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
-        inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1)
+        recurrent = None if self._recurrent is None else RecurrentInputs(self._recurrent, RowRoom.of_feeds(feeds))
+        inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1, recurrent)
         self._fill(inputs, [feeds[i] for i in order])
         inputs.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
         from_start = len(feeds) == 1 and feeds[0].start == 0 and not feeds[0].nodes
-        outputs = self.cuda.forward(CudaRows(inputs.meta, chunks, single, from_start), self.pool, taps)
+        laid = CudaRows(inputs.meta, chunks, single, from_start, recurrent=recurrent)
+        outputs = self.cuda.forward(laid, self.pool, taps)
         self._wait()  # the host inputs live only as long as this call
         if order == sorted(order):
             return outputs
@@ -363,7 +380,8 @@ class CudaRunner(Runner):
         return (rows, (), buffer) in self._graphs
 
     def _capture_round(self, rows: int, taps: tuple[int, ...], buffer: int) -> Graph:
-        inputs = GraphInputs(rows, rows, self.width, self.device)
+        recurrent = None if self._recurrent is None else RecurrentInputs(self._recurrent, RowRoom.of_graph(rows))
+        inputs = GraphInputs(rows, rows, self.width, self.device, recurrent=recurrent)
         if rows <= MAX_OVERLAP_ROWS and not self._logits:  # graphs share memory, so the next launch could overwrite logits in it
             self._logits = [torch.empty(MAX_OVERLAP_ROWS, len(self.cuda.output), device=self.device) for _ in range(2)]
         out = self._logits[buffer][:rows] if rows <= MAX_OVERLAP_ROWS else None
@@ -373,7 +391,7 @@ class CudaRunner(Runner):
 
         def work() -> None:
             inputs.send()
-            outputs = self.cuda.forward(CudaRows(inputs.meta), self.pool, taps)
+            outputs = self.cuda.forward(CudaRows(inputs.meta, recurrent=recurrent), self.pool, taps)
             logits = self.cuda.logits(outputs.last, out)
             chosen = self._sampling.table.choose(logits, inputs.meta, self._chosen[:rows])
             host.copy_(chosen, non_blocking=True)

@@ -304,13 +304,13 @@ class Decoder(nn.Module):
             for name in absent:
                 matrix = self.grouped(f"layers.{i}.{name}") if grouped and layer.is_product(name) else None
                 if matrix is None:
-                    setattr(layer, name, nn.Parameter(self.weight(f"layers.{i}.{name}"), requires_grad=False))
+                    _set_parameter(layer, name, nn.Parameter(self.weight(f"layers.{i}.{name}"), requires_grad=False))
                 else:
                     layer.grouped[name] = matrix
             yield layer
             layer.grouped.clear()
             for name, parameter in absent.items():
-                setattr(layer, name, parameter)
+                _set_parameter(layer, name, parameter)
 
     def materialise(self, *names: str) -> Decoder:
         """Hold parameters in memory: these, or all without names."""
@@ -319,8 +319,7 @@ class Decoder(nn.Module):
                 continue
             held = torch.empty_like(parameter, device="cpu")
             self.source.fill(name, held)
-            owner, _, last = name.rpartition(".")
-            setattr(self.get_submodule(owner), last, nn.Parameter(held, requires_grad=False))
+            _set_parameter(self, name, nn.Parameter(held, requires_grad=False))
         if not names:
             self.close()
             self.source = None
@@ -428,6 +427,12 @@ def norm_weights(norm: Norm | None, width: int) -> tuple[nn.Parameter | None, nn
     if norm is None:
         return None, None
     return nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)) if norm.bias else None
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replace a parameter of a module or of one inside it."""
+    owner, _, last = name.rpartition(".")
+    setattr(module.get_submodule(owner), last, parameter)
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
