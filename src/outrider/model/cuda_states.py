@@ -127,7 +127,7 @@ class RecurrentInputs:
     def fill(self, feeds: Sequence[Feed]) -> None:
         """Lay out the rows of feeds, and record in their sequences what the forward will leave there."""
         laid = lay_out_lanes(feeds, list(map(_open, feeds)))
-        for part in (self._replayed, self._kept, self._saved, self._pasts):
+        for part in (self._replayed, self._taps, self._kept, self._saved, self._pasts):  # rows that are padding read nothing
             part.fill(_NOWHERE)
         self._place_taps(laid)
         replayed = [number for lane in laid.lanes if lane.past.rows for number in lane.past.inputs[0].numbers]
