@@ -1,4 +1,4 @@
-"""Kernels of the gated delta rule against the mixer in torch, and the bits of their rows. These run in Triton's interpreter too."""
+"""Kernels of the gated delta rule against the mixer in torch, and the bits of their rows. Triton's interpreter runs them too."""
 
 from __future__ import annotations
 

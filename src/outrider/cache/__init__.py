@@ -6,6 +6,6 @@ from outrider.cache.pages import Key, OutOfPages, PageTable, next_key, root_key
 from outrider.cache.states import LayerState, Past, Pending, SequenceState, StateCache, States
 
 __all__ = [
-    "KVPool", "Key", "LayerState", "OutOfPages", "PageTable", "Past", "Pending", "Place", "Places", "SequenceState", "Slots", "StateCache", "States",
-    "StoredRows", "next_key", "root_key",
+    "KVPool", "Key", "LayerState", "OutOfPages", "PageTable", "Past", "Pending", "Place", "Places", "SequenceState", "Slots",
+    "StateCache", "States", "StoredRows", "next_key", "root_key",
 ]  # fmt: skip

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Verdict
+from outrider.core import Batch, Drafts, Needs, PendingDrafts, Plan, Scores, Verdict
 from outrider.core import Sequence as Generation
 from outrider.draft import Drafter, Kept, check_drafts
 from outrider.draft.deadline import Deadline
-from outrider.draft.protocol import check_kind, kept_by
+from outrider.draft.protocol import Overlapping, check_kind, kept_by
 from outrider.errors import EngineDead
 
 __all__ = ["GuardedDrafter"]
@@ -45,7 +45,7 @@ class GuardedDrafter:
     def begin(self, seq: Generation) -> None:
         self._call([seq], "begin", lambda: self.drafter.begin(seq))
 
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
         """The drafter's checked drafts, or empty drafts after a fault. Drafts still on the device are checked in `resolve`."""
         empty = Drafts.empty(len(batch.sequences))
         if self._pause_left:
@@ -54,24 +54,34 @@ class GuardedDrafter:
             return empty
         if not any(plan.lengths):
             return empty
-        return self._drawn(lambda: self.drafter.propose(batch, plan), batch, plan, may_wait=True)
+        return self._checked(lambda: self.drafter.propose(batch, plan), batch, plan) or empty
 
-    def resolve(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
+    def propose_next(self, batch: Batch, plan: Plan) -> PendingDrafts | None:
+        """Drafts for the round after the one in flight; None where the drafter cannot tell or failed."""
+        overlapping = cast(Overlapping, self.drafter)
+        drafts = self._checked(lambda: overlapping.propose_next(batch, plan), batch, plan)
+        assert not isinstance(drafts, Drafts)
+        return drafts
+
+    def resolve(self, drafts: PendingDrafts, batch: Batch, plan: Plan) -> Drafts:
         """Wait for drafts that were still on the device, and check them."""
-        assert drafts.ahead is not None
-        return self._drawn(drafts.ahead, batch, plan)
+        resolved = self._checked(drafts.resolve, batch, plan)
+        assert not isinstance(resolved, PendingDrafts)
+        return resolved or Drafts.empty(len(batch.sequences))
 
-    def _drawn(self, draw: Callable[[], Drafts], batch: Batch, plan: Plan, may_wait: bool = False) -> Drafts:
-        def check() -> Drafts:
-            drafts = check_kind(draw())
-            if drafts.ahead is not None and may_wait:
+    def _checked(
+        self, draw: Callable[[], Drafts | PendingDrafts | None], batch: Batch, plan: Plan
+    ) -> Drafts | PendingDrafts | None:
+        def check() -> Drafts | PendingDrafts | None:
+            drafts = draw()
+            if drafts is None or isinstance(drafts, PendingDrafts):
                 return drafts
-            checked = check_drafts(drafts, plan, self._vocab)
+            checked = check_drafts(check_kind(drafts), plan, self._vocab)
             self._faults, self._pause = 0, _FIRST_PAUSE
             return checked
 
         planned = [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
-        return self._call(planned, "propose", check) or Drafts.empty(len(batch.sequences))
+        return self._call(planned, "propose", check)
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         if any(seq.request.speculate and seq.stats.fallback_reason is None for seq in batch.sequences):

@@ -54,6 +54,7 @@ class Scheduler:
         self._queue = FairQueue()
         self._awaiting_prefix: dict[Sequence, list[Sequence]] = {}  # by first sample: those that wait for its prefix
         self._siblings: dict[str, Sequence] = {}
+        self._refused = False  # sequences wait that could not be admitted in the last turn
 
     @property
     def max_num_seqs(self) -> int:
@@ -67,6 +68,13 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._queue) + sum(map(len, self._awaiting_prefix.values()))
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next turn could start a sequence that waits: none did last time, unless something changed since."""
+        if not self._refused and len(self._queue):
+            return True
+        return any(first.cached >= first.prompt_len for first in self._awaiting_prefix)
 
     @property
     def has_work(self) -> bool:
@@ -86,6 +94,7 @@ class Scheduler:
             self.check_queue(1)
         assert self.pages.pages_for(seq.prompt_len + seq.request.max_tokens) <= self.pages.count, "checked before queueing"
         seq.order = (seq.request.priority, next(self._arrivals))
+        self._refused = False
         first = self._siblings.get(seq.request.id)
         if seq.request.index == 0:
             self._siblings[seq.request.id] = seq
@@ -114,6 +123,7 @@ class Scheduler:
             else:
                 readers.append(seq)
         started = [] if stopped or not len(self._queue) else self._admit(stopped)
+        self._refused = not stopped
         readers = [seq for seq in (*readers, *started) if seq not in stopped]
         if readers:
             self._read_prompts(readers, batch, stopped)
@@ -152,6 +162,7 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> bool:
         """Remove a finished sequence and release its pages. Returns whether it was running."""
+        self._refused = False
         self._queue_siblings(seq)
         if self._siblings.get(seq.request.id) is seq:
             del self._siblings[seq.request.id]

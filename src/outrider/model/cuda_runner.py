@@ -16,24 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.core import Batch, Drafts, Scores
+from outrider.core import Batch, Computed, Drafts, InFlight, PendingDrafts, Scores, Tree
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
-from outrider.model.cuda_decode import MAX_OVERLAP_ROWS, DecodeRounds
-from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, Graph, GraphInputs, bucket, noise_key
+from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
+from outrider.model.cuda_rounds import DecodeRounds, choose_on_host
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
 from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom, StateSizes
 from outrider.model.decoder import Decoder, Hidden
-from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens
+from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, Verified
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.forwards import device_work
-from outrider.sampling import Row, choose, rows_of
+from outrider.sampling import Row
 
 __all__ = ["CudaOptions", "CudaRunner", "split_feeds"]
 
+_STATES = StateSizes(running=64, borders=32, nodes=256)
 _MAX_CATCH_UP_ROWS = 2048  # rows of text that a draft model has missed
 
 
@@ -49,7 +50,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits that drafters read are copied to the host."""
 
-    overlaps_rounds = separate_prefill = True
+    separate_prefill = True
     drafts_by_temperature = True  # other parameters would cost the launches of a forward for each token
 
     def __init__(
@@ -60,7 +61,7 @@ class CudaRunner(Runner):
         device: str = "cuda",
         options: CudaOptions = CudaOptions(),
         target: CudaRunner | None = None,  # the target it drafts for
-        states: StateSizes = StateSizes(64, 32, 256),  # of recurrent layers, where the model has some
+        states: StateSizes = _STATES,  # of recurrent layers, where the model has some
     ) -> None:
         self.decoder = decoder
         self.device = torch.device(device)
@@ -69,24 +70,22 @@ class CudaRunner(Runner):
         fresh = torch.zeros(MAX_CHAIN_TOKENS + GRAPH_ROWS[-1], dtype=torch.int32, device=device)
         # the future-token buffer: tokens of a draft, then choices of a round
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
-        self._chosen = fresh[MAX_CHAIN_TOKENS:]
+        self.chosen = fresh[MAX_CHAIN_TOKENS:]
         self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens)
         c = decoder.spec
         self.pool = CudaPool(self.cuda.kernels, len(c.kv_layers), pages, self.device)
         self._recurrent = DeviceStates(c.recurrent, page_size, states, self.device) if c.recurrent else None
         if self._recurrent is not None:
-            self.states, self.overlaps_rounds, self.overlaps_drafts = self._recurrent.cache, False, False
+            self.states = self._recurrent.cache
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
         self.stack = self._output = None
         self.options = options
         self._sampling = SamplingMetadata(self.device)
-        self.verifying_roots: list[int] | None = None  # roots of the round in flight, as places among its choices
-        self.chains = Chains(self, target)
-        self._plain = DecodeRounds(self, self._sampling, -1 - MAX_CHAIN_TOKENS)
+        self.drawn: object = None  # stands for the draft that is in the future-token buffer
+        self.chains = Chains(self, target or self)
+        self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
         self.width = -(-(c.context + EXTRA_POSITIONS) // page_size)  # of a page table
-        self._graphs: dict[tuple[int, tuple[int, ...], int], Graph] = {}
-        self._logits: list[Tensor] = []  # double buffer for overlapped rounds; logits of others lie in the graphs' memory
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -102,126 +101,76 @@ class CudaRunner(Runner):
 
     # --- the round -------------------------------------------------------------------------------------------------
 
-    def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
-        """One forward for everyone, and the target's choices with it. Drafts still being drawn are resolved while it runs."""
-        if self._recurrent is None and drafts.ahead is None and not any(tree.tokens for tree in drafts.per_sequence):
-            scores = self._plain.score(batch, taps)
-            if scores is not None:
-                return scores
-        self._plain.drop(batch)
+    def launch(self, batch: Batch, drafts: Drafts | PendingDrafts, taps: tuple[int, ...] = ()) -> InFlight:
+        """One forward for everyone, and the target's choices with it. Rounds of decode rows are in flight when this returns."""
+        if not any(tree.tokens for tree in drafts.per_sequence):
+            in_flight = self.rounds.launch_plain(batch, taps)
+            if in_flight is not None:
+                return in_flight
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
-        if self._recurrent is not None:
-            decoding = decoding and self._graph_rows(laid.feeds, rows) > 0
-        if decoding and rows <= self.options.max_graph_rows:
-            return self._score_decoding(batch, laid, rows, taps, drafts.ahead)
-        if drafts.ahead is not None:
-            drafts.ahead()
-        if decoding:
-            return self._score_by_graphs(batch, laid, taps)
+        groups = _groups(laid.feeds, self.options.max_graph_rows)
+        if not decoding or not all(self.rounds.fits(laid.feeds[group]) for group in groups):
+            self.rounds.last = None
+            return Computed(self._score_prompts(batch, drafts.per_sequence, laid, taps))
+        if rows <= self.options.max_graph_rows:
+            return self.rounds.launch(batch, drafts, laid, taps)
+        return Computed(self._score_by_graphs(batch, drafts, laid, taps))
+
+    def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
+        return self.launch(batch, drafts, taps).wait()
+
+    def _score_prompts(self, batch: Batch, trees: Sequence[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
+        """A round in which somebody reads a prompt."""
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         forward = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(forward.last, wanted_rows) for b, wanted_rows in laid.prompt_rows.items()}
         tapped = None if forward.taps is None else forward.taps[:rows].flatten(1)
         if not laid.wanted:
             self._wait()
             return Scores(torch.empty(0, self.decoder.spec.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
-        logits, choices = self._choose(forward.last, batch, laid)
+        logits, choices = self._choose(forward.last, batch, trees, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
 
-    def _score_by_graphs(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
+    def _score_by_graphs(self, batch: Batch, drafts: Drafts | PendingDrafts, laid: Round, taps: tuple[int, ...]) -> Scores:
         """Several replays with some of the sequences each, where there are more rows than the largest graph has."""
         parts: list[Scores] = []
         choices: list[int] = []
         for group in _groups(laid.feeds, self.options.max_graph_rows):
             first = laid.roots[group.start]
             layout = laid._replace(feeds=laid.feeds[group], roots=[root - first for root in laid.roots[group]])
-            size = sum(1 + len(feed.nodes) for feed in layout.feeds)
-            scores = self._score_decoding(Batch(batch.sequences[group], batch.feeds[group]), layout, size, taps)
+            members = Batch(batch.sequences[group], batch.feeds[group])
+            scores = self.rounds.launch(members, Drafts(drafts.per_sequence[group]), layout, taps).wait()
             scores.logits = scores.logits.clone()  # the next replay overwrites the graph's logits
             parts.append(scores)
             choices += scores.choices or ()
+        self.rounds.last = None
         logits = [scores.logits for scores in parts]
         if len({rows.device for rows in logits}) > 1:
             logits = [rows.cpu() for rows in logits]
         tapped = torch.cat([scores.taps for scores in parts if scores.taps is not None]) if taps else None
         return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
 
-    def _graph_rows(self, feeds: Sequence[Feed], rows: int) -> int:
-        """The rows of a graph that holds so many rows and the replays of recurrent layers; 0 where none does."""
-        need = None if self._recurrent is None else RowRoom.of_feeds(feeds)
-        fitting = (size for size in GRAPH_ROWS if rows <= size and (need is None or RowRoom.of_graph(size).holds(need)))
-        return next(fitting, 0)
-
-    def _score_decoding(
-        self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...], resolve: Callable[[], object] | None = None
-    ) -> Scores:
-        graph = self.round_graph(self._graph_rows(laid.feeds, rows), taps)
-        self._fill(graph.inputs, laid.feeds)
-        host_sequences = self._set_sampling(graph.inputs, batch, laid)
-        graph.start()
-        if resolve is not None:
-            self.verifying_roots = laid.roots
-            try:
-                resolve()  # while the device runs the round
-            finally:
-                self.verifying_roots = None
-        graph.wait()
-        logits, taps_of_all = graph.outputs
-        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay overwrites them
-        choices = graph.host[:rows].tolist()
-        logits = self._choose_on_host(logits[:rows], choices, host_sequences, batch, laid)
-        return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices)
-
-    def _set_sampling(self, inputs: GraphInputs, batch: Batch, laid: Round) -> list[int]:
-        """Set noise and sampling metadata of every wanted row. Returns the sequences that the host must choose for."""
-        self._sampling.begin()
-        host_sequences = []
-        for b, (seq, feed, root) in enumerate(zip(batch.sequences, laid.feeds, laid.roots, strict=True)):
-            if root < 0:
-                continue
-            rows = slice(root, root + 1 + len(feed.nodes))
-            inputs.set_noise(rows, [noise_key(seq.request)])
-            places = self._sampling.add(seq, feed.nodes, feed.parents)
-            if places is None:
-                host_sequences.append(b)
-            elif places:
-                inputs.param_rows[rows] = places
-        self._sampling.send()
-        return host_sequences
-
     @torch.inference_mode()
-    def _choose(self, last: Tensor, batch: Batch, laid: Round) -> tuple[Tensor, list[int]]:
+    def _choose(self, last: Tensor, batch: Batch, trees: Sequence[Tree], laid: Round) -> tuple[Tensor, list[int]]:
         """Logits and choices of a round that runs without a graph."""
         logits = self.cuda.logits(last[laid.wanted])
         inputs = GraphInputs(len(laid.wanted), 1, 1, self.device, 1)
-        inputs.param_rows[:] = -1
-        for seq, feed, root in zip(batch.sequences, laid.feeds, laid.roots, strict=True):
+        for seq, tree, root in zip(batch.sequences, trees, laid.roots, strict=True):
             if root >= 0:
-                segment = Segment(0, len(seq.tokens) - 1, 1, (), feed.parents)
-                inputs.fields[2, root : root + 1 + len(feed.nodes)] = segment.positions()
-        host_sequences = self._set_sampling(inputs, batch, laid)
+                segment = Segment(0, len(seq.tokens) - 1, 1, (), tree.parents)
+                inputs.fields[2, root : root + 1 + len(tree.tokens)] = segment.positions()
+        by_host = self._sampling.fill(inputs, batch, trees, laid.roots)
         inputs.send()
         choices = self._sampling.table.choose(logits, inputs.meta).tolist()
-        return self._choose_on_host(logits, choices, host_sequences, batch, laid), choices
+        return choose_on_host(logits, choices, by_host, batch, trees, laid.roots), choices
 
-    @staticmethod
-    def _choose_on_host(logits: Tensor, choices: list[int], host_sequences: list[int], batch: Batch, laid: Round) -> Tensor:
-        """Choose for the sequences that the device does not support. Returns the logits, on the host where it needs them."""
-        if host_sequences or any(seq.request.params.logprobs is not None for seq in batch.sequences):
-            logits = logits.cpu()
-        for b in host_sequences:
-            rows = rows_of(batch.sequences[b], laid.feeds[b].nodes, laid.feeds[b].parents)
-            first = laid.roots[b]
-            choices[first : first + len(rows)] = choose(logits[first : first + len(rows)], rows)
-        return logits
+    def recurrent_inputs(self, room: RowRoom) -> RecurrentInputs | None:
+        """Inputs of recurrent layers, where the model has some."""
+        return None if self._recurrent is None else RecurrentInputs(self._recurrent, room)
 
-    def fill_round(self, graph: Graph, feeds: Sequence[Feed]) -> None:
-        """Fill a graph with greedy rows."""
-        graph.inputs.temperatures[:] = 0.0
-        self._fill(graph.inputs, feeds)
-
-    def _fill(self, inputs: GraphInputs, feeds: Sequence[Feed]) -> None:
+    def fill(self, inputs: GraphInputs, feeds: Sequence[Feed]) -> None:
         """Fill the inputs of a forward; rows past those of the feeds are padding."""
         size, scratch = self.pool.page_size, self.pool.pages - 1
         tokens: list[int] = []
@@ -249,7 +198,7 @@ class CudaRunner(Runner):
         if inputs.recurrent is not None:
             inputs.recurrent.fill(feeds)
         filled = len(tokens)
-        inputs.needs, inputs.filled = None, 0
+        inputs.filled = 0
         inputs.param_rows[:] = -1
         inputs.fields[:, :filled] = (tokens, sequences, positions, roots, firsts, slots)
         inputs.pad(filled, scratch, size)
@@ -269,9 +218,9 @@ class CudaRunner(Runner):
         order = [*runs, *singles]
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
-        recurrent = None if self._recurrent is None else RecurrentInputs(self._recurrent, RowRoom.of_feeds(feeds))
+        recurrent = self.recurrent_inputs(RowRoom.of_feeds(feeds)) if self._recurrent is not None else None
         inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1, recurrent)
-        self._fill(inputs, [feeds[i] for i in order])
+        self.fill(inputs, [feeds[i] for i in order])
         inputs.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
@@ -328,8 +277,8 @@ class CudaRunner(Runner):
         """Launch draft chains without waiting. The target may read their tokens in the future-token buffer."""
         return self.chains.draw(feeds, rows, lengths)
 
-    def launch_next_draft(self, numbers: Sequence[int]) -> None:
-        self.chains.launch_next_draft(numbers)
+    def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
+        return self.chains.draw_next(verified, rows, lengths)
 
     def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Write the KV of text the model has missed: few rows by a round's graph, many as prompts."""
@@ -338,21 +287,15 @@ class CudaRunner(Runner):
             if rows > self.options.max_graph_rows:
                 self._forward(part, ())
             else:
-                graph = self.round_graph(bucket(rows, GRAPH_ROWS))
-                self.fill_round(graph, part)
-                graph.launch()
+                self.rounds.feed(part)
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
-    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), plain: int = 0, batch: int = 0, length: int = 0) -> None:
-        """Capture the graphs of rounds up to `rows` rows, of overlapped plain rounds up to `plain` rows, and of drafts up to
-        `batch` sequences and `length` tokens.
-        """
+    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> None:
+        """Capture the graphs of rounds up to `rows` rows, and of drafts up to `batch` sequences and `length` tokens."""
         for count in GRAPH_ROWS:
             if rows and count <= bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
-                self.round_graph(count, taps)
-            if plain and not taps and count <= bucket(min(plain, MAX_OVERLAP_ROWS), GRAPH_ROWS):
-                self.round_graph(count, taps, 1)
+                self.rounds.graph(count, taps)
             for tokens in CHAIN_LENGTHS:
                 if batch and count <= bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= bucket(length, CHAIN_LENGTHS):
                     self.chains.graph(count, tokens)
@@ -367,38 +310,7 @@ class CudaRunner(Runner):
 
     def round_seconds(self) -> dict[int, float]:
         """Device seconds of each captured round, by rows."""
-        return {rows: _replay_seconds(graph.launch) for (rows, _, buffer), graph in self._graphs.items() if not buffer}
-
-    def round_graph(self, rows: int, taps: tuple[int, ...] = (), buffer: int = 0) -> Graph:
-        """The graph of a forward and its choices. `rows` is one of GRAPH_ROWS; `buffer` selects half of the double buffer."""
-        key = (rows, taps, buffer)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture_round(rows, taps, buffer)
-        return self._graphs[key]
-
-    def has_graph(self, rows: int, buffer: int) -> bool:
-        return (rows, (), buffer) in self._graphs
-
-    def _capture_round(self, rows: int, taps: tuple[int, ...], buffer: int) -> Graph:
-        recurrent = None if self._recurrent is None else RecurrentInputs(self._recurrent, RowRoom.of_graph(rows))
-        inputs = GraphInputs(rows, rows, self.width, self.device, recurrent=recurrent)
-        if rows <= MAX_OVERLAP_ROWS and not self._logits:  # graphs share memory, so the next launch could overwrite logits in it
-            self._logits = [torch.empty(MAX_OVERLAP_ROWS, len(self.cuda.output), device=self.device) for _ in range(2)]
-        out = self._logits[buffer][:rows] if rows <= MAX_OVERLAP_ROWS else None
-        self._fill(inputs, [])
-        kept: list[Any] = []
-        host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-
-        def work() -> None:
-            inputs.send()
-            outputs = self.cuda.forward(CudaRows(inputs.meta, recurrent=recurrent), self.pool, taps)
-            logits = self.cuda.logits(outputs.last, out)
-            chosen = self._sampling.table.choose(logits, inputs.meta, self._chosen[:rows])
-            host.copy_(chosen, non_blocking=True)
-            kept[:] = [logits, outputs.taps]
-
-        launch = self.capture(f"round of {rows} rows", work)
-        return Graph(inputs, launch, kept, host, torch.cuda.Event() if self.device.type == "cuda" else None)  # type: ignore[no-untyped-call]
+        return {rows: _replay_seconds(graph.replay) for rows, graph in self.rounds.graphs.items()}
 
     def capture(self, name: str, work: Any) -> Any:
         """A callable that repeats the work: a graph's replay, or the work itself where graphs are off."""
@@ -406,7 +318,9 @@ class CudaRunner(Runner):
             return device_work(work)
         begun = perf_counter()
         with torch.inference_mode():
+            future_tokens = self.future_tokens.clone()
             work()  # compiles kernels that are not compiled yet
+            self.future_tokens.copy_(future_tokens)  # the next launch may read those of a round in flight
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory):
@@ -423,7 +337,7 @@ class CudaRunner(Runner):
         that many rows.
         """
         inputs = GraphInputs(rows, rows, self.width, self.device)
-        self._fill(inputs, [])
+        self.fill(inputs, [])
 
         def send_and_work() -> None:
             inputs.send()
@@ -433,7 +347,7 @@ class CudaRunner(Runner):
 
         def run(feeds: Sequence[Feed], sampled: Sequence[Row]) -> None:
             self._wait()  # an earlier call may still copy the host inputs
-            self._fill(inputs, feeds)
+            self.fill(inputs, feeds)
             inputs.temperatures[:] = 0.0
             inputs.set_noise(slice(len(sampled)), sampled)
             replay()

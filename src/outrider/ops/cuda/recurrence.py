@@ -85,7 +85,10 @@ def _input(
     parts, stored, replayed, row, rows, replays, column, place, inside,
     CHANNELS: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a numbered row: of the product, its parts in order, or of a stored one, where they lie at `place`. 0 below row 0."""
+    """Columns of a numbered row: of the product, its parts in order, or of a stored row, where they lie at `place`.
+
+    They are zero below row 0.
+    """
     WIDTH: tl.constexpr = CHANNELS + INNER + 2 * HEADS
     again = (row >= 0) & (row < replays)
     number = tl.load(replayed + row, mask=again, other=0).to(tl.int64)
@@ -105,10 +108,10 @@ def scan(
 ):  # fmt: skip
     """The recurrence along paths of rows, by tiles of BV values of a head. Path p has steps firsts[p] up to firsts[p + 1].
 
-    A step is a pair: twice a row's number, plus one where the row's result is wanted (at its place among rows that are fed); and the
-    state that the memory after it goes to, or -1. A path begins with the memory of state pasts[p], or with zeros where that is -1.
-    Memories are (states, HEADS, HEAD_DIM, KEY_DIM). Keys are tiled (SPLIT, KEPT), so that most of a sum over them stays within a
-    thread.
+    A step is a pair: twice a row's number, plus one where the row's result is wanted (at its place among rows that are fed); and
+    the state that the memory after it goes to, or -1. A path begins with the memory of state pasts[p], or with zeros where that
+    is -1. Memories are (states, HEADS, HEAD_DIM, KEY_DIM). Keys are tiled (SPLIT, KEPT), so that most of a sum over them stays
+    within a thread.
     """
     path = tl.program_id(1)
     TILES: tl.constexpr = (HEAD_DIM + BV - 1) // BV
@@ -183,7 +186,7 @@ def gated_norm(
 def gate_heads(
     mixed, parts, bias, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """What attention gives (rows, WIDTH), in place, times the sigmoid of the product `parts` (PARTS, rows, WIDTH) and its bias."""
+    """What attention gives (rows, WIDTH), in place, times the sigmoid of a product (PARTS, rows, WIDTH) and its bias."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
