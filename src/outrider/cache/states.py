@@ -59,11 +59,15 @@ _NOTHING = Past()
 
 @dataclass(eq=False, repr=False, slots=True)
 class SequenceState:
-    """The recurrent state of one sequence. Rows may go on from where the last forward began, or from its root on."""
+    """The recurrent state of one sequence. Rows may go on from where the last forward began, or from its root on.
+
+    They may also go on from where the one before began, where the last was launched before that one's verdict.
+    """
 
     position: int = 0  # tokens that the past holds
     past: Past = _NOTHING
     pending: Pending | None = None
+    earlier: tuple[int, Past] | None = None  # position and past of the forward before, until its verdict is known
     borders: dict[int, States] | None = None  # by page index: states after the last slot of a page, where they are kept
 
     def at(self, start: int) -> Past | None:
@@ -72,19 +76,20 @@ class SequenceState:
             return self.past
         after = -1 if self.pending is None else start - self.pending.root
         if self.pending is None or after < 0:
-            return None
+            return self.earlier[1] if self.earlier is not None and self.earlier[0] == start else None
         if after == 0:
             return Past(self.pending.before)
         nodes = Past(self.pending.after, self.pending.nodes)
         return nodes.cut(after - 1) if after - 1 <= nodes.rows else None
 
-    def keep(self, start: int, past: Past, pending: Pending) -> None:
-        """Record a forward of rows from `start` on."""
+    def keep(self, start: int, past: Past, pending: Pending, overlaps: bool = False) -> None:
+        """Record a forward of rows from `start` on, which may have been launched before the verdict on the one before."""
+        self.earlier = (self.position, self.past) if overlaps else None
         self.position, self.past, self.pending = start, past, pending
 
     def restart(self) -> None:
         """Forget everything: rows begin at 0."""
-        self.position, self.past, self.pending = 0, _NOTHING, None
+        self.position, self.past, self.pending, self.earlier = 0, _NOTHING, None, None
 
     def accept(self, path: Sequence[int]) -> None:
         """These nodes of the last forward became text, in this order."""

@@ -114,7 +114,7 @@ class DecodeRounds:
         graph, side = self._take(size, taps)
         self._fill_plain(side.inputs, batch, starts, tokens)
         if side.inputs.recurrent is not None:
-            side.inputs.recurrent.fill(feeds)
+            side.inputs.recurrent.fill(feeds, overlaps=bool(batch.future))
         return self._start(graph, side, batch, [Tree([], [], [])] * rows, list(range(rows)))
 
     def launch(self, batch: Batch, drafts: Drafts | PendingDrafts, laid: Round, taps: tuple[int, ...]) -> LaunchedRound:

@@ -63,6 +63,8 @@ class CudaRunner(Runner):
         target: CudaRunner | None = None,  # the target it drafts for
         states: StateSizes = _STATES,  # of recurrent layers, where the model has some
     ) -> None:
+        if target is not None and decoder.spec.recurrent:
+            raise InvalidParameter("model", "a draft model with recurrent layers is not run on a GPU yet; pass another one")
         self.decoder = decoder
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device

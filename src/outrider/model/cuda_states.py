@@ -108,9 +108,8 @@ class RecurrentInputs:
         self._taps, self._steps = taps, steps
         replayed, taps, kept, saved, pasts, firsts, steps = _parts(self._device, shapes)
         self.paths = RowPaths(replayed[0], taps, kept[0], saved[0], pasts[0], firsts[0], steps)
-        if beside is None:
-            by_shape = {shape: RowBuffers.of(shape, room.rows, room.replays, device) for shape in dict.fromkeys(pool.shapes)}
-        self.buffers = [by_shape[shape] for shape in pool.shapes] if beside is None else beside.buffers
+        shared = {shape: RowBuffers.of(shape, room.rows, room.replays, device) for shape in set(pool.shapes) if beside is None}
+        self.buffers = [shared[shape] for shape in pool.shapes] if beside is None else beside.buffers
         self.fill([])
 
     def other_side(self) -> RecurrentInputs:
@@ -124,8 +123,11 @@ class RecurrentInputs:
         """The pool of a recurrent layer, and its buffers."""
         return self._pool.layers[number], self.buffers[number]
 
-    def fill(self, feeds: Sequence[Feed]) -> None:
-        """Lay out the rows of feeds, and record in their sequences what the forward will leave there."""
+    def fill(self, feeds: Sequence[Feed], overlaps: bool = False) -> None:
+        """Lay out the rows of feeds, and record in their sequences what the forward will leave there.
+
+        With `overlaps` it is launched before the verdict on the forward before.
+        """
         laid = lay_out_lanes(feeds, list(map(_open, feeds)))
         for part in (self._replayed, self._taps, self._kept, self._saved, self._pasts):  # rows that are padding read nothing
             part.fill(_NOWHERE)
@@ -136,7 +138,7 @@ class RecurrentInputs:
         firsts = [0]
         for feed, lane in zip(feeds, laid.lanes, strict=True):
             past = lane.past.states[0].number if lane.past.states else _NOWHERE
-            places, unseen = {} if feed.state is None else self._keep(lane, laid.first), {*lane.tokens, *lane.nodes}
+            places, unseen = {} if feed.state is None else self._keep(lane, laid.first, overlaps), {*lane.tokens, *lane.nodes}
             for path in _lane_paths(feed, lane):
                 self._pasts[len(firsts) - 1] = past
                 for row in path:  # a row that several paths share has its result, and leaves its state, in the first of them
@@ -165,7 +167,7 @@ class RecurrentInputs:
         if len(taps) > laid.first:
             self._taps[self.room.replays :][: len(taps) - laid.first] = taps[laid.first :]
 
-    def _keep(self, lane: Lane, first: int) -> dict[int, int]:
+    def _keep(self, lane: Lane, first: int, overlaps: bool) -> dict[int, int]:
         """Record in a sequence what the forward leaves there. Returns the places of states, by the rows they follow."""
         pool, state = self._pool, lane.state
         nodes = pool.take_nodes(len(lane.nodes))
@@ -180,7 +182,7 @@ class RecurrentInputs:
         borders = self._keep_borders(lane, kept)
         before = (kept[lane.tokens[-2]],) if len(lane.tokens) > 1 else ()  # a lone token is fed again from where it began
         after, root = (kept[lane.tokens[-1]],), lane.start + len(lane.tokens) - 1
-        state.keep(lane.start, lane.past, Pending(root, before, after, [nodes] if nodes else []))
+        state.keep(lane.start, lane.past, Pending(root, before, after, [nodes] if nodes else []), overlaps)
         if state.borders is not None:
             state.borders |= borders
             for page in list(state.borders)[:-_BORDERS]:
