@@ -90,7 +90,8 @@ class Hybrid:
         count, rounds = batch * (tokens - 1), max(writer.seq.stats.rounds for writer in writers) - 1
         return {
             "tok_s": count / (last - first), "round_ms": (last - first) / rounds * 1e3,
-            "tokens_per_round": count / batch / rounds, "first_s": first - begun, "right": right, "fault": writers[0].seq.stats.fallback_reason,
+            "tokens_per_round": count / batch / rounds, "first_s": first - begun, "right": right,
+            "fault": writers[0].seq.stats.fallback_reason,
         }  # fmt: skip
 
     def replay_ms(self, rows: int, context: int) -> float:
