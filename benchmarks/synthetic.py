@@ -202,9 +202,10 @@ class Synthetic:
         share = rows // batch
         pages = [list(range(b * 8, b * 8 + 8)) for b in range(batch)]
         feeds = [Feed(pages[b], context, [5], [7] * (share - 1), list(range(-1, share - 2))) for b in range(batch)]
-        graph = self.target.round_graph(rows)
-        self.target.fill_round(graph, feeds)
-        return _timed(graph.launch, 20)
+        graph = self.target.rounds.graph(rows)
+        self.target.fill(graph.sides[0].inputs, feeds)
+        graph.sides[0].inputs.send()
+        return _timed(graph.replay, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""

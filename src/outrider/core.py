@@ -233,10 +233,10 @@ class Needs:
 
     taps: tuple[int, ...] = ()  # layers whose input hidden rows it reads
     scores: bool = False  # reads logits of every node, rejected ones too
-    overlaps: bool = False  # can draft on the device while the round before is in flight: draft.protocol.Overlapping
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
     follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
     keeps: bool = False  # keeps texts of finished requests: draft.protocol.Keeper
+    overlaps: bool = False  # can draft on the device while the round before is in flight: draft.protocol.Overlapping
 
 
 class Arm(NamedTuple):
@@ -393,7 +393,8 @@ class Drafts:
         return [tree.survival for tree in self.per_sequence]
 
 
-class FutureTokens(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FutureTokens:
     """Tokens that a device has chosen or drawn and the host has not read: places in the runner's future-token buffer.
 
     A forward reads such a token from the buffer. Where token ids stand, -1 - i names place i.

@@ -54,34 +54,29 @@ class GuardedDrafter:
             return empty
         if not any(plan.lengths):
             return empty
-        return self._checked(lambda: self.drafter.propose(batch, plan), batch, plan) or empty
+
+        def draw() -> Drafts | PendingDrafts:
+            drafts = self.drafter.propose(batch, plan)
+            return drafts if isinstance(drafts, PendingDrafts) else self._checked(drafts, plan)
+
+        return self._call(_planned(batch, plan), "propose", draw) or empty
 
     def propose_next(self, batch: Batch, plan: Plan) -> PendingDrafts | None:
         """Drafts for the round after the one in flight; None where the drafter cannot tell or failed."""
+        if not self.drafter.needs.overlaps:
+            return None
         overlapping = cast(Overlapping, self.drafter)
-        drafts = self._checked(lambda: overlapping.propose_next(batch, plan), batch, plan)
-        assert not isinstance(drafts, Drafts)
-        return drafts
+        return self._call(_planned(batch, plan), "propose", lambda: overlapping.propose_next(batch, plan))
 
     def resolve(self, drafts: PendingDrafts, batch: Batch, plan: Plan) -> Drafts:
         """Wait for drafts that were still on the device, and check them."""
-        resolved = self._checked(drafts.resolve, batch, plan)
-        assert not isinstance(resolved, PendingDrafts)
+        resolved = self._call(_planned(batch, plan), "propose", lambda: self._checked(drafts.resolve(), plan))
         return resolved or Drafts.empty(len(batch.sequences))
 
-    def _checked(
-        self, draw: Callable[[], Drafts | PendingDrafts | None], batch: Batch, plan: Plan
-    ) -> Drafts | PendingDrafts | None:
-        def check() -> Drafts | PendingDrafts | None:
-            drafts = draw()
-            if drafts is None or isinstance(drafts, PendingDrafts):
-                return drafts
-            checked = check_drafts(check_kind(drafts), plan, self._vocab)
-            self._faults, self._pause = 0, _FIRST_PAUSE
-            return checked
-
-        planned = [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
-        return self._call(planned, "propose", check)
+    def _checked(self, drafts: Drafts, plan: Plan) -> Drafts:
+        checked = check_drafts(check_kind(drafts), plan, self._vocab)
+        self._faults, self._pause = 0, _FIRST_PAUSE
+        return checked
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         if any(seq.request.speculate and seq.stats.fallback_reason is None for seq in batch.sequences):
@@ -126,6 +121,11 @@ class GuardedDrafter:
             _log.warning(
                 "the drafter failed %d times in a row and rests for %d rounds (%s)", _MAX_FAULTS, self._pause_left, reason
             )
+
+
+def _planned(batch: Batch, plan: Plan) -> list[Generation]:
+    """The sequences that may draft."""
+    return [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
 
 
 def _set_aside(sequences: Sequence[Generation], reason: str) -> None:

@@ -42,7 +42,8 @@ class GraphInputs:
         shapes = ((rows, 2), (_SECTIONS, rows), (sequences, width), (rows, depth), (sequences, 1))
         words = sum(map(math.prod, shapes))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(words, dtype=torch.int32, device=device) if beside is None else beside._device
+        fresh = torch.zeros(words if beside is None else 0, dtype=torch.int32, device=device)
+        self._device: Tensor = fresh if beside is None else beside._device
         prefixes, sections, self.table, self.ancestors, self.starts = (part.numpy() for part in _parts(self._host, shapes))
         self.prefixes = prefixes.reshape(-1).view(np.uint64)
         self.temperatures = sections[0].view(np.float32)

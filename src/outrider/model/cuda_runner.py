@@ -21,11 +21,13 @@ from outrider.errors import InvalidParameter
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
 from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
+from outrider.model.cuda_logits import RowLogits, choose_in_parts
 from outrider.model.cuda_rounds import DecodeRounds, choose_on_host
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
 from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom, StateSizes
 from outrider.model.decoder import Decoder, Hidden
+from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, Verified
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
@@ -45,6 +47,7 @@ class CudaOptions:
     exact: bool = True  # False: cuBLAS and the fastest attention, without row invariance
     graphs: bool = True
     max_graph_rows: int = 256
+    placement: Placement | None = None  # of weights that are streamed from host memory
 
 
 class CudaRunner(Runner):
@@ -73,7 +76,7 @@ class CudaRunner(Runner):
         # the future-token buffer: tokens of a draft, then choices of a round
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
         self.chosen = fresh[MAX_CHAIN_TOKENS:]
-        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens)
+        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens, options.placement)
         c = decoder.spec
         self.pool = CudaPool(self.cuda.kernels, len(c.kv_layers), pages, self.device)
         self._recurrent = DeviceStates(c.recurrent, page_size, states, self.device) if c.recurrent else None
@@ -91,6 +94,9 @@ class CudaRunner(Runner):
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self.cuda.close()
 
     @property
     def weight_bytes(self) -> int:
@@ -113,18 +119,19 @@ class CudaRunner(Runner):
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
         groups = _groups(laid.feeds, self.options.max_graph_rows)
-        if not decoding or not all(self.rounds.fits(laid.feeds[group]) for group in groups):
-            self.rounds.last = None
-            return Computed(self._score_prompts(batch, drafts.per_sequence, laid, taps))
-        if rows <= self.options.max_graph_rows:
+        decoding = decoding and all(self.rounds.fits(laid.feeds[group]) for group in groups)
+        if decoding and rows <= self.options.max_graph_rows:
             return self.rounds.launch(batch, drafts, laid, taps)
-        return Computed(self._score_by_graphs(batch, drafts, laid, taps))
+        self.rounds.last = None
+        if decoding and (self.cuda.streaming is None or rows > MAX_PASS_ROWS):
+            return Computed(self._score_by_parts(batch, drafts.per_sequence, laid, taps))
+        return Computed(self._score_eagerly(batch, drafts.per_sequence, laid, taps))
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         return self.launch(batch, drafts, taps).wait()
 
-    def _score_prompts(self, batch: Batch, trees: Sequence[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
-        """A round in which somebody reads a prompt."""
+    def _score_eagerly(self, batch: Batch, trees: list[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
+        """A round without a graph: one pass over the weights, however many rows it has."""
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         forward = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(forward.last, wanted_rows) for b, wanted_rows in laid.prompt_rows.items()}
@@ -135,15 +142,20 @@ class CudaRunner(Runner):
         logits, choices = self._choose(forward.last, batch, trees, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
 
-    def _score_by_graphs(self, batch: Batch, drafts: Drafts | PendingDrafts, laid: Round, taps: tuple[int, ...]) -> Scores:
-        """Several replays with some of the sequences each, where there are more rows than the largest graph has."""
+    def _score_by_parts(self, batch: Batch, trees: list[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
+        """Some of the sequences after the others, where there are more rows than the largest graph or one pass takes."""
         parts: list[Scores] = []
         choices: list[int] = []
-        for group in _groups(laid.feeds, self.options.max_graph_rows):
+        streams = self.cuda.streaming is not None
+        for group in _groups(laid.feeds, MAX_PASS_ROWS if streams else self.options.max_graph_rows):
             first = laid.roots[group.start]
             layout = laid._replace(feeds=laid.feeds[group], roots=[root - first for root in laid.roots[group]])
-            members = Batch(batch.sequences[group], batch.feeds[group])
-            scores = self.rounds.launch(members, Drafts(drafts.per_sequence[group]), layout, taps).wait()
+            size, some = sum(1 + len(feed.nodes) for feed in layout.feeds), Batch(batch.sequences[group], batch.feeds[group])
+            if streams:
+                layout = layout._replace(wanted=list(range(size)))
+                scores = self._score_eagerly(some, trees[group], layout, taps)
+            else:
+                scores = self.rounds.launch(some, Drafts(trees[group]), layout, taps).wait()
             scores.logits = scores.logits.clone()  # the next replay overwrites the graph's logits
             parts.append(scores)
             choices += scores.choices or ()
@@ -157,7 +169,7 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def _choose(self, last: Tensor, batch: Batch, trees: Sequence[Tree], laid: Round) -> tuple[Tensor, list[int]]:
         """Logits and choices of a round that runs without a graph."""
-        logits = self.cuda.logits(last[laid.wanted])
+        last = last[laid.wanted]
         inputs = GraphInputs(len(laid.wanted), 1, 1, self.device, 1)
         for seq, tree, root in zip(batch.sequences, trees, laid.roots, strict=True):
             if root >= 0:
@@ -165,7 +177,12 @@ class CudaRunner(Runner):
                 inputs.fields[2, root : root + 1 + len(tree.tokens)] = segment.positions()
         by_host = self._sampling.fill(inputs, batch, trees, laid.roots)
         inputs.send()
-        choices = self._sampling.table.choose(logits, inputs.meta).tolist()
+        if self.cuda.streaming is not None and len(last) > LOGIT_ROWS:
+            logits: Tensor = RowLogits(self.cuda, last)  # type: ignore[assignment]
+            choices = choose_in_parts(self.cuda, last, inputs.meta, self._sampling.table)
+        else:
+            logits = self.cuda.logits(last)
+            choices = self._sampling.table.choose(logits, inputs.meta).tolist()
         return choose_on_host(logits, choices, by_host, batch, trees, laid.roots), choices
 
     def recurrent_inputs(self, room: RowRoom) -> RecurrentInputs | None:
@@ -220,7 +237,7 @@ class CudaRunner(Runner):
         order = [*runs, *singles]
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
-        recurrent = self.recurrent_inputs(RowRoom.of_feeds(feeds)) if self._recurrent is not None else None
+        recurrent = self.recurrent_inputs(RowRoom.of_feeds(feeds)) if self.decoder.spec.recurrent else None
         inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1, recurrent)
         self.fill(inputs, [feeds[i] for i in order])
         inputs.send()
@@ -252,7 +269,8 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V), on the host."""
-        return self.cuda.logits(last[list(rows)]).cpu()
+        parts = [self.cuda.logits(part).cpu() for part in torch.split(last[list(rows)], LOGIT_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def run(self, *_: Any, **__: Any) -> Hidden:
         raise InvalidParameter("method", "early exit runs some of the target's layers, which the GPU path does not do yet")
@@ -296,7 +314,7 @@ class CudaRunner(Runner):
     def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> None:
         """Capture the graphs of rounds up to `rows` rows, and of drafts up to `batch` sequences and `length` tokens."""
         for count in GRAPH_ROWS:
-            if rows and count <= bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
+            if rows and count <= bucket(min(rows, self.options.max_graph_rows), GRAPH_ROWS):
                 self.rounds.graph(count, taps)
             for tokens in CHAIN_LENGTHS:
                 if batch and count <= bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= bucket(length, CHAIN_LENGTHS):
@@ -325,12 +343,14 @@ class CudaRunner(Runner):
             self.future_tokens.copy_(future_tokens)  # the next launch may read those of a round in flight
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
+            passes = self.cuda.passes
             with torch.cuda.graph(graph, pool=self._memory):
                 work()
+            replay = self.cuda.around(graph.replay, self.cuda.passes - passes)
         self._memory = self._memory or graph.pool()
         torch.cuda.synchronize()
         self.capture_seconds[name] = perf_counter() - begun
-        return device_work(graph.replay)
+        return device_work(replay)
 
     def capture_rows(
         self, name: str, rows: int, work: Callable[[AttentionMetadata], None]

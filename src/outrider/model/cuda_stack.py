@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,9 @@ from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
 from outrider.model.backends import CUDA
 from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
+from outrider.model.cuda_streaming import WeightStream
 from outrider.model.decoder import Decoder, RopeTable, finished_logits
+from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
 from outrider.ops.cuda.launch import Kernels, Shape
 
@@ -58,20 +61,36 @@ class CudaStack:
     """Layers over paged KV. With `exact` all products use the row-invariant kernels, otherwise cuBLAS."""
 
     def __init__(
-        self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, future_tokens: Tensor | None = None
+        self,
+        decoder: Decoder,
+        page_size: int,
+        device: torch.device,
+        exact: bool = True,
+        future_tokens: Tensor | None = None,
+        placement: Placement | None = None,  # of weights that are streamed; None: all lie on the device
     ) -> None:
         s = self.spec = decoder.spec
         if s.dtype not in _DTYPES:
             raise InvalidParameter("dtype", f"{s.dtype} weights run on the processor alone; pass dtype=bfloat16 or device=cpu")
         self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES[s.dtype], future_tokens, exact)
         self.device, self.dtype = device, self.kernels.dtype
+        self.streaming = None if placement is None else WeightStream(placement, device)
+        try:
+            self._load(decoder)
+        except BaseException:  # Ctrl-C too leaves no pinned memory behind
+            self.close()
+            raise
+
+    def _load(self, decoder: Decoder) -> None:
+        s, device = self.spec, self.device
         tables = {rope: turns_of(RopeTable(rope, s.head_dim, s.context + EXTRA_POSITIONS), device) for rope in s.ropes}
         ropes = [layer.attention.rope for layer in s.layers]
-        self.layers = [
-            CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope])
-            for layer, rope in zip(decoder.read_layers(), ropes, strict=True)
-        ]
-        self.embedding = self._take(decoder.weight("embedding"))
+        self.layers: list[CudaLayer] = []
+        for i, (layer, rope) in enumerate(zip(decoder.read_layers(), ropes, strict=True)):
+            self.layers.append(CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope]))
+            if self.streaming is not None:
+                self.streaming.take(i, self.layers[i])
+        self.embedding = self._embedding(decoder.weight("embedding"))
         self.output = self.embedding if decoder.output is None else self._take(decoder.weight("output"))
         self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
         norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
@@ -79,6 +98,27 @@ class CudaStack:
         self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer
         table = decoder.positions
         self._learned = None if s.positions is None or table is None else (self._take(table), s.positions.offset)
+        if self.streaming is not None:
+            self.streaming.open()
+
+    def close(self) -> None:
+        """Give pinned host memory back."""
+        if self.streaming is not None:
+            self.streaming.close()
+
+    @property
+    def passes(self) -> int:
+        """Forwards over streamed weights so far, launched or captured."""
+        return 0 if self.streaming is None else self.streaming.passes
+
+    def around(self, replay: Callable[[], None], passes: int) -> Callable[[], None]:
+        """A replay of a graph in which so many forwards were captured."""
+        return replay if self.streaming is None else self.streaming.around(replay, passes)
+
+    def _embedding(self, weight: Tensor) -> Tensor:
+        if self.streaming is None or not self.streaming.placement.embedding_on_host:
+            return self._take(weight)
+        return self.streaming.take_embedding(weight.detach().to(self.dtype))
 
     def _take(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self.device, self.dtype).contiguous()
@@ -95,7 +135,8 @@ class CudaStack:
         scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
         stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)
         kept: dict[int, Tensor] = {}
-        for i, (layer, after) in enumerate(zip(self.layers, self._afters, strict=True)):
+        layers = self.layers if self.streaming is None else self.streaming.run(self.layers)
+        for i, (layer, after) in enumerate(zip(layers, self._afters, strict=True)):
             if i in taps:
                 kept[i] = stream.clone()
             place = self._kv_place.get(i)

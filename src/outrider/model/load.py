@@ -46,6 +46,7 @@ __all__ = [
     "save_decoder",
     "served_dtype",
     "usable_ids",
+    "weight_bytes",
     "write_config",
 ]
 
@@ -227,6 +228,14 @@ def served_dtype(requested: str, stored: str) -> str:
     if requested == "auto":
         return "float32" if stored == "float64" else stored if stored in DTYPES else "bfloat16"  # float16 runs as bfloat16
     return checks.choice("dtype", requested, ("auto", *_SERVED))
+
+
+def weight_bytes(directory: Path, options: LoadOptions) -> int:
+    """Bytes that the weights of a model take at least."""
+    stored = read_spec(directory)
+    config = replace(stored, dtype=served_dtype(options.dtype, stored.dtype))
+    held = torch.float32 if options.widen else DTYPES.get(config.dtype, torch.float32)
+    return _weight_bytes(directory, config, held, options.dtype == "auto")
 
 
 def _weight_bytes(directory: Path, config: ModelSpec, held: torch.dtype, as_stored: bool) -> int:

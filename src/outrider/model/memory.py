@@ -7,6 +7,7 @@ from typing import NamedTuple
 from outrider.cache import KVPool
 from outrider.config import EngineConfig
 from outrider.errors import InvalidParameter
+from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
 
 __all__ = ["MemoryPlan", "kv_pool", "plan_memory", "sequence_bytes", "token_bytes"]
@@ -21,6 +22,7 @@ class MemoryPlan(NamedTuple):
 
     pages: int
     states: int = 0  # at the ends of pages
+    placement: Placement | None = None  # of weights that a GPU streams from host memory; None: all lie where they are used
 
 
 def token_bytes(spec: ModelSpec, value_bytes: int = 4) -> int:

@@ -119,8 +119,9 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The stream (N, hidden) float32 of every row, and its norm. `learned` are position embeddings and their offset."""
         rows, width = len(meta.tokens), embedding.shape[1]
-        stream = torch.empty(rows, width, device=embedding.device)
-        read = torch.empty(rows, width, device=embedding.device, dtype=self.dtype)
+        device = meta.tokens.device  # the embedding may lie in pinned host memory
+        stream = torch.empty(rows, width, device=device)
+        read = torch.empty(rows, width, device=device, dtype=self.dtype)
         future_tokens = meta.tokens if self._future_tokens is None else self._future_tokens
         table, offset = learned or (embedding, 0)
         weight, bias, eps, form = _norm_arguments(norm, stream)
