@@ -30,6 +30,7 @@ from outrider.draft.none import NoDrafter
 from outrider.engine.engine import Engine
 from outrider.heads import MTP, Borrowed, EagleConfig, EagleHead
 from outrider.model import Feed
+from outrider.model.memory import StateSizes
 from outrider.options import numbers
 from outrider.sampling import SamplingParams
 
@@ -42,7 +43,6 @@ class Hybrid:
 
     def __init__(self, agreement: float, context: int, sequences: int) -> None:
         from outrider.model.cuda_runner import CudaRunner
-        from outrider.model.cuda_states import StateSizes
 
         spec = replace(SHAPES["qwen3.5-4b"], context=context)
         self.sequences = sequences

@@ -20,6 +20,7 @@ from outrider.engine import engine as rounds
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, Feed
+from outrider.model.memory import StateSizes
 from outrider.sampling import SamplingParams
 from tests.support import NoDrafter, Oracle, make_request, run
 from tests.support.engines import assert_same_bits, run_recorded
@@ -40,7 +41,6 @@ def small_decoder() -> Decoder:
 
 def engine_of(drafter: Drafter, length: int, pages: int = 60, batch: int = 4, states: int = 12, chunk: int = 40) -> Engine:
     from outrider.model.cuda_runner import CudaOptions, CudaRunner
-    from outrider.model.cuda_states import StateSizes
 
     sizes = StateSizes(4 * batch + 2, states, 16 * batch)
     runner = CudaRunner(small_decoder(), pages + 1, SIZE, DEVICE, CudaOptions(graphs=ON_GPU), None, sizes)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.cache import SequenceState
 from outrider.model import Feed
+from outrider.model.memory import StateSizes
 from outrider.model.recurrence import Mixer
 from outrider.model.recurrent import Recurrent
 from outrider.model.recurrent_rows import RecurrentRows
@@ -41,7 +42,7 @@ class OnDevice:
 
     def __init__(self, spec: Recurrent = SPEC, parts: int = 1) -> None:
         from outrider.model.cuda_recurrent import CudaRecurrent
-        from outrider.model.cuda_states import DeviceStates, StateSizes
+        from outrider.model.cuda_states import DeviceStates
         from outrider.model.cuda_weights import Upload
 
         mixer = random_mixer(spec)

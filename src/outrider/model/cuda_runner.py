@@ -25,8 +25,9 @@ from outrider.model.cuda_logits import RowLogits, choose_in_parts
 from outrider.model.cuda_rounds import DecodeRounds, choose_on_host
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
-from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom, StateSizes
+from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom
 from outrider.model.decoder import Decoder, Hidden
+from outrider.model.memory import StateSizes
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, Verified
 from outrider.ops import Segment, serving_ops

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache import Past, Pending, Place, Places, SequenceState, StateCache, StoredRows
+from outrider.model.memory import StateSizes
 from outrider.model.recurrent import Recurrent
 from outrider.model.recurrent_rows import LaidLanes, Lane, lay_out_lanes, open_lane
 from outrider.ops.cuda.recurrence_launch import DeltaShape, DeltaState, RowBuffers, RowPaths
@@ -22,18 +23,10 @@ from outrider.ops.cuda.recurrence_launch import DeltaShape, DeltaState, RowBuffe
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
 
-__all__ = ["DeviceStates", "RecurrentInputs", "RowRoom", "StateSizes", "delta_shape"]
+__all__ = ["DeviceStates", "RecurrentInputs", "RowRoom", "delta_shape"]
 
 _BORDERS = 8  # states at the ends of pages that one sequence leaves in a forward
 _NOWHERE = -1
-
-
-class StateSizes(NamedTuple):
-    """How much a pool holds."""
-
-    running: int  # states of sequences that run
-    borders: int  # states at the ends of pages
-    nodes: int  # inputs of draft nodes
 
 
 class RowRoom(NamedTuple):

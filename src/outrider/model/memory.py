@@ -10,11 +10,26 @@ from outrider.errors import InvalidParameter
 from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
 
-__all__ = ["MemoryPlan", "kv_pool", "plan_memory", "sequence_bytes", "token_bytes"]
+__all__ = ["MemoryPlan", "StateSizes", "border_states", "kv_pool", "plan_memory", "plan_states", "sequence_bytes", "token_bytes"]
 
 # States that a running sequence has at most: where its last forward began, on either side of that forward's root, and a new one.
 _PER_SEQUENCE, _NODES = 4, 16  # and the inputs of so many draft nodes
 _BORDER_SHARE = 4  # of what running sequences leave, one part in so many is for states at the ends of pages
+
+
+_MIN_NODES = 256  # of a GPU's pool
+
+
+class StateSizes(NamedTuple):
+    """How many recurrent states and inputs of draft nodes the pool of a GPU holds."""
+
+    running: int = 0  # states of sequences that run
+    borders: int = 0  # states at the ends of pages
+    nodes: int = 0
+
+    def bytes(self, spec: ModelSpec) -> int:
+        kept = sum(recurrent.width - recurrent.inner for recurrent in spec.recurrent)  # a replay needs no gate
+        return (self.running + self.borders) * spec.state_bytes + self.nodes * 4 * kept
 
 
 class MemoryPlan(NamedTuple):
@@ -22,6 +37,7 @@ class MemoryPlan(NamedTuple):
 
     pages: int
     states: int = 0  # at the ends of pages
+    pool: StateSizes = StateSizes()  # of recurrent states on a GPU
     placement: Placement | None = None  # of weights that a GPU streams from host memory; None: all lie where they are used
 
 
@@ -35,6 +51,22 @@ def sequence_bytes(spec: ModelSpec) -> int:
     return _PER_SEQUENCE * spec.state_bytes + _NODES * 4 * sum(recurrent.width for recurrent in spec.recurrent)
 
 
+def plan_states(spec: ModelSpec, sizes: EngineConfig) -> StateSizes:
+    """The pool that running sequences need on a GPU, without states at the ends of pages."""
+    if not spec.recurrent:
+        return StateSizes()
+    return StateSizes(_PER_SEQUENCE * sizes.max_num_seqs + 2, 0, max(_NODES * sizes.max_num_seqs, _MIN_NODES))
+
+
+def border_states(spec: ModelSpec, sizes: EngineConfig, left: int) -> int:
+    """How many states at the ends of pages a number of bytes is to hold beside those pages."""
+    assert sizes.max_model_len is not None
+    if not spec.recurrent or not sizes.prefix_cache:
+        return 0
+    wanted = sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size)
+    return min(wanted, max(left, 0) // _BORDER_SHARE // spec.state_bytes)
+
+
 def kv_pool(spec: ModelSpec, pages: int, page_size: int) -> KVPool:
     """Empty KV memory of a model."""
     return KVPool(len(spec.kv_layers), pages, spec.kv_heads, page_size, spec.head_dim)
@@ -46,9 +78,8 @@ def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: 
     wanted = sizes.max_num_seqs * -(-sizes.max_model_len // sizes.page_size)
     page_bytes = sizes.page_size * token_bytes(spec, value_bytes)
     running = sizes.max_num_seqs * sequence_bytes(spec)
-    left, states = budget - running, 0
-    if spec.recurrent and sizes.prefix_cache:
-        states = min(wanted, max(left, 0) // _BORDER_SHARE // spec.state_bytes)
+    left = budget - running
+    states = border_states(spec, sizes, left)
     pages = min(wanted, (left - states * spec.state_bytes) // page_bytes)
     if pages < 1 and running:
         raise InvalidParameter(
