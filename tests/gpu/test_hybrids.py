@@ -81,15 +81,16 @@ def test_drafts_prefixes_and_preemption_change_no_bit() -> None:
 def test_a_prefix_is_found_at_page_borders_alone() -> None:
     engine, params = engine_of(NoDrafter(), 0), SamplingParams(temperature=0.0, max_tokens=2)
     text = [i * 7 % 90 for i in range(50)]
-    for tokens, hits in ((text, 0), ([*text, 3], 48), (text[:37], 32), ([*text[:44], 5, 6, 7], 32)):
+    texts = ((text, 0), ([*text, 3], 48), (text[:37], 32), ([*text[:44], 5, 6, 7], 32))
+    for tokens, hits in texts if ON_GPU else (texts[0], texts[3]):
         request = make_request(tokens, params, f"{len(tokens)}")
         writer = run(engine, [request])[0]
         assert writer.cached_tokens == hits
         assert writer.seq.tokens == run(engine_of(NoDrafter(), 0, states=0), [request])[0].seq.tokens
 
 
-@pytest.mark.parametrize("failing", [1, 3, 4] if ON_GPU else [3])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("failing", [1, 2, 4] if ON_GPU else [2])
+@pytest.mark.parametrize("late", [False, True] if ON_GPU else [True])
 def test_a_round_that_fails_or_gives_nothing_is_run_again(monkeypatch: pytest.MonkeyPatch, failing: int, late: bool) -> None:
     request = requests_of(2)[1]
     want = run(engine_of(NoDrafter(), 0), [request])[0].seq.tokens

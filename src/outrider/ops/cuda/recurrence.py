@@ -119,12 +119,13 @@ def scan(
     first = tl.load(firsts + path)
     last = tl.load(firsts + path + 1)
     if first < last:
-        k = tl.arange(0, SPLIT)[:, None, None] * KEPT + tl.arange(0, KEPT)[None, None, :]
-        k = tl.broadcast_to(k, (SPLIT, BV, KEPT))  # loads of keys have the memory's layout, and are not moved between threads
+        # values first: the compiler then gives a thread all SPLIT keys, and four threads the KEPT ones beside each other
+        k = tl.arange(0, SPLIT)[None, :, None] * KEPT + tl.arange(0, KEPT)[None, None, :]
+        k = tl.broadcast_to(k, (BV, SPLIT, KEPT))  # loads of keys have the memory's layout, and are not moved between threads
         v = tl.program_id(0) % TILES * BV + tl.arange(0, BV)
         in_k, in_v = k < KEY_DIM, v < HEAD_DIM
-        at = head * (HEAD_DIM * KEY_DIM) + v[None, :, None] * KEY_DIM + k
-        inside = in_k & in_v[None, :, None]
+        at = head * (HEAD_DIM * KEY_DIM) + v[:, None, None] * KEY_DIM + k
+        inside = in_k & in_v[:, None, None]
         key_at = head // (HEADS // KEY_HEADS) * KEY_DIM + k
         value_at = head * HEAD_DIM + v
         SIZE: tl.constexpr = HEADS * HEAD_DIM * KEY_DIM
@@ -151,10 +152,10 @@ def scan(
             later = tl.load(steps + 2 * (i + 2), mask=i + 2 < last, other=0)
             later_state = tl.load(steps + 2 * (i + 2) + 1, mask=i + 2 < last, other=-1)
             memory = memory * decay
-            added = (value - tl.sum(tl.sum(memory * key, 0), 1)) * share
-            memory = tl.fma(key, tl.broadcast_to(added[None, :, None], key.shape), memory)
+            added = (value - tl.sum(tl.sum(memory * key, 1), 1)) * share
+            memory = tl.fma(key, tl.broadcast_to(added[:, None, None], key.shape), memory)
             if step % 2 == 1:
-                result = tl.sum(tl.sum(memory * query, 0), 1)
+                result = tl.sum(tl.sum(memory * query, 1), 1)
                 tl.store(out + ((step >> 1) - replays).to(tl.int64) * (HEADS * HEAD_DIM) + value_at, result, mask=in_v)
             if state >= 0:
                 tl.store(memories + state.to(tl.int64) * SIZE + at, memory, mask=inside)
