@@ -147,7 +147,7 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
     measured = Costs()
     if device.is_gpu and pages is None:
         length = max(config.draft_tokens if config.method != "none" else 0 for config in speculation.flat())
-        measured = device.warm_up(runner, draft_runners, drafter.needs.taps, target.sizes.max_num_seqs, length)
+        measured = device.warm_up(runner, draft_runners, drafter.needs.taps, target.sizes, length)
     policy, path = _policy(target, speculation, measured)
     engine = Engine(runner, target.tokenizer, drafter, policy, target.sizes, pages, target.adapters)
     return Built(engine, speculation, draft_runners, path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 
@@ -24,7 +26,11 @@ __all__ = ["Device", "Share", "missing_gpu", "share_memory"]
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _GIB = 2**30
-_LONGEST_CHAIN = 12  # captured at start; a longer one is captured when it is first asked for
+_log = logging.getLogger("outrider")
+_START_SECONDS = 8.0  # for capturing graphs before anything is served
+_LEAST_CAPTURES = 2  # one sequence, and the largest round: it must fit
+_MAX_PREFILL = 2048  # rows of a prompt that is run at start
+_LONGEST_CHAIN = 12  # longer ones are captured when they are first asked for
 _STREAMED_GRAPH_ROWS = 64
 _CATCH_UP = 256  # rows in which a draft model reads what it has missed
 _SHARE = 0.9  # of the memory, unless the user says otherwise
@@ -93,23 +99,37 @@ class Device:
             options = CudaOptions(exact=self.exact, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
         return CudaRunner(decoder, memory.pages + 1, page_size, self.name, options, target, memory.pool)
 
-    def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
-        """Capture the graphs of so many sequences and drafted tokens, and time the target's: calibration times the drafts."""
+    def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], sizes: EngineConfig, length: int) -> Costs:
+        """Run the largest rounds, capture graphs, the likeliest first, and time the target's: calibration times the drafts.
+
+        Graphs that are not captured within some seconds are captured when the engine is idle, or when they are needed.
+        """
         from outrider.model.cuda_runner import CudaRunner
 
         assert isinstance(target, CudaRunner)
+        began, batch = perf_counter(), sizes.max_num_seqs
+        first, *later = target.captures(batch * (1 + length), taps)
+        first()
+        target.warm_up_prefill(min(sizes.max_batch_rows, _MAX_PREFILL))
+        for draft in drafts:
+            assert isinstance(draft, CudaRunner)
+            later += draft.captures(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
+            draft.warm_up_prefill(_CATCH_UP)
+        captures = 1
+        while later and (captures < _LEAST_CAPTURES or perf_counter() - began < _START_SECONDS):
+            later.pop(0)()
+            captures += 1
+        target.later.extend(later)
         costs = Costs(target.sizes)
-        target.warm_up(batch * (1 + length), taps)
-        target.warm_up_prefill()
         rounds = target.round_seconds()
         if (max_rows := target.options.max_graph_rows) in rounds:
             rounds |= {turns * max_rows: turns * rounds[max_rows] for turns in (2, 3, 4)}  # more rows take several replays
         for rows, seconds in rounds.items():
             costs.observe_forward(rows, 0, seconds)
-        for draft in drafts:
-            assert isinstance(draft, CudaRunner)
-            draft.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
-            draft.warm_up_prefill()
+        _log.info(
+            "%d graphs captured in %.1f s; %d more will be when nothing runs or when they are needed",
+            captures, perf_counter() - began, len(later),
+        )  # fmt: skip
         return costs
 
     def bus_bandwidth(self) -> float:

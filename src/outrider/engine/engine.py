@@ -7,6 +7,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
+import torch
+
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
 from outrider.control import Load, Policy
@@ -160,6 +162,8 @@ class Engine:
             changed = self._round() if self._profile is None else self._profile.around(self._round)
         except EngineDead:  # no request is to blame, and none can go on
             raise
+        except torch.OutOfMemoryError as error:
+            changed = self._shrink(error)
         except Exception as error:
             changed = self._blame(error)
         else:
@@ -402,6 +406,18 @@ class Engine:
     def _guide(self, request: Request) -> Guide | ReasoningGuide | None:
         structured = request.params.structured
         return None if structured is None else self.grammars.guide(structured, request.stop_ids)
+
+    def _shrink(self, error: torch.OutOfMemoryError) -> list[OutputProcessor]:
+        """A round had no memory. Half of the sequences go on; one that has none alone has failed."""
+        self._restart_if_interrupted()
+        if len(self.scheduler.running) < 2:
+            return self._blame(error)
+        self._following = None
+        self.runner.free_memory()
+        for seq in self.scheduler.shrink():
+            self._end_drafting(seq)
+        _log.warning("a round had no memory; %d sequences go on and the others wait (%s)", len(self.scheduler.running), error)
+        return [processor for processor in self._current if processor.seq not in self._processors]
 
     def _blame(self, error: Exception) -> list[OutputProcessor]:
         """A round raised. Its sequences run again, one at a time; one that makes a round raise alone has failed."""

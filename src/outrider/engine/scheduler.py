@@ -55,6 +55,7 @@ class Scheduler:
         self._awaiting_prefix: dict[Sequence, list[Sequence]] = {}  # by first sample: those that wait for its prefix
         self._siblings: dict[str, Sequence] = {}
         self._refused = False  # sequences wait that could not be admitted in the last turn
+        self._limit = self._config.max_num_seqs  # of running sequences; lower after `shrink`
 
     @property
     def max_num_seqs(self) -> int:
@@ -131,6 +132,14 @@ class Scheduler:
             batch = batch.where(lambda seq, _: seq not in stopped)
         return Turn(batch, started, stopped)
 
+    def shrink(self) -> list[Sequence]:
+        """Preempt half of the running sequences, those of the lowest priority, and run no more at once until some have ended."""
+        stopped: list[Sequence] = []
+        self._limit = max(len(self._running) // 2, 1)
+        while len(self._running) > self._limit:
+            self._preempt(self._lowest_priority(), stopped)
+        return stopped
+
     def reserve(self, batch: Batch, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Reserve free pages for draft nodes and return how many nodes fit. Drafts never preempt another sequence."""
         if not any(lengths):
@@ -163,6 +172,7 @@ class Scheduler:
     def remove(self, seq: Sequence) -> bool:
         """Remove a finished sequence and release its pages. Returns whether it was running."""
         self._refused = False
+        self._limit = min(self._limit + 1, self._config.max_num_seqs)
         self._queue_siblings(seq)
         if self._siblings.get(seq.request.id) is seq:
             del self._siblings[seq.request.id]
@@ -231,7 +241,7 @@ class Scheduler:
         """Start waiting sequences while they fit, or while their client's fair share allows preempting another client."""
         started: list[Sequence] = []
         while (seq := self._queue.first()) is not None and seq not in stopped:
-            if len(self._running) < self._config.max_num_seqs and self._take_pages(seq):
+            if len(self._running) < self._limit and self._take_pages(seq):
                 self._queue.start(seq)
                 insort(self._running, seq, key=lambda one: one.order)
                 started.append(seq)

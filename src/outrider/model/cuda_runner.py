@@ -6,8 +6,11 @@ of a draft model. Rounds with fewer rows are padded with rows that write to the 
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -35,8 +38,10 @@ from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.forwards import device_work
 from outrider.sampling import Row
 
-__all__ = ["CudaOptions", "CudaRunner", "split_feeds"]
+__all__ = ["Capture", "CudaOptions", "CudaRunner", "split_feeds"]
 
+_log = logging.getLogger("outrider")
+Capture = Callable[[], object]
 _STATES = StateSizes(running=64, borders=32, nodes=256)
 _MAX_CATCH_UP_ROWS = 2048  # rows of text that a draft model has missed
 
@@ -91,6 +96,7 @@ class CudaRunner(Runner):
         self.chains = Chains(self, target or self)
         self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
+        self.later: deque[Capture] = deque()  # captures for idle moments
         self.width = -(-(c.context + EXTRA_POSITIONS) // page_size)  # of a page table
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
@@ -312,22 +318,39 @@ class CudaRunner(Runner):
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
-    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> None:
-        """Capture the graphs of rounds up to `rows` rows, and of drafts up to `batch` sequences and `length` tokens."""
-        for count in GRAPH_ROWS:
-            if rows and count <= bucket(min(rows, self.options.max_graph_rows), GRAPH_ROWS):
-                self.rounds.graph(count, taps)
-            for tokens in CHAIN_LENGTHS:
-                if batch and count <= bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= bucket(length, CHAIN_LENGTHS):
-                    self.chains.graph(count, tokens)
+    def captures(self, rows: int, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> list[Capture]:
+        """What captures the graphs of rounds up to `rows` rows, and of drafts up to `batch` sequences and `length` tokens; the
+        likeliest first: one sequence, then as many as there may be, then those between.
+        """
+        rounds = [partial(self.rounds.graph, count, taps) for count in _likeliest(rows, self.options.max_graph_rows)]
+        lengths = [tokens for tokens in CHAIN_LENGTHS if tokens <= bucket(length, CHAIN_LENGTHS)]
+        chains = [partial(self.chains.graph, count, tokens) for count in _likeliest(batch, GRAPH_ROWS[-1]) for tokens in lengths]
+        return [*rounds, *chains]
 
-    def warm_up_prefill(self) -> None:
-        """Run prompts longer than any graph into the padding's page, which compiles the kernels of prompts."""
-        tokens = [0] * min(self.options.max_graph_rows, self.decoder.spec.context)
+    def warm_up_prefill(self, rows: int) -> None:
+        """Run prompts of so many rows in all into the padding's page, which compiles the kernels of prompts."""
+        tokens = [0] * min(rows, self.decoder.spec.context)
         pages = [self.pool.pages - 1] * -(-len(tokens) // self.pool.page_size)
-        feeds = [Feed(pages, 0, tokens)] * (self.options.max_graph_rows // len(tokens) + 1)
+        feeds = [Feed(pages, 0, tokens)] * max(rows // len(tokens), 1)
         self._forward(feeds, ())
         self._forward([*feeds, Feed(pages, 0, [0])], ())  # Triton specialises row counts that are no multiple of 16
+
+    def free_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def capture_next(self) -> bool:
+        if not self.later:
+            return False
+        try:
+            self.later.popleft()()
+        except torch.OutOfMemoryError:
+            _log.warning(
+                "no memory for %d graphs that might be used: each will be captured when it is needed", 1 + len(self.later)
+            )
+            self.later.clear()
+        return True
 
     def round_seconds(self) -> dict[int, float]:
         """Device seconds of each captured round, by rows."""
@@ -382,6 +405,15 @@ class CudaRunner(Runner):
         if self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
+
+
+def _likeliest(count: int, most: int) -> list[int]:
+    """Sizes of graphs for up to so many, in the order in which they are likely to be needed; none for 0."""
+    if not count:
+        return []
+    largest = bucket(min(count, most), GRAPH_ROWS)
+    sizes = [size for size in GRAPH_ROWS if size <= largest]
+    return list(dict.fromkeys([sizes[0], largest, *sizes]))
 
 
 def _groups(feeds: Sequence[Feed], max_rows: int) -> list[slice]:

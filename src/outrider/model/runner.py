@@ -201,6 +201,13 @@ class Runner:
     def close(self) -> None:
         """End what computes elsewhere."""
 
+    def free_memory(self) -> None:
+        """Give back memory that nothing uses, after a round that had none."""
+
+    def capture_next(self) -> bool:
+        """Prepare one more kind of round while nothing runs. Returns False where all are prepared."""
+        return False
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that the native core reads in a forward with logits; 0 where torch serves."""
