@@ -5,22 +5,26 @@ These run in Triton's interpreter too, with less of everything.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from outrider.bench.feature_specs import FEATURE_SPECS, random_decoder
-from outrider.cache import SequenceState
+from outrider.cache import KVPool, SequenceState
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
 from outrider.core import Request, Verdict
 from outrider.draft import Drafter
+from outrider.draft.eagle import EagleDrafter
 from outrider.engine import engine as rounds
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidParameter
+from outrider.heads import MTP, Borrowed, EagleConfig, EagleHead, EagleRunner
 from outrider.model import Decoder, Feed
 from outrider.model.memory import StateSizes
+from outrider.ops import Blocked
 from outrider.sampling import SamplingParams
 from tests.support import NoDrafter, Oracle, make_request, run
 from tests.support.engines import assert_same_bits, run_recorded
@@ -117,6 +121,33 @@ def test_more_drafts_than_there_are_places_for_are_cut() -> None:
     want = run(engine_of(NoDrafter(), 0), [request])[0].seq.tokens
     engine = engine_of(Oracle({request.id: want}, 12, branches=20, vocab=90), 30, batch=1)
     assert run(engine, [request])[0].seq.tokens == want
+
+
+def test_a_module_of_the_checkpoint_drafts_beside_it() -> None:
+    """MTP: a layer like the target's last, with its output gate, and features from prompts, plain rounds and accepted chains."""
+    from outrider.heads.cuda_runners import CudaEagleRunner
+
+    requests = requests_of(2)
+    engine = engine_of(NoDrafter(), 0)
+    plain = [writer.seq.tokens for writer in run(engine, requests)]
+    target = engine.runner
+    c = target.decoder.spec
+    shape = replace(c, layers=c.layers[1:2])
+    head = EagleHead(EagleConfig(shape, c.hidden, (c.depth,), MTP, norm_output=True), Borrowed.of(target.decoder))
+    generator = torch.Generator().manual_seed(7)
+    for parameter in head.requires_grad_(False).parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.1))
+    pool = KVPool(1, target.pool.pages, c.kv_heads, SIZE, c.head_dim)
+    host = EagleRunner(deepcopy(head), pool, Blocked())
+    device = CudaEagleRunner(head, target)
+    taps = torch.randn(5, c.hidden, generator=generator)
+    feeds = [Feed([3], 1, [5, 6, 7, 8, 9])]
+    made, want = (runner.forward(feeds, runner.fuse(taps)).float().cpu() for runner in (device, host))
+    assert float((made - want).norm() / want.norm()) < (2e-2 if ON_GPU else 1e-4)
+    drafter = EagleDrafter(head, pool, Blocked(), runner=device)
+    fast = run(Engine(target, None, drafter, FixedLength(3), EngineConfig(page_size=SIZE, max_num_seqs=4)), requests)
+    assert [writer.seq.tokens for writer in fast] == plain
+    assert all(writer.seq.stats.drafted > 0 and writer.seq.stats.fallback_reason is None for writer in fast)
 
 
 def test_rows_without_a_state_are_not_computed() -> None:
