@@ -34,11 +34,15 @@ def test_a_hybrid_has_pages_for_its_attention_and_a_pool_of_states() -> None:
     attending = replace(spec, layers=tuple(layer for layer in spec.layers if layer.recurrent is None))
     assert share_memory([spec], GIB, 64, 512).page == share_memory([attending], GIB, 64, 512).page
     sizes = EngineConfig(max_num_seqs=32, max_model_len=512)
-    pool = plan_states(spec, sizes)
+    pool = plan_states(spec, sizes, 1 << 40)
     assert pool == StateSizes(running=130, nodes=512)
+    assert pool.sequences == 32
     kept = sum(2 * layer.keys + layer.inner + 2 * layer.heads for layer in spec.recurrent)
     assert pool.bytes(spec) == 130 * spec.state_bytes + 512 * 4 * kept
     assert border_states(spec, sizes, 40 * spec.state_bytes) == 10
     assert border_states(spec, sizes, 1 << 40) == 32 * 8, "as many as there can be full pages"
     assert border_states(spec, replace(sizes, prefix_cache=False), 1 << 40) == 0
-    assert plan_states(LLAMA_8B, sizes) == StateSizes()
+    assert plan_states(LLAMA_8B, sizes, 1 << 40) == StateSizes()
+    tight = plan_states(spec, sizes, pool.bytes(spec))
+    assert 14 <= tight.sequences <= 16, "half of what is left is for KV"
+    assert plan_states(spec, sizes, 0).sequences == 1

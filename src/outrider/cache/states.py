@@ -102,11 +102,11 @@ class StateCache:
     """States after full pages by the pages' keys, at most `capacity` of them; the least recently used one is dropped first.
 
     With a capacity of None the model has no recurrent layers: sequences have no state, and rows may go on after any page.
-    `nodes` are places for the inputs of draft nodes, where they are limited.
+    `nodes` are places for the inputs of draft nodes, and `sequences` how many can run, where they are limited.
     """
 
-    def __init__(self, capacity: int | None = None, nodes: Places | None = None) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int | None = None, nodes: Places | None = None, sequences: int | None = None) -> None:
+        self.capacity, self.sequences = capacity, sequences
         self._nodes = nodes
         self._kept: OrderedDict[Key, States] = OrderedDict()
 

@@ -151,7 +151,7 @@ class Device:
         assert engine.max_model_len is not None
         limit = self.limit(total) or int(_SHARE * total)
         room = min(limit, free) if isinstance(self.memory, int) else limit - (total - free)
-        pool = plan_states(models[0], engine)
+        pool = plan_states(models[0], engine, share_memory(models, room, engine.page_size, engine.max_model_len).left)
         room -= pool.bytes(models[0])
         share = share_memory(models, room, engine.page_size, engine.max_model_len)
         pool = pool._replace(borders=border_states(models[0], engine, share.left))

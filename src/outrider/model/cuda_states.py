@@ -64,7 +64,7 @@ class DeviceStates:
     def __init__(self, mixers: Sequence[Recurrent], page_size: int, sizes: StateSizes, device: torch.device) -> None:
         self.device, self.page_size = device, page_size
         self.nodes = Places(sizes.nodes)
-        self.cache = StateCache(sizes.borders, self.nodes)
+        self.cache = StateCache(sizes.borders, self.nodes, sizes.sequences)
         self.states = Places(sizes.running + sizes.borders, self.cache.drop_oldest)
         self.shapes = [delta_shape(mixer) for mixer in mixers]
         self.kernel = self.shapes[0].kernel

@@ -17,7 +17,7 @@ _PER_SEQUENCE, _NODES = 4, 16  # and the inputs of so many draft nodes
 _BORDER_SHARE = 4  # of what running sequences leave, one part in so many is for states at the ends of pages
 
 
-_MIN_NODES = 256  # of a GPU's pool
+_NEW, _MIN_NODES = 2, 256  # of a GPU's pool: new states while the old ones are held, and nodes
 
 
 class StateSizes(NamedTuple):
@@ -27,7 +27,13 @@ class StateSizes(NamedTuple):
     borders: int = 0  # states at the ends of pages
     nodes: int = 0
 
+    @property
+    def sequences(self) -> int:
+        """How many sequences can run."""
+        return (self.running - _NEW) // _PER_SEQUENCE
+
     def bytes(self, spec: ModelSpec) -> int:
+        """Bytes of such a pool."""
         kept = sum(recurrent.width - recurrent.inner for recurrent in spec.recurrent)  # a replay needs no gate
         return (self.running + self.borders) * spec.state_bytes + self.nodes * 4 * kept
 
@@ -51,11 +57,16 @@ def sequence_bytes(spec: ModelSpec) -> int:
     return _PER_SEQUENCE * spec.state_bytes + _NODES * 4 * sum(recurrent.width for recurrent in spec.recurrent)
 
 
-def plan_states(spec: ModelSpec, sizes: EngineConfig) -> StateSizes:
-    """The pool that running sequences need on a GPU, without states at the ends of pages."""
+def plan_states(spec: ModelSpec, sizes: EngineConfig, left: int) -> StateSizes:
+    """The pool of running sequences on a GPU, for as many of them as half of a number of bytes holds, and one at least.
+
+    It has no states at the ends of pages yet.
+    """
     if not spec.recurrent:
         return StateSizes()
-    return StateSizes(_PER_SEQUENCE * sizes.max_num_seqs + 2, 0, max(_NODES * sizes.max_num_seqs, _MIN_NODES))
+    each = StateSizes(_PER_SEQUENCE, 0, _NODES).bytes(spec)
+    sequences = max(min(sizes.max_num_seqs, left // 2 // each), 1)
+    return StateSizes(_PER_SEQUENCE * sequences + _NEW, 0, max(_NODES * sequences, _MIN_NODES))
 
 
 def border_states(spec: ModelSpec, sizes: EngineConfig, left: int) -> int:
