@@ -46,3 +46,10 @@ def test_a_hybrid_has_pages_for_its_attention_and_a_pool_of_states() -> None:
     tight = plan_states(spec, sizes, pool.bytes(spec))
     assert 14 <= tight.sequences <= 16, "half of what is left is for KV"
     assert plan_states(spec, sizes, 0).sequences == 1
+
+
+def test_what_drafters_take_is_missing_for_sequences() -> None:
+    draft = replace(LLAMA_8B, layers=LLAMA_8B.layers[:16])
+    alone, beside = (share_memory(models, 120 * GIB, 64, 65_536) for models in ([LLAMA_8B], [LLAMA_8B, draft]))
+    assert alone.sequences(65_536, 64) == alone.pages // 1024 > beside.sequences(65_536, 64) > 0
+    assert share_memory([LLAMA_8B], 10 * GIB, 64, 65_536).sequences(65_536, 64) == 0

@@ -21,12 +21,13 @@ from outrider.model.memory import MemoryPlan, border_states, plan_states
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
-__all__ = ["Device", "Share", "missing_gpu", "share_memory"]
+__all__ = ["GPU_SEQUENCES", "Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _GIB = 2**30
 _log = logging.getLogger("outrider")
+GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
 _START_SECONDS = 8.0  # for capturing graphs before anything is served
 _LEAST_CAPTURES = 2  # one sequence, and the largest round: it must fit
 _MAX_PREFILL = 2048  # rows of a prompt that is run at start
@@ -54,6 +55,10 @@ class Share:
     @property
     def pages(self) -> int:
         return self.left // self.page
+
+    def sequences(self, tokens: int, page_size: int) -> int:
+        """Sequences of so many tokens that fit at once."""
+        return max(self.pages, 0) // -(-tokens // page_size)
 
     def __str__(self) -> str:
         sizes = {"of": self.total, "weights": self.weights, "reserve": self.reserve}
@@ -159,6 +164,10 @@ class Device:
         pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
         least = -(-engine.max_model_len // engine.page_size)
         if pages >= least:
+            alone = share_memory(models[:1], room, engine.page_size, engine.max_model_len)
+            beside = f", {alone.sequences(engine.max_model_len, engine.page_size)} without drafters" if len(models) > 1 else ""
+            fitting = share.sequences(engine.max_model_len, engine.page_size)
+            _log.info("memory for %d sequences of %d tokens at once%s (%s)", fitting, engine.max_model_len, beside, share)
             return MemoryPlan(min(pages, engine.max_num_seqs * least), pool=pool)
         planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()))
         return MemoryPlan(planned.pages, pool=pool._replace(borders=0), placement=planned.placement)
