@@ -1,243 +1,185 @@
-"""`python -m benchmarks.gpu_tiles`: the fastest tiles of exact products by shape and rows, beside cuBLAS.
+"""`python -m benchmarks.gpu_tiles`: times of tiles of products with quantised matrices, for `ops/cuda/quantised_tiles.py`.
 
-Kernels are compiled by processes side by side, then every tile is timed in a CUDA graph over weights that the L2 cache does not
-hold. A product whose parts `finish` adds is timed with it. All tiles of as many parts must give the same bits.
+Weights are walked through, so that the L2 cache does not serve, inside a CUDA graph.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import itertools
 import json
-import multiprocessing
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+import typer
 
-from outrider.ops.cuda.launch import Kernels, RowNorm, Shape
-from outrider.ops.cuda.matrix import DenseMatrix, Epilogue
-from outrider.ops.cuda.tiles import Tile
+from benchmarks.command import run
+from benchmarks.synthetic_forms import random_matrix
+from outrider.engine.device import Device
+from outrider.ops import Grouped, ScaledFloats
+from outrider.options import numbers
 
-__all__ = ["measure_tiles"]
+if TYPE_CHECKING:
+    from outrider.ops.cuda.quantised_matrix import QuantisedMatrix
+    from outrider.ops.cuda.quantised_tiles import QuantisedTile
 
-_LAYERS = 32
-_SHAPES = {  # columns, inner: of an 8B Llama
-    "qkv": (6144, 4096),
-    "out": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "logits": (128256, 4096),
-}
-_FORMS = {  # forms and parts that are tried
-    "qkv": (("qkv", 4), ("qkv", 2)),
-    "out": (("split_k", 4), ("store", 4), ("split_k", 2), ("store", 2)),
-    "gate_up": (("gated", 4), ("gated", 1), ("gated", 2)),
-    "down": (("split_k", 4), ("store", 4), ("split_k", 2), ("store", 2)),
-    "logits": (("store", 4), ("store", 1)),
-}
-_FEW = (
-    Tile(16, 32, 64, 2, 4), Tile(16, 32, 128, 4, 3), Tile(16, 64, 64, 4, 3), Tile(16, 64, 64, 4, 5), Tile(16, 64, 128, 4, 4),
-)  # fmt: skip
-_SOME = (
-    Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 32, 128, 4, 5), Tile(64, 128, 128, 4, 3), Tile(64, 256, 64, 8, 3),
-    Tile(64, 128, 64, 8, 4), Tile(64, 64, 64, 4, 6),
-)  # fmt: skip
-_MANY = (
-    Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3), Tile(128, 64, 128, 8, 3), Tile(128, 64, 64, 4, 4),
-    Tile(128, 128, 128, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3),
-    Tile(128, 128, 64, 4, 4), Tile(128, 64, 64, 8, 5),
-)  # fmt: skip
-_ROWS = (1, 16, 32, 64, 128, 192, 256, 512)
-_PROCESSES = 14
-_DEVICE = "cuda"
-_HEADS, _PAGE = (32, 8, 128), 64
+__all__ = ["SHAPES", "Product", "candidates", "compile_tiles", "measure_tiles"]
+
+SHAPES = {
+    "8b qkv": (6144, 4096), "8b out": (4096, 4096), "8b gate_up": (28672, 4096), "8b down": (4096, 14336),
+    "70b qkv": (10240, 8192), "70b out": (8192, 8192), "70b gate_up": (57344, 8192), "70b down": (8192, 28672),
+}  # fmt: skip
+_WALKED = 400e6  # bytes of weights, beyond what the L2 cache holds
+_REPEATS = 12
+_SHARED = 220e3  # bytes of shared memory of a program
+# Columns, inner step, warps and stages; of kinds whose step is fixed, and of others.
+_SETTINGS = {
+    False: ((64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 128, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3),
+            (64, 128, 8, 4)),
+    True: ((64, 256, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 4), (64, 256, 4, 3)),
+}  # fmt: skip
 
 
-class Candidate(NamedTuple):
-    """A tile for a product in some form."""
+def on_device(kind: str, columns: int, inner: int) -> QuantisedMatrix:
+    """A random matrix in the form it is multiplied in."""
+    from outrider.ops.cuda.quantised_matrix import fp8_matrix, grouped_matrix
+
+    place = torch.device("cuda")
+    stored = random_matrix(kind.replace("_weights", "s" if "block" in kind else ""), columns, inner)
+    made = fp8_matrix(stored, place, not kind.endswith("weights")) if isinstance(stored, ScaledFloats) else None
+    made = grouped_matrix(stored, place) if isinstance(stored, Grouped) else made
+    assert made is not None
+    return made
+
+
+def candidates(kind: str, rows: int) -> Iterator[QuantisedTile]:
+    """Tiles that are worth trying for a row count, the likely ones first."""
+    from outrider.ops.cuda.quantised_tiles import QuantisedTile
+
+    height = next((size for size in (16, 32, 64, 128) if rows <= size), 128)
+    eight_bits, decoded = kind in ("fp8", "int8", "fp8_blocks"), kind.startswith(("int4", "bytes")) or kind.endswith("weights")
+    for columns, step, warps, stages in _SETTINGS[kind in ("fp8", "int8")]:
+        if stages * ((2 * 2 if kind.startswith("int4") else 2 if decoded else 1) * height + columns) * step < _SHARED:
+            yield QuantisedTile(height, columns, step, warps, stages)
+    for columns, warps, stages in ((128, 8, 3), (128, 4, 4), (256, 8, 3)) if eight_bits and rows >= 64 else ():
+        yield QuantisedTile(height, columns, 128, warps, stages, swapped=False)
+        if rows >= 128:
+            yield QuantisedTile(64, columns, 128, warps, stages, swapped=False)
+
+
+class Product(NamedTuple):
+    """A product that is timed with several tiles."""
 
     shape: str
-    form: str
-    parts: int
-    tile: Tile
+    kind: str
+    rows: int
+
+    def tiles(self, table_only: bool) -> list[QuantisedTile]:
+        """The table's tile, then others."""
+        from outrider.ops.cuda.quantised_tiles import quantised_tile_for
+
+        first = quantised_tile_for("int4" if self.kind == "int4_zeros" else self.kind, self.rows, SHAPES[self.shape][0])
+        return [first, *(tile for tile in candidates(self.kind, self.rows) if not table_only and tile != first)]
+
+    def runs(self, weights: Sequence[QuantisedMatrix]) -> Callable[[QuantisedTile], None]:
+        """Multiplies by the next of the weights with a tile."""
+        from outrider.ops.cuda.launch import Kernels, Shape
+        from outrider.ops.cuda.matrix import Epilogue
+
+        columns, inner = SHAPES[self.shape]
+        kernels, walk = Kernels(Shape(32, 8, 128, 64), torch.bfloat16), itertools.cycle(weights)
+        x, out = (torch.randn(self.rows, width, device="cuda").bfloat16() for width in (inner, columns // 2))
+
+        def multiply(tile: QuantisedTile) -> None:
+            if "gate_up" in self.shape:
+                next(walk).multiply(x, out, Epilogue("gated", activation="silu"), tile)
+            else:
+                kernels.parts(x, next(walk), tile)
+
+        return multiply
 
 
-@dataclass(frozen=True, slots=True)
-class _Parted(DenseMatrix):
-    """A matrix whose inner dimension is summed in another number of parts."""
-
-    count: int = 4
-
-    @property
-    def parts(self) -> int:
-        return self.count
-
-
-class Product:
-    """One product of the 8B shape: weights, inputs and what follows it."""
-
-    def __init__(self, name: str, rows: int) -> None:
-        torch.manual_seed(0)
-        self.columns, self.inner = _SHAPES[name]
-        copies = max(2, int(250e6 // (2 * self.columns * self.inner)) + 1) if rows > 1 else 1
-        self.weights = [torch.randn(self.columns, self.inner, device=_DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
-        self._x = torch.randn(rows, self.inner, device=_DEVICE, dtype=torch.bfloat16)
-        self._stream = torch.zeros(rows, 4096, device=_DEVICE)
-        self._norm = RowNorm("rms", 1e-5, torch.ones(4096, device=_DEVICE))
-        self.kernels = Kernels(Shape(*_HEADS, _PAGE), torch.bfloat16)
-        pool = [torch.zeros(rows // _PAGE + 1, 8, _PAGE, 128, device=_DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-        places = torch.arange(rows, device=_DEVICE, dtype=torch.int32)
-        turns = [torch.rand(rows, 64, device=_DEVICE) for _ in range(2)]
-        self._placed = (*pool, places, places, *turns)
-
-    def run(self, candidate: Candidate, rows: int, weight: Tensor) -> Tensor:
-        """The product of some rows, with what adds its parts."""
-        form, parts = candidate.form, candidate.parts
-        x, matrix = self._x[:rows], _Parted(weight, parts)
-        if form == "qkv":
-            out = x.new_empty(rows, 4096)
-            then = Epilogue("qkv", placed=self._placed, heads=(*_HEADS, _PAGE))
-        elif form == "gated":
-            out, then = x.new_empty(rows, self.columns // 2), Epilogue("gated", activation="silu")
-        else:
-            out, then = x.new_empty(parts if form == "split_k" else 1, rows, self.columns, dtype=torch.float32), Epilogue(form)
-        matrix.multiply(x, out if out.dim() == 2 else out.view(-1, self.columns), then, candidate.tile)
-        if self.columns == 4096:
-            return self.kernels.finish(out, None, self._stream[:rows], self._norm)
-        return out
-
-    def by_cublas(self, rows: int, weight: Tensor) -> Tensor:
-        return F.linear(self._x[:rows], weight)
+def compile_tiles(products: Sequence[Product], table_only: bool, part: int, parts: int) -> None:
+    """Compile every `parts`-th kernel into Triton's cache on disk."""
+    jobs = [(product, tile) for product in products for tile in product.tiles(table_only)][part::parts]
+    for product, group in itertools.groupby(jobs, key=lambda job: job[0]):
+        multiply = product.runs([on_device(product.kind, *SHAPES[product.shape])])
+        for _, tile in group:
+            with contextlib.suppress(Exception):  # a tile that does not fit the device; timing names it
+                multiply(tile)
 
 
-def measure_tiles(rows: Sequence[int] = _ROWS, seconds: float = 85.0) -> Iterator[dict[str, Any]]:
-    """The three fastest tiles of every shape, form, number of parts and row count, and what whole models take with the best."""
-    begun = time.perf_counter()
-    candidates = [one for one in _candidates() if any(_fits(one.tile, count) for count in rows)]
-    compiled = _compile(candidates, deadline=begun + 0.65 * seconds)
-    yield {"compiled": len(compiled), "candidates": len(candidates), "seconds": round(time.perf_counter() - begun, 1)}
-    best: dict[tuple[str, int, int], float] = {}
-    for name in _SHAPES:
-        product, of_shape = Product(name, max(rows)), [one for one in compiled if one.shape == name]
-        for count in rows:
-            if time.perf_counter() - begun > seconds:
-                return
-            cublas = _micros(partial(product.by_cublas, count), product.weights)
-            for (form, parts), group in itertools.groupby(of_shape, lambda one: (one.form, one.parts)):
-                fitting = [one for one in group if _fits(one.tile, count)]
-                timed, unequal = _timed(product, fitting, count)
-                if not timed:
-                    continue
-                best[name, parts, count] = min(best.get((name, parts, count), 1e9), timed[0][0])
-                yield {"shape": name, "form": form, "parts": parts, "rows": count, "cublas_us": round(cublas, 1),
-                       "best": [(round(us, 1), *tile) for us, tile in timed[:3]], "unequal": unequal}  # fmt: skip
-        del product
+def measure_tiles(products: Sequence[Product], table_only: bool) -> Iterator[dict[str, Any]]:
+    """The table's tile of every product, and the best one of all that were tried."""
+    for (shape, kind), group in itertools.groupby(products, key=lambda product: (product.shape, product.kind)):
+        columns, inner = SHAPES[shape]
+        size = columns * inner * (0.5 if kind.startswith("int4") else 1)
+        first = on_device(kind, columns, inner)
+        weights = [first, *(first.over([tensor.clone() for tensor in first.tensors]) for _ in range(int(_WALKED // size) + 1))]
+        for product in group:
+            multiply, found, failed = product.runs(weights), [], []
+            for tile in product.tiles(table_only):
+                try:
+                    found.append((_seconds(multiply, tile), tile))
+                except Exception as error:
+                    failed.append(f"{tuple(tile)}: {str(error)[:120]}")
+            found.sort()
+            row = {"shape": shape, "kind": kind, "rows": product.rows, "failed": failed}
+            times = [(round(seconds * 1e6, 1), *tile) for seconds, tile in found[:3]]
+            table = next((round(s * 1e6, 1) for s, tile in found if tile == product.tiles(True)[0]), None)
+            yield row | {"table_us": table, "best": times, "tb_s": round(size / found[0][0] / 1e12, 2) if found else None}
+        del weights, first
         torch.cuda.empty_cache()
-    for count in rows:
-        layers = {name: {p: best[name, p, count] for p in (1, 2, 4) if (name, p, count) in best} for name in _SHAPES}
-        us = sum(min(layers[name].values(), default=0.0) for name in ("qkv", "out", "gate_up", "down"))
-        yield {"rows": count, "all_layers_ms": round(us * _LAYERS / 1e3, 2), "by_parts": layers}
 
 
-def _candidates() -> Iterator[Candidate]:
-    for tiles in (_MANY, _SOME, _FEW):
-        for name, forms in _FORMS.items():
-            for form, parts in forms:
-                for tile in tiles:
-                    too_large = parts > 1 and tile.rows * tile.columns > 128 * 128  # two sums in registers
-                    if not too_large and tile.stages * (tile.rows + tile.columns) * tile.inner * 2 <= 220_000:
-                        yield Candidate(name, form, parts, tile)
-
-
-def _fits(tile: Tile, rows: int) -> bool:
-    """Whether a tile is worth trying for so many rows."""
-    return tile.rows == 16 if rows <= 16 else 64 <= tile.rows <= max(rows, 64)
-
-
-def _compile(candidates: Sequence[Candidate], deadline: float) -> list[Candidate]:
-    """Candidates whose kernels were compiled in time, in order; the cache on disk has them then."""
-    context = multiprocessing.get_context("spawn")
-    done: set[Candidate] = set()
-    with context.Pool(_PROCESSES) as pool:
-        results = pool.imap_unordered(_compile_one, candidates)
-        while len(done) < len(candidates) and time.perf_counter() < deadline:
-            try:
-                done.add(results.next(timeout=max(deadline - time.perf_counter(), 0.1)))
-            except multiprocessing.TimeoutError:
-                break
-            except StopIteration:
-                break
-        pool.terminate()
-    return [one for one in sorted(candidates, key=lambda one: (one.shape, one.form, one.parts)) if one in done]
-
-
-_products: dict[str, Product] = {}  # of a process that compiles
-
-
-def _compile_one(candidate: Candidate) -> Candidate:
-    if candidate.shape not in _products:
-        _products.clear()
-        _products[candidate.shape] = Product(candidate.shape, 1)
-    product = _products[candidate.shape]
-    try:
-        product.run(candidate, 1, product.weights[0])
-    except Exception as error:  # too much shared memory, say: it is not among the compiled ones
-        return _unusable(candidate, error)
-    return candidate
-
-
-def _unusable(candidate: Candidate, error: Exception) -> Candidate:
-    """A candidate that stands for one that cannot run."""
-    print(json.dumps({"cannot": str(candidate), "error": str(error)[:200]}), flush=True)
-    return candidate._replace(tile=candidate.tile._replace(stages=0))
-
-
-def _timed(product: Product, candidates: Sequence[Candidate], rows: int) -> tuple[list[tuple[float, Tile]], int]:
-    """Microseconds of every candidate, the fastest first, and how many gave other bits than the first."""
-    expected: Tensor | None = None
-    times, unequal = [], 0
-    for candidate in candidates:
-        product._stream.zero_()
-        out = product.run(candidate, rows, product.weights[0]).clone()
-        expected = out if expected is None else expected
-        unequal += not torch.equal(out, expected)
-        times.append((_micros(partial(product.run, candidate, rows), product.weights), candidate.tile))
-    return sorted(times), unequal
-
-
-def _micros(call: Callable[[Tensor], object], weights: Sequence[Tensor], repeats: int = 3) -> float:
-    """Microseconds of a call in a CUDA graph, over the weights in turn; the best of several."""
-    call(weights[0])
+def _seconds(multiply: Callable[[QuantisedTile], None], tile: QuantisedTile) -> float:
+    """Seconds of a product, of a graph of many."""
+    multiply(tile)
     torch.cuda.synchronize()
-    graph, calls = torch.cuda.CUDAGraph(), max(len(weights), 6)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(weights[i % len(weights)])
-    best = 1e9
-    for _ in range(repeats):
+        for _ in range(_REPEATS):
+            multiply(tile)
+    graph.replay()
+    times = []
+    for _ in range(2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) / calls * 1e3)
-    return best
+        times.append(float(begin.elapsed_time(end)) / _REPEATS / 1e3)
+    return min(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default=",".join(map(str, _ROWS)))
-    parser.add_argument("--seconds", type=float, default=85.0)
-    options = parser.parse_args()
-    for row in measure_tiles([int(count) for count in options.rows.split(",")], options.seconds):
+def main(
+    kinds: Annotated[str, typer.Option(help="Comma-separated kinds of matrices.")] = "fp8,int4,fp8_blocks,int4_zeros",
+    rows: Annotated[str, typer.Option(help="Comma-separated row counts.")] = "1,32,64,128",
+    shapes: Annotated[str, typer.Option(help="Comma-separated names of shapes.")] = "8b gate_up,8b down,8b qkv",
+    table_only: Annotated[bool, typer.Option(help="Time the table's tiles alone.")] = False,
+    processes: Annotated[int, typer.Option(help="Processes that compile kernels first.")] = 14,
+    part: Annotated[int, typer.Option(help="Compile this part of the kernels alone.", hidden=True)] = -1,
+) -> None:
+    """Times of tiles of products with quantised matrices on a GPU; one JSON line per product."""
+    Device.resolve("cuda")
+    named = itertools.product(shapes.split(","), kinds.split(","), numbers("--rows", rows, int))
+    products = [Product(*names) for names in named]
+    if part >= 0:
+        return compile_tiles(products, table_only, part, processes)
+    begun = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.gpu_tiles", "--kinds", kinds, "--rows", rows, "--shapes", shapes]
+    command += ["--processes", str(processes), *(["--table-only"] if table_only else [])]
+    for process in [subprocess.Popen([*command, "--part", str(i)]) for i in range(processes)]:
+        process.wait()
+    print(json.dumps({"what": "compiled", "seconds": round(time.perf_counter() - begun, 1)}), flush=True)
+    for row in measure_tiles(products, table_only):
         print(json.dumps(row), flush=True)
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -47,6 +47,10 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Tra
             "eagle": eagle(taps=(1, 2, 4)),
             "draft": draft(1, 32, 48),
             "medusa": medusa(2, 1),
+            "scale_draft": draft(1, 32, 48),
+            "scale_eagle": eagle(taps=(1, 2)),
+            "scale_medusa": medusa(2, 1),
+            "scale_block": block(block=4, markov=8, context=112, layers=1, taps=(1, 2)),
         }
     taps = (2, 6, 9, 12)  # the published three and the stream that leaves the last layer
     return {
@@ -74,4 +78,8 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Tra
         "medusa_six_greedy": medusa(4, 6, "greedy"),
         "medusa_five": medusa(5, 5),
         "medusa_eight": medusa(3, 8),
+        "scale_draft": draft(3, 384, 1024),  # of recipes/scale_check.py
+        "scale_eagle": eagle(),
+        "scale_medusa": medusa(4, 2, every=4),
+        "scale_block": block(layers=3, block=16, markov=64, context=416, mask=4),
     }

@@ -25,6 +25,7 @@ from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, kernel_shape
 from outrider.model.decoder import RopeTable
 from outrider.ops import Plain
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels, RowNorm
+from outrider.ops.cuda.matrix import Matrix
 from outrider.sampling import Row
 
 __all__ = ["CudaEagleRunner", "CudaMedusaRunner"]
@@ -38,9 +39,9 @@ class _KernelOps(Plain):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = torch.empty(len(x), len(weight), device=x.device)
-        self._kernels.linear(x.to(weight.dtype).contiguous(), weight, bias, out)
+    def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
+        out = torch.empty(len(x), weight.shape[0], device=x.device)
+        self._kernels.linear(x.to(self._kernels.dtype).contiguous(), weight, bias, out)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -225,7 +226,7 @@ class CudaMedusaRunner:
         return torch.cat([self._logits(part)[:, : len(part)].cpu() for part in torch.split(taps, GRAPH_ROWS[-1])], 1)
 
 
-def _move(network: nn.Module, target: CudaRunner, borrowed: dict[str, Tensor]) -> None:
+def _move(network: nn.Module, target: CudaRunner, borrowed: dict[str, Tensor | Matrix]) -> None:
     """Move a head to its target's device, with the target's tensors where it borrows and matrices in the target's dtype."""
     parameters = dict(network.named_parameters())
     for name, tensor in borrowed.items():

@@ -47,11 +47,14 @@ class CudaAttention:
         self._spec, self._kernels, self._device = layer.spec.attention, kernels, upload.device
         a = self._spec
         pairs, qkv_bias = partial(pair_qkv, turned_heads=a.heads + a.kv_heads, head=a.head_dim), upload.bias(layer.qkv_bias)
-        heads = range(a.heads * a.head_dim, 2 * a.heads * a.head_dim)  # columns of the output gate, after the queries
-        self.gate = upload.reordered(layer.qkv[heads.start : heads.stop], torch.clone) if a.gate else None
-        self._gate_bias = qkv_bias[heads.start : heads.stop].clone() if a.gate and qkv_bias is not None else None
-        without = partial(_without, columns=heads if a.gate else range(0))
-        self.qkv, self.out = upload.reordered(layer.qkv, lambda rows: pairs(without(rows))), upload.matrix(layer.out)
+        queries = a.heads * a.head_dim
+        gate = range(queries, 2 * queries if a.gate else queries)  # columns of the output gate, after the queries
+        fused, without = upload.matrix(layer.stored("qkv")), partial(_without, columns=gate)
+        self.gate = fused.reordered(lambda rows: rows[gate.start : gate.stop].clone()) if a.gate else None
+        self._gate_bias = qkv_bias[gate.start : gate.stop].clone() if a.gate and qkv_bias is not None else None
+        self.qkv = fused.reordered(lambda rows: pairs(without(rows)))
+        upload.release(layer.stored("qkv"))
+        self.out = upload.matrix(layer.stored("out"))
         self._qkv_bias = None if qkv_bias is None else pairs(without(qkv_bias))
         self.bias = upload.bias(layer.out_bias)
         self._form = self._head_form(layer, turns)

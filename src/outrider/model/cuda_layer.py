@@ -21,9 +21,11 @@ __all__ = ["CudaLayer", "CudaRows", "norm_on", "turns_of"]
 class CudaLayer:
     """A layer over paged KV. Matrices of a decoder that was built on the device are moved, not copied."""
 
-    def __init__(self, layer: Layer, kernels: Kernels, device: torch.device, turns: Turns | None) -> None:
+    def __init__(
+        self, layer: Layer, kernels: Kernels, device: torch.device, turns: Turns | None, upload: Upload | None = None
+    ) -> None:
         s = self.spec = layer.spec
-        self._kernels, upload = kernels, Upload(device, kernels.dtype)
+        self._kernels, upload = kernels, upload or Upload(device, kernels.dtype)
         self.mixer: CudaAttention | CudaRecurrent
         if layer.recurrent is None:
             self.mixer = CudaAttention(layer, kernels, upload, turns)

@@ -22,8 +22,9 @@ class CudaMlp:
         self._spec, self._kernels = layer.spec.mlp, kernels
         pairs, gate_up_bias = partial(pair_rows, groups=1), upload.bias(layer.gate_up_bias)
         gated = self._spec.gated
-        self.gate_up = upload.reordered(layer.gate_up, pairs) if gated else upload.matrix(layer.gate_up)
-        self.down = upload.matrix(layer.down)
+        opened = layer.stored("gate_up")
+        self.gate_up = upload.reordered(opened, pairs) if gated else upload.matrix(opened)
+        self.down = upload.matrix(layer.stored("down"))
         self._gate_up_bias = pairs(gate_up_bias) if gate_up_bias is not None and gated else gate_up_bias
         self.bias = upload.bias(layer.down_bias)
 

@@ -51,6 +51,7 @@ class CudaOptions:
     """How a runner uses its device."""
 
     exact: bool = True  # False: cuBLAS and the fastest attention, without row invariance
+    fp8_rows: bool = True  # products of weights in FP8 round rows to FP8 too; otherwise they decode the weights
     graphs: bool = True
     max_graph_rows: int = 256
     placement: Placement | None = None  # of weights that are streamed from host memory
@@ -82,7 +83,9 @@ class CudaRunner(Runner):
         # the future-token buffer: tokens of a draft, then choices of a round
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
         self.chosen = fresh[MAX_CHAIN_TOKENS:]
-        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens, options.placement)
+        self.cuda = CudaStack(
+            decoder, page_size, self.device, options.exact, self.future_tokens, options.placement, options.fp8_rows
+        )
         c = decoder.spec
         self.pool = CudaPool(self.cuda.kernels, len(c.kv_layers), pages, self.device)
         self._recurrent = DeviceStates(c.recurrent, page_size, states, self.device) if c.recurrent else None

@@ -8,6 +8,7 @@ forcing). The features are the target's at depth 0 and the drafter's at later de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,9 @@ class TrainableDrafter(ABC):
     def loss(self, features: Features, lean: bool = False) -> Tensor:
         """What training makes small; `lean` is for runs without a compiler."""
         return network_loss(self, features, lean)
+
+    def settle(self, agreement: Callable[[Self], float]) -> None:  # noqa: B027 (most networks have nothing to choose)
+        """After training: choose what only a measurement can, given how often a network agrees with the target."""
 
     @abstractmethod
     def save(self, folder: Path, tokenizer: Path) -> None:

@@ -14,12 +14,12 @@ from outrider.ops.cuda import choice, kernels
 from outrider.ops.cuda.attention_launch import AttentionKernels
 from outrider.ops.cuda.matrix import Epilogue, Matrix, matrix_of, pair_qkv, pair_rows
 from outrider.ops.cuda.place import place
+from outrider.ops.cuda.quantised_tiles import QuantisedTile
 from outrider.ops.cuda.tiles import Tile
 
 __all__ = ["AttentionMetadata", "HeadForm", "Kernels", "RowNorm", "Shape", "Turns", "pair_qkv", "pair_rows"]
 
 _NODES = 16  # nodes of the longest chain
-_MIN_TILE = 16  # columns that the tensor cores compute together
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Kernels:
 
     # --- products -----------------------------------------------------------------------------------------------------
 
-    def parts(self, x: Tensor, w: Tensor | Matrix, tile: Tile | None = None) -> Tensor:
+    def parts(self, x: Tensor, w: Tensor | Matrix, tile: Tile | QuantisedTile | None = None) -> Tensor:
         """x times w transposed, in parts to be added in order: (parts, N, columns). Few rows run split-K programs."""
         w = matrix_of(w)
         fast = None if self.exact else w.by_library(x, None)
@@ -165,7 +165,8 @@ class Kernels:
         return out
 
     def linear(
-        self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, out: Tensor, tile: Tile | None = None, scale: float = 1.0,
+        self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, out: Tensor,
+        tile: Tile | QuantisedTile | None = None, scale: float = 1.0,
         cap: float | None = None,
     ) -> None:  # fmt: skip
         """out = scale * (x times w transposed + bias), softly capped."""
@@ -186,11 +187,12 @@ class Kernels:
 
     def qkv(
         self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor],
-        meta: AttentionMetadata, tile: Tile | None = None,
+        meta: AttentionMetadata,
+        tile: Tile | QuantisedTile | None = None,
     ) -> None:  # fmt: skip
         """Queries into `q`, keys and values into one layer of the pool."""
         w, s = matrix_of(w), self.shape
-        if not (self.exact and form.only_turns and self._section >= _MIN_TILE):
+        if not (self.exact and form.only_turns and self._section >= w.min_columns):
             return self.place(self.parts(x, w), bias, form, q, pool, meta)
         assert form.turns is not None
         placed, heads = (*pool, meta.slots, meta.positions, *form.turns[:2]), (s.heads, s.kv_heads, s.head, s.page)

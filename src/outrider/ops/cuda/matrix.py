@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from outrider.ops.cuda.tiles import ANY_WIDTH, MAX_SPLIT_K_ROWS, Tile, split_til
 __all__ = ["DenseMatrix", "Epilogue", "Matrix", "matrix_of", "pair_qkv", "pair_rows"]
 
 _SPLIT_K = 4  # parts of every inner dimension of a dense matrix, summed in order
+_MIN_COLUMNS = 16  # that the tensor cores compute together
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class Matrix(Protocol):
     """A matrix (columns, inner) on the device. Its form decides how products sum, which is the same at every row count."""
 
     @property
+    def kind(self) -> str:
+        """Of a quantised matrix; "" of a dense one."""
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Columns of the product, and the inner dimension."""
 
@@ -48,6 +53,10 @@ class Matrix(Protocol):
     def parts(self) -> int:
         """Parts of the inner dimension, each one chain of additions, which are added in order."""
 
+    @property
+    def min_columns(self) -> int:
+        """Of a tile in which sums are the same."""
+
     def over(self, tensors: Sequence[Tensor]) -> Matrix:
         """The matrix with other storage of the same shapes, of which `tensors` are all."""
 
@@ -57,8 +66,8 @@ class Matrix(Protocol):
     def splits(self, rows: int) -> bool:
         """Whether a stored product of so many rows has programs for each part."""
 
-    def multiply(self, x: Tensor, out: Tensor, then: Epilogue, tile: Tile | None = None) -> None:
-        """The product with rows x (N, inner), and what follows it, into `out`."""
+    def multiply(self, x: Tensor, out: Tensor, then: Epilogue, tile: Any = None) -> None:
+        """The product with rows x (N, inner), and what follows it, into `out`; `tile` is one of the form's table."""
 
     def by_library(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product as another library computes it, without row invariance; None where there is none."""
@@ -71,6 +80,10 @@ class DenseMatrix:
     values: Tensor  # (columns, inner)
 
     @property
+    def kind(self) -> str:
+        return ""
+
+    @property
     def shape(self) -> tuple[int, int]:
         return (self.values.shape[0], self.values.shape[1])
 
@@ -81,6 +94,10 @@ class DenseMatrix:
     @property
     def parts(self) -> int:
         return _SPLIT_K if self.values.shape[1] % 64 == 0 else 1
+
+    @property
+    def min_columns(self) -> int:
+        return _MIN_COLUMNS
 
     def over(self, tensors: Sequence[Tensor]) -> DenseMatrix:
         return DenseMatrix(*tensors)
