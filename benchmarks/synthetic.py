@@ -44,7 +44,9 @@ from outrider.sampling import SamplingParams
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["SHAPES", "Synthetic", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder"]
+__all__ = [
+    "SHAPES", "Synthetic", "SyntheticRun", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder", "timed",
+]  # fmt: skip
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
 SHAPES: dict[str, ModelSpec] = {
@@ -154,10 +156,12 @@ class Synthetic:
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
 
-        spec = SHAPES[shape]
-        spec = replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
+        spec = self._shortened(SHAPES[shape])
         decoder = quantised_decoder(spec, perm, self._form) if self._form else synthetic_decoder(spec, perm)
         return CudaRunner(decoder, self._pages, _PAGE, "cuda", self.options, target)
+
+    def _shortened(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
 
     def engine(
         self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None, max_batch_rows: int = 2048
@@ -222,13 +226,13 @@ class Synthetic:
         graph = self.target.rounds.graph(rows)
         self.target.fill(graph.sides[0].inputs, feeds)
         graph.sides[0].inputs.send()
-        return _timed(graph.replay, 20)
+        return timed(graph.replay, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
         chain = self.draft.chains.graph(1, length)
         self.draft.chains.fill(chain, [Feed(list(range(8)), context - 1, [5, 6])])
-        return _timed(chain.replay, 20)
+        return timed(chain.replay, 20)
 
     @torch.inference_mode()
     def prefill_seconds(self, tokens: int, repeats: int = 5) -> float:
@@ -260,7 +264,7 @@ def _follows(tokens: Sequence[int], perm: Tensor) -> bool:
     return perm[torch.tensor(tokens[:-1])].tolist() == list(tokens[1:])
 
 
-def _timed(call: Callable[[], object], repeats: int) -> float:
+def timed(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, of many in a row."""
     for _ in range(3):
         call()

@@ -6,7 +6,7 @@ Pyrite is so small that its drafters cost a large part of it. Here the target ha
 models that people run. Three parts, each with its share of --minutes, each in a process of its own; --parts names those to do:
 
     target    the target, on the Python source of installed packages
-    drafters  a draft model, an EAGLE head, Medusa heads and a block drafter, off one forward of the target
+    drafters  a draft model, an EAGLE head, Medusa heads, a block drafter and exit adapters, off one forward
     serve     tokens per second of every method beside plain decoding: batch 1, greedy, on outputs that do not loop
 
 Half an hour on one H200. Every figure is written when it is known; what failed is a row with its reason. --smoke does everything
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PARTS = ("target", "drafters", "serve")
 SHARES = {"target": 0.36, "drafters": 0.42, "serve": 0.22}  # of --minutes
 SHAPE = ("--layers=24", "--hidden=768", "--heads=12", "--kv-heads=4", "--ffn=2048", "--micro-rows=16")  # 157M parameters
-STAGE = ("scale_draft", "scale_eagle", "scale_medusa", "scale_block")
+STAGE = ("scale_draft", "scale_eagle", "scale_medusa", "scale_block", "scale_exit")
 WRITING = ("--row-tokens=416", "--rows=64", "--micro-rows=64", "--blocks=40", "--skip=48", "--fade=14", "--survival=0.5")
 TEXTS = ("--write-rows=2048", "--write-share=0.7", "--leads", "0", "0", "64")
 PLAIN = "none"
@@ -65,7 +65,7 @@ METHODS = (
     Method("Medusa", {"method": "medusa", "draft_tokens": 32}, "scale_medusa"),
     Method("block", {"method": "dflash", "draft_tokens": 15, "candidates": 1}, "scale_block"),
     Method("block tree", {"method": "dflash", "draft_tokens": 32}, "scale_block"),
-    Method("early exit", {"method": "early_exit", "draft_tokens": 6}),
+    Method("early exit", {"method": "early_exit", "draft_tokens": 6}, "scale_exit"),
     Method("lookahead", {"method": "lookahead", "draft_tokens": 24}),
     Method("n-gram", {"method": "ngram", "draft_tokens": 12}),
     Method("cascade", {"method": "cascade", "draft_tokens": 12, "levels": ["ngram"]}, "scale_draft"),

@@ -314,6 +314,7 @@ def _train(
     seconds: float,
     shipment: Shipment,
 ) -> None:
+    from outrider.train.acceptance import agreement
     from outrider.train.data import TrainingRows
     from outrider.train.loop import Budget, LoopOptions
     from outrider.train.networks import TrainableMedusa
@@ -329,6 +330,7 @@ def _train(
     at = run.train(rows, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), loop).position
     note(f"trained {'+'.join(stage.names)}: {at.step} steps, {at.tokens / 1e6:.0f}M tokens in {at.seconds:.0f} s")
     for name, network in run.networks.items():
+        network.settle(lambda one: agreement(one, run.target.reading(one.taps), text.rows).by_position[0])
         if isinstance(network, TrainableMedusa):
             expected = fit_tree(network, run.target, text.fit or text.written)
             note(f"{name}: its static tree gives {expected:.2f} tokens per round on the text it was fitted to")

@@ -16,6 +16,7 @@ __all__ = ["variants"]
 
 def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], TrainableDrafter]]:
     """Everything a stage can name."""
+    from outrider.train.early_exit import new_exits
     from outrider.train.shapes import (
         BlockShape,
         DecoderShape,
@@ -51,6 +52,7 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Tra
             "scale_eagle": eagle(taps=(1, 2)),
             "scale_medusa": medusa(2, 1),
             "scale_block": block(block=4, markov=8, context=112, layers=1, taps=(1, 2)),
+            "scale_exit": lambda target: new_exits(target, (1,), 32, args.loss, args.seed),
         }
     taps = (2, 6, 9, 12)  # the published three and the stream that leaves the last layer
     return {
@@ -82,4 +84,5 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[FrozenTarget], Tra
         "scale_eagle": eagle(),
         "scale_medusa": medusa(4, 2, every=4),
         "scale_block": block(layers=3, block=16, markov=64, context=416, mask=4),
+        "scale_exit": lambda target: replace(new_exits(target, (), 0, args.loss, args.seed), every=4),
     }

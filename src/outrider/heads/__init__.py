@@ -2,7 +2,7 @@
 
 from outrider.heads.block import BlockConfig, BlockHead, Convolution, KeyValue, Selector, in_block, spread_taps
 from outrider.heads.block_files import load_block, save_block
-from outrider.heads.block_runner import BlockRows, BlockRunner
+from outrider.heads.block_runner import BlockCandidates, BlockRanker, BlockRows, BlockRunner
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, MTP, EagleConfig, EagleHead, default_taps
 from outrider.heads.eagle_files import load_eagle, save_eagle
@@ -17,8 +17,10 @@ __all__ = [
     "EAGLE1",
     "EAGLE3",
     "MTP",
+    "BlockCandidates",
     "BlockConfig",
     "BlockHead",
+    "BlockRanker",
     "BlockRows",
     "BlockRunner",
     "Borrowed",

@@ -70,16 +70,25 @@ class CudaAttention:
     def forward(self, read: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor] | None) -> Tensor:
         """What attention gives for normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
         assert kv is not None
-        mixed = self._mixed(read, rows, kv)
-        if self.gate is not None:
-            gate_heads(mixed, self._kernels.parts(read, self.gate), self._gate_bias)
+        gate = None if self.gate is None else self._kernels.parts(read, self.gate)
+        return self.attend(self.place(read, rows.meta, kv), rows, kv, gate)
+
+    def place(self, read: Tensor, meta: AttentionMetadata, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """The queries of normed rows (N, heads * head_dim), with keys and values written."""
+        q = torch.empty(len(read), self._spec.q_width, device=self._device, dtype=self._kernels.dtype)
+        self._kernels.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, meta)
+        return q
+
+    def attend(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor], gate: Tensor | None = None) -> Tensor:
+        """What `forward` gives, from queries, and the product (parts, N, heads * head_dim) of the output gate where there is one."""
+        mixed = self._mixed(q, rows, kv)
+        if gate is not None:
+            gate_heads(mixed, gate, self._gate_bias)
         return self._kernels.parts(mixed, self.out)
 
-    def _mixed(self, read: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
-        """Values mixed for every row (N, heads * head_dim), with keys and values written."""
-        k, a = self._kernels, self._spec
-        q, mixed = (torch.empty(len(read), a.q_width, device=self._device, dtype=k.dtype) for _ in range(2))
-        k.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, rows.meta)
+    def _mixed(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """Values mixed for every row (N, heads * head_dim)."""
+        k, a, mixed = self._kernels, self._spec, torch.empty_like(q)
         if rows.chunks is None:
             k.attend_rows(q, kv, rows.meta, mixed, a.window, a.soft_cap)
         elif rows.from_start and not k.exact and a.window is None and a.soft_cap is None:

@@ -33,9 +33,15 @@ class CudaLayer:
             self.mixer = CudaRecurrent(layer.recurrent, kernels, upload)
         self.mlp = CudaMlp(layer, kernels, upload)
         self.norm_in = norm_on(device, s.norm_in, layer.norm_in, layer.norm_in_bias)
-        self._norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
+        self.norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
         self._norm_attn_out = norm_on(device, s.norm_attn_out, layer.norm_attn_out, layer.norm_attn_out_bias)
         self._norm_mlp_out = norm_on(device, s.norm_mlp_out, layer.norm_mlp_out, layer.norm_mlp_out_bias)
+
+    @property
+    def attention(self) -> CudaAttention:
+        """The mixer of a layer that has no other."""
+        assert isinstance(self.mixer, CudaAttention)
+        return self.mixer
 
     @property
     def parts(self) -> tuple[DevicePart, ...]:
@@ -57,12 +63,15 @@ class CudaLayer:
 
         Layers with attention have keys and values.
         """
+        return self.after_mixer(self.mixer.forward(read, rows, kv), read, stream, after)
+
+    def after_mixer(self, mixed: Tensor, read: Tensor, stream: Tensor, after: RowNorm | None) -> Tensor:
+        """What follows the mixer's result for the rows `read`: see `forward`."""
         k, s = self._kernels, self.spec
-        mixed = self.mixer.forward(read, rows, kv)
         if not s.parallel:
-            read = k.finish(mixed, self.mixer.bias, stream, self._norm_mlp, self._norm_attn_out, s.residual_scale)
+            read = k.finish(mixed, self.mixer.bias, stream, self.norm_mlp, self._norm_attn_out, s.residual_scale)
         elif s.norm_mlp is not None:
-            read = k.norm(stream, self._norm_mlp)
+            read = k.norm(stream, self.norm_mlp)
         made = self.mlp.forward(read)
         if s.parallel:
             k.finish(mixed, self.mixer.bias, stream, None, None, s.residual_scale)

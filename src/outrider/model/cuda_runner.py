@@ -381,9 +381,9 @@ class CudaRunner(Runner):
 
     def capture_rows(
         self, name: str, rows: int, work: Callable[[AttentionMetadata], None]
-    ) -> Callable[[Sequence[Feed], Sequence[Row]], None]:
+    ) -> Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]:
         """Capture `work` on `rows` rows over this model's pages, for networks beside it. The callable takes feeds of up to
-        that many rows.
+        that many rows, what noise their first rows have, and the first parameters of rows.
         """
         inputs = GraphInputs(rows, rows, self.width, self.device)
         self.fill(inputs, [])
@@ -394,11 +394,12 @@ class CudaRunner(Runner):
 
         replay = self.capture(name, send_and_work)
 
-        def run(feeds: Sequence[Feed], sampled: Sequence[Row]) -> None:
+        def run(feeds: Sequence[Feed], sampled: Sequence[Row], numbers: Sequence[int] = ()) -> None:
             self._wait()  # an earlier call may still copy the host inputs
             self.fill(inputs, feeds)
             inputs.temperatures[:] = 0.0
             inputs.set_noise(slice(len(sampled)), sampled)
+            inputs.param_rows[: len(numbers)] = numbers
             replay()
 
         return run

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from outrider.draft.early_exit import LayerCosts, best_length
 from outrider.errors import InvalidParameter
@@ -16,9 +18,10 @@ from outrider.heads import Borrowed, ExitAdapter, ExitConfig, SaveOptions, load_
 from outrider.model import Decoder
 from outrider.ops import Plain
 from outrider.train.frozen import Features, FrozenTarget
-from outrider.train.losses import Divergence
-from outrider.train.networks import TrainableDrafter, network_loss
+from outrider.train.losses import Divergence, divergence
+from outrider.train.networks import TrainableDrafter
 from outrider.train.shapes import initialise
+from outrider.train.sizing import autocast
 
 __all__ = ["TrainableExits", "new_exits"]
 
@@ -56,8 +59,15 @@ class TrainableExits(TrainableDrafter):
         return self.adapter.logits(hidden, _OPS)
 
     def loss(self, features: Features, lean: bool = False) -> Tensor:
-        losses = [network_loss(replace(self, chosen=one), features, lean) for one in self.module]
-        return torch.stack(losses).sum()
+        """Sum of the divergences of all exits. `lean` keeps the logits of one exit at a time."""
+        span, total = features.span(1), torch.zeros((), device=features.tokens.device)
+        target = features.cut(features.logits, 1, span)[:: self.every]
+        with autocast(total.device):
+            for name, adapter in self.module.items():
+                rows = features.cut(features.taps[int(name)], 1, span)[:: self.every]
+                part = partial(_divergence, adapter, self.kind, target)
+                total = total + (checkpoint(part, rows, use_reentrant=False) if lean else part(rows))
+        return total
 
     def settle(self, agreement: Callable[[Self], float]) -> None:
         """Keep the exit of the highest expected speed, where the time of a product is that of reading its weights."""
@@ -88,6 +98,11 @@ def new_exits(target: FrozenTarget, exits: tuple[int, ...], ffn: int, kind: Dive
         made[str(one)] = ExitAdapter(ExitConfig(one, target.config.hidden, ffn), borrowed)
         initialise(made[str(one)], seed)
     return TrainableExits(nn.ModuleDict(made).to(target.decoder.norm.device), kind)
+
+
+def _divergence(adapter: nn.Module, kind: Divergence, target: Tensor, rows: Tensor) -> Tensor:
+    assert isinstance(adapter, ExitAdapter)
+    return divergence(kind, target, adapter.logits(adapter(rows, _OPS), _OPS))
 
 
 def _costs(adapter: ExitAdapter) -> LayerCosts:
