@@ -80,7 +80,7 @@ class CudaAttention:
         return q
 
     def attend(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor], gate: Tensor | None = None) -> Tensor:
-        """What `forward` gives, from queries, and the product (parts, N, heads * head_dim) of the output gate where there is one."""
+        """What `forward` gives, from queries; `gate` is the product of the output gate, (parts, N, heads * head_dim)."""
         mixed = self._mixed(q, rows, kv)
         if gate is not None:
             gate_heads(mixed, gate, self._gate_bias)
