@@ -95,14 +95,14 @@ class RecurrentInputs:
         shapes = ((1, room.replays), (every, held), (1, every), (1, every), (1, room.rows), (1, room.rows + 1), (room.steps, 2))
         words = sum(map(math.prod, shapes))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(words, dtype=torch.int32, device=device) if beside is None else beside._device
-        replayed, taps, kept, saved, pasts, firsts, steps = (part.numpy() for part in _parts(self._host, shapes))
-        self._replayed, self._kept, self._saved, self._pasts, self._firsts = replayed[0], kept[0], saved[0], pasts[0], firsts[0]
-        self._taps, self._steps = taps, steps
+        self._device: Tensor = torch.zeros(words, dtype=torch.int32, device=device) if beside is None else beside._device
+        on_host = [part.numpy() for part in _parts(self._host, shapes)]
+        self._replayed, self._kept, self._saved, self._pasts, self._firsts = (on_host[i][0] for i in (0, 2, 3, 4, 5))
+        self._taps, self._steps = on_host[1], on_host[6]
         replayed, taps, kept, saved, pasts, firsts, steps = _parts(self._device, shapes)
         self.paths = RowPaths(replayed[0], taps, kept[0], saved[0], pasts[0], firsts[0], steps)
         shared = {shape: RowBuffers.of(shape, room.rows, room.replays, device) for shape in set(pool.shapes) if beside is None}
-        self.buffers = [shared[shape] for shape in pool.shapes] if beside is None else beside.buffers
+        self.buffers: list[RowBuffers] = [shared[shape] for shape in pool.shapes] if beside is None else beside.buffers
         self.fill([])
 
     def other_side(self) -> RecurrentInputs:
