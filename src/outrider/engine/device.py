@@ -127,7 +127,9 @@ class Device:
         target.later.extend(later)
         costs = Costs(target.sizes)
         rounds = target.round_seconds()
-        if (max_rows := target.options.max_graph_rows) in rounds:
+        if (max_rows := target.options.max_graph_rows) in rounds and target.cuda.streams:
+            rounds |= dict.fromkeys((256, 1024), rounds[max_rows])  # one pass over the weights, however many rows
+        elif max_rows in rounds:
             rounds |= {turns * max_rows: turns * rounds[max_rows] for turns in (2, 3, 4)}  # more rows take several replays
         for rows, seconds in rounds.items():
             costs.observe_forward(rows, 0, seconds)

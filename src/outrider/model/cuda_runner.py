@@ -29,10 +29,11 @@ from outrider.model.cuda_rounds import DecodeRounds, choose_on_host
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
 from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom
+from outrider.model.cuda_tree_growth import TreeGrower
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.memory import StateSizes
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
-from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, Verified
+from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, TreeGrowth, Verified
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.forwards import device_work
@@ -60,7 +61,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits that drafters read are copied to the host."""
 
-    separate_prefill = True
+    separate_prefill = grows_trees = True
     drafts_by_temperature = True  # other parameters would cost the launches of a forward for each token
 
     def __init__(
@@ -96,7 +97,9 @@ class CudaRunner(Runner):
         self.options = options
         self._sampling = SamplingMetadata(self.device)
         self.drawn: object = None  # stands for the draft that is in the future-token buffer
+        self.weights_on_host = options.placement is not None
         self.chains = Chains(self, target or self)
+        self.trees = TreeGrower(self)
         self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
         self.later: deque[Capture] = deque()  # captures for idle moments
@@ -133,7 +136,7 @@ class CudaRunner(Runner):
         if decoding and rows <= self.options.max_graph_rows:
             return self.rounds.launch(batch, drafts, laid, taps)
         self.rounds.last = None
-        if decoding and (self.cuda.streaming is None or rows > MAX_PASS_ROWS):
+        if decoding and (not self.cuda.streams or rows > MAX_PASS_ROWS):
             return Computed(self._score_by_parts(batch, drafts.per_sequence, laid, taps))
         return Computed(self._score_eagerly(batch, drafts.per_sequence, laid, taps))
 
@@ -156,7 +159,7 @@ class CudaRunner(Runner):
         """Some of the sequences after the others, where there are more rows than the largest graph or one pass takes."""
         parts: list[Scores] = []
         choices: list[int] = []
-        streams = self.cuda.streaming is not None
+        streams = self.cuda.streams
         for group in _groups(laid.feeds, MAX_PASS_ROWS if streams else self.options.max_graph_rows):
             first = laid.roots[group.start]
             layout = laid._replace(feeds=laid.feeds[group], roots=[root - first for root in laid.roots[group]])
@@ -187,7 +190,7 @@ class CudaRunner(Runner):
                 inputs.fields[2, root : root + 1 + len(tree.tokens)] = segment.positions()
         by_host = self._sampling.fill(inputs, batch, trees, laid.roots)
         inputs.send()
-        if self.cuda.streaming is not None and len(last) > LOGIT_ROWS:
+        if self.cuda.streams and len(last) > LOGIT_ROWS:
             logits: Tensor = RowLogits(self.cuda, last)  # type: ignore[assignment]
             choices = choose_in_parts(self.cuda, last, inputs.meta, self._sampling.table)
         else:
@@ -310,6 +313,11 @@ class CudaRunner(Runner):
     def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
         return self.chains.draw_next(verified, rows, lengths)
 
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        return self.trees.grow(feeds, rows, rooms, growth)
+
     def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Write the KV of text the model has missed: few rows by a round's graph, many as prompts."""
         for part in split_feeds(feeds, _MAX_CATCH_UP_ROWS):
@@ -357,7 +365,8 @@ class CudaRunner(Runner):
 
     def round_seconds(self) -> dict[int, float]:
         """Device seconds of each captured round, by rows."""
-        return {rows: _replay_seconds(graph.replay) for rows, graph in self.rounds.graphs.items()}
+        repeats = 1 if self.cuda.streams else 3
+        return {rows: _replay_seconds(graph.replay, repeats) for rows, graph in self.rounds.graphs.items()}
 
     def capture(self, name: str, work: Any) -> Any:
         """A callable that repeats the work: a graph's replay, or the work itself where graphs are off."""
@@ -482,7 +491,7 @@ def _tree_rows(feed: Feed, pool: KVPool, ancestors: NDArray[Any], first: int) ->
     return positions, [*positions[:fed], *[root] * (len(positions) - fed)], segment.slots()
 
 
-def _replay_seconds(replay: Any, repeats: int = 3) -> float:
+def _replay_seconds(replay: Any, repeats: int) -> float:
     replay()
     torch.cuda.synchronize()
     begun = perf_counter()
