@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.model.cuda_attention import CudaAttention, CudaRows, turns_of
 from outrider.model.cuda_mlp import CudaMlp
+from outrider.model.cuda_recurrent import CudaRecurrent
 from outrider.model.cuda_weights import DevicePart, Upload, norm_on
 from outrider.model.decoder import Layer
 from outrider.ops.cuda.launch import Kernels, RowNorm, Turns
@@ -25,7 +26,12 @@ class CudaLayer:
     ) -> None:
         s = self.spec = layer.spec
         self._kernels, upload = kernels, upload or Upload(device, kernels.dtype)
-        self.mixer, self.mlp = CudaAttention(layer, kernels, upload, turns), CudaMlp(layer, kernels, upload)
+        self.mixer: CudaAttention | CudaRecurrent
+        if layer.recurrent is None:
+            self.mixer = CudaAttention(layer, kernels, upload, turns)
+        else:
+            self.mixer = CudaRecurrent(layer.recurrent, kernels, upload)
+        self.mlp = CudaMlp(layer, kernels, upload)
         self.norm_in = norm_on(device, s.norm_in, layer.norm_in, layer.norm_in_bias)
         self.norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
         self._norm_attn_out = norm_on(device, s.norm_attn_out, layer.norm_attn_out, layer.norm_attn_out_bias)
@@ -35,6 +41,12 @@ class CudaLayer:
     def reads(self) -> RowForm | None:
         """The form of the rows that the layer reads; None: the weights' dtype."""
         return None if self.spec.parallel and self.mlp.reads != self.mixer.reads else self.mixer.reads
+
+    @property
+    def attention(self) -> CudaAttention:
+        """The mixer of a layer that has no other."""
+        assert isinstance(self.mixer, CudaAttention)
+        return self.mixer
 
     @property
     def parts(self) -> tuple[DevicePart, ...]:
@@ -50,14 +62,18 @@ class CudaLayer:
             part.replace_matrices(change)
 
     def forward(
-        self, read: Rows, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor]
+        self, read: Rows, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor] | None
     ) -> Tensor:  # fmt: skip
-        """Add attention over the rows `read` and the feed-forward part to the stream, in place; returns its norm `after`."""
+        """Add the mixer over the rows `read` and the feed-forward part to the stream, in place; returns its norm `after`.
+
+        Layers with attention have keys and values.
+        """
         return self.after_mixer(self.mixer.forward(read, rows, kv), read, stream, after)
 
     def forward_to(
-        self, form: RowForm | None, read: Rows, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor]
-    ) -> Rows:
+        self, form: RowForm | None, read: Rows, stream: Tensor, after: RowNorm | None, rows: CudaRows,
+        kv: tuple[Tensor, Tensor] | None,
+    ) -> Rows:  # fmt: skip
         """The same, with the norm in the form that the next layer reads."""
         return self._finished(form, self._fed_forward(self.mixer.forward(read, rows, kv), read, stream), stream, after)
 

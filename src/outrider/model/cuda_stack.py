@@ -102,6 +102,7 @@ class CudaStack:
         _say_how_served(self)
         self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
         norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
+        self._kv_place = {layer: place for place, layer in enumerate(s.kv_layers)}  # of each layer with attention
         self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer
         table = decoder.positions
         self._learned = None if s.positions is None or table is None else (self._take(table), s.positions.offset)
@@ -165,8 +166,10 @@ class CudaStack:
         for i, (layer, after) in enumerate(zip(layers, self._afters, strict=True)):
             if i in taps:
                 kept[i] = stream.clone()
+            place = self._kv_place.get(i)
+            kv = None if place is None else (pool.keys[place], pool.values[place])
             form = self.layers[i + 1].reads if i + 1 < len(self.layers) else None
-            read = layer.forward_to(form, read, stream, after, rows, (pool.keys[i], pool.values[i]))
+            read = layer.forward_to(form, read, stream, after, rows, kv)
         kept[len(self.layers)] = stream
         assert isinstance(read, Tensor)
         return Forward(read, torch.stack([kept[i] for i in taps], 1) if taps else None)
