@@ -13,7 +13,7 @@ from outrider.model.decoder import Layer
 from outrider.model.spec import FeedForward
 from outrider.ops.cuda.experts_launch import ExpertKernels, ExpertRouter, ExpertWeights, Opening
 from outrider.ops.cuda.launch import Kernels
-from outrider.ops.cuda.matrix import DenseMatrix, Matrix, pair_rows
+from outrider.ops.cuda.matrix import DenseMatrix, Matrix, Rows, pair_rows
 
 __all__ = ["CudaExperts"]
 
@@ -22,6 +22,7 @@ class CudaExperts:
     """A router, its experts, and the shared one, whose result is the last part."""
 
     bias = None  # experts add their own
+    reads = None  # rows in the weights' dtype
 
     def __init__(self, layer: Layer, kernels: Kernels, experts: ExpertKernels, upload: Upload) -> None:
         m = self._spec = layer.spec.mlp
@@ -55,9 +56,10 @@ class CudaExperts:
         self.gate_up, self.down = change(self.gate_up), change(self.down)
         self._shared = tuple(map(change, self._shared))
 
-    def forward(self, read: Tensor, rows: CudaRows | None) -> Tensor:
+    def forward(self, read: Rows, rows: CudaRows | None = None) -> Tensor:
         """What follows the normed rows, in parts to be added in order: (chosen experts and the shared one, N, hidden)."""
         assert rows is not None
+        assert isinstance(read, Tensor)
         m, k, router = self._spec, self._kernels, self.router
         routes = self._experts.route(read, router, rows.meta.slots, rows.padding, self._layer)
         parts = torch.empty(router.chosen + (m.shared > 0), *read.shape, device=read.device)
