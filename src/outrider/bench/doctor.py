@@ -77,7 +77,7 @@ def _versions() -> list[Check]:
 
 def _machine() -> list[Check]:
     state = guard()
-    wide = [name for name in ("amx_tile", "avx512_bf16", "avx512_vnni", "avx512f", "avx2") if name in cpu_flags()]
+    wide = [name for name in ("amx_tile", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "i8mm", "asimddp") if name in cpu_flags()]
     return [
         Check("machine", "processor", cpu_name()),
         Check("machine", "instructions", ", ".join(wide) or "baseline"),

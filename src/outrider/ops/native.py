@@ -65,7 +65,7 @@ __all__ = [
     "usable_builds",
 ]
 
-_MACHINES = ("x86_64", "AMD64")
+_MACHINES = ("x86_64", "AMD64", "aarch64")
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
 TEXT_ROWS, KEY_ROWS, BLOCK_ROWS = 0, 1, 2  # what a forward does with its rows; see Mode in core.cpp
@@ -184,7 +184,7 @@ def find_core(steady: bool = False) -> tuple[Core | None, str]:
         return Core(Path(chosen), steady), f"{chosen}, from OUTRIDER_CORE"
     if not _built():
         if platform.machine() not in _MACHINES:
-            return None, f"it is written for x86-64 processors, and this one is {platform.machine()}"
+            return None, f"it is written for x86-64 and ARM (aarch64) processors, and this one is {platform.machine()}"
         return None, "not built: no C++ compiler was found when outrider was installed"
     problems: list[str] = []
     for name in usable_builds():

@@ -131,7 +131,7 @@ inline void accumulate(const Small& p, int row, int column) {
 }
 
 // All rows and vectors of columns, in blocks that fit the registers.
-template <class K, int C = 4>
+template <class K, int C = kRegisters == 32 ? 4 : 1>
 inline void accumulate_all(const Small& p, int rows, int vectors, int column = 0) {
     for (; column + C <= vectors; column += C) {
         int r = 0;
