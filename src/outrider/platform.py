@@ -106,7 +106,7 @@ _ARM_FLAGS = {"asimddp": (_HWCAP, 20), "i8mm": (_HWCAP2, 13), "bf16": (_HWCAP2, 
 
 
 def arm_flags(entry: Callable[[int], int]) -> frozenset[str]:
-    """The flags of an ARM processor that matter here. The kernel hands them to every process, also where it hides /proc/cpuinfo."""
+    """The flags of an ARM processor that matter here, by entries of the auxiliary vector that the kernel gives every process."""
     return frozenset(name for name, (number, bit) in _ARM_FLAGS.items() if entry(number) >> bit & 1)
 
 

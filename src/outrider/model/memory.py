@@ -21,6 +21,7 @@ class MemoryPlan(NamedTuple):
 
     pages: int
     states: int = 0  # at the ends of pages
+    int8: bool = False  # keys and values are integers
 
 
 def token_bytes(spec: ModelSpec, value_bytes: int = 4) -> int:
@@ -33,9 +34,9 @@ def sequence_bytes(spec: ModelSpec) -> int:
     return _PER_SEQUENCE * spec.state_bytes + _NODES * 4 * sum(recurrent.width for recurrent in spec.recurrent)
 
 
-def kv_pool(spec: ModelSpec, pages: int, page_size: int) -> KVPool:
+def kv_pool(spec: ModelSpec, pages: int, page_size: int, int8: bool = False) -> KVPool:
     """Empty KV memory of a model."""
-    return KVPool(len(spec.kv_layers), pages, spec.kv_heads, page_size, spec.head_dim)
+    return KVPool(len(spec.kv_layers), pages, spec.kv_heads, page_size, spec.head_dim, int8)
 
 
 def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: int = 4) -> MemoryPlan:
@@ -56,4 +57,4 @@ def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: 
         )
     if pages < 1:
         raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {page_bytes} bytes; raise it")
-    return MemoryPlan(pages, states)
+    return MemoryPlan(pages, states, value_bytes == 1)

@@ -513,7 +513,7 @@ class Stack:
     """Layers over paged KV, run in one call."""
 
     def __init__(self, core: Core, weights: StackWeights, keys: Tensor, values: Tensor, page_size: int) -> None:
-        """Keys and values are (layers, pages, KV heads, ...) in the layout of ops/cpu/attention.h, float32 or bf16."""
+        """Keys and values are (layers, pages, KV heads, ...) in the layout of ops/cpu/attention.h, float32, bf16 or int8."""
         _check_stack(weights, keys, page_size)
         self._core = core
         self._weights = weights
@@ -730,7 +730,8 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
     _check_rows("the table of positions", (w.learned,), (w.learned_rows, w.hidden))
     _check_rows("a norm", (*w.norm[:2], *w.norm_hidden[:2], *w.norm_embedding[:2]), (w.hidden,))
     width = -(-w.head_dim // 16) * 16
-    if keys.shape[0] < w.layers or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * width:
+    scales = 4 if keys.dtype == torch.int8 else 0  # bytes of a slot's
+    if keys.shape[0] < w.layers or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * (width + scales):
         raise ValueError(f"KV memory of {tuple(keys.shape)} does not hold {w.layers} layers of {w.kv_heads} heads")
 
 

@@ -110,6 +110,7 @@ class ServeFlags(ServerSettings):
         "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
         "--gpu-memory-utilization",
     )
+    kv_dtype: str = flag("auto", "Keys and values: auto (as the model computes), or int8 on CPUs.", "--kv-cache-dtype")
     data_parallel_size: int = flag(
         1,
         "Number of replicas behind one front door: processes that share out --threads and --memory, or have a GPU each.",

@@ -37,6 +37,8 @@ template <int n>
 inline Words shift_up(Words a) { return each([](auto x) { return x << n; }, a); }
 template <int n>
 inline Words shift_down(Words a) { return each([](auto x) { return x >> n; }, a); }
+template <int n>
+inline Words shift_down_signed(Words a) { return each([](auto x) { return (Integers)((SignedIntegers)x >> n); }, a); }
 inline Words as_words(f32x16 a) { return each([](auto x) { return (Integers)x; }, a); }
 inline f32x16 as_float(Words a) { return each([](auto x) { return (Floats)x; }, a); }
 inline f32x16& operator+=(f32x16& a, f32x16 b) { return a = a + b; }
@@ -62,7 +64,7 @@ inline f32x16 magnitude(f32x16 a) { return as_float(as_words(a) & splat_word(0x7
 #if !defined(__AVX512F__)
 // In two halves of the exponent, so that neither overflows for the exponents exp() asks for.
 inline f32x16 scaled_by_power(f32x16 a, Words n) {
-    const Words half = each([](auto x) { return (Integers)((SignedIntegers)x >> 1); }, n);
+    const Words half = shift_down_signed<1>(n);
     const auto power = [](Words by) { return as_float(shift_up<23>(by + splat_word(127))); };
     return a * power(half) * power(n - half);
 }
