@@ -22,6 +22,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.command import run
+from benchmarks.synthetic_forms import quantised_decoder
 from outrider.bench.bandwidth import gpu_bandwidth
 from outrider.config import EngineConfig, SpeculationConfig
 from outrider.control import Controller, FixedLength, Policy
@@ -43,12 +44,15 @@ from outrider.sampling import SamplingParams
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["SHAPES", "Synthetic", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder"]
+__all__ = [
+    "SHAPES", "Synthetic", "SyntheticRun", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder", "timed",
+]  # fmt: skip
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
 SHAPES: dict[str, ModelSpec] = {
     "8b": LlamaShape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, dtype="bfloat16", **_LLAMA).spec(),
     "1b": LlamaShape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, dtype="bfloat16", **_LLAMA).spec(),
+    "70b": LlamaShape(hidden=8192, layers=80, heads=64, kv_heads=8, head_dim=128, ffn=28672, dtype="bfloat16", **_LLAMA).spec(),
     "qwen3-8b": LlamaShape("Qwen3ForCausalLM", 151936, 4096, 36, 32, 8, 128, 12288, 4096, Rope(1e6), qk_norm=True,
                            dtype="bfloat16").spec(),
     "gemma-2-9b": compile_spec({
@@ -107,7 +111,10 @@ class SyntheticRun:
 
 
 class Synthetic:
-    """A target of one of SHAPES, a 1B-shaped draft for the 8B-shaped one, and engines over them."""
+    """A target of one of SHAPES, a 1B-shaped draft for the 8B-shaped one, and engines over them.
+
+    `form` is one of `synthetic_forms.FORMS`: what the matrices of both are quantised to.
+    """
 
     def __init__(
         self,
@@ -117,10 +124,11 @@ class Synthetic:
         pages: int = 1600,
         shape: str = "8b",
         context: int | None = None,
+        form: str = "",
     ) -> None:
         from outrider.model.cuda_runner import CudaOptions  # needs Triton
 
-        self._layers, self._pages, self._context = layers, pages, context
+        self._layers, self._pages, self._context, self._form, self._draft = layers, pages, context, form, "1b"
         self.perm, self._drafted = permutations(SHAPES[shape].vocab, agreement)
         if SHAPES[shape].tied:
             self.perm = torch.arange(len(self.perm))
@@ -129,14 +137,22 @@ class Synthetic:
 
     @cached_property
     def draft(self) -> CudaRunner:
-        return self._runner("1b", self._drafted, self.target)
+        return self._runner(self._draft, self._drafted, self.target)
+
+    def use_draft(self, shape: str) -> None:
+        """Draft with a model of another of SHAPES."""
+        self._draft = shape
+        self.__dict__.pop("draft", None)
 
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
 
-        spec = SHAPES[shape]
-        spec = replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
-        return CudaRunner(synthetic_decoder(spec, perm), self._pages, _PAGE, "cuda", self.options, target)
+        spec = self._shortened(SHAPES[shape])
+        decoder = quantised_decoder(spec, perm, self._form) if self._form else synthetic_decoder(spec, perm)
+        return CudaRunner(decoder, self._pages, _PAGE, "cuda", self.options, target)
+
+    def _shortened(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
 
     def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
         config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
@@ -195,13 +211,13 @@ class Synthetic:
         feeds = [Feed(pages[b], context, [5], [7] * (share - 1), list(range(-1, share - 2))) for b in range(batch)]
         graph = self.target.round_graph(rows)
         self.target.fill_round(graph, feeds)
-        return _timed(graph.launch, 20)
+        return timed(graph.launch, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
         chain = self.draft.chains.graph(1, length)
         self.draft.chains.fill(chain, [Feed(list(range(8)), context - 1, [5, 6])])
-        return _timed(chain.replay, 20)
+        return timed(chain.replay, 20)
 
     @torch.inference_mode()
     def prefill_seconds(self, tokens: int, repeats: int = 5) -> float:
@@ -233,7 +249,7 @@ def _follows(tokens: Sequence[int], perm: Tensor) -> bool:
     return perm[torch.tensor(tokens[:-1])].tolist() == list(tokens[1:])
 
 
-def _timed(call: Callable[[], object], repeats: int) -> float:
+def timed(call: Callable[[], object], repeats: int) -> float:
     """Seconds of a call on the device, of many in a row."""
     for _ in range(3):
         call()
@@ -246,7 +262,9 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
     return float(begin.elapsed_time(end)) / repeats / 1e3
 
 
-def measure_engine(bench: Synthetic, drafted: Sequence[int], tokens: int, prompt: int) -> Iterator[dict[str, Any]]:
+def measure_engine(
+    bench: Synthetic, drafted: Sequence[int], tokens: int, prompt: int, lookups: Sequence[int] = (7, 15)
+) -> Iterator[dict[str, Any]]:
     """Plain decoding, the draft model and n-gram lookup, each beside the time its forwards need alone."""
     text, middle = bench.prompt(prompt), prompt + tokens // 2
     plain, row = _plain(bench, text, tokens)
@@ -255,7 +273,7 @@ def measure_engine(bench: Synthetic, drafted: Sequence[int], tokens: int, prompt
         run = _best(bench, bench.with_draft_model(k), text, tokens)
         forwards = bench.forward_seconds(_power(k + 1), middle), bench.draft_seconds(k, middle)
         yield _speculated(f"draft_model K={k}", run, plain, forwards)
-    for k in (7, 15):
+    for k in lookups:
         run = _best(bench, bench.with_ngram(k), text, tokens)
         yield _speculated(f"ngram K={k}", run, plain, (bench.forward_seconds(k + 1, middle), 0.0))
 

@@ -24,7 +24,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
 ) -> None:
     """Three replicas of one thread each: equal texts, nothing lost, prefixes that stay where they are; and from one to three."""
-    own = ("--method", method, "--memory", "192MiB", "--max-num-seqs", "8", "--threads", "3")
+    own = ("--method", method, "--kv-memory", "192MiB", "--max-num-seqs", "8", "--threads", "3")
     three = (*own, "--data-parallel-size", "3")
     report: dict[str, Any] = {}
     plan = ConversationPlan(requests // 10, 10, streams=8)

@@ -77,7 +77,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, context: int) -> None:
     """Write the files that `AutoTokenizer.from_pretrained(directory)` reads."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.acceptance import loops
 from outrider.heads import MedusaConfig
-from outrider.train.acceptance import DEPTH, agreement, drafted_logits, proposed
+from outrider.train.acceptance import agreement, drafted_logits, proposed
 from outrider.train.frozen import FrozenTarget
 from outrider.train.generate import Written
 from outrider.train.networks import TrainableDrafter, TrainableMedusa
@@ -69,8 +69,8 @@ def evaluate_drafter(network: TrainableDrafter, target: FrozenTarget, text: Eval
 
 @torch.no_grad()
 def served(network: TrainableDrafter, target: FrozenTarget, written: Written, temperature: float) -> Served:
-    """Tokens per round of a chain of DEPTH on written text."""
-    depths = min(DEPTH, network.reach)
+    """Tokens per round of a chain on written text."""
+    depths = network.drafted
     outcomes: list[tuple[int, int, bool]] = []  # tokens and rounds of each text, and whether it loops
     per_position = np.zeros(depths)
     for batch in written.batches(_BATCH):

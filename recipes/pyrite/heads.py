@@ -143,6 +143,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--write-share", type=float, default=0.35, help="of the training text")
     parser.add_argument("--write-rows", type=int, default=4096, help="texts written side by side, with --row-tokens")
     parser.add_argument("--row-tokens", type=int, default=0, help="train on rows of one text of this many tokens; 0: packed rows")
+    parser.add_argument("--leads", type=int, nargs="+", default=[0], help="tokens of the file before a stub, drawn from these")
+    parser.add_argument("--blocks", type=int, default=64, help="of a row of text, for block drafters")
+    parser.add_argument("--skip", type=int, default=0, help="first positions of a row where no block starts")
+    parser.add_argument("--fade", type=float, default=7.0, help="guess j of a block weighs exp(-j / FADE)")
+    parser.add_argument("--survival", type=float, default=0.0, help="and the chance that it is reached, to this power")
     parser.add_argument("--corpus", type=Path, default=None, help="a corpus that another run is preparing; waits for it")
     parser.add_argument("--begin-from", type=Path, default=None, help="folder with exported drafters to begin from")
     parser.add_argument("--seed", type=int, default=0)
@@ -257,7 +262,7 @@ def _text(target: FrozenTarget, corpus: TokenCorpus, args: argparse.Namespace) -
 
     store, heldout = corpus.store("train"), corpus.store("heldout_packages")
     rows, count = (8, 48) if args.smoke else (64, 200)
-    text = heldout_rows(heldout, target.config.context, rows)
+    text = heldout_rows(heldout, args.row_tokens or target.config.context, rows)
     if args.row_tokens:
         return _after_stubs(target, corpus, args, text)
     written = {temperature: written_for(target, heldout, rows, count, temperature) for temperature in (0.0, 0.8)}
@@ -293,7 +298,7 @@ def _after_stubs(
         written[temperature] = written_after(decoder, heldout, unknown, other, length, temperature, 7)
         fit[temperature] = written_after(decoder, store, known, middle, length, temperature, 8)
     note("written to evaluate on")
-    writing = StubWriting(args.row_tokens, args.write_seconds, args.write_rows, seed=args.seed)
+    writing = StubWriting(args.row_tokens, args.write_seconds, args.write_rows, leads=tuple(args.leads), seed=args.seed)
     texts = write_after_stubs(decoder, store, known, writing)
     _free_memory()
     note(f"written to train on: {texts.tokens} tokens in {texts.documents} texts that do not loop")
@@ -309,6 +314,7 @@ def _train(
     seconds: float,
     shipment: Shipment,
 ) -> None:
+    from outrider.train.acceptance import agreement
     from outrider.train.data import TrainingRows
     from outrider.train.loop import Budget, LoopOptions
     from outrider.train.networks import TrainableMedusa
@@ -324,6 +330,7 @@ def _train(
     at = run.train(rows, OptimOptions(lr=args.lr, adam_lr=args.adam_lr), loop).position
     note(f"trained {'+'.join(stage.names)}: {at.step} steps, {at.tokens / 1e6:.0f}M tokens in {at.seconds:.0f} s")
     for name, network in run.networks.items():
+        network.settle(lambda one: agreement(one, run.target.reading(one.taps), text.rows).by_position[0])
         if isinstance(network, TrainableMedusa):
             expected = fit_tree(network, run.target, text.fit or text.written)
             note(f"{name}: its static tree gives {expected:.2f} tokens per round on the text it was fitted to")

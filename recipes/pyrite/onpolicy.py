@@ -32,7 +32,8 @@ class StubWriting:
     length: int = 320  # of a text, its stub included
     seconds: float = 60.0
     rows: int = 4096
-    temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.3, 0.3, 0.3, 0.3, 0.8)  # drawn from this list; many greedy texts loop
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.3, 0.3, 0.3, 0.8, 0.8)  # drawn from this list; many greedy texts loop
+    leads: tuple[int, ...] = (0,)  # tokens of the file before a stub, drawn from this list
     max_body: int = 24  # tokens of a function's body in its prompt, at most
     seed: int = 0
 
@@ -41,8 +42,8 @@ def write_after_stubs(decoder: Decoder, store: TokenStore, stubs: Stubs, writing
     """Write until the time is up, without texts that loop or end early. All documents have the same length."""
     generator = np.random.Generator(np.random.Philox(key=[writing.seed, 3]))
     begin, documents = time.monotonic(), []
-    for turn, (first, more) in enumerate(_turns(len(stubs.starts), writing, generator)):
-        prompts, lengths = stubs.cut(store, first, first + writing.rows, more)
+    for turn, (first, more, lead) in enumerate(_turns(len(stubs.starts), writing, generator)):
+        prompts, lengths = stubs.cut(store, first, first + writing.rows, more, lead)
         temperature = torch.from_numpy(generator.choice(writing.temperatures, len(prompts))).float()
         seed = writing.seed * 1000 + turn
         written = _write(decoder, (prompts, lengths), writing.length, temperature, seed)
@@ -88,8 +89,8 @@ def looping(tokens: Tensor) -> Tensor:
     return (hashed[:, _TIMES:] == hashed[:, :-_TIMES]).any(-1)
 
 
-def _turns(count: int, writing: StubWriting, generator: np.random.Generator) -> Iterator[tuple[int, int]]:
-    """(first stub, tokens to add) of batches of neighbours in length, in endless passes.
+def _turns(count: int, writing: StubWriting, generator: np.random.Generator) -> Iterator[tuple[int, int, int]]:
+    """(first stub, tokens to add, tokens before) of batches of neighbours in length, in endless passes.
 
     Greedy text is the same in every pass, so each prompt continues into the function's body by another length.
     """
@@ -97,7 +98,7 @@ def _turns(count: int, writing: StubWriting, generator: np.random.Generator) -> 
         raise InvalidParameter("corpus", "it holds no documented functions to write after; add Python source")
     while True:
         for first in generator.permutation(range(0, count, writing.rows)).tolist():
-            yield first, int(generator.integers(writing.max_body + 1))
+            yield first, int(generator.integers(writing.max_body + 1)), int(generator.choice(writing.leads))
 
 
 def _write(

@@ -39,15 +39,19 @@ class Stubs:
     starts: Ids
     lengths: Ids
 
-    def cut(self, store: TokenStore, begin: int, end: int, more: int = 0) -> tuple[Ids, Ids]:
+    def cut(self, store: TokenStore, begin: int, end: int, more: int = 0, lead: int = 0) -> tuple[Ids, Ids]:
         """Stubs begin .. end as prompts (B, P) with their lengths (B,); tokens beyond a length are undefined.
 
-        The prompt includes `more` tokens that follow the stub in the store.
+        The prompt includes `more` tokens that follow the stub in the store, and up to `lead` of its document before it, so
+        that it is no longer than the longest stub.
         """
-        lengths = np.minimum(self.lengths[begin:end] + more, store.tokens - self.starts[begin:end])
+        stubs, sizes = self.starts[begin:end], self.lengths[begin:end]
+        documents = store.starts[np.searchsorted(store.starts, stubs, side="right") - 1]
+        starts = np.maximum(stubs - np.minimum(lead, self.lengths.max() - sizes), documents)
+        lengths = np.minimum(stubs - starts + sizes + more, store.tokens - starts)
         longest = int(lengths.max())
         rows = np.zeros((len(lengths), longest), dtype=np.int64)
-        for row, start, length in zip(rows, self.starts[begin:end].tolist(), lengths.tolist(), strict=True):
+        for row, start, length in zip(rows, starts.tolist(), lengths.tolist(), strict=True):
             row[:length] = store.ids[start : start + length]
         return rows, lengths
 

@@ -115,6 +115,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--adam-lr", type=float, default=2.5e-3)
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--ffn", type=int, default=1408)
+    parser.add_argument("--micro-rows", type=int, default=0, help="rows of one forward; 0: all of them")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="everything in small, on a CPU")
     args = parser.parse_args()
@@ -135,11 +140,11 @@ def _build(args: argparse.Namespace) -> Pretraining:
     from outrider.train.shapes import DecoderShape
     from recipes.pyrite.pretrain import Pretraining, PretrainOptions
 
-    shape = DecoderShape(layers=args.layers, vocab=VOCAB, context=CONTEXT)
+    shape = DecoderShape(args.layers, args.hidden, args.heads, args.kv_heads, args.ffn, VOCAB, CONTEXT)
     if args.smoke:
         shape = DecoderShape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=512, context=128)
     rates = OptimOptions(kind=args.optimizer, lr=args.lr, adam_lr=args.adam_lr)
-    run = Pretraining(PretrainOptions(shape, rates, args.rows, compile=not args.no_compile))
+    run = Pretraining(PretrainOptions(shape, rates, args.rows, args.micro_rows, compile=not args.no_compile))
     note(f"{run.decoder.spec.parameters / 1e6:.1f}M parameters on {run.device}")
     return run
 
@@ -163,7 +168,7 @@ def _train(run: Pretraining, corpus: TokenCorpus, args: argparse.Namespace, time
     from outrider.train.loop import Budget, LoopOptions
 
     budget = Budget(seconds=max(times.stop - now(), 10.0 if args.smoke else 1.0))
-    loop = LoopOptions(budget, args.work, args.rows, checkpoint_every_s=0.0, eval_every_s=60.0)
+    loop = LoopOptions(budget, args.work, args.rows, args.micro_rows, checkpoint_every_s=0.0, eval_every_s=60.0)
     outcome = run.train(corpus, loop)
     at = outcome.position
     note(f"trained {at.step} steps, {at.tokens / 1e6:.0f}M tokens in {at.seconds:.0f} s")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from outrider.errors import InvalidParameter
 
-__all__ = ["MAX_COUNT", "boolean", "choice", "integer", "nearest", "real", "shown", "text"]
+__all__ = ["MAX_COUNT", "boolean", "byte_size", "choice", "integer", "memory", "nearest", "real", "shown", "text"]
 
 MAX_COUNT = 2**31 - 1  # sizes and ids are 32-bit integers in the kernels
 _SHOWN_LETTERS = 80
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MAX_BYTES = 2**63
 
 
 def shown(value: object) -> str:
@@ -73,3 +76,25 @@ def text(name: str, value: Any) -> str:
             name, f"is not valid Unicode: a lone surrogate {value[error.start]!a} at character {error.start}"
         ) from None
     return value
+
+
+def byte_size(name: str, value: Any) -> int:
+    """A size such as 512MiB, 4G or a plain number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", str(value).lower())
+    size = 0.0 if match is None or isinstance(value, bool) else float(match[1]) * _UNITS[match[2]]
+    if not 1 <= size < _MAX_BYTES:
+        raise InvalidParameter(name, f"must be a size such as 512MiB or 4G, got {shown(value)}")
+    return int(size)
+
+
+def memory(name: str, value: Any) -> float | int:
+    """A share of the memory, such as 0.9, as a float, or a size such as 8GiB as an integer of bytes."""
+    number = value
+    if isinstance(value, str) and re.fullmatch(r"\s*(0?\.\d+|[01](\.0*)?)\s*", value):
+        number = float(value)
+    if isinstance(number, float) or number in (0, 1):
+        return float(real(name, number, 0.0, 1.0, low_open=True))
+    try:
+        return byte_size(name, value)
+    except InvalidParameter:
+        raise InvalidParameter(name, f"must be a share such as 0.9, or a size such as 8GiB, got {shown(value)}") from None

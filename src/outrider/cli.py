@@ -91,7 +91,14 @@ class DecodingFlags:
     numerics: Annotated[
         str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, whose tokens may differ.")
     ] = "exact"
-    memory: Annotated[float, typer.Option(help="Share of the GPU's memory that weights, KV and graphs may take.")] = 0.9
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What weights, KV and buffers may take of the GPU, or of the machine without one: a share such as 0.9, or a "
+            "size such as 8GiB. Weights that do not fit a GPU are streamed from host memory. Default: 0.9 of a GPU."
+        ),
+    ] = None
+    kv_memory: Annotated[str | None, typer.Option(help="Memory for KV alone, such as 4GiB.")] = None
     corpus: Corpus = None
     threads: Threads = None
 
@@ -327,7 +334,7 @@ def _load(flags: DecodingFlags, rule: str = "match") -> LLM:
     set_threads(flags.threads)
     method = flags.method or _default_method(flags, rule)
     speculation = speculation_of_flags(method, flags.draft_model, flags.draft_tokens, rule)
-    names = ("dtype", "load_format", "device", "numerics", "memory", "corpus")
+    names = ("dtype", "load_format", "device", "numerics", "memory", "kv_memory", "corpus")
     return LLM(flags.model, speculation=speculation, **{name: getattr(flags, name) for name in names})
 
 

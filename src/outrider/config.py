@@ -269,7 +269,7 @@ def speculation_of_flags(
 ) -> SpeculationConfig:
     """The settings of speculation from the command line's flags, None where one is not set."""
     settings = parse_method(method or ("draft_model" if draft_model and draft_model != "auto" else "auto"))
-    if draft_model is not None and settings["method"] not in (*WITH_WEIGHTS, "auto"):
+    if draft_model is not None and settings["method"] not in (*WITH_WEIGHTS, "early_exit", "auto"):
         raise InvalidParameter("--draft-model", f"is for methods with weights of their own, and {settings['method']!r} has none")
     flags = {"model": draft_model, "draft_tokens": draft_tokens, "rule": rule}
     return SpeculationConfig.parse(settings | {name: value for name, value in flags.items() if value is not None})

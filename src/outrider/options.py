@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = (  # switches of vLLM: what they ask for is so here, or there 
 
 Model = Annotated[str | None, typer.Option(help="Model directory or hub id. Default: the bundled model.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float32; int8 or int4, quantised at load (native core).")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float32; int8, int4 or (on a GPU) fp8, quantised at load.")]
 LoadFormat = Annotated[str, typer.Option(help="safetensors, or dummy for random weights from config.json alone.")]
 Corpus = Annotated[
     list[str] | None,

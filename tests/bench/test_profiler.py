@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.bench.acceptance import EVERY_METHOD
+from outrider.bench.acceptance import available_methods
 from outrider.bench.profiler import decode_rounds, profiling
 from outrider.config import pinned
 from outrider.ops import PackedLinear, Plain, Stack
 from outrider.ops.forwards import active_log
 
 PROMPTS = ["import os\n\n\ndef names(path):\n", "class Stack:\n"]
-METHODS = ["none", *EVERY_METHOD.split(","), "early_exit:4:exit_layer=9", "draft_model:8:beam=2:branch=2:depth=3"]
+METHODS = [
+    "none", *available_methods(None).split(","), "auto", "early_exit:4:exit_layer=9", "draft_model:8:beam=2:branch=2:depth=3",
+]  # fmt: skip
 NETWORKS = ("draft_model:5", "cascade:8:levels=ngram+draft_model", "medusa:24", "eagle:5", "early_exit:4:exit_layer=9")
 
 

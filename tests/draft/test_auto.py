@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.config import SpeculationConfig
 from outrider.control import Load, RoundStats
 from outrider.core import Drafts, Plan, Sequence
-from outrider.draft.auto import AutoDrafter
+from outrider.draft.auto import AutoDrafter, resolve_auto
+from outrider.draft.growth import TreeShape
+from outrider.errors import InvalidParameter
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
@@ -119,3 +124,15 @@ def test_a_sequence_that_begins_before_anybody_is_asked(llm: LLM, monkeypatch: p
         assert output.speculation["fallback_reason"] is None
         assert script.taps[0] or 2 in asked, "attached since the first"
         assert (sum(script.drafted.values()) > 0) == bool(asked)
+
+
+def test_on_a_gpu_one_head_is_a_member(tmp_path: Path) -> None:
+    for name in ("draft", "eagle", "medusa"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    cpu, gpu = (resolve_auto(SpeculationConfig("auto"), tmp_path, on_gpu).options["members"] for on_gpu in (False, True))
+    assert [member.method for member in cpu] == ["suffix", "draft_model", "eagle", "medusa"]
+    assert [member.method for member in gpu] == ["suffix", "draft_model", "eagle"]
+    TreeShape(**gpu[2].options).require_device()
+    with pytest.raises(InvalidParameter, match="choose a smaller beam"):
+        TreeShape(beam=64, branch=8).require_device()

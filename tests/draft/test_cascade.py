@@ -186,3 +186,27 @@ def test_the_small_models_context_is_kept(tmp_path: Path, models: list[Decoder])
 def test_a_cascade_needs_a_model() -> None:
     with pytest.raises(InvalidParameter, match="levels"):
         CascadeDrafter([], NGramDrafter())
+
+
+def test_a_level_that_is_always_wrong_is_hardly_asked(models: list[Decoder]) -> None:
+    """Guesses take as long as a forward and save none, by a clock that counts both."""
+    seconds = asked = 0
+
+    class Wrong(NGramDrafter):
+        def follow(self, seq, path, nodes):  # type: ignore[no-untyped-def]
+            nonlocal seconds, asked
+            seconds, asked = seconds + 1, asked + 1
+            return Tree.chain([VOCAB - 1] * nodes)
+
+    def clock() -> float:
+        return seconds + model.reader.runner.calls  # type: ignore[attr-defined]
+
+    model, runner = level(models[1])
+    drafter = CascadeDrafter([model], Wrong(), clock=clock)
+    seq = Sequence(make_request([5, 6, 7], SamplingParams(temperature=0.0)))
+    seq.pages = list(range(20))
+    drafter.begin(seq)
+    for _ in range(60):
+        assert len(drafter.propose(Batch([seq], [1]), Plan((6,))).per_sequence[0].tokens) == 6
+    assert runner.calls == 360
+    assert asked < 60

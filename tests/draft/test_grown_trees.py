@@ -143,7 +143,7 @@ class Grown:
             * factor
         )
         row = Row.at(Sequence(make_request([1] * (feed.start + len(feed.tokens)), SamplingParams(temperature=0.8, seed=2))))
-        return self.runner.grow([feed], self.runner.fuse(taps), [row], [room], [1.0], growth)
+        return self.runner.grow([feed], [taps], [row], [room], [1.0], growth)
 
 
 def test_growth_ends_where_no_node_is_likely_enough(decoder: Decoder) -> None:

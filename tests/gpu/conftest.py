@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from outrider.engine.device import missing_gpu
 
@@ -31,7 +32,9 @@ def products_of_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def numbers(handle: Any) -> Any:
         if handle.dtype.scalar.is_bf16():
             return (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return handle.data
+        if handle.dtype.scalar.is_fp8():
+            return torch.from_numpy(handle.data).view(torch.float8_e4m3fn).float().numpy()
+        return handle.data.astype(np.int32) if handle.data.dtype == np.int8 else handle.data
 
     def dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
         left, right, total = numbers(a), numbers(b), d.data.copy()
@@ -56,3 +59,22 @@ def numbers_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_index)
+
+
+@pytest.fixture(autouse=True)
+def casts_to_fp8_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts to and from FP8 in Triton's interpreter are torch's: it cuts bits off itself, where a GPU rounds and saturates."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(values: Any, before: Any, after: Any, rounding: Any) -> Any:
+        if after.is_fp8e4nv() and before.is_fp32():
+            return torch.from_numpy(values.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if before.is_fp8e4nv() and after.is_fp32():
+            return torch.from_numpy(values.copy()).view(torch.float8_e4m3fn).float().numpy()
+        return convert(values, before, after, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)

@@ -54,6 +54,11 @@ def test_stubs_are_signature_and_docstring(source: TokenStore, prepared: TokenCo
     for row, length, start in zip(prompts, lengths, stubs.starts[1:], strict=True):
         np.testing.assert_array_equal(row[:length], source.ids[start : start + length])
     np.testing.assert_array_equal(lengths, stubs.lengths[1:] + 2)
+    led, sizes = stubs.cut(source, 0, 3, more=1, lead=4)
+    before = np.minimum(4, stubs.lengths.max() - stubs.lengths)
+    first = source.starts[1]  # of the document that holds the stubs
+    for row, size, start, length, lead in zip(led, sizes, stubs.starts, stubs.lengths, before, strict=True):
+        np.testing.assert_array_equal(row[:size], source.ids[max(start - lead, first) : start + length + 1])
 
 
 def test_loops_are_those_that_served_figures_leave_out() -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from outrider import LLM
 from outrider.cli import app
 from outrider.errors import InvalidParameter
-from outrider.serve.cli import describe, parse_bytes, resolve_speculation
+from outrider.serve.cli import describe, resolve_speculation
 from outrider.serve.settings import Limits, ServerSettings
 from tests.support.server import MAIN, Process
 
@@ -141,14 +141,16 @@ def test_api_keys_repeat_and_a_variable_holds_one_per_line(resolve: Any, tmp_pat
 
 
 def test_names_sizes_and_aliases(resolve: Any) -> None:
-    options = resolve("--served-model-name", "a", "--served-model-name", "b", "--memory", "1.5GiB", "--max-body", "64k")
+    options = resolve("--served-model-name", "a", "--served-model-name", "b", "--kv-memory", "1.5GiB", "--max-body", "64k")
     assert (options["settings"].model_name, options["settings"].names) == ("a", ("a", "b"))
     assert options["kv_bytes"] == 3 * 2**29
     assert options["settings"].limits.body_bytes == 2**16
     for bad in ("", "x", "0", "-1G", "4 apples"):
-        with pytest.raises(InvalidParameter, match="--memory"):
-            parse_bytes("--memory", bad)
-    assert resolve("--memory", "0.8")["memory"] == 0.8, "of a GPU"
+        for flag in ("--memory", "--kv-memory"):
+            with pytest.raises(InvalidParameter, match=flag):
+                resolve(flag, bad)
+    assert resolve("--memory", "0.8")["memory"] == resolve("--gpu-memory-utilization", "0.8")["memory"] == 0.8, "a share"
+    assert resolve("--memory", "8GiB")["memory"] == 8 * 2**30, "of everything"
 
 
 def test_allowed_origins(resolve: Any) -> None:

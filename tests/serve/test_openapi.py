@@ -54,7 +54,7 @@ def test_no_500_and_no_answer_outside_the_schema(server: Running, document: Any,
     statuses: set[int] = set()
 
     @settings(
-        examples(80 if method == "POST" else 10),
+        examples(120 if method == "POST" else 10),
         derandomize=True,
         deadline=None,
         database=None,

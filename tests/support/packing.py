@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,13 @@ def _int8_parts(shape: tuple[int, int], seed: int) -> tuple[dict[str, Tensor], T
     return {".weight": values, ".weight_scale": matrix.scales}, values.float() * matrix.scales.float()
 
 
+def _fp8_channel_parts(shape: tuple[int, int], seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(shape, generator=generator) * 64).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape[0], 1, generator=generator) / 300
+    return {".weight": values, ".weight_scale": scales}, values.float() * scales
+
+
 def _fp8_parts(shape: tuple[int, int], seed: int, block: int = 16) -> tuple[dict[str, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(seed)
     values = (torch.randn(shape, generator=generator) * 64).to(torch.float8_e4m3fn)
@@ -139,6 +147,8 @@ FOLDERS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], tuple[
     "w4a16": (_scheme(num_bits=4, strategy="group", group_size=32, symmetric=False), _packed_parts),
     "w8a8": (_scheme(num_bits=8, strategy="channel"), _int8_parts),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, _fp8_parts),
+    "fp8_channel": (_scheme(num_bits=8, type="float", strategy="channel"), _fp8_channel_parts),
+    "fp8_128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, partial(_fp8_parts, block=128)),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _nf4_parts),
 }  # fmt: skip
 

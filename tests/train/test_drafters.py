@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -315,6 +315,22 @@ def test_divergences() -> None:
     counted = torch.tensor([1.0, 0, 0, 1, 0, 0])
     torch.testing.assert_close(divergence("kl", p, q, counted), (kl[0] + kl[3]) / 2)
     assert float(divergence("mix", p, p)) == pytest.approx(0.0, abs=1e-6)
+    parts = [divergence("mix", p[depth::2], q[depth::2]) for depth in range(2)]
+    torch.testing.assert_close(divergence("mix", p, q, depths=2), sum(parts) / 2)
+
+
+@torch.no_grad()
+def test_the_loss_may_be_of_some_rows_alone(target: Path, prepared: TokenCorpus) -> None:
+    frozen = FrozenTarget.load(target, CPU)
+    network = new_medusa(frozen, MedusaShape(heads=2), "kl")
+    features = frozen.reading(network.taps).features(heldout_rows(prepared.store("heldout_packages"), 32, 2))
+    span = features.span(2)
+    parts = [
+        divergence("kl", features.cut(features.logits, depth + 1, span)[::4], network.logits(hidden[::4], depth))
+        for depth, hidden in enumerate(network.chain(features, 2))
+    ]
+    loss = network_loss(replace(network, every=4), features)
+    assert float(loss) == pytest.approx(float((parts[0] + 0.8 * parts[1]) / 1.8), rel=0.02)  # its products may be bf16
 
 
 def test_lean_losses_are_the_same(target: Path, prepared: TokenCorpus) -> None:

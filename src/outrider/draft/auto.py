@@ -27,6 +27,8 @@ _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "medusa": SpeculationConfig("medusa", draft_tokens=32),
     "dflash": SpeculationConfig("dflash", draft_tokens=32),
 }
+_TREES_ON_GPU = {"eagle": SpeculationConfig("eagle", draft_tokens=32, options={"beam": 8, "branch": 8, "depth": 6})}
+_HEADS_ON_GPU = ("dflash", "eagle", "mtp", "medusa")  # the first there is: every set of tapped layers takes graphs of its own
 # what the name of a head's architecture contains, and its method
 _NAMED = {"eagle": "eagle", "mtp": "mtp", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
 _MAX_NODES = 32  # nodes of an arm
@@ -45,8 +47,12 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     if config.nested():
         return config
     given = _given(config)
-    able = {"draft": _BESIDE_TARGET["draft"]} if on_gpu else _BESIDE_TARGET  # an EAGLE head there gave less than a draft model
-    available = {member.method: member for name, member in able.items() if (directory / name / "config.json").exists()} | given
+    able = _BESIDE_TARGET | (_TREES_ON_GPU if on_gpu else {})
+    beside = [name for name in able if (directory / name / "config.json").exists()]
+    if on_gpu:
+        heads = [name for name in _HEADS_ON_GPU if name in beside]
+        beside = [name for name in beside if name not in heads[1:]]
+    available = {able[name].method: able[name] for name in beside} | given
     lookups = (_SUFFIX,) if available else (_SUFFIX, _RECYCLE)
     members = tuple(
         replace(member, draft_tokens=min(member.draft_tokens, config.draft_tokens)) for member in (*lookups, *available.values())

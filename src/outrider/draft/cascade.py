@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -13,6 +15,7 @@ from outrider.config import SpeculationConfig
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.chains_only import best_chain
 from outrider.draft.context import DraftContext
+from outrider.draft.gain import Gain
 from outrider.draft.growth import chain_of, draw_apart, stack_q
 from outrider.draft.options import WeightOptions, option
 from outrider.draft.protocol import Lookup, kept_by
@@ -44,19 +47,28 @@ class CascadeDrafter:
         the target accepts as much as from the last level without a cascade, for fewer forwards.
     When it helps: where the draft model's own forwards are a large part of a round and the text repeats,
         or between a large target and a draft model that deserves a drafter.
-    Cost: at most one forward of each model per token it drafts; less by every guess that is accepted.
+    Cost: at most one forward of each model per token it drafts; less by every guess that is accepted. A level whose guesses
+        save less time than they take is left out, and asked again now and then.
     Needs: KV beside the target's for every model; what the lowest level needs.
     Reference: Chen et al. 2312.11462 (cascade speculative drafting); Spector and Re 2308.04623 (staged).
     """
 
     Options = CascadeOptions
 
-    def __init__(self, levels: Seq[ModelLevel], lookup: Lookup | None = None, lookup_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        levels: Seq[ModelLevel],
+        lookup: Lookup | None = None,
+        lookup_tokens: int = 256,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         if not levels:
             raise InvalidParameter("levels", "the last level of a cascade must be a model")
         self._levels = levels
         self._lookup = lookup
         self._lookup_tokens = lookup_tokens
+        self._clock = clock
+        self._gains = [Gain() for _ in levels]  # of what lies below each level
         below = Needs() if lookup is None else lookup.needs
         kv_bytes = sum(level.reader.runner.pool.token_bytes for level in levels)
         self.needs = Needs(below.taps, below.scores, below.kv_bytes_per_token + kv_bytes, keeps=below.keeps)
@@ -107,11 +119,17 @@ class CascadeDrafter:
 
     def _draft(self, height: int, chains: Seq[_Chain], keep_q: bool) -> None:
         """Fill chains with the choices of one level, checking what the level below guesses as far as it goes."""
-        level = self._levels[height]
+        level, gain = self._levels[height], self._gains[height]
         for chain in chains:
             chain.wanted = min(chain.wanted, level.reader.positions - len(chain.seq.tokens) - len(chain.before))
+        goes_on = False  # the first forward reads what the text has become, which says nothing of the others
         while active := [chain for chain in chains if len(chain.tokens) < chain.wanted]:
-            level.extend(active, self._below(height, active, keep_q), keep_q)
+            begun, size = self._clock(), sum(len(chain.tokens) for chain in active)
+            guesses = self._below(height, active, keep_q) if gain.asks() else [[]] * len(active)
+            level.extend(active, guesses, keep_q)
+            right = (sum(len(chain.tokens) for chain in active) - size) / len(active) - 1
+            gain.note(any(guesses), right, self._clock() - begun if goes_on else None)
+            goes_on = True
 
     def _below(self, height: int, above: Seq[_Chain], keep_q: bool) -> list[list[int]]:
         """What the level below guesses next in each chain; the level itself adds one token more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,15 @@ from outrider.draft.lattice import Lattice
 from outrider.draft.options import DtypeOptions, option
 from outrider.draft.reader import PageBook, committed_rows
 from outrider.draft.window import limit_reason, log_context
-from outrider.errors import DrafterFault, InvalidParameter
-from outrider.heads import BlockHead, BlockRows, BlockRunner, load_block
+from outrider.errors import DrafterFault
+from outrider.heads import BlockCandidates, BlockHead, BlockRanker, BlockRows, BlockRunner, load_block
 from outrider.heads.block_runner import divisors_of
 from outrider.model import Feed
 from outrider.ops import Ops
 from outrider.sampling import Row, rank
+
+if TYPE_CHECKING:
+    from outrider.model.cuda_runner import CudaRunner
 
 __all__ = ["BlockDrafter", "BlockOptions"]
 
@@ -69,10 +73,12 @@ class BlockDrafter:
         ops: Ops,
         options: BlockOptions = BlockOptions(),
         runner: BlockRunner | None = None,
+        ranker: BlockRanker | None = None,  # where another device runs the head
     ) -> None:
         config = head.config
         self._head = head
-        self._runner = runner or BlockRunner(head, pool, ops)
+        self._ranker = ranker
+        self._runner = runner or (None if ranker else BlockRunner(head, pool, ops))
         self._ops = ops
         self._block = min(options.block or config.block, config.block)
         self._candidates = config.selector.candidates if config.selector else options.candidates
@@ -84,17 +90,20 @@ class BlockDrafter:
     @classmethod
     def build(cls, context: DraftContext) -> BlockDrafter:
         target = context.target
-        if target.device_name != "cpu":
-            raise InvalidParameter("method", "'dflash' runs on the CPU alone yet; on a GPU choose eagle, draft_model or auto")
         directory = context.head_weights("dflash")
         head = load_block(directory, target.decoder, context.weight_options(directory))
         shape = head.config.shape
         head.stretch(context.max_length)
         log_context("block drafter", shape.context, head.positions, context.max_length)
+        options = context.options(BlockOptions)
         pool = KVPool(shape.depth, target.pool.pages, shape.kv_heads, target.pool.page_size, shape.head_dim)
+        if target.device_name != "cpu":
+            from outrider.heads.cuda_block import CudaBlockRunner
+
+            return cls(head, pool, target.ops, options, ranker=CudaBlockRunner(head, cast("CudaRunner", target)))
         shared = None if target.stack is None or head.config.own_embedding else target.stack.embedding
         runner = BlockRunner(head, pool, target.ops, shared)
-        return cls(head, pool, target.ops, context.options(BlockOptions), runner)
+        return cls(head, pool, target.ops, options, runner)
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence. Where the head filled all pages that it begins with, nothing is missing."""
@@ -123,12 +132,14 @@ class BlockDrafter:
         ]
         if not active:
             return Drafts.empty(len(batch.sequences))
-        self._read([seq for _, seq, _ in active])
+        reads = self._unread([seq for _, seq, _ in active])
         trees: dict[Sequence, Tree] = {}
         for length, group in groupby(sorted(active, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
             entries = [(seq, planned) for _, seq, planned in group]
             rooms = [planned for _, planned in entries]
-            for (seq, _), tree in zip(entries, self._trees([seq for seq, _ in entries], length, rooms), strict=True):
+            drawn = self._trees([seq for seq, _ in entries], length, rooms, reads)
+            reads = (), None
+            for (seq, _), tree in zip(entries, drawn, strict=True):
                 trees[seq] = tree if plan.rule == "match" else tree.subset(best_chain(tree))
         return drafts_for(batch, trees)
 
@@ -148,8 +159,8 @@ class BlockDrafter:
         """The first slot that a block of that length sees: no farther back than the head's context reaches."""
         return max(self._texts[seq].first, len(seq.tokens) - 1 + length - self._head.config.shape.context)
 
-    def _read(self, sequences: Seq[Sequence]) -> None:
-        """Take in all features that the target has given since the last draft."""
+    def _unread(self, sequences: Seq[Sequence]) -> tuple[Seq[Feed], Tensor | None]:
+        """All features that the target has given since the last draft, and their places."""
         feeds, features = [], []
         for seq in sequences:
             text, end = self._texts[seq], len(seq.tokens) - 1
@@ -163,11 +174,12 @@ class BlockDrafter:
             if not text.first:  # else its pages lack the slots before
                 self._book.fill(seq, text.done, end)
             text.done, text.taps = end, []
-        if feeds:
-            self._runner.read(feeds, torch.cat(features))
+        return feeds, torch.cat(features) if features else None
 
-    def _trees(self, sequences: Seq[Sequence], length: int, rooms: Seq[int]) -> list[Tree]:
-        """The best tree over each sequence's block."""
+    def _trees(
+        self, sequences: Seq[Sequence], length: int, rooms: Seq[int], reads: tuple[Seq[Feed], Tensor | None]
+    ) -> list[Tree]:  # fmt: skip
+        """Take in the features of `reads`, then draw the best tree over each sequence's block."""
         masks, slots = [self._head.config.mask] * (length - 1), length - self._least + 1
         feeds = [
             Feed(seq.pages, len(seq.tokens) - 1, (seq.tokens[-1], *masks), first_key=self._first_key(seq, length))
@@ -176,6 +188,12 @@ class BlockDrafter:
         # the path in between is not known yet; penalties see the text so far, a grammar speaks for the first slot
         rows = [Row.at(seq)._replace(position=len(seq.tokens) + slot) for seq in sequences for slot in range(slots)]
         rows = [row if i % slots == 0 else row._replace(allowed=None) for i, row in enumerate(rows)]
+        if self._ranker is not None:
+            lattices = _lattices_of(self._ranker.candidates(feeds, rows, self._candidates, reads), len(sequences))
+            return [lattice.tree(room) for lattice, room in zip(lattices, rooms, strict=True)]
+        assert self._runner is not None
+        if reads[1] is not None:
+            self._runner.read(reads[0], reads[1])
         temperatures = [self._draft_temperature.temperature(row.params, i % slots) for i, row in enumerate(rows)]
         if self._runner.draws_trees and not any(seq.request.params.adjusts for seq in sequences):
             drawn = self._runner.trees(feeds, rows, rooms, temperatures, self._candidates)
@@ -243,3 +261,18 @@ class BlockDrafter:
         """Numbers of the head's outputs for target ids."""
         ids = self._head.vocab_ids
         return tokens if ids is None else torch.searchsorted(ids, tokens).clamp_max(len(ids) - 1)
+
+
+def _lattices_of(candidates: BlockCandidates, sequences: int) -> list[Lattice]:
+    """The lattice of each of some sequences' blocks."""
+    tokens, chances, scores, confidence = candidates
+    if tokens[:, 0].min() < 0:
+        raise DrafterFault("the head's logits are not finite")
+    made, slots = [], len(tokens) // sequences
+    for i in range(sequences):
+        part = slice(i * slots, (i + 1) * slots)
+        lattice = Lattice.independent(tokens[part], chances[part])
+        if scores is not None:
+            lattice = lattice.joined(scores[part])
+        made.append(lattice if confidence is None else lattice.trusted(confidence[part]))
+    return made

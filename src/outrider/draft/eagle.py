@@ -84,12 +84,14 @@ class EagleDrafter:
     @classmethod
     def serving(cls, head: EagleHead, context: DraftContext) -> Self:
         """A drafter with this head."""
-        target = context.target
+        target, shape = context.target, context.options(EagleOptions)
+        if target.device_name != "cpu":
+            shape.require_device()
         c, pages = head.config.shape, target.pool.pages
         pool = KVPool(1, pages, c.kv_heads, target.pool.page_size, c.head_dim)  # one layer, under the target's page ids
         network = eagle_network(head, pool, target, context.max_length)
         log_context(f"{context.config.method} head", c.context, network.positions, context.max_length)
-        return cls(head, pool, target.ops, context.options(EagleOptions), network)
+        return cls(head, pool, target.ops, shape, network)
 
     def begin(self, seq: Sequence) -> None:
         """Start a sequence. Where its pages are filled already, the last feature in them is enough to go on."""
@@ -120,7 +122,8 @@ class EagleDrafter:
         if self._runner.drafts_chains and self._shape.is_chain and plan.rule == "match":
             return drafts_for(batch, self._chains([draft for draft in growing if draft.room > 0]))
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
-        if self._runner.grows_trees and not any(draft.seq.request.params.adjusts for draft in growing):
+        adjusted = self._runner.applies_parameters and any(draft.seq.request.params.adjusts for draft in growing)
+        if self._runner.grows_trees and not adjusted:
             active = [draft for draft in growing if draft.room > 0]
             return drafts_for(batch, self._in_one_call(active, shape, plan.confidence_threshold))
         return drafts_for(batch, grow(growing, shape, self._catch_up, self._extend, self._draft_temperature))
@@ -155,18 +158,19 @@ class EagleDrafter:
         feeds, taps = self._waiting(active)
         rows, rooms = [Row.at(draft.seq) for draft in active], [draft.room for draft in active]
         temperatures = [self._draft_temperature.temperature(row.params) for row in rows]
-        growth = Growth(shape.depth or max(rooms), shape.beam, shape.branch, floor)
-        grown, logits = self._runner.grow(feeds, self._runner.fuse(torch.cat(taps)), rows, rooms, temperatures, growth)
+        growth = Growth(shape.depth or max(rooms), shape.beam, shape.branch, floor, shape.depth is not None)
+        grown, logits = self._runner.grow(feeds, taps, rows, rooms, temperatures, growth)
         if not grown:
             raise DrafterFault("the draft's logits are not finite")
         trees = {draft.seq: Tree(*nodes[:3]) for draft, nodes in zip(active, grown, strict=True)}
-        self._draft_temperature.last = {
-            draft.seq: logits_of_tree(
-                trees[draft.seq], i, grown[i].places, lambda place: self._over_target(logits[place]), rows[i]
-            )
-            for i, draft in enumerate(active)
-            if not rows[i].params.greedy
-        }
+        if logits is not None:
+            self._draft_temperature.last = {
+                draft.seq: logits_of_tree(
+                    trees[draft.seq], i, grown[i].places, lambda place: self._over_target(logits[place]), rows[i]
+                )
+                for i, draft in enumerate(active)
+                if not rows[i].params.greedy
+            }
         return trees
 
     def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:

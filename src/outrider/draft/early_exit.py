@@ -18,12 +18,14 @@ from outrider.draft.draft_temperature import DraftTemperature
 from outrider.draft.growth import Growing, TreeShape, drafts_for, grow
 from outrider.draft.options import option
 from outrider.errors import InvalidParameter
-from outrider.model import Feed, Runner
+from outrider.heads import ExitAdapter, load_exit
+from outrider.model import Feed, Runner, locate
 from outrider.ops import BLOCK, one_torch_thread
 from outrider.sampling import Row, choose
 
 __all__ = ["EarlyExit", "EarlyExitOptions", "LayerCosts", "best_length", "measure_costs"]
 
+_FOLDER = "early_exit"  # beside a target's weights
 _POSITIONS = 96  # at which every exit is tried before one is chosen
 _EXITS = 6  # how many are tried, at most
 
@@ -55,27 +57,37 @@ class EarlyExit:
     When it helps: where no head can be had, and best with models trained for it; a model that was
         not says little of its choice before its last layers.
     Cost: E layers and the output matrix per drafted token, of which verification saves the E layers.
+    With an exit adapter (`outrider train early-exit`), in the target's folder `early_exit/` or named as `model`, the rows go
+        through a small trained MLP first, at the exit that it was trained for.
     Needs: nothing beside the target; no memory of its own. A sequence's LoRA adapter drafts with it.
     Reference: Elhoushi et al. 2404.16710 (LayerSkip); Zhang et al. 2309.08168 (skipped layers).
     """
 
     Options = EarlyExitOptions
 
-    def __init__(self, target: Runner, options: EarlyExitOptions = EarlyExitOptions(), costs: LayerCosts | None = None) -> None:
+    def __init__(
+        self,
+        target: Runner,
+        options: EarlyExitOptions = EarlyExitOptions(),
+        costs: LayerCosts | None = None,
+        adapter: ExitAdapter | None = None,
+    ) -> None:
         self._runner = target
         self._layers = target.decoder.spec.depth
         if options.exit_layer is not None:
             checks.integer("exit_layer", options.exit_layer, 1, self._layers - 1)
         self._tail = checks.integer("tail", options.tail, 0, self._layers - (options.exit_layer or 1))
-        self.exit_layer = options.exit_layer  # None while exits are compared, and where none pays
-        self._agreement: float | None = None  # of the chosen exit with the target, where exits were compared
+        self._adapter = adapter
+        self.exit_layer = adapter.config.layer if adapter else options.exit_layer  # None: being compared, or none pays
+        # of the chosen exit with the target, where exits were compared
+        self._agreement: float | None = (adapter.config.agreement or None) if adapter else None
         self._agreed: dict[int, int] = {}  # while exits are compared: at how many positions each chose what the target chose
         self._compared = 0  # positions
         self.needs = Needs()
         if self.exit_layer is None:
             self._agreed = dict.fromkeys(_exits(self._layers - max(self._tail, 1)), 0)
             self.needs = Needs(taps=(*self._agreed, self._layers))
-        self._costs = costs or (LayerCosts(1.0, 1.0) if self.exit_layer else measure_costs(target))
+        self._costs = costs or (LayerCosts(1.0, 1.0) if self.exit_layer and not self._agreement else measure_costs(target))
         self._draft_temperature = DraftTemperature()
 
     @classmethod
@@ -89,7 +101,7 @@ class EarlyExit:
             raise InvalidParameter("method", "early_exit runs some of the target's layers alone, which this model cannot")
         if able == "first" and options.tail:
             raise InvalidParameter("tail", "this model runs its first layers alone, but not its last ones; leave tail at 0")
-        return cls(context.target, options)
+        return cls(context.target, options, adapter=_adapter(context, options))
 
     def begin(self, seq: Sequence) -> None:
         pass
@@ -119,6 +131,8 @@ class EarlyExit:
             early = self._runner.run(rows, (exit_layer,), range(exit_layer))
             for draft, x in zip(active, early.taps[0], strict=False):  # one row each: drafts are chains
                 hidden[draft.seq].append(x)
+            if self._adapter is not None:
+                return self._guess(self._adapter(early.taps[0][: len(active)], self._runner.ops))
             last = early.last
             if self._tail:
                 last = self._runner.run(rows, (), range(self._layers - self._tail, self._layers), early.taps[0]).last
@@ -172,6 +186,19 @@ class EarlyExit:
         if best[exit_layer].length:
             self.exit_layer, self._agreement = exit_layer, rates[exit_layer]
         self._agreed, self.needs = {}, Needs()
+
+
+def _adapter(context: DraftContext, options: EarlyExitOptions) -> ExitAdapter | None:
+    """The exit adapter that the settings name, or the one beside the target's weights, unless another exit is asked for."""
+    if context.config.model is None and (options.exit_layer is not None or options.tail):
+        return None
+    directory = context.directory / _FOLDER if context.config.model is None else locate(context.config.model)
+    if context.config.model is None and not (directory / "config.json").exists():
+        return None
+    adapter = load_exit(directory, context.target.decoder, context.weight_options(directory))
+    if options.exit_layer not in (None, adapter.config.layer) or options.tail:
+        raise InvalidParameter("exit_layer", f"the adapter in {directory} leaves layer {adapter.config.layer}, without a tail")
+    return adapter
 
 
 class _Best(NamedTuple):

@@ -18,8 +18,9 @@ from outrider.cache import SequenceState
 from outrider.core import ROOT, Batch, Drafts, Sequence, Tree
 from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
 from outrider.draft.options import option
-from outrider.errors import DrafterFault
+from outrider.errors import DrafterFault, InvalidParameter
 from outrider.model import Feed
+from outrider.ops.cuda.tree_sizes import MAX_BRANCH, MAX_CHILDREN, MAX_LEVELS
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, probs_of, process, rank
 
 __all__ = ["Growing", "TreeShape", "chain_of", "drafts_for", "draw_apart", "grow", "stack_q"]
@@ -39,6 +40,15 @@ class TreeShape:
     @property
     def is_chain(self) -> bool:
         return self.beam == self.branch == 1 and self.depth is None
+
+    def require_device(self) -> None:
+        """Refuse what does not grow on a GPU."""
+        if self.branch > MAX_BRANCH or self.beam * self.branch > MAX_CHILDREN or (self.depth or 0) > MAX_LEVELS:
+            raise InvalidParameter(
+                "beam",
+                f"on a GPU a tree grows by at most {MAX_CHILDREN} nodes a level (beam times branch), {MAX_BRANCH} under a node "
+                f"and {MAX_LEVELS} levels; choose a smaller beam, branch or depth",
+            )
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ class DtypeOptions:
     """Options of methods with weights of their own."""
 
     dtype: str | None = option(
-        None, "of the drafter's weights", choices=("auto", "float32", "bfloat16", "int8", "int4")
+        None, "of the drafter's weights", choices=("auto", "float32", "bfloat16", "int8", "int4", "fp8")
     )  # None: the target's, or int8 where the weights are stored so
 
 

@@ -30,7 +30,7 @@ from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
 from outrider.model.backends import cpu_ops
 from outrider.model.listing import loaded_line
-from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids
+from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids, weight_bytes
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
@@ -109,8 +109,10 @@ def load_target(settings: Settings) -> Target:
         eos |= usable_ids({tokenizer.eos_id}, config, directory / "tokenizer_config.json")
     speculation = resolve_drafters(settings.speculation, directory, device.is_gpu)
     _check_kv(sizes, device, config)
-    memory = _memory(device, sizes, config, speculation, directory)
+    memory = _memory(device, sizes, config, speculation, directory, options)
     pages = memory.pages
+    if memory.placement is not None:
+        _log.info("%s: %s", directory, memory.placement.describe(device.bus_bandwidth()))
     if sizes.tensor_parallel_size == 1:
         runner = _runner(decoder, device, memory, sizes.page_size)
     else:
@@ -208,7 +210,7 @@ def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runn
 def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int, target: Runner | None = None) -> Runner:
     """A model and its KV where it runs; a draft model knows its target."""
     if device.is_gpu:
-        runner: Runner = device.runner(decoder, memory.pages, page_size, target)
+        runner: Runner = device.runner(decoder, memory.pages, page_size, target, memory.placement)
     else:  # one page more than the page table knows: rows that fill up a block write there
         pool = kv_pool(decoder.spec, memory.pages + 1, page_size, memory.int8)
         runner = Runner(decoder, pool, states=memory.states)
@@ -226,9 +228,14 @@ def _check_kv(sizes: EngineConfig, device: Device, config: ModelSpec) -> None:
 
 
 def _memory(
-    device: Device, sizes: EngineConfig, config: ModelSpec, speculation: SpeculationConfig, directory: Path
+    device: Device,
+    sizes: EngineConfig,
+    config: ModelSpec,
+    speculation: SpeculationConfig,
+    directory: Path,
+    options: LoadOptions,
 ) -> MemoryPlan:
-    """Pages for every sequence at full length, or as many as the memory allows beside recurrent states."""
+    """Pages for every sequence at full length, or as many as the memory allows beside weights and recurrent states."""
     assert sizes.max_model_len is not None
     if device.is_gpu:
         drafters = list(speculation.flat())
@@ -239,6 +246,18 @@ def _memory(
             *(read_spec(locate(name)) for name in drafts),
             *(replace(config, layers=config.layers[:1]) for _ in heads),
         ]
-        return MemoryPlan(device.page_count(sizes, models, sizes.max_model_len))
-    budget = sizes.kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())
+        return device.plan(sizes, models)
+    budget = sizes.kv_bytes or _kv_budget(device, directory, options)
     return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size, sizes.kv_dtype == "int8"))
+
+
+def _kv_budget(device: Device, directory: Path, options: LoadOptions) -> int:
+    """Bytes for the KV of a model on the processor: what its weights leave of the user's limit, or a share of the machine."""
+    machine = memory_bytes()
+    limit = device.limit(machine)
+    if limit is None:
+        return int(KV_SHARE_OF_MEMORY * machine)
+    weights = weight_bytes(directory, options)
+    if limit <= weights:
+        raise InvalidParameter("memory", f"{limit} bytes do not hold the weights, {weights} bytes; raise it")
+    return limit - weights

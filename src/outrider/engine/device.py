@@ -12,9 +12,13 @@ import torch
 from outrider import checks
 from outrider.config import EngineConfig
 from outrider.control import Costs
+from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
+from outrider.model.memory import MemoryPlan
+from outrider.model.placement import Placement
 from outrider.ops.cuda.segments import scratch_slots
+from outrider.platform import memory_bytes
 
 __all__ = ["Device", "Share", "missing_gpu", "share_memory"]
 
@@ -22,7 +26,9 @@ _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _GIB = 2**30
 _LONGEST_CHAIN = 12  # captured at start; a longer one is captured when it is first asked for
+_STREAMED_GRAPH_ROWS = 64
 _CATCH_UP = 256  # rows in which a draft model reads what it has missed
+_SHARE = 0.9  # of the memory, unless the user says otherwise
 _BASE = _GIB  # of the reserve: the driver, libraries, graphs and the allocator's rounding
 
 
@@ -50,29 +56,38 @@ class Device:
 
     name: str
     exact: bool = True
-    memory: float = 0.9
+    memory: float | int | None = None  # a share (float) or the bytes (int) that everything may take
 
     @classmethod
-    def resolve(cls, name: str, numerics: str = "exact", memory: float = 0.9) -> Device:
+    def resolve(cls, name: str, numerics: str = "exact", memory: float | int | str | None = None) -> Device:
         """From what the user asked for; "auto" is a GPU where torch and Triton find one."""
         checks.choice("device", name, _DEVICES)
         checks.choice("numerics", numerics, _NUMERICS)
-        checks.real("memory", memory, 0.0, 1.0, low_open=True)
+        limit = None if memory is None else checks.memory("memory", memory)
         missing = missing_gpu()
         if name == "cuda" and missing:
             raise InvalidParameter("device", f"cuda cannot be used: {missing}")
-        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", memory)
+        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", limit)
 
     @property
     def is_gpu(self) -> bool:
         return self.name != "cpu"
 
-    def runner(self, decoder: Decoder, pages: int, page_size: int, target: Runner | None = None) -> Runner:
+    def limit(self, total: int) -> int | None:
+        """The bytes that everything may take, of a total; None where the user set no limit."""
+        return int(self.memory * total) if isinstance(self.memory, float) else self.memory
+
+    def runner(
+        self, decoder: Decoder, pages: int, page_size: int, target: Runner | None = None, placement: Placement | None = None
+    ) -> Runner:
         """A model on the GPU, its KV in that many pages and one more for padding. A draft model knows its target."""
         from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
         assert target is None or isinstance(target, CudaRunner)
-        return CudaRunner(decoder, pages + 1, page_size, self.name, CudaOptions(exact=self.exact), target)
+        options = CudaOptions(exact=self.exact)
+        if placement is not None:  # the logits of larger graphs would take what weights could, and their passes no less time
+            options = CudaOptions(exact=self.exact, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
+        return CudaRunner(decoder, pages + 1, page_size, self.name, options, target)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
         """Capture the graphs of so many sequences and drafted tokens, and time the target's: calibration times the drafts."""
@@ -93,25 +108,32 @@ class Device:
             draft.warm_up_prefill()
         return costs
 
+    def bus_bandwidth(self) -> float:
+        """Bytes a second from host memory to the GPU."""
+        from outrider.model.cuda_streaming import bus_bandwidth
+
+        return bus_bandwidth(self.name)
+
     def free_memory(self) -> None:
         """Give the driver back what nobody refers to any more."""
         gc.collect()
         torch.cuda.empty_cache()
 
-    def page_count(self, engine: EngineConfig, models: Sequence[ModelSpec], max_model_len: int) -> int:
-        """Pages for every sequence at full length, or as many as fit beside the weights."""
+    def plan(self, engine: EngineConfig, models: Sequence[ModelSpec]) -> MemoryPlan:
+        """Pages for every sequence at full length, or as many as fit beside the weights; where one sequence does not fit beside
+        them, weights of the first model are streamed from host memory.
+        """
         free, total = torch.cuda.mem_get_info()
-        share = share_memory(models, int(self.memory * total) - (total - free), engine.page_size, max_model_len)
+        assert engine.max_model_len is not None
+        limit = self.limit(total) or int(_SHARE * total)
+        room = min(limit, free) if isinstance(self.memory, int) else limit - (total - free)
+        share = share_memory(models, room, engine.page_size, engine.max_model_len)
         pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
-        least = -(-max_model_len // engine.page_size)
-        if pages < least:
-            raise InvalidParameter(
-                "memory",
-                f"one sequence of {max_model_len} tokens needs {least * share.page / _GIB:.2f} GiB of KV, and "
-                f"{max(pages, 0) * share.page / _GIB:.2f} GiB are left ({share}); "
-                "lower max_model_len, raise memory (up to 1.0) or kv_bytes, or use a smaller model",
-            )
-        return min(pages, engine.max_num_seqs * least)
+        least = -(-engine.max_model_len // engine.page_size)
+        if pages >= least:
+            return MemoryPlan(min(pages, engine.max_num_seqs * least))
+        planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()))
+        return MemoryPlan(planned.pages, placement=planned.placement)
 
 
 def share_memory(models: Sequence[ModelSpec], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:

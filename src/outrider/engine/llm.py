@@ -65,8 +65,10 @@ class LLM:
     `speculation` is a method's name ("ngram", "draft_model", ...) or its settings, such as
     {"method": "draft_model", "model": path, "draft_tokens": 5, "rule": "match"}. By default it is "auto", where a
     controller chooses round by round among what the model has to draft with; "none" or False turns it off.
-    `device` is "auto" (a GPU where there is one), "cpu" or "cuda". On a GPU, `memory` is the share of it that
-    weights, KV and graphs may take, and `numerics="fast"` gives up the same-tokens promise for other kernels.
+    `device` is "auto" (a GPU where there is one), "cpu" or "cuda". `memory` is what weights, KV and buffers may take of the GPU,
+    or of the machine without one: a share (0.9) or a size ("8GiB", or bytes). Weights that do not fit a GPU are streamed
+    from host memory (docs/offloading.md). `kv_memory` is the size of the KV alone. `numerics="fast"` gives up the same-tokens
+    promise for other GPU kernels.
     `lora` are adapters by name: {"sql": folder}; `generate(..., lora="sql")` chooses one.
     `corpus` names text files, folders and .jsonl files that lookup drafters search: what outputs are likely to quote.
     Outputs are kept in memory and looked up by later calls, where the drafter does so (`auto` does); `share=False` turns it off.
@@ -88,7 +90,8 @@ class LLM:
         revision: str | None = None,
         device: str = "auto",
         numerics: str = "exact",
-        memory: float = 0.9,
+        memory: float | int | str | None = None,
+        kv_memory: int | str | None = None,
         lora: Mapping[str, str | Path] | None = None,
         corpus: str | Path | Sequence[str | Path] | None = None,
         share: bool = True,
@@ -97,6 +100,8 @@ class LLM:
         owner = _SHARED if checks.boolean("share", share) else None
         keywords = vllm_keywords(keywords)
         memory = keywords.pop("gpu_memory_utilization", memory)
+        if kv_memory is not None:
+            keywords["kv_bytes"] = checks.byte_size("kv_memory", kv_memory)
         sizes, spellings = split_keywords(keywords)
         wanted = resolve_speculation(speculation, spellings)
         check_speculation(wanted)

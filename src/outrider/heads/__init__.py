@@ -2,10 +2,11 @@
 
 from outrider.heads.block import BlockConfig, BlockHead, Convolution, KeyValue, Selector, in_block, spread_taps
 from outrider.heads.block_files import load_block, save_block
-from outrider.heads.block_runner import BlockRows, BlockRunner
+from outrider.heads.block_runner import BlockCandidates, BlockRanker, BlockRows, BlockRunner
 from outrider.heads.borrowed import Borrowed
 from outrider.heads.eagle import EAGLE1, EAGLE3, MTP, EagleConfig, EagleHead, default_taps
 from outrider.heads.eagle_files import load_eagle, save_eagle
+from outrider.heads.exit import ExitAdapter, ExitConfig, load_exit, save_exit
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
 from outrider.heads.mtp_files import holds_mtp, load_mtp, save_mtp
@@ -16,8 +17,10 @@ __all__ = [
     "EAGLE1",
     "EAGLE3",
     "MTP",
+    "BlockCandidates",
     "BlockConfig",
     "BlockHead",
+    "BlockRanker",
     "BlockRows",
     "BlockRunner",
     "Borrowed",
@@ -26,6 +29,8 @@ __all__ = [
     "EagleHead",
     "EagleNetwork",
     "EagleRunner",
+    "ExitAdapter",
+    "ExitConfig",
     "Growth",
     "KeyValue",
     "MedusaConfig",
@@ -40,11 +45,13 @@ __all__ = [
     "in_block",
     "load_block",
     "load_eagle",
+    "load_exit",
     "load_medusa",
     "load_mtp",
     "medusa_network",
     "save_block",
     "save_eagle",
+    "save_exit",
     "save_medusa",
     "save_mtp",
     "spread_taps",

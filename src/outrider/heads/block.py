@@ -107,6 +107,8 @@ class BlockHead(nn.Module):
         self._place("embedding", config.own_embedding, borrowed.embedding, (shape.vocab, hidden), dtype)
         self._place("output", config.own_output, borrowed.output, (config.outputs, hidden), dtype)
         self.target, self.target_norm = borrowed.spec, borrowed.norm
+        ropes = [layer.attention.rope for layer in shape.layers]
+        self._rope_of = [None if rope is None else shape.ropes.index(rope) for rope in ropes]  # the table of each layer
         ids = None if config.draft_vocab is None else torch.arange(config.draft_vocab, device=borrowed.norm.device)
         self.register_buffer("vocab_ids", ids)
         self.stretch(shape.context)
@@ -173,10 +175,8 @@ class BlockHead(nn.Module):
 
     def _turns(self, positions: Tensor) -> list[Turn | None]:
         """The rotary turns of each layer."""
-        tables = [table(positions) for table in self.ropes]
-        ropes = self.config.shape.ropes
-        own = (layer.attention.rope for layer in self.config.shape.layers)
-        return [None if rope is None else tables[ropes.index(rope)] for rope in own]
+        turns = [table(positions) for table in self.ropes]
+        return [None if rope is None else turns[rope] for rope in self._rope_of]
 
     def _place(self, name: str, is_own: bool, borrowed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """Register a parameter of this head, or the target's tensor as a buffer that is neither saved nor trained."""

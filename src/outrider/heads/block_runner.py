@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ from outrider.sampling import Row
 from outrider.sampling.choice import noise_along, shape_of
 from outrider.sampling.noise import token_words
 
-__all__ = ["BlockRows", "BlockRunner", "divisors_of"]
+__all__ = ["BlockCandidates", "BlockRanker", "BlockRows", "BlockRunner", "divisors_of"]
 
 _AT_ONCE = 64  # rows of blocks in one call of the core, which runs whole blocks
 
@@ -42,6 +44,27 @@ class BlockRows(NamedTuple):
 
     rows: Tensor  # (N, hidden) after the last norm
     logits: Tensor  # (N, outputs)
+
+
+class BlockCandidates(NamedTuple):
+    """The best tokens of the slots of blocks, those of a block side by side; see draft/lattice.py."""
+
+    tokens: npt.NDArray[np.int64]  # (N, candidates); -1 where the logits leave no choice
+    chances: npt.NDArray[np.float64]  # (N, candidates)
+    scores: npt.NDArray[np.float64] | None = None  # (N, candidates before, candidates) of pairs, over the draft temperature
+    confidence: npt.NDArray[np.float64] | None = None  # (N, candidates before)
+
+
+class BlockRanker(Protocol):
+    """What runs a block drafter on a device, where the best tokens of slots are found too."""
+
+    def candidates(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], count: int, reads: tuple[Sequence[Feed], Tensor | None]
+    ) -> BlockCandidates:
+        """Store what the layers attend to at the places of `reads`, of the target's taps there, then guess the blocks `feeds`.
+
+        By temperature and noise of the `rows` alone, which are of every guess.
+        """
 
 
 class BlockRunner:

@@ -26,10 +26,12 @@ TRAINED_FOR = "trained_for"  # the field of config.json
 
 
 def target_record(spec: ModelSpec, norm: Tensor) -> dict[str, Any]:
-    """What a head records of its target; `norm` is the weight of the last norm."""
+    """What a head records of its target; `norm` is the weight of the last norm, empty where the head knows of none."""
+    sizes = {"num_hidden_layers": spec.depth, "hidden_size": spec.hidden, "vocab_size": spec.vocab}
+    if not norm.numel():
+        return sizes
     bits = norm.detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-    digest = hashlib.sha256(bits).hexdigest()[:16]
-    return {"num_hidden_layers": spec.depth, "hidden_size": spec.hidden, "vocab_size": spec.vocab, "norm_sha256": digest}
+    return sizes | {"norm_sha256": hashlib.sha256(bits).hexdigest()[:16]}
 
 
 def require_target(data: Mapping[str, Any], target: Decoder, where: str) -> None:
@@ -39,7 +41,8 @@ def require_target(data: Mapping[str, Any], target: Decoder, where: str) -> None
         return
     if not isinstance(recorded, Mapping):
         raise ModelError(f"{where}: {TRAINED_FOR} must be an object, got {shown(recorded)}")
-    differing = {name: value for name, value in target_record(target.spec, target.norm).items() if recorded.get(name) != value}
+    expected = target_record(target.spec, target.norm)
+    differing = {name: value for name, value in expected.items() if name in recorded and recorded[name] != value}
     if differing:
         name = next(iter(differing))
         what = "its last norm has other values" if name == "norm_sha256" else f"{name} is {differing[name]}"

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.errors import InvalidParameter
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
 from outrider.model import Feed, Runner, lay_out
@@ -70,12 +69,14 @@ class Growth(NamedTuple):
     beam: int
     branch: int
     floor: float = 0.0  # growth ends where the survival of every node to run is below it
+    is_fixed: bool = True  # the levels are the same in every round
 
 
 class EagleNetwork(Protocol):
     """What the drafter asks of an EAGLE head; the logits are on the host."""
 
     grows_trees: bool  # whether `grow` is supported
+    applies_parameters: bool  # whether `grow` applies filters, and leaves requests with penalties and the like to the drafter
     positions: int  # that a row may have, at most
 
     @property
@@ -85,9 +86,9 @@ class EagleNetwork(Protocol):
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains: ...
 
     def grow(
-        self, feeds: Sequence[Feed], features: Tensor, rows: Sequence[Row], rooms: Sequence[int],
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], rooms: Sequence[int],
         draft_temperatures: Sequence[float], growth: Growth,
-    ) -> tuple[list[GrownTree], Tensor]: ...  # fmt: skip
+    ) -> tuple[list[GrownTree], Tensor | None]: ...  # fmt: skip
 
     def fuse(self, taps: Tensor) -> Tensor: ...
 
@@ -105,8 +106,6 @@ class MedusaNetwork(Protocol):
 def eagle_network(head: EagleHead, pool: KVPool, target: Runner, max_length: int = 0) -> EagleNetwork:
     """The runner of an EAGLE head or an MTP module, for requests of at most that length where the device allows."""
     if target.device_name != "cpu":
-        if head.config.joins_normed:
-            raise InvalidParameter("method", "'mtp' drafts on a CPU so far; name another method, or device='cpu'")
         from outrider.heads.cuda_runners import CudaEagleRunner
 
         return CudaEagleRunner(head, cast("CudaRunner", target))
@@ -129,6 +128,7 @@ class EagleRunner:
 
     drafts_chains = 0
     grows_trees = False
+    applies_parameters = True
 
     def __init__(self, head: EagleHead, pool: KVPool, ops: Ops, embedding: PackedLinear | None = None) -> None:
         """With the target's `embedding` as the core has it, the head's is not packed again."""
@@ -177,17 +177,23 @@ class EagleRunner:
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         raise NotImplementedError("drafts_chains is 0")
 
-    @network
     def grow(
-        self, feeds: Sequence[Feed], features: Tensor, rows: Sequence[Row], rooms: Sequence[int],
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], rooms: Sequence[int],
         draft_temperatures: Sequence[float], growth: Growth,
-    ) -> tuple[list[GrownTree], Tensor]:  # fmt: skip
+    ) -> tuple[list[GrownTree], Tensor | None]:  # fmt: skip
         """Run the feeds and grow a tree after each in one call, by temperature, filters and noise alone.
 
         Returns the trees and the logits (places, outputs) behind them, or no trees where logits leave no choice.
         """
+        return self._grow(feeds, self.fuse(torch.cat([*taps])), rows, rooms, draft_temperatures, growth)
+
+    @network
+    def _grow(
+        self, feeds: Sequence[Feed], features: Tensor, rows: Sequence[Row], rooms: Sequence[int],
+        draft_temperatures: Sequence[float], growth: Growth,
+    ) -> tuple[list[GrownTree], Tensor]:  # fmt: skip
         assert self._stack is not None
-        levels, beam, branch, floor = growth
+        levels, beam, branch, floor, _ = growth
         params = GrowthParams(
             levels, beam, branch,
             rooms=array("i", rooms),

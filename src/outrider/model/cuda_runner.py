@@ -22,9 +22,11 @@ from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
 from outrider.model.cuda_decode import MAX_OVERLAP_ROWS, DecodeRounds
 from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, Graph, GraphInputs, bucket, noise_key
 from outrider.model.cuda_layer import CudaRows
+from outrider.model.cuda_logits import RowLogits, choose_in_parts
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
 from outrider.model.decoder import Decoder, Hidden
+from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
@@ -41,8 +43,10 @@ class CudaOptions:
     """How a runner uses its device."""
 
     exact: bool = True  # False: cuBLAS and the fastest attention, without row invariance
+    fp8_rows: bool = True  # products of weights in FP8 round rows to FP8 too; otherwise they decode the weights
     graphs: bool = True
     max_graph_rows: int = 256
+    placement: Placement | None = None  # of weights that are streamed from host memory
 
 
 class CudaRunner(Runner):
@@ -68,7 +72,9 @@ class CudaRunner(Runner):
         # the future-token buffer: tokens of a draft, then choices of a round
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
         self._chosen = fresh[MAX_CHAIN_TOKENS:]
-        self.cuda = CudaStack(decoder, page_size, self.device, options.exact, self.future_tokens)
+        self.cuda = CudaStack(
+            decoder, page_size, self.device, options.exact, self.future_tokens, options.placement, options.fp8_rows
+        )
         c = decoder.spec
         self.pool = CudaPool(self.cuda.kernels, c.depth, pages, self.device)
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
@@ -85,6 +91,9 @@ class CudaRunner(Runner):
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self.cuda.close()
 
     @property
     def weight_bytes(self) -> int:
@@ -111,8 +120,13 @@ class CudaRunner(Runner):
             return self._score_decoding(batch, laid, rows, taps, drafts.ahead)
         if drafts.ahead is not None:
             drafts.ahead()
-        if decoding:
-            return self._score_by_graphs(batch, laid, taps)
+        if decoding and (self.cuda.streaming is None or rows > MAX_PASS_ROWS):
+            return self._score_by_parts(batch, laid, taps)
+        return self._score_eagerly(batch, laid, taps)
+
+    def _score_eagerly(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
+        """A round without a graph: one pass over the weights, however many rows it has."""
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         forward = self._forward(laid.feeds, taps)
         prompt_logits = {b: self.logits(forward.last, wanted_rows) for b, wanted_rows in laid.prompt_rows.items()}
         tapped = None if forward.taps is None else forward.taps[:rows].flatten(1)
@@ -122,15 +136,20 @@ class CudaRunner(Runner):
         logits, choices = self._choose(forward.last, batch, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
 
-    def _score_by_graphs(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
-        """Several replays with some of the sequences each, where there are more rows than the largest graph has."""
+    def _score_by_parts(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
+        """Some of the sequences after the others, where there are more rows than the largest graph or one pass takes."""
         parts: list[Scores] = []
         choices: list[int] = []
-        for group in _groups(laid.feeds, self.options.max_graph_rows):
+        streams = self.cuda.streaming is not None
+        for group in _groups(laid.feeds, MAX_PASS_ROWS if streams else self.options.max_graph_rows):
             first = laid.roots[group.start]
             layout = laid._replace(feeds=laid.feeds[group], roots=[root - first for root in laid.roots[group]])
-            size = sum(1 + len(feed.nodes) for feed in layout.feeds)
-            scores = self._score_decoding(Batch(batch.sequences[group], batch.feeds[group]), layout, size, taps)
+            size, some = sum(1 + len(feed.nodes) for feed in layout.feeds), Batch(batch.sequences[group], batch.feeds[group])
+            if streams:
+                layout = layout._replace(wanted=list(range(size)))
+                scores = self._score_eagerly(some, layout, taps)
+            else:
+                scores = self._score_decoding(some, layout, size, taps)
             scores.logits = scores.logits.clone()  # the next replay overwrites the graph's logits
             parts.append(scores)
             choices += scores.choices or ()
@@ -180,7 +199,7 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def _choose(self, last: Tensor, batch: Batch, laid: Round) -> tuple[Tensor, list[int]]:
         """Logits and choices of a round that runs without a graph."""
-        logits = self.cuda.logits(last[laid.wanted])
+        last = last[laid.wanted]
         inputs = GraphInputs(len(laid.wanted), 1, 1, self.device, 1)
         inputs.param_rows[:] = -1
         for seq, feed, root in zip(batch.sequences, laid.feeds, laid.roots, strict=True):
@@ -189,7 +208,12 @@ class CudaRunner(Runner):
                 inputs.fields[2, root : root + 1 + len(feed.nodes)] = segment.positions()
         host_sequences = self._set_sampling(inputs, batch, laid)
         inputs.send()
-        choices = self._sampling.table.choose(logits, inputs.meta).tolist()
+        if self.cuda.streaming is not None and len(last) > LOGIT_ROWS:
+            logits: Tensor = RowLogits(self.cuda, last)  # type: ignore[assignment]
+            choices = choose_in_parts(self.cuda, last, inputs.meta, self._sampling.table)
+        else:
+            logits = self.cuda.logits(last)
+            choices = self._sampling.table.choose(logits, inputs.meta).tolist()
         return self._choose_on_host(logits, choices, host_sequences, batch, laid), choices
 
     @staticmethod
@@ -284,7 +308,8 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def logits(self, last: Tensor, rows: Sequence[int]) -> Tensor:
         """Float32 logits of the chosen hidden rows, (rows, V), on the host."""
-        return self.cuda.logits(last[list(rows)]).cpu()
+        parts = [self.cuda.logits(part).cpu() for part in torch.split(last[list(rows)], LOGIT_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def run(self, *_: Any, **__: Any) -> Hidden:
         raise InvalidParameter("method", "early exit runs some of the target's layers, which the GPU path does not do yet")
@@ -332,7 +357,7 @@ class CudaRunner(Runner):
         `batch` sequences and `length` tokens.
         """
         for count in GRAPH_ROWS:
-            if rows and count <= bucket(min(rows, GRAPH_ROWS[-1]), GRAPH_ROWS):
+            if rows and count <= bucket(min(rows, self.options.max_graph_rows), GRAPH_ROWS):
                 self.round_graph(count, taps)
             if plain and not taps and count <= bucket(min(plain, MAX_OVERLAP_ROWS), GRAPH_ROWS):
                 self.round_graph(count, taps, 1)
@@ -365,7 +390,7 @@ class CudaRunner(Runner):
     def _capture_round(self, rows: int, taps: tuple[int, ...], buffer: int) -> Graph:
         inputs = GraphInputs(rows, rows, self.width, self.device)
         if rows <= MAX_OVERLAP_ROWS and not self._logits:  # graphs share memory, so the next launch could overwrite logits in it
-            self._logits = [torch.empty(MAX_OVERLAP_ROWS, len(self.cuda.output), device=self.device) for _ in range(2)]
+            self._logits = [torch.empty(MAX_OVERLAP_ROWS, self.decoder.spec.vocab, device=self.device) for _ in range(2)]
         out = self._logits[buffer][:rows] if rows <= MAX_OVERLAP_ROWS else None
         self._fill(inputs, [])
         kept: list[Any] = []
@@ -391,18 +416,20 @@ class CudaRunner(Runner):
             work()  # compiles kernels that are not compiled yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
+            passes = self.cuda.passes
             with torch.cuda.graph(graph, pool=self._memory):
                 work()
+            replay = self.cuda.around(graph.replay, self.cuda.passes - passes)
         self._memory = self._memory or graph.pool()
         torch.cuda.synchronize()
         self.capture_seconds[name] = perf_counter() - begun
-        return device_work(graph.replay)
+        return device_work(replay)
 
     def capture_rows(
         self, name: str, rows: int, work: Callable[[AttentionMetadata], None]
-    ) -> Callable[[Sequence[Feed], Sequence[Row]], None]:
+    ) -> Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]:
         """Capture `work` on `rows` rows over this model's pages, for networks beside it. The callable takes feeds of up to
-        that many rows.
+        that many rows, what noise their first rows have, and the first parameters of rows.
         """
         inputs = GraphInputs(rows, rows, self.width, self.device)
         self._fill(inputs, [])
@@ -413,11 +440,12 @@ class CudaRunner(Runner):
 
         replay = self.capture(name, send_and_work)
 
-        def run(feeds: Sequence[Feed], sampled: Sequence[Row]) -> None:
+        def run(feeds: Sequence[Feed], sampled: Sequence[Row], numbers: Sequence[int] = ()) -> None:
             self._wait()  # an earlier call may still copy the host inputs
             self._fill(inputs, feeds)
             inputs.temperatures[:] = 0.0
             inputs.set_noise(slice(len(sampled)), sampled)
+            inputs.param_rows[: len(numbers)] = numbers
             replay()
 
         return run

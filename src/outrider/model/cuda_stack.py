@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache import KVPool
 from outrider.errors import InvalidParameter
 from outrider.model.backends import CUDA
 from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
+from outrider.model.cuda_streaming import WeightStream
+from outrider.model.cuda_weights import Upload
 from outrider.model.decoder import Decoder, RopeTable, finished_logits
+from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
 from outrider.ops.cuda.launch import Kernels, Shape
+from outrider.ops.cuda.matrix import Matrix, matrix_of
 
 __all__ = ["EXTRA_POSITIONS", "CudaPool", "CudaStack", "Forward", "kernel_shape"]
 
 EXTRA_POSITIONS = 320  # positions past the context that padding and the longest draft may use
+ROUNDED = ("int8", "int4", "fp8")  # what weights may be rounded to at load
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_ROUNDED_OUTPUT = {"int4": "int8"}
+_FP8_ROWS = ("fp8", "fp8_blocks")
+_log = logging.getLogger("outrider")
 _MAX_HEAD = 256
 
 
@@ -58,35 +67,87 @@ class CudaStack:
     """Layers over paged KV. With `exact` all products use the row-invariant kernels, otherwise cuBLAS."""
 
     def __init__(
-        self, decoder: Decoder, page_size: int, device: torch.device, exact: bool = True, future_tokens: Tensor | None = None
+        self,
+        decoder: Decoder,
+        page_size: int,
+        device: torch.device,
+        exact: bool = True,
+        future_tokens: Tensor | None = None,
+        placement: Placement | None = None,  # of weights that are streamed; None: all lie on the device
+        fp8_rows: bool = True,
     ) -> None:
         s = self.spec = decoder.spec
-        if s.dtype not in _DTYPES:
-            raise InvalidParameter("dtype", f"{s.dtype} weights run on the processor alone; pass dtype=bfloat16 or device=cpu")
-        self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES[s.dtype], future_tokens, exact)
+        rounds = s.dtype if s.dtype in ROUNDED else ""
+        self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES.get(s.dtype, torch.bfloat16), future_tokens, exact)
         self.device, self.dtype = device, self.kernels.dtype
+        self._upload = Upload(device, self.dtype, rounds, fp8_rows)
+        self.streaming = None if placement is None else WeightStream(placement, device)
+        try:
+            self._load(decoder)
+        except BaseException:  # Ctrl-C too leaves no pinned memory behind
+            self.close()
+            raise
+
+    def _load(self, decoder: Decoder) -> None:
+        s, device = self.spec, self.device
         tables = {rope: turns_of(RopeTable(rope, s.head_dim, s.context + EXTRA_POSITIONS), device) for rope in s.ropes}
         ropes = [layer.attention.rope for layer in s.layers]
-        self.layers = [
-            CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope])
-            for layer, rope in zip(decoder.read_layers(), ropes, strict=True)
-        ]
-        self.embedding = self._take(decoder.weight("embedding"))
-        self.output = self.embedding if decoder.output is None else self._take(decoder.weight("output"))
+        self.layers: list[CudaLayer] = []
+        for i, (layer, rope) in enumerate(zip(decoder.read_layers(packed=True), ropes, strict=True)):
+            self.layers.append(CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope], self._upload))
+            if self.streaming is not None:
+                self.streaming.take(i, self.layers[i])
+        self.embedding = self._embedding(decoder.weight("embedding"))
+        self.output = self._output_matrix(decoder)
+        _say_how_served(self)
         self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
         norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
         self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer
         table = decoder.positions
         self._learned = None if s.positions is None or table is None else (self._take(table), s.positions.offset)
+        if self.streaming is not None:
+            self.streaming.open()
+
+    def close(self) -> None:
+        """Give pinned host memory back."""
+        if self.streaming is not None:
+            self.streaming.close()
+
+    @property
+    def passes(self) -> int:
+        """Forwards over streamed weights so far, launched or captured."""
+        return 0 if self.streaming is None else self.streaming.passes
+
+    def around(self, replay: Callable[[], None], passes: int) -> Callable[[], None]:
+        """A replay of a graph in which so many forwards were captured."""
+        return replay if self.streaming is None else self.streaming.around(replay, passes)
+
+    def _embedding(self, weight: Tensor) -> Tensor:
+        if self.streaming is None or not self.streaming.placement.embedding_on_host:
+            return self._take(weight)
+        return self.streaming.take_embedding(weight.detach().to(self.dtype))
 
     def _take(self, weight: Tensor) -> Tensor:
-        return weight.detach().to(self.device, self.dtype).contiguous()
+        return self._upload.tensor(weight)
+
+    def _output_matrix(self, decoder: Decoder) -> Tensor | Matrix:
+        """The output matrix as it is stored; that of a model in int4 is rounded to int8."""
+        name, rounds = "embedding" if decoder.output is None else "output", self._upload.rounds
+        stored = decoder.packed(name)
+        if stored is None and not rounds:
+            return self.embedding if decoder.output is None else self._take(decoder.weight(name))
+        upload = Upload(self.device, self.dtype, _ROUNDED_OUTPUT.get(rounds, rounds))
+        return upload.matrix(decoder.weight(name) if stored is None else stored)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Those that a forward with logits reads."""
+        return (*(matrix for layer in self.layers for matrix in layer.matrices), matrix_of(self.output))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices that a forward with logits reads."""
-        matrices = [part for layer in self.layers for part in layer.matrices]
-        return sum(part.numel() * part.element_size() for part in (*matrices, self.output))
+        return sum(tensor.nbytes for matrix in self.matrices for tensor in matrix.tensors)
 
     def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
         """Run rows through all layers and write their KV."""
@@ -94,7 +155,8 @@ class CudaStack:
         scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
         stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)
         kept: dict[int, Tensor] = {}
-        for i, (layer, after) in enumerate(zip(self.layers, self._afters, strict=True)):
+        layers = self.layers if self.streaming is None else self.streaming.run(self.layers)
+        for i, (layer, after) in enumerate(zip(layers, self._afters, strict=True)):
             if i in taps:
                 kept[i] = stream.clone()
             read = layer.forward(read, stream, after, rows, (pool.keys[i], pool.values[i]))
@@ -104,12 +166,22 @@ class CudaStack:
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
         """Float32 logits (N, V) of rows after the last norm."""
         s = self.spec
-        out = torch.empty(len(last), len(self.output), device=self.device) if out is None else out
-        if self.kernels.exact:
+        out = torch.empty(len(last), s.vocab, device=self.device) if out is None else out
+        fast = None if self.kernels.exact else matrix_of(self.output).by_library(last, self._output_bias)
+        if fast is None:
             self.kernels.linear(last, self.output, self._output_bias, out, scale=s.logit_scale, cap=s.logit_cap)
         else:
-            out.copy_(finished_logits(F.linear(last, self.output, self._output_bias).float(), s))
+            out.copy_(finished_logits(fast.float(), s))
         return out
+
+
+def _say_how_served(stack: CudaStack) -> None:
+    """One line about quantised matrices: which there are, and what is multiplied with FP8."""
+    kinds = sorted({matrix.kind for matrix in stack.matrices if matrix.kind})
+    if any(kind in _FP8_ROWS for kind in kinds):
+        _log.info("products of FP8 round activations to FP8 too, by row; fp8_activations=False decodes the weights instead")
+    elif any(kind.startswith("fp8") for kind in kinds):
+        _log.info("FP8 weights are decoded in products; activations stay in bfloat16")
 
 
 def kernel_shape(spec: ModelSpec, page_size: int) -> Shape:

@@ -122,6 +122,9 @@ class GgufSource:
             address = address[torch.from_numpy(order.argsort())]
         return StoredBlocks(address, torch.full_like(address, BLOCK_FORMS[kind.name].number), shape[1], (memory,))
 
+    def floats(self, name: str) -> None:
+        """Nothing is stored in FP8 with scales."""
+
     def close(self) -> None:
         """The file stays mapped as long as this object lives."""
 

@@ -46,14 +46,16 @@ __all__ = [
     "save_decoder",
     "served_dtype",
     "usable_ids",
+    "weight_bytes",
     "write_config",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INT8 = "int8"  # int8 weights with a scale per output channel and int8 rows, in the native core; torch holds float32
 INT4 = "int4"  # four bits in groups with a scale each and int8 rows, likewise; the output matrix in int8
-_SERVED = (*DTYPES, INT8, INT4)
-_BYTES = {INT8: 1.0, INT4: 0.6}  # of a weight
+FP8 = "fp8"  # FP8 weights with a scale per output channel and FP8 rows, on a GPU
+_SERVED = (*DTYPES, INT8, INT4, FP8)
+_BYTES = {INT8: 1.0, INT4: 0.6, FP8: 1.0}  # of a weight
 _SHARD_BYTES = 15 * 2**20
 _ROPE_BYTES = 12  # for each position and value of a head while the tables are made: two in float64, two in float32
 _FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model")  # of a repository on the hub
@@ -227,6 +229,14 @@ def served_dtype(requested: str, stored: str) -> str:
     if requested == "auto":
         return "float32" if stored == "float64" else stored if stored in DTYPES else "bfloat16"  # float16 runs as bfloat16
     return checks.choice("dtype", requested, ("auto", *_SERVED))
+
+
+def weight_bytes(directory: Path, options: LoadOptions) -> int:
+    """Bytes that the weights of a model take at least."""
+    stored = read_spec(directory)
+    config = replace(stored, dtype=served_dtype(options.dtype, stored.dtype))
+    held = torch.float32 if options.widen else DTYPES.get(config.dtype, torch.float32)
+    return _weight_bytes(directory, config, held, options.dtype == "auto")
 
 
 def _weight_bytes(directory: Path, config: ModelSpec, held: torch.dtype, as_stored: bool) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from outrider.cache import KVPool
 from outrider.config import EngineConfig
 from outrider.errors import InvalidParameter
+from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
 
 __all__ = ["MemoryPlan", "kv_pool", "plan_memory", "sequence_bytes", "token_bytes"]
@@ -21,6 +22,7 @@ class MemoryPlan(NamedTuple):
 
     pages: int
     states: int = 0  # at the ends of pages
+    placement: Placement | None = None  # of weights that a GPU streams from host memory; None: all lie where they are used
     int8: bool = False  # keys and values are integers
 
 
@@ -57,4 +59,4 @@ def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: 
         )
     if pages < 1:
         raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {page_bytes} bytes; raise it")
-    return MemoryPlan(pages, states, value_bytes == 1)
+    return MemoryPlan(pages, states, int8=value_bytes == 1)

@@ -30,6 +30,9 @@ class RandomWeights:
     def grouped(self, name: str) -> None:
         """Random values are floating point."""
 
+    def packed(self, name: str) -> None:
+        """Random values are floating point."""
+
     def fill(self, name: str, target: Tensor) -> None:
         target.copy_(self.read(name))
 

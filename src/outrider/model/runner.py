@@ -18,7 +18,7 @@ from outrider.errors import EngineDead, InvalidParameter
 from outrider.model.adapters import AdapterRows, AdapterSlots
 from outrider.model.backends import cpu_ops
 from outrider.model.decoder import Decoder, Hidden
-from outrider.model.load import INT4, INT8
+from outrider.model.load import FP8, INT4, INT8
 from outrider.model.recurrence import Mixer
 from outrider.model.recurrent_rows import RecurrentRows
 from outrider.model.spec import ModelSpec
@@ -168,6 +168,8 @@ class Runner:
         self.ops = ops or cpu_ops(decoder.spec)
         self.group = group
         config, core = decoder.spec, self.ops.core
+        if config.dtype == FP8:
+            raise InvalidParameter("dtype", "fp8 runs on a GPU alone; pass dtype=int8 or dtype=bfloat16")
         if config.dtype in (INT8, INT4) and core is None:
             raise InvalidParameter("dtype", f"{config.dtype} needs the native core, which is not in use: {find_core()[1]}")
         if core is None:

@@ -167,6 +167,9 @@ class ShardWeights:
     def grouped(self, name: str) -> None:
         """A share is read in floating point: groups of integers are decoded."""
 
+    def packed(self, name: str) -> None:
+        """A share is read in floating point."""
+
     def fill(self, name: str, target: Tensor) -> None:
         self._fill(name, list(self._source.parts(name)), target)
 

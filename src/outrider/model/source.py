@@ -20,7 +20,7 @@ from outrider.model.formats import Format, format_in
 from outrider.model.formats.parts import PartHeader, Parts
 from outrider.model.gguf_source import GgufSource
 from outrider.model.spec import ModelSpec
-from outrider.ops import Grouped, StoredBlocks
+from outrider.ops import Grouped, ScaledFloats, StoredBlocks
 
 __all__ = ["PlainSource", "QuantisedSource", "TensorSource", "open_source"]
 
@@ -41,6 +41,9 @@ class TensorSource(Protocol):
 
     def blocks(self, name: str) -> StoredBlocks | None:
         """The same in blocks that the native core reads; None where there are none."""
+
+    def floats(self, name: str) -> ScaledFloats | None:
+        """A matrix as the FP8 values that it is stored in; None where it is stored otherwise."""
 
     def close(self) -> None:
         """Close the files. Reading opens them again."""
@@ -77,6 +80,9 @@ class PlainSource:
     def blocks(self, name: str) -> None:
         """Nothing is stored in blocks."""
 
+    def floats(self, name: str) -> None:
+        """Nothing is stored in FP8 with scales."""
+
     def close(self) -> None:
         self._files.close()
 
@@ -110,6 +116,10 @@ class QuantisedSource:
         integers = self._checked(name, self._format.integers) if name in self._parts else None
         grouped: Grouped | None = None if integers is None else integers.grouped()
         return grouped
+
+    def floats(self, name: str) -> ScaledFloats | None:
+        floats: ScaledFloats | None = self._checked(name, self._format.floats) if name in self._parts else None
+        return floats
 
     def blocks(self, name: str) -> None:
         """Nothing is stored in blocks."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from outrider.model.families import Place, names_of, places_of
 from outrider.model.files import Header
 from outrider.model.source import TensorSource, open_source
 from outrider.model.spec import ModelSpec
-from outrider.ops import Grouped, StoredBlocks
+from outrider.ops import Grouped, ScaledFloats, StoredBlocks
 
 __all__ = ["Checkpoint", "StoredWeights", "known_name"]
 
@@ -35,7 +35,7 @@ _OTHER_PARTS = (
 _BAR_AFTER_S = 1.0
 _INT4, _INT4_GROUP = "int4", 64  # inputs
 _PLAIN_SIZE = "takes the memory of the unquantised model"
-_SIZES = {"int8": "a byte for each weight", _INT4: "half a byte for each weight"}
+_SIZES = {"int8": "a byte for each weight", "fp8": "a byte for each weight", _INT4: "half a byte for each weight"}
 _logger = logging.getLogger(__name__)
 
 
@@ -189,14 +189,27 @@ class StoredWeights:
             return Grouped.of(self.read(name), _INT4_GROUP)
         return stored
 
-    def _stored_groups(self, name: str) -> Grouped | StoredBlocks | None:
-        parts = sorted(self._places.get(name, ()), key=lambda part: part[1].rows.start or 0)
-        if not parts or any(place.transposed or place.columns or place.add for _, place in parts):
-            return None
+    def packed(self, name: str) -> Grouped | ScaledFloats | None:
+        """A matrix as it is stored, integers or FP8, for devices; None where it is to be read in floating point."""
+        parts = self._plain_parts(name) if self._keeps_groups else []
         source = self._checkpoint.source
-        joined = _joined(parts, source.blocks, StoredBlocks.joined) or _joined(parts, source.grouped, Grouped.joined)
-        for stored, _ in parts if joined is not None else ():
+        joined = _joined(parts, source.grouped, Grouped.joined) or _joined(parts, source.floats, ScaledFloats.joined)
+        self._advance_parts(parts if joined is not None else ())
+        return joined
+
+    def _plain_parts(self, name: str) -> list[tuple[str, Place]]:
+        """The stored tensors of a matrix from top to bottom; none where a place changes values."""
+        parts = sorted(self._places.get(name, ()), key=lambda part: part[1].rows.start or 0)
+        return [] if any(place.transposed or place.columns or place.add for _, place in parts) else parts
+
+    def _advance_parts(self, parts: Iterable[tuple[str, Place]]) -> None:
+        for stored, _ in parts:
             self._advance(self._checkpoint.headers[stored].bytes)
+
+    def _stored_groups(self, name: str) -> Grouped | StoredBlocks | None:
+        parts, source = self._plain_parts(name), self._checkpoint.source
+        joined = _joined(parts, source.blocks, StoredBlocks.joined) or _joined(parts, source.grouped, Grouped.joined)
+        self._advance_parts(parts if joined is not None else ())
         return joined
 
     def fill(self, name: str, target: Tensor) -> None:
@@ -251,7 +264,7 @@ class StoredWeights:
         self._bar.update(count)
 
 
-_Groups = TypeVar("_Groups", Grouped, StoredBlocks)
+_Groups = TypeVar("_Groups", Grouped, ScaledFloats, StoredBlocks)
 
 
 def _joined(
@@ -264,7 +277,7 @@ def _joined(
         if matrix is None:
             return None
         matrices.append(matrix if place.order is None else matrix.rows(place.order()))
-    return join(matrices)
+    return join(matrices) if matrices else None
 
 
 def _other_part(name: str) -> str:

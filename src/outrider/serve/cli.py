@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from outrider.checks import shown
+from outrider import checks
 from outrider.errors import InvalidParameter
 from outrider.options import ModelFirst, check_threads, json_object, set_threads
 from outrider.serve.address import has_terminal, listen, listen_on_path
@@ -32,10 +31,8 @@ if TYPE_CHECKING:
     from outrider.config import SpeculationConfig
     from outrider.engine.llm import LLM
 
-__all__ = ["describe", "open_app", "parse_bytes", "register", "resolve_speculation", "serve", "settings_of"]
+__all__ = ["describe", "open_app", "register", "resolve_speculation", "serve", "settings_of"]
 
-_MAX_BYTES = 2.0**63
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _STDERR = 2  # the file descriptor: stacks are written by a handler that runs no Python
 _console = PlainConsole(stderr=True)
 _log = logging.getLogger("outrider.serve")
@@ -109,7 +106,8 @@ def _run_replicas(settings: ServeFlags, listener: socket.socket, reread_settings
         from outrider.serve.fleet.command import plan_of, serve_replicas
     except ImportError as error:
         raise InvalidParameter("serve", f"needs {error.name}: pip install 'outrider[serve]'") from None
-    plan = plan_of(settings, sys.argv[1:], _sizes(settings).get("kv_bytes"))
+    _sizes(settings)  # are sound
+    plan = plan_of(settings, sys.argv[1:])
     place = f"http://{written(listener.getsockname()[:2])}" if settings.uds is None else str(settings.uds)
     _say(settings, f"listening on {place}; starting {plan.replicas} replicas of {settings.model_name}")
     serve_replicas(settings, plan, listener, reread_settings, lambda text: _say(settings, f"{text}\nready on {place}"))
@@ -124,7 +122,7 @@ def register(app: typer.Typer) -> None:
 def settings_of(flags: ServeFlags) -> ServeFlags:
     """The flags with the limits and the model name that follow from them."""
     names = flags.served_model_name or (_short_name(flags.model),)
-    return replace(flags, served_model_name=names, limits=Limits(body_bytes=parse_bytes("--max-body", flags.max_body)))
+    return replace(flags, served_model_name=names, limits=Limits(body_bytes=checks.byte_size("--max-body", flags.max_body)))
 
 
 def _sizes(flags: ServeFlags) -> dict[str, Any]:
@@ -138,11 +136,11 @@ def _sizes(flags: ServeFlags) -> dict[str, Any]:
         "max_lora_rank": flags.max_lora_rank,
         "tensor_parallel_size": flags.tensor_parallel_size,
     }
-    if flags.memory is None:
-        return sizes
-    if re.fullmatch(r"0?\.\d+|1\.0", flags.memory):
-        return sizes | {"memory": float(flags.memory)}
-    return sizes | {"kv_bytes": parse_bytes("--memory", flags.memory)}
+    if flags.memory is not None:
+        sizes["memory"] = checks.memory("--memory", flags.memory)
+    if flags.kv_memory is not None:
+        sizes["kv_bytes"] = checks.byte_size("--kv-memory", flags.kv_memory)
+    return sizes
 
 
 def _check(flags: ServeFlags, speculation: SpeculationConfig) -> None:
@@ -226,15 +224,6 @@ def resolve_speculation(
                 raise InvalidParameter(name, "cannot be combined with --speculative-config; put it into the JSON")
         return SpeculationConfig.parse(json_object("--speculative-config", speculative_config))
     return speculation_of_flags(method, draft_model, draft_tokens)
-
-
-def parse_bytes(flag: str, text: str) -> int:
-    """A size such as 512MiB, 4G or a plain number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
-    size = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
-    if not 1 <= size < _MAX_BYTES:
-        raise InvalidParameter(flag, f"must be a size such as 512MiB or 4G, got {shown(text)}")
-    return int(size)
 
 
 def _short_name(model: str | None) -> str:

@@ -106,9 +106,12 @@ class ServeFlags(ServerSettings):
     max_num_seqs: int = flag(32, "Maximum number of sequences that run at once.", min=1)
     memory: str | None = flag(
         None,
-        "Memory for KV, such as 4GiB, or the share of a GPU that weights, KV and graphs may take, such as 0.9. "
-        "Default: a quarter of the machine's memory; 0.9 of a GPU's.",
+        "What weights, KV and buffers may take of the GPU, or of the machine without one: a share such as 0.9, or a size such as "
+        "8GiB. Weights that do not fit a GPU are streamed from host memory. Default: 0.9 of a GPU.",
         "--gpu-memory-utilization",
+    )
+    kv_memory: str | None = flag(
+        None, "Memory for KV alone, such as 4GiB. Default: what --memory leaves; a quarter of a machine."
     )
     kv_dtype: str = flag("auto", "Keys and values: auto (as the model computes), or int8 on CPUs.", "--kv-cache-dtype")
     data_parallel_size: int = flag(

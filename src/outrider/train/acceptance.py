@@ -24,12 +24,11 @@ from outrider.train.data import TokenStore
 from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.generate import Written, document_starts, write_text
 from outrider.train.losses import divergence
-from outrider.train.networks import TrainableDrafter
+from outrider.train.networks import DEPTH, TrainableDrafter
 from outrider.train.sizing import autocast
 
-__all__ = ["DEPTH", "Agreement", "agreement", "drafted_logits", "heldout_rows", "proposed", "served_acceptance", "written_for"]
+__all__ = ["Agreement", "agreement", "drafted_logits", "heldout_rows", "proposed", "served_acceptance", "written_for"]
 
-DEPTH = 5  # drafted tokens per round of the figures reported
 _BATCH = 8
 _PROMPT = 96  # tokens of held-out documents that the target continues
 _METHODS = {"draft": "draft_model"}  # name of the command -> name of the method, where they differ
@@ -57,7 +56,7 @@ def heldout_rows(store: TokenStore, context: int, max_rows: int) -> Tensor:
 @torch.no_grad()
 def agreement(network: TrainableDrafter, target: FrozenTarget, rows: Tensor) -> Agreement:
     """Greedy agreement on text."""
-    depths = min(DEPTH, network.reach)
+    depths = network.drafted
     device, losses, parts = target.decoder.norm.device, [], []
     for chunk in torch.split(rows, _BATCH):
         features = target.features(chunk.to(device))

@@ -24,6 +24,8 @@ from outrider.train.sizing import autocast
 __all__ = ["TrainableBlock"]
 
 _OPS = Plain()
+_AT_ONCE = 128  # blocks of a text computed together in figures
+_LEAST = 0.1  # added to a chance of survival: no guess is given up
 
 
 @dataclass(slots=True)
@@ -33,6 +35,8 @@ class TrainableBlock(TrainableDrafter):
     module: BlockHead
     blocks: int = 64
     fade: float = 7.0  # guess j weighs exp(-j / fade)
+    survival: float = 0.0  # and the chance that the guesses before it are accepted, to this power
+    skip: int = 0  # first positions of a text where no block starts
     confidence_weight: float = 0.2
 
     def __post_init__(self) -> None:
@@ -42,9 +46,13 @@ class TrainableBlock(TrainableDrafter):
     def vocab_ids(self) -> Tensor | None:
         return self.module.vocab_ids
 
+    @property
+    def drafted(self) -> int:
+        return self.reach
+
     def chain(self, features: Features, depths: int) -> list[Tensor]:
         starts = torch.arange(features.span(depths), device=features.tokens.device)
-        rows = self._rows(features, starts, depths)
+        rows = torch.cat([self._rows(features, part, depths) for part in torch.split(starts, _AT_ONCE)], 1)
         return [rows[:, :, depth].flatten(0, 1) for depth in range(depths)]
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:  # noqa: ARG002 (one matrix for all depths)
@@ -62,32 +70,36 @@ class TrainableBlock(TrainableDrafter):
             places = starts[:, None] + 1 + torch.arange(guesses, device=device)
             count, length = features.tokens.shape
             target = features.logits.view(count, length, -1)[:, places].flatten(0, 2)
-            weights = torch.exp(-torch.arange(guesses, device=device) / self.fade).expand(rows.shape[:3]).flatten()
+            weights = torch.exp(-torch.arange(guesses, device=device) / self.fade).repeat(count * len(starts))
             if (ids := self.vocab_ids) is not None:  # positions whose best token is outside the reduced vocabulary do not count
                 weights = weights * torch.isin(target.argmax(-1), ids)
                 target = target[:, ids]
             flat = rows.flatten(0, 2)
             logits = self.logits(flat, 0)
-            total = divergence(self.kind, target, logits, weights)
+            # the chance that a guess is accepted is the overlap of both distributions
+            overlap = torch.minimum(target.float().softmax(-1), logits.detach().float().softmax(-1)).sum(-1).clamp(0.0, 1.0)
+            if self.survival:
+                before = overlap.view(-1, guesses).roll(1, 1).index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), 1.0)
+                weights = weights * (before.cumprod(1).flatten() + _LEAST) ** self.survival
+            total = divergence(self.kind, target, logits, weights, guesses)
             if self.module.confidence is not None:
-                total = total + self.confidence_weight * self._confidence_loss(flat, target, logits)
+                total = total + self.confidence_weight * self._confidence_loss(flat, overlap)
         return total
 
-    def _confidence_loss(self, rows: Tensor, target: Tensor, logits: Tensor) -> Tensor:
-        """Cross-entropy against the overlap of both distributions, which is the chance of acceptance."""
+    def _confidence_loss(self, rows: Tensor, overlap: Tensor) -> Tensor:
+        """Cross-entropy against the chance of acceptance."""
         assert self.module.confidence is not None
-        width = self.module.config.shape.hidden
-        overlap = torch.minimum(target.float().softmax(-1), logits.detach().float().softmax(-1)).sum(-1)
-        read = rows if self.module.config.confidence_of_pair else rows[:, :width]
+        read = rows if self.module.config.confidence_of_pair else rows[:, : self.module.config.shape.hidden]
         with torch.autocast(rows.device.type, enabled=False):
-            return torch.nn.functional.binary_cross_entropy(self.module.confidence(read), overlap.clamp(0.0, 1.0))
+            return torch.nn.functional.binary_cross_entropy(self.module.confidence(read), overlap)
 
     def _starts(self, features: Features) -> Tensor:
-        """Where blocks start, the same in all rows of the batch and a function of its tokens."""
+        """Where blocks start, the same in all rows of the batch and a function of its tokens, without a value for the host."""
         span = features.tokens.shape[1] - self.module.config.guesses - 1
-        step = max(span // self.blocks, 1)
-        first = int(features.tokens.sum()) % step
-        return torch.arange(first, span, step, device=features.tokens.device)[: self.blocks]
+        skip = min(self.skip, span - 1)
+        step = max((span - skip) // self.blocks, 1)
+        count = min(self.blocks, (span - skip) // step)
+        return skip + features.tokens.sum() % step + step * torch.arange(count, device=features.tokens.device)
 
     def _rows(self, features: Features, starts: Tensor, guesses: int) -> Tensor:
         """Rows (B, blocks, guesses, hidden) that guess, beside them what the pair scores read of the token before."""

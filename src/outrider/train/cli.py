@@ -15,7 +15,7 @@ from outrider.train.task import TrainingTask
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Train drafters for a model: a draft model, an EAGLE head, an MTP module, Medusa heads or a block drafter.",
+    help="Train drafters for a model: a draft model, an EAGLE head, an MTP module, Medusa heads, a block drafter, an exit.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -116,6 +116,21 @@ def dflash(
     masked = None if mask < 0 else mask
     shape = BlockShape(layers, block, read, ffn, markov, confidence, causal, from_anchor, masked, draft_vocab)
     run_task(flags, "dflash", lambda target: new_block(target, shape, flags.loss or "mix", flags.seed, blocks))
+
+
+@app.command(name="early-exit")
+@spread
+def early_exit(
+    flags: TrainingTask,
+    exits: Annotated[str, typer.Option(help="Layers to leave after, comma-separated; empty: L/4, L/3, L/2 and 2L/3.")] = "",
+    ffn: Annotated[int, typer.Option(help="Width of an adapter's MLP; 0: the target's.")] = 0,
+) -> None:
+    """Train exit adapters on a frozen target, and keep the one whose exit pays most. The same command resumes."""
+    layers = _integers("exits", exits)
+    from outrider.train.early_exit import new_exits
+    from outrider.train.run import run_task
+
+    run_task(flags, "early_exit", lambda target: new_exits(target, layers, ffn, flags.loss or "mix", flags.seed))
 
 
 for _name in ("lm", "corpus", "medusa-tree"):

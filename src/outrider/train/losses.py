@@ -20,10 +20,11 @@ _MIX_RATE = 3.0
 Divergence = str
 
 
-def divergence(kind: Divergence, target: Tensor, draft: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Mean over rows of (N, V) logits; `counted` (N,) drops rows.
+def divergence(kind: Divergence, target: Tensor, draft: Tensor, counted: Tensor | None = None, depths: int = 1) -> Tensor:
+    """Mean over rows of (N, V) logits; `counted` (N,) are weights of rows.
 
     kl: KL(p, q). mix: w KL + (1 - w) TV with w = exp(-3 acceptance). lk: -log acceptance.
+    Row i is of depth i % depths; `mix` has a weight w for each depth.
     greedy: -log q of p's most probable token.
     """
     if kind not in LOSSES:
@@ -38,11 +39,18 @@ def divergence(kind: Divergence, target: Tensor, draft: Tensor, counted: Tensor 
     variation = 0.5 * (p - log_q.exp()).abs().sum(-1)
     if kind == "lk":
         return _mean(-torch.log((1.0 - variation).clamp_min(1e-6)), counted)
-    weight = torch.exp(-_MIX_RATE * _mean(1.0 - variation.detach(), counted))
-    return weight * _mean((p * (log_p - log_q)).sum(-1), counted) + (1.0 - weight) * _mean(variation, counted)
+    weight = torch.exp(-_MIX_RATE * _by_depth(1.0 - variation.detach(), counted, depths)).repeat(len(variation) // depths)
+    return _mean(weight * (p * (log_p - log_q)).sum(-1) + (1.0 - weight) * variation, counted)
 
 
 def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
+    return _by_depth(values, counted, 1)[0]
+
+
+def _by_depth(values: Tensor, counted: Tensor | None, depths: int) -> Tensor:
+    """The means (depths,) of values (N,)."""
+    by_depth = values.view(-1, depths)
     if counted is None:
-        return values.mean()
-    return (values * counted).sum() / counted.sum().clamp_min(1)
+        return by_depth.mean(0)
+    weights = counted.view(-1, depths)
+    return (by_depth * weights).sum(0) / weights.sum(0).clamp_min(torch.finfo(weights.dtype).tiny)

@@ -8,6 +8,7 @@ forcing). The features are the target's at depth 0 and the drafter's at later de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +38,18 @@ from outrider.train.frozen import Features, FrozenTarget
 from outrider.train.losses import Divergence, divergence
 from outrider.train.sizing import autocast
 
-__all__ = ["TrainableDraftModel", "TrainableDrafter", "TrainableEagle", "TrainableMedusa", "TrainableMtp", "network_loss"]
+__all__ = [
+    "DEPTH",
+    "TrainableDraftModel",
+    "TrainableDrafter",
+    "TrainableEagle",
+    "TrainableMedusa",
+    "TrainableMtp",
+    "network_loss",
+]
 
 _OPS = Plain()
+DEPTH = 5  # drafted tokens per round of the figures reported
 
 
 @dataclass(slots=True)
@@ -51,6 +61,7 @@ class TrainableDrafter(ABC):
     depths: int = 1  # drafted tokens it is trained for at once
     reach: int = 64  # the largest number of tokens it can draft
     decay: float = 0.8  # weight of a depth in the loss over the one before
+    every: int = 1  # the loss is of every so many rows
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -62,6 +73,11 @@ class TrainableDrafter(ABC):
     def vocab_ids(self) -> Tensor | None:
         """Target ids of its outputs, where its vocabulary is reduced."""
         return None
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of a draft in figures."""
+        return min(DEPTH, self.reach)
 
     @abstractmethod
     def chain(self, features: Features, depths: int) -> list[Tensor]:
@@ -75,6 +91,9 @@ class TrainableDrafter(ABC):
     def loss(self, features: Features, lean: bool = False) -> Tensor:
         """What training makes small; `lean` is for runs without a compiler."""
         return network_loss(self, features, lean)
+
+    def settle(self, agreement: Callable[[Self], float]) -> None:  # noqa: B027 (most networks have nothing to choose)
+        """After training: choose what only a measurement can, given how often a network agrees with the target."""
 
     @abstractmethod
     def save(self, folder: Path, tokenizer: Path) -> None:
@@ -104,12 +123,13 @@ def network_loss(network: TrainableDrafter, features: Features, lean: bool = Fal
     total = torch.zeros((), device=features.tokens.device)
     with autocast(features.tokens.device):
         for depth, hidden in enumerate(network.chain(features, depths)):
-            target, counted = features.cut(features.logits, depth + 1, span), None
+            target, counted = features.cut(features.logits, depth + 1, span)[:: network.every], None
             if ids is not None:  # positions whose best token is outside the reduced vocabulary do not count
                 counted = torch.isin(target.argmax(-1), ids).float()
                 target = target[:, ids]
             part = partial(_depth_loss, network, depth, target, counted)
-            loss = checkpoint(part, hidden, use_reentrant=False) if lean else part(hidden)
+            rows = hidden[:: network.every]
+            loss = checkpoint(part, rows, use_reentrant=False) if lean else part(rows)
             total = total + network.decay**depth * loss
     return total / sum(network.decay**depth for depth in range(depths))
 

@@ -20,7 +20,7 @@ __all__ = ["Muon", "OptimOptions", "build_optimizers", "orthogonalise", "scale_r
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
-_BY_TOKEN = ("embedding", "output")  # matrices with a row per token; AdamW's
+_BY_TOKEN = ("embedding", "output", "left", "right")  # matrices with a row per token; AdamW's
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ def run_task(task: TrainingTask, name: str, build: Build, log: Log = _LOG) -> di
         run.warm_up(setup.step.micro_rows, setup.step.context)
     log(f"{name}: training begins")
     run.train(TrainingRows(store, setup.step.context, task.seed), OptimOptions(lr=task.lr, adam_lr=task.adam_lr), setup.loop)
+    if rows is not None:
+        network.settle(lambda one: agreement(one, target.reading(one.taps), rows).by_position[0])
     network.export(setup.target, setup.out)  # a user who does not wait for the figures has the drafter
     figures: dict[str, Any] = {}
     if rows is not None:

@@ -175,11 +175,13 @@ class BlockShape:
     from_anchor: bool = True
     mask: int | None = None  # None: the last id of the vocabulary
     draft_vocab: int = 0  # tokens of a reduced vocabulary, the most frequent ones
+    context: int = 0  # tokens that it sees; a shorter one than the target's is a window that moves on
 
     def config(self, target: ModelSpec) -> BlockConfig:
         """The drafter's configuration for a target."""
+        shape = _layers(target, "Qwen3ForCausalLM", self.ffn, self.layers)
         return BlockConfig(
-            shape=_layers(target, "Qwen3ForCausalLM", self.ffn, self.layers),
+            shape=replace(shape, context=self.context) if self.context else shape,
             target_hidden=target.hidden,
             taps=self.taps or spread_taps(target.depth, min(3, target.depth)),
             block=self.block,

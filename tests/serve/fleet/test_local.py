@@ -33,7 +33,7 @@ ANSWER = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     cache = str(tmp_path_factory.mktemp("cache"))
     process = Process(
-        "--data-parallel-size", "2", "--threads", "2", "--method", "ngram", "--memory", "128MiB", "--max-num-seqs", "4",
+        "--data-parallel-size", "2", "--threads", "2", "--method", "ngram", "--kv-memory", "128MiB", "--max-num-seqs", "4",
         "--api-key", "secret", "--api-key", "other", OUTRIDER_CACHE=cache, OUTRIDER_DRAIN_TIMEOUT="20",
     )  # fmt: skip
     try:
@@ -145,11 +145,13 @@ def test_a_replica_ends_with_its_front_door(tmp_path: Path) -> None:
 
 
 def test_threads_and_memory_are_shared_out() -> None:
-    flags = ServeFlags(data_parallel_size=3, threads=7, device="cpu", max_num_seqs=5)
-    plan = plan_of(flags, ["serve", "--data-parallel-size", "3"], 3 * 2**20)
-    assert plan.arguments[3:] == ("--data-parallel-size", "1", "--threads", "2", "--memory", str(2**20))
+    flags = ServeFlags(data_parallel_size=3, threads=7, device="cpu", max_num_seqs=5, kv_memory="3MiB")
+    plan = plan_of(flags, ["serve", "--data-parallel-size", "3"])
+    assert plan.arguments[3:] == ("--data-parallel-size", "1", "--threads", "2", "--kv-memory", str(2**20))
+    both = ServeFlags(data_parallel_size=3, threads=7, device="cpu", memory="3GiB", kv_memory="3MiB")
+    assert plan_of(both, []).arguments[4:] == ("--memory", str(2**30), "--kv-memory", str(2**20))
     assert (plan.replicas, plan.capacity) == (3, 5)
-    assert plan_of(ServeFlags(data_parallel_size=4, threads=2, device="cpu"), [], 4).arguments[2:4] == ("--threads", "1")
+    assert plan_of(ServeFlags(data_parallel_size=4, threads=2, device="cpu"), []).arguments[2:4] == ("--threads", "1")
 
 
 def test_what_cannot_be_served_says_what_to_type(tmp_path: Path) -> None:

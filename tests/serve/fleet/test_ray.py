@@ -43,7 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     our_ray()
     process = Process(
         "--data-parallel-backend", "ray", "--data-parallel-config", json.dumps(SCALING), "--threads", "1", "--method", "ngram",
-        "--memory", "64MiB", "--max-num-seqs", "4", OUTRIDER_CACHE=str(tmp_path_factory.mktemp("cache")),
+        "--kv-memory", "64MiB", "--max-num-seqs", "4", OUTRIDER_CACHE=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
     try:
         process.hear("ready on http")

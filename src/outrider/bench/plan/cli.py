@@ -68,6 +68,17 @@ def plan(
         float | None,
         typer.Option(help="With --target: rows whose arithmetic takes as long as reading the weights. Default: 295 on a GPU, 8."),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Show which weights of --model would stay on a GPU within this limit (8GiB, or a share such as 0.9), which "
+            "would be streamed from host memory, and how fast that is. Nothing is loaded."
+        ),
+    ] = None,
+    draft: Annotated[Path | None, typer.Option(help="With --memory: the draft model beside it, which stays on the GPU.")] = None,
+    bus: Annotated[
+        float | None, typer.Option(help="With --memory: GB/s from host memory. Default: measured; 25 without a GPU.")
+    ] = None,
     simulate: Annotated[
         Path | None, typer.Option(help="Replay traces of --record through the controller; needs --costs.")
     ] = None,
@@ -111,8 +122,9 @@ def plan(
     """Expect: speed-up, best draft length and tree, break-even batch and memory, for each drafter, before relying on it.
 
     Measures costs and acceptance on prompts, or takes them from --acceptance and --costs. --target recommends draft
-    models, --simulate replays recorded drafts through the controller. --fleet simulates many replicas under a load; with
-    --save-costs it measures a replica of --model first, with --costs it reads what was saved, or the controller's own file.
+    models, --memory shows what would be streamed to a GPU, --simulate replays recorded drafts through the controller. --fleet
+    simulates many replicas under a load; with --save-costs it measures a replica of --model first, with --costs it reads what was
+    saved, or the controller's own file.
     """
     options = dict(locals())
     options["fleet_batch"], options["batch"] = batch, batch or 1
@@ -128,6 +140,8 @@ def plan(
         console.print(FORMULAS, markup=False, highlight=False)
     if fleet:
         result = _plan_fleet(options, console)
+    elif memory is not None:
+        result = _plan_memory(options, console)
     elif target is not None:
         result = _recommend(options, console)
     elif simulate is not None:
@@ -253,6 +267,17 @@ def _recommend(options: dict[str, Any], console: Console) -> dict[str, Any]:
             ranked = rank_candidates(path, advice[0].fits, _prompts(options, 6), options["tokens"], status.update)
         show.ranking(ranked, console)
     return {"targets": [recommendation.as_dict() for recommendation in advice], "ranking": ranked}
+
+
+def _plan_memory(options: dict[str, Any], console: Console) -> dict[str, Any]:
+    from outrider.bench.plan.placing import plan_memory_of, show_memory
+    from outrider.engine.intake import model_name
+    from outrider.model import locate
+
+    bus = options["bus"] and options["bus"] * 1e9
+    planned = plan_memory_of(locate(model_name(options["model"])), options["draft"], options["memory"], bus)
+    show_memory(planned, console)
+    return planned.as_dict()
 
 
 def _simulate(options: dict[str, Any], console: Console) -> dict[str, Any]:

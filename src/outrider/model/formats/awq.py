@@ -51,6 +51,9 @@ class AWQ:
         size = inputs if self.group_size <= 0 else self.group_size
         return Integers(values.T, parts[".scales"].T, zeros.T, None, size, 4)
 
+    def floats(self, parts: Parts) -> None:
+        """Its values are integers."""
+
     def decode(self, parts: Parts) -> Tensor:
         return self.integers(parts).decoded()
 

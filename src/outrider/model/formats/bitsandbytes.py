@@ -55,6 +55,9 @@ class BitsAndBytes:
     def integers(self, parts: Parts) -> None:
         """Its values are no integers."""
 
+    def floats(self, parts: Parts) -> None:
+        """Its values are no FP8."""
+
     def decode(self, parts: Parts) -> Tensor:
         outputs, inputs = self.shape(parts)
         if ".SCB" in parts:

@@ -16,6 +16,7 @@ from outrider.model.formats.bits import E2M1, fields, unpacked
 from outrider.model.formats.fp8 import scale_block
 from outrider.model.formats.mxfp4 import powers_of_two
 from outrider.model.formats.parts import FLOATS, Integers, Parts, block_scaled, ceil_div
+from outrider.ops import ScaledFloats
 
 __all__ = ["CompressedTensors"]
 
@@ -73,6 +74,14 @@ class Scheme:
             return None
         scales = parts[_SCALE].reshape(-1, 1)
         return Integers(parts[".weight"].short() + 128, scales, scales.new_full(scales.shape, 128), None, shape[1], 8)
+
+    def floats(self, parts: Parts) -> ScaledFloats | None:
+        shape = self.shape(parts)
+        if self.kind != "float" or _PACKED in parts or self.group_size:
+            return None
+        block = scale_block(parts, _SCALE, shape, self.block, FLOATS)
+        blocks = (ceil_div(shape[0], block[0]), ceil_div(shape[1], block[1]))
+        return ScaledFloats.stored(parts[".weight"], parts[_SCALE].float().reshape(blocks), block)
 
     def _plain_shape(self, parts: Parts) -> tuple[int, int]:
         outputs, inputs = parts.shape(".weight", ("I8",) if self.kind == "int" else ("F8_E4M3",))
@@ -196,6 +205,9 @@ class CompressedTensors:
 
     def integers(self, parts: Parts) -> Integers | None:
         return self._scheme(parts).integers(parts)
+
+    def floats(self, parts: Parts) -> ScaledFloats | None:
+        return self._scheme(parts).floats(parts)
 
     def _scheme(self, parts: Parts) -> Scheme:
         reasons = []

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.checks import shown
 from outrider.model.fields import Fields
 from outrider.model.formats.parts import FLOATS, Parts, block_scaled, ceil_div
+from outrider.ops import ScaledFloats
 
 __all__ = ["FP8", "scale_block"]
 
@@ -47,11 +48,19 @@ class FP8:
     def integers(self, parts: Parts) -> None:
         """Its values are no integers."""
 
+    def floats(self, parts: Parts) -> ScaledFloats:
+        scales, block = self._scales(parts)
+        return ScaledFloats.stored(parts[".weight"], scales, block)
+
     def decode(self, parts: Parts) -> Tensor:
+        scales, block = self._scales(parts)
+        return block_scaled(parts[".weight"], scales, block)
+
+    def _scales(self, parts: Parts) -> tuple[Tensor, tuple[int, int]]:
+        """A scale for each block, and the rows and columns of a block."""
         shape, ending = self.shape(parts), self._scale(parts)
         block = scale_block(parts, ending, shape, self.block, _SCALES)
-        scales = parts[ending].float()
-        return block_scaled(parts[".weight"], scales.reshape(ceil_div(shape[0], block[0]), ceil_div(shape[1], block[1])), block)
+        return parts[ending].float().reshape(ceil_div(shape[0], block[0]), ceil_div(shape[1], block[1])), block
 
     def _scale(self, parts: Parts) -> str:
         return ".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"

@@ -71,6 +71,9 @@ class GPTQ:
             group_of = None
         return Integers(values, scales.T, unpacked(zeros, bits, 1).T, group_of, size, bits)
 
+    def floats(self, parts: Parts) -> None:
+        """Its values are integers."""
+
     def decode(self, parts: Parts) -> Tensor:
         return self.integers(parts).decoded()
 

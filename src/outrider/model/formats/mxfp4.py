@@ -41,6 +41,9 @@ class MXFP4:
     def integers(self, parts: Parts) -> None:
         """Its values are no integers."""
 
+    def floats(self, parts: Parts) -> None:
+        """Its values are no FP8."""
+
     def decode(self, parts: Parts) -> Tensor:
         """In bfloat16, which holds the values as they are."""
         experts, inputs, outputs = self.shape(parts)

@@ -49,6 +49,9 @@ class ModuleSource:
     def blocks(self, name: str) -> None:
         """Modules hold floating point."""
 
+    def floats(self, name: str) -> None:
+        """Modules hold floating point without scales."""
+
     def close(self) -> None:
         """No files are open."""
 

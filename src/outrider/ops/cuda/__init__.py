@@ -1,6 +1,7 @@
 """The decoder's arithmetic on an NVIDIA GPU, by Triton kernels. Imported only where a GPU serves.
 
-`kernels` and `place` have the layers, `attention` their attention, which is cut as `segments` says, `choice` the sampling,
-`penalty_kernels` and `penalties` sampling with penalties and filters, `tiles` the table of tile sizes; `launch` and
-`attention_launch` call them from torch tensors.
+`matrix` has the forms of matrices and their products, `quantised_matrix` and `quantised` those of quantised ones. `kernels` and
+`place` have the layers, `attention` their attention, which is cut as `segments` says, `choice` the sampling, `penalty_kernels`
+and `penalties` sampling with penalties and filters, `trees` the growth of draft trees, `tiles` and `quantised_tiles` the tables
+of tile sizes; `launch`, `attention_launch` and `tree_launch` call them from torch tensors.
 """

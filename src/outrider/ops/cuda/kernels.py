@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "embed", "finish", "linear", "row_of"]
+__all__ = ["activate", "embed", "finish", "finish_tile", "linear", "row_of"]
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def linear(
         if HAS_BIAS:
             bias_row = tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)
             acc = _add(acc, tl.broadcast_to(bias_row[None, :], acc.shape))
-        _finish(
+        finish_tile(
             acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
             BM, BN, FORM, HEADS, KV_HEADS, HEAD, PAGE, ACTIVATION, SCALE, CAP,
         )  # fmt: skip
@@ -210,7 +210,7 @@ def _add(a, b):
 
 
 @triton.jit
-def _finish(
+def finish_tile(
     acc, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, columns,
     BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,

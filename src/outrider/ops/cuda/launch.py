@@ -7,20 +7,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
 from outrider.ops.cuda.attention_launch import AttentionKernels
+from outrider.ops.cuda.matrix import Epilogue, Matrix, matrix_of, pair_qkv, pair_rows
 from outrider.ops.cuda.place import place
-from outrider.ops.cuda.tiles import MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
+from outrider.ops.cuda.quantised_tiles import QuantisedTile
+from outrider.ops.cuda.tiles import Tile
 
 __all__ = ["AttentionMetadata", "HeadForm", "Kernels", "RowNorm", "Shape", "Turns", "pair_qkv", "pair_rows"]
 
-_SPLIT_K = 4  # parts of every inner dimension, summed in order
 _NODES = 16  # nodes of the longest chain
-_MIN_TILE = 16  # columns that the tensor cores compute together
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +97,6 @@ class AttentionMetadata:
         )  # fmt: skip
 
 
-def pair_rows(weight: Tensor, groups: int) -> Tensor:
-    """Rows i and i + half of every group side by side."""
-    if weight.dim() == 1:
-        return weight.view(groups, 2, -1).transpose(1, 2).reshape(-1).contiguous()
-    return weight.view(groups, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape).contiguous()
-
-
-def pair_qkv(fused: Tensor, turned_heads: int, head: int) -> Tensor:
-    """Rows of q and k, whose heads are rotated, in pairs; rows of v as they are."""
-    turned = turned_heads * head
-    return torch.cat((pair_rows(fused[:turned], turned_heads), fused[turned:]))
-
-
 class Kernels:
     """The kernels of one model. With `exact` all products are row-invariant, otherwise they are cuBLAS's."""
 
@@ -119,7 +105,6 @@ class Kernels:
         self.dtype = dtype
         self.exact = exact
         self._future_tokens = future_tokens  # tokens that rows may name before the host knows them
-        self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self._attention = AttentionKernels(shape, dtype)
         self.chunk_tokens = self._attention.chunk_tokens  # of one program of `attend_chunks`
         kv, self._padded = shape.kv_heads * shape.head, max(_power(shape.head), 16)
@@ -134,8 +119,9 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The stream (N, hidden) float32 of every row, and its norm. `learned` are position embeddings and their offset."""
         rows, width = len(meta.tokens), embedding.shape[1]
-        stream = torch.empty(rows, width, device=embedding.device)
-        read = torch.empty(rows, width, device=embedding.device, dtype=self.dtype)
+        device = meta.tokens.device  # the embedding may lie in pinned host memory
+        stream = torch.empty(rows, width, device=device)
+        read = torch.empty(rows, width, device=device, dtype=self.dtype)
         future_tokens = meta.tokens if self._future_tokens is None else self._future_tokens
         table, offset = learned or (embedding, 0)
         weight, bias, eps, form = _norm_arguments(norm, stream)
@@ -167,62 +153,50 @@ class Kernels:
 
     # --- products -----------------------------------------------------------------------------------------------------
 
-    def parts(self, x: Tensor, w: Tensor, tile: Tile | None = None) -> Tensor:
+    def parts(self, x: Tensor, w: Tensor | Matrix, tile: Tile | QuantisedTile | None = None) -> Tensor:
         """x times w transposed, in parts to be added in order: (parts, N, columns). Few rows run split-K programs."""
-        rows, (columns, inner) = len(x), w.shape
-        if not self.exact:
-            return F.linear(x, w)[None]
-        split = rows <= MAX_SPLIT_K_ROWS and inner % 64 == 0
-        out = torch.empty(_SPLIT_K if split else 1, rows, columns, device=x.device)
-        tile = tile or (split_tile_for if split else tile_for)(rows, columns, inner)
-        self._product(x, w, None, out, "split_k" if split else "store", tile)
+        w = matrix_of(w)
+        fast = None if self.exact else w.by_library(x, None)
+        if fast is not None:
+            return fast[None]
+        split = w.splits(len(x))
+        out = torch.empty(w.parts if split else 1, len(x), w.shape[0], device=x.device)
+        w.multiply(x, out, Epilogue("split_k" if split else "store"), tile)
         return out
 
     def linear(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None = None, scale: float = 1.0,
+        self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, out: Tensor,
+        tile: Tile | QuantisedTile | None = None, scale: float = 1.0,
         cap: float | None = None,
     ) -> None:  # fmt: skip
         """out = scale * (x times w transposed + bias), softly capped."""
-        tile = tile or tile_for(len(x), w.shape[0], w.shape[1])
-        self._product(x, w, bias, out, "store", tile, SCALE=scale, CAP=cap or 0.0)
+        matrix_of(w).multiply(x, out, Epilogue("store", bias, scale=scale, cap=cap or 0.0), tile)
 
-    def activated(self, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+    def activated(self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
         """The activation of x times w transposed, whose columns are pairs of gate and up where it is gated."""
-        rows, columns = len(x), len(w) // 2 if gated else len(w)
+        w = matrix_of(w)
+        rows, columns = len(x), w.shape[0] // 2 if gated else w.shape[0]
         out = torch.empty(rows, columns, device=x.device, dtype=self.dtype)
-        if self.exact:
-            form, tile = "gated" if gated else "ungated", tile_for(rows, w.shape[0], w.shape[1])
-            self._product(x, w, bias, out, form, tile, ACTIVATION=activation)
+        fast = None if self.exact else w.by_library(x, bias)
+        if fast is None:
+            w.multiply(x, out, Epilogue("gated" if gated else "ungated", bias, activation))
         else:
             grid = (rows, triton.cdiv(columns, 1024))
-            kernels.activate[grid](F.linear(x, w, bias), out, columns, 1024, activation, gated)
+            kernels.activate[grid](fast, out, columns, 1024, activation, gated)
         return out
 
     def qkv(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor],
-        meta: AttentionMetadata, tile: Tile | None = None,
+        self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor],
+        meta: AttentionMetadata,
+        tile: Tile | QuantisedTile | None = None,
     ) -> None:  # fmt: skip
         """Queries into `q`, keys and values into one layer of the pool."""
-        if not (self.exact and form.only_turns and self._section >= _MIN_TILE):
+        w, s = matrix_of(w), self.shape
+        if not (self.exact and form.only_turns and self._section >= w.min_columns):
             return self.place(self.parts(x, w), bias, form, q, pool, meta)
         assert form.turns is not None
-        placed = (*pool, meta.slots, meta.positions, *form.turns[:2])
-        tile = tile or tile_for(len(x), w.shape[0], w.shape[1], self._section)
-        return self._product(x, w, bias, q, "qkv", tile, placed)
-
-    def _product(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, form: str, tile: Tile,
-        placed: tuple[Tensor, ...] | None = None, **epilogue: object,
-    ) -> None:  # fmt: skip
-        rows, (columns, inner), s = len(x), w.shape, self.shape
-        heads = (s.heads, s.kv_heads, s.head, s.page) if placed else (0, 0, 0, 0)  # fewer compilations
-        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), _SPLIT_K if form == "split_k" else 1)
-        kernels.linear[grid](
-            x, w, w if bias is None else bias, out, *(placed or (out,) * 6), rows, columns,
-            inner, tile.rows, tile.columns, tile.inner, form, bias is not None, *heads, PRECISION=self._precision,
-            SPLIT_K=_SPLIT_K if inner % 64 == 0 else 1, IN_REGISTER=tile.rows <= 16,
-            num_warps=tile.warps, num_stages=tile.stages, **epilogue,
-        )  # fmt: skip
+        placed, heads = (*pool, meta.slots, meta.positions, *form.turns[:2]), (s.heads, s.kv_heads, s.head, s.page)
+        return w.multiply(x, q, Epilogue("qkv", bias, placed=placed, heads=heads, max_columns=self._section), tile)
 
     def place(
         self, parts: Tensor, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MAX_SPLIT_K_ROWS", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
+__all__ = ["ANY_WIDTH", "MAX_SPLIT_K_ROWS", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
 
 
 class Tile(NamedTuple):
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
     tile: Tile
 
 
-_ANY = 1 << 30
+_ANY = ANY_WIDTH = 1 << 30
 # The first entry that fits is used.
 _TABLE = (
     _Entry(16, 65536, 0, Tile(16, 32, 128, 4, 3)),
@@ -68,7 +68,7 @@ _SPLIT = (
 MAX_SPLIT_K_ROWS = _SPLIT[-1].max_rows
 
 
-def tile_for(rows: int, columns: int, inner: int, max_columns: int = _ANY) -> Tile:
+def tile_for(rows: int, columns: int, inner: int, max_columns: int = ANY_WIDTH) -> Tile:
     """The tile of a product, at most `max_columns` wide."""
     tile = _look_up(_TABLE, rows, columns, inner)
     return tile._replace(columns=min(tile.columns, max_columns))

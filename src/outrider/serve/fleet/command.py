@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from outrider.checks import byte_size, memory
 from outrider.engine.build import KV_SHARE_OF_MEMORY
 from outrider.engine.device import Device
 from outrider.errors import InvalidParameter
@@ -45,7 +46,7 @@ def serve_replicas(
     run_server(DoorServer(fleet, flags, reread), listener)
 
 
-def plan_of(flags: ServeFlags, arguments: Sequence[str], kv_bytes: int | None) -> LocalPlan:
+def plan_of(flags: ServeFlags, arguments: Sequence[str]) -> LocalPlan:
     """The replicas' command lines: the same as this one, with their shares of threads and memory, or a GPU each."""
     number = flags.data_parallel_size
     flags_of_replica = ["--data-parallel-size", "1"]
@@ -57,9 +58,19 @@ def plan_of(flags: ServeFlags, arguments: Sequence[str], kv_bytes: int | None) -
         environments = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:number]]
     else:
         threads = flags.threads or torch.get_num_threads()
-        share = (kv_bytes or int(KV_SHARE_OF_MEMORY * memory_bytes())) // number
-        flags_of_replica += ["--threads", str(max(threads // number, 1)), "--memory", str(share)]
+        flags_of_replica += ["--threads", str(max(threads // number, 1)), *_memory_of_replica(flags, number)]
     return LocalPlan((*arguments, *flags_of_replica), number, flags.max_num_seqs, environments)
+
+
+def _memory_of_replica(flags: ServeFlags, number: int) -> list[str]:
+    """The flags of a replica's part of the memory; by default of what KV takes."""
+    if flags.memory is None:
+        size = int(KV_SHARE_OF_MEMORY * memory_bytes()) if flags.kv_memory is None else byte_size("--kv-memory", flags.kv_memory)
+        return ["--kv-memory", str(size // number)]
+    limit = memory("--memory", flags.memory)
+    total = int(limit * memory_bytes()) if isinstance(limit, float) else limit
+    own_kv = [] if flags.kv_memory is None else ["--kv-memory", str(byte_size("--kv-memory", flags.kv_memory) // number)]
+    return ["--memory", str(total // number), *own_kv]
 
 
 def _gpus() -> list[str]:

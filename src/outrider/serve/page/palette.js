@@ -6,7 +6,7 @@ const LINES = ["solid", "dashed", "dotted", "double", "wavy"];
 const LOOKS = {
   eagle: [1, "solid"], suffix: [5, "dashed"], draft_model: [4, "dotted"], medusa: [3, "double"], ngram: [2, "wavy"],
   recycle: [6, "dashed"], lookahead: [3, "dotted"], early_exit: [2, "double"], cascade: [6, "wavy"], mixture: [3, "wavy"],
-  auto: [6, "double"],
+  auto: [6, "double"], mtp: [4, "solid"], dflash: [1, "double"],
 };
 
 /** FNV-1a: names that are not in the table always get the same look, too. */

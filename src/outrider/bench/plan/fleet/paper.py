@@ -13,7 +13,7 @@ from outrider.bench.plan.fleet.load import ANSWER_TOKEN
 from outrider.bench.plan.fleet.replica import Replica
 from outrider.bench.plan.fleet.replica_costs import ReplicaCosts
 from outrider.bench.plan.fleet.texts import Texts
-from outrider.cache import PageTable
+from outrider.cache import PageTable, StateCache
 from outrider.control import Controller, Costs, FixedLength, Load, Policy
 from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.engine.engine import Engine
@@ -130,6 +130,7 @@ class _Runner:
     def __init__(self, clock: PaperClock, table: CostTable, context: int) -> None:
         self._clock, self._table = clock, table
         self.decoder = SimpleNamespace(spec=SimpleNamespace(vocab=_VOCAB, context=context), rotary_start=lambda _: 0)
+        self.states = StateCache()
         self.pool = SimpleNamespace(clear=lambda _: None, move=lambda *_: None, slots=lambda *_: [])
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:  # noqa: ARG002

@@ -1,0 +1,111 @@
+"""Attention over paged KV, as the GPU runs it: a layer's matrices in the kernels' order, and its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.model.cuda_weights import Upload, norm_on
+from outrider.model.decoder import Layer, RopeTable
+from outrider.ops.cuda.launch import AttentionMetadata, HeadForm, Kernels, RowNorm, Turns
+from outrider.ops.cuda.matrix import Matrix, pair_qkv, pair_rows
+
+__all__ = ["CudaAttention", "CudaRows", "turns_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaRows:
+    """The rows of a forward: single ones, or prompts in `chunks` and the `single` ones after them."""
+
+    meta: AttentionMetadata
+    chunks: Tensor | None = None
+    single: slice | None = None
+    from_start: bool = False  # the rows are one sequence from position 0
+    singles: AttentionMetadata | None = None  # of the rows `single`
+
+    def for_forward(self) -> CudaRows:
+        """A copy for the layers of one forward, which list the work of attention once."""
+        singles = None if self.single is None else self.meta.rows(self.single).for_forward()
+        return replace(self, meta=self.meta.for_forward(), singles=singles)
+
+
+class CudaAttention:
+    """The mixer that reads keys and values of all earlier positions."""
+
+    def __init__(self, layer: Layer, kernels: Kernels, upload: Upload, turns: Turns | None) -> None:
+        self._spec, self._kernels, self._device = layer.spec.attention, kernels, upload.device
+        a = self._spec
+        pairs, qkv_bias = partial(pair_qkv, turned_heads=a.heads + a.kv_heads, head=a.head_dim), upload.bias(layer.qkv_bias)
+        self.qkv, self.out = upload.reordered(layer.stored("qkv"), pairs), upload.matrix(layer.stored("out"))
+        self._qkv_bias = None if qkv_bias is None else pairs(qkv_bias)
+        self.bias = upload.bias(layer.out_bias)
+        self._form = self._head_form(layer, turns)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.out
+
+    def replace_matrices(self, change: Callable[[Matrix], Matrix]) -> None:
+        self.qkv, self.out = change(self.qkv), change(self.out)
+
+    def forward(self, read: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """What attention gives for normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
+        return self.attend(self.place(read, rows.meta, kv), rows, kv)
+
+    def place(self, read: Tensor, meta: AttentionMetadata, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """The queries of normed rows (N, heads * head_dim), with keys and values written."""
+        q = torch.empty(len(read), self._spec.q_width, device=self._device, dtype=self._kernels.dtype)
+        self._kernels.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, meta)
+        return q
+
+    def attend(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """What `forward` gives, from queries."""
+        return self._kernels.parts(self._mixed(q, rows, kv), self.out)
+
+    def _mixed(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """Values mixed for every row (N, heads * head_dim)."""
+        k, a, mixed = self._kernels, self._spec, torch.empty_like(q)
+        if rows.chunks is None:
+            k.attend_rows(q, kv, rows.meta, mixed, a.window, a.soft_cap)
+        elif rows.from_start and not k.exact and a.window is None and a.soft_cap is None:
+            return self._torch_attention(q, kv, rows.meta)
+        else:
+            k.attend_chunks(q, kv, rows.meta.table, rows.chunks, mixed, a.window, a.soft_cap)
+            if rows.single is not None:
+                singles = rows.singles or rows.meta.rows(rows.single)
+                k.attend_rows(q[rows.single], kv, singles, mixed[rows.single], a.window, a.soft_cap)
+        return mixed
+
+    def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> Tensor:
+        """A prompt's attention by torch's fastest kernel, for one sequence that is read from its start."""
+        a, rows, page = self._spec, len(q), self._kernels.shape.page
+        pages = meta.table[0, : -(-rows // page)]
+        keys, values = (part[pages].transpose(0, 1).reshape(a.kv_heads, -1, a.head_dim)[None, :, :rows] for part in kv)
+        heads = q.view(1, rows, a.heads, a.head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).reshape(rows, -1)
+
+    def _head_form(self, layer: Layer, turns: Turns | None) -> HeadForm:
+        a, qk = layer.spec.attention, layer.spec.attention.qk_norm
+        scale = a.scale / a.head_dim**-0.5  # attention scales by the latter
+        if qk is None:
+            return HeadForm(turns, scale=scale)
+        norms = []
+        weights = ((layer.q_norm, layer.q_norm_bias, a.heads), (layer.k_norm, layer.k_norm_bias, a.kv_heads))
+        for weight, bias, heads in weights:
+            norm = norm_on(self._device, qk.norm, weight, bias)
+            assert norm is not None
+            paired = (None if part is None else pair_rows(part, 1 if qk.one_head else heads) for part in norm[2:])
+            norms.append(RowNorm(norm.kind, norm.eps, *paired))  # type: ignore[arg-type]
+        return HeadForm(turns, (norms[0], norms[1]), qk.over == "width", qk.one_head, scale)
+
+
+def turns_of(table: RopeTable, device: torch.device, lag: int = 0) -> Turns:
+    """Rotary tables on the device. With a `lag` rows carry the position that many before their slot's."""
+    cos, sin = (torch.cat((part[:1].expand(lag, -1), part[: len(part) - lag])).to(device) for part in (table.cos, table.sin))
+    return Turns(cos, sin, None if table.growth is None else table.growth.to(device), len(table.starts) > 1 and not lag)
