@@ -171,16 +171,19 @@ inline void accumulate(const Small& p, int row, int column) {
     p.prefetch = prefetch;
 }
 
-// All rows and vectors of columns, in blocks that fit the registers.
-template <class K, int C = kRegisters == 32 ? 4 : 1>
-inline void accumulate_all(const Small& p, int rows, int vectors, int column = 0) {
-    for (; column + C <= vectors; column += C) {
-        int r = 0;
-        for (; r + 4 <= rows; r += 4) accumulate<K, 4, C>(p, r, column);
-        for (; r + 2 <= rows; r += 2) accumulate<K, 2, C>(p, r, column);
-        if (r < rows) accumulate<K, 1, C>(p, r, column);
-    }
-    if constexpr (C > 1) accumulate_all<K, C / 2>(p, rows, vectors, column);
+// R rows and all vectors of columns, in blocks whose sums fit the registers and keep the arithmetic busy.
+template <class K, int R, int C = kRegisters == 32 ? 4 : 4 / R>
+inline void accumulate_rows(const Small& p, int row, int vectors, int column = 0) {
+    for (; column + C <= vectors; column += C) accumulate<K, R, C>(p, row, column);
+    if constexpr (C > 1) accumulate_rows<K, R, C / 2>(p, row, vectors, column);
+}
+
+template <class K>
+inline void accumulate_all(const Small& p, int rows, int vectors) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) accumulate_rows<K, 4>(p, r, vectors);
+    for (; r + 2 <= rows; r += 2) accumulate_rows<K, 2>(p, r, vectors);
+    if (r < rows) accumulate_rows<K, 1>(p, r, vectors);
 }
 
 // Attention in one layer of consecutive rows of one sequence whose queries share a head of keys.
