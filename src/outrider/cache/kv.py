@@ -110,10 +110,11 @@ class KVPool:
             return
         self.keys[:, dst // size, :, :, dst % size] = self.keys[:, src // size, :, :, src % size]
         to, at, codes = dst % size, src % size, size * _filled(self.head_dim)
-        values = self.values[..., :codes].unflatten(-1, (size // per_word, -1, per_word))
+        outer = self.values.shape[:-1]
+        values = self.values[..., :codes].view(*outer, size // per_word, -1, per_word)
         values[:, dst // size, :, to // per_word, :, to % per_word] = values[:, src // size, :, at // per_word, :, at % per_word]
         if self.int8:
-            scales = self.values[..., codes:].unflatten(-1, (size, per_word))
+            scales = self.values[..., codes:].view(*outer, size, per_word)
             scales[:, dst // size, :, to] = scales[:, src // size, :, at]
 
     def clear(self, pages: Sequence[int]) -> None:
