@@ -60,6 +60,13 @@ SHAPES: dict[str, ModelSpec] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336,
         "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256, "dtype": "bfloat16",
     }),
+    "qwen3.5-4b": compile_spec({  # untied, so that a token is followed by another: the bytes of a round are the same
+        "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 248320, "hidden_size": 2560, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216,
+        "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "tie_word_embeddings": False, "dtype": "bfloat16",
+    }),
 }  # fmt: skip
 _PAGE = 64
 _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
@@ -88,7 +95,9 @@ def synthetic_decoder(config: ModelSpec, perm: Tensor, device: str = "cuda") -> 
         if parameter.dim() == 2:
             kind = name.rsplit(".", 1)[-1]
             wide = kind == "embedding" and not config.tied
-            parameter.zero_() if kind in ("out", "down") else parameter.normal_(std=1.0 if wide else 0.02)
+            parameter.zero_() if kind in ("out", "down", "write") else parameter.normal_(std=1.0 if wide else 0.02)
+        elif parameter.dim() == 3:  # the convolution of a recurrent layer
+            parameter.normal_(std=0.3)
     if decoder.output is not None:
         decoder.output[perm.to(device)] = decoder.embedding
     return decoder
@@ -154,8 +163,10 @@ class Synthetic:
     def _shortened(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
 
-    def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
-        config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
+    def engine(
+        self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None, max_batch_rows: int = 2048
+    ) -> Engine:
+        config = EngineConfig(page_size=_PAGE, max_num_seqs=256, max_batch_rows=max_batch_rows, prefix_cache=False)
         return Engine(self.target, None, drafter or NoDrafter(), policy or FixedLength(length), config)
 
     def with_draft_model(self, length: int) -> Engine:
@@ -169,7 +180,10 @@ class Synthetic:
         members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
         arms = arms_of(members, on_gpu=True)
         drafters: list[Drafter] = [SuffixDrafter(), DraftModel(self.draft)]
-        costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
+        sizes = EngineConfig(page_size=_PAGE, max_num_seqs=batch, max_batch_rows=2048)
+        costs = Device("cuda").warm_up(self.target, [self.draft], (), sizes, 12)
+        while self.target.capture_next():
+            pass
         engine = self.engine(AutoDrafter(drafters), policy=Controller(arms, costs))
         calibrate(engine, (1, 8, batch))
         return engine
@@ -209,9 +223,10 @@ class Synthetic:
         share = rows // batch
         pages = [list(range(b * 8, b * 8 + 8)) for b in range(batch)]
         feeds = [Feed(pages[b], context, [5], [7] * (share - 1), list(range(-1, share - 2))) for b in range(batch)]
-        graph = self.target.round_graph(rows)
-        self.target.fill_round(graph, feeds)
-        return timed(graph.launch, 20)
+        graph = self.target.rounds.graph(rows)
+        self.target.fill(graph.sides[0].inputs, feeds)
+        graph.sides[0].inputs.send()
+        return timed(graph.replay, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""
