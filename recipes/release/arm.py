@@ -72,14 +72,18 @@ def _python(root: Path) -> Path:
     """Debian's Python for ARM, unpacked."""
     if (root / "usr/bin/python3.11").exists():
         return root
-    with urllib.request.urlopen(f"{_DEBIAN}/dists/bookworm/main/binary-arm64/Packages.xz") as answer:
-        index = lzma.decompress(answer.read()).decode()
+    index = lzma.decompress(_read(f"{_DEBIAN}/dists/bookworm/main/binary-arm64/Packages.xz")).decode()
     for name in _PYTHON:
         place = re.search(rf"^Package: {re.escape(name)}\n(?:.+\n)*?Filename: (.+)$", index, re.MULTILINE)
         assert place is not None, f"Debian has no {name}"
         package, _ = urllib.request.urlretrieve(f"{_DEBIAN}/{place[1]}")
         run(["dpkg-deb", "-x", package, root])
     return root
+
+
+def _read(url: str) -> bytes:
+    with urllib.request.urlopen(url) as answer:
+        return bytes(answer.read())
 
 
 def _packages(folder: Path) -> Path:
