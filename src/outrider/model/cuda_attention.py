@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.model.cuda_weights import Upload, norm_on
 from outrider.model.decoder import Layer, RopeTable
 from outrider.ops.cuda.launch import AttentionMetadata, HeadForm, Kernels, RowNorm, Turns
-from outrider.ops.cuda.matrix import Matrix, pair_qkv, pair_rows
+from outrider.ops.cuda.matrix import Matrix, RowForm, Rows, pair_qkv, pair_rows
 from outrider.ops.cuda.recurrence_launch import gate_heads
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ class CudaAttention:
         self._form = self._head_form(layer, turns)
 
     @property
+    def reads(self) -> RowForm | None:
+        return self.qkv.reads if self.gate is None or self.gate.reads == self.qkv.reads else None
+
+    @property
     def matrices(self) -> tuple[Matrix, ...]:
         return (self.qkv, self.out) if self.gate is None else (self.gate, self.qkv, self.out)
 
@@ -67,13 +71,13 @@ class CudaAttention:
         self.gate = None if self.gate is None else change(self.gate)
         self.qkv, self.out = change(self.qkv), change(self.out)
 
-    def forward(self, read: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, read: Rows, rows: CudaRows, kv: tuple[Tensor, Tensor] | None) -> Tensor:
         """What attention gives for normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
         assert kv is not None
         gate = None if self.gate is None else self._kernels.parts(read, self.gate)
         return self.attend(self.place(read, rows.meta, kv), rows, kv, gate)
 
-    def place(self, read: Tensor, meta: AttentionMetadata, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def place(self, read: Rows, meta: AttentionMetadata, kv: tuple[Tensor, Tensor]) -> Tensor:
         """The queries of normed rows (N, heads * head_dim), with keys and values written."""
         q = torch.empty(len(read), self._spec.q_width, device=self._device, dtype=self._kernels.dtype)
         self._kernels.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, meta)
