@@ -122,6 +122,7 @@ class Device:
             captures += 1
         target.later.extend(later)
         costs = Costs(target.sizes)
+        costs.bus_bytes = target.cuda.pass_bytes
         rounds = target.round_seconds()
         if (max_rows := target.options.max_graph_rows) in rounds and target.cuda.streams:
             rounds |= dict.fromkeys((256, 1024), rounds[max_rows])  # one pass over the weights, however many rows
