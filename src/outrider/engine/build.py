@@ -214,7 +214,7 @@ def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runn
 def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int, target: Runner | None = None) -> Runner:
     """A model and its KV where it runs; a draft model knows its target."""
     if device.is_gpu:
-        runner: Runner = device.runner(decoder, memory.pages, page_size, target, memory.placement)
+        runner: Runner = device.runner(decoder, memory, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
         runner = Runner(decoder, kv_pool(decoder.spec, memory.pages + 1, page_size), states=memory.states)
     decoder.close()
@@ -238,7 +238,7 @@ def _memory(
         models = [
             config,
             *(read_spec(locate(name)) for name in drafts),
-            *(replace(config, layers=config.layers[:1]) for _ in heads),
+            *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)

@@ -28,8 +28,10 @@ from outrider.model.cuda_logits import RowLogits, choose_in_parts
 from outrider.model.cuda_rounds import DecodeRounds, choose_on_host
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
+from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom
 from outrider.model.cuda_tree_growth import TreeGrower
 from outrider.model.decoder import Decoder, Hidden
+from outrider.model.memory import StateSizes
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, TreeGrowth, Verified
 from outrider.ops import Segment, serving_ops
@@ -41,6 +43,7 @@ __all__ = ["Capture", "CudaOptions", "CudaRunner", "split_feeds"]
 
 _log = logging.getLogger("outrider")
 Capture = Callable[[], object]
+_STATES = StateSizes(running=64, borders=32, nodes=256)
 _MAX_CATCH_UP_ROWS = 2048  # rows of text that a draft model has missed
 
 
@@ -69,7 +72,10 @@ class CudaRunner(Runner):
         device: str = "cuda",
         options: CudaOptions = CudaOptions(),
         target: CudaRunner | None = None,  # the target it drafts for
+        states: StateSizes = _STATES,  # of recurrent layers, where the model has some
     ) -> None:
+        if target is not None and decoder.spec.recurrent:
+            raise InvalidParameter("model", "a draft model with recurrent layers is not run on a GPU yet; pass another one")
         self.decoder = decoder
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
@@ -82,7 +88,10 @@ class CudaRunner(Runner):
             decoder, page_size, self.device, options.exact, self.future_tokens, options.placement, options.fp8_rows
         )
         c = decoder.spec
-        self.pool = CudaPool(self.cuda.kernels, c.depth, pages, self.device)
+        self.pool = CudaPool(self.cuda.kernels, len(c.kv_layers), pages, self.device)
+        self._recurrent = DeviceStates(c.recurrent, page_size, states, self.device) if c.recurrent else None
+        if self._recurrent is not None:
+            self.states = self._recurrent.cache
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
         self.stack = self._output = None
         self.options = options
@@ -126,6 +135,8 @@ class CudaRunner(Runner):
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
+        groups = _groups(laid.feeds, self.options.max_graph_rows)
+        decoding = decoding and all(self.rounds.fits(laid.feeds[group]) for group in groups)
         if decoding and rows <= self.options.max_graph_rows:
             return self.rounds.launch(batch, drafts, laid, taps)
         self.rounds.last = None
@@ -191,6 +202,10 @@ class CudaRunner(Runner):
             choices = self._sampling.table.choose(logits, inputs.meta).tolist()
         return choose_on_host(logits, choices, by_host, batch, trees, laid.roots), choices
 
+    def recurrent_inputs(self, room: RowRoom) -> RecurrentInputs | None:
+        """Inputs of recurrent layers, where the model has some."""
+        return None if self._recurrent is None else RecurrentInputs(self._recurrent, room)
+
     def fill(self, inputs: GraphInputs, feeds: Sequence[Feed]) -> None:
         """Fill the inputs of a forward; rows past those of the feeds are padding."""
         size, scratch = self.pool.page_size, self.pool.pages - 1
@@ -216,6 +231,8 @@ class CudaRunner(Runner):
                 positions += where
                 roots += where
             slots += self.pool.slots(pages, where)
+        if inputs.recurrent is not None:
+            inputs.recurrent.fill(feeds)
         filled = len(tokens)
         inputs.filled = 0
         inputs.param_rows[:] = -1
@@ -237,13 +254,15 @@ class CudaRunner(Runner):
         order = [*runs, *singles]
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
-        inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1)
+        recurrent = self.recurrent_inputs(RowRoom.of_feeds(feeds)) if self.decoder.spec.recurrent else None
+        inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1, recurrent)
         self.fill(inputs, [feeds[i] for i in order])
         inputs.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
         from_start = len(feeds) == 1 and feeds[0].start == 0 and not feeds[0].nodes
-        outputs = self.cuda.forward(CudaRows(inputs.meta, chunks, single, from_start), self.pool, taps)
+        laid = CudaRows(inputs.meta, chunks, single, from_start, recurrent=recurrent)
+        outputs = self.cuda.forward(laid, self.pool, taps)
         self._wait()  # the host inputs live only as long as this call
         if order == sorted(order):
             return outputs

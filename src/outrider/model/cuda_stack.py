@@ -19,7 +19,7 @@ from outrider.model.decoder import Decoder, RopeTable, finished_logits
 from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
 from outrider.ops.cuda.launch import Kernels, Shape
-from outrider.ops.cuda.matrix import Matrix, matrix_of
+from outrider.ops.cuda.matrix import Matrix, Rows, matrix_of
 
 __all__ = ["EXTRA_POSITIONS", "CudaPool", "CudaStack", "Forward", "kernel_shape"]
 
@@ -102,6 +102,7 @@ class CudaStack:
         _say_how_served(self)
         self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
         norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
+        self._kv_place = {layer: place for place, layer in enumerate(s.kv_layers)}  # of each layer with attention
         self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer
         table = decoder.positions
         self._learned = None if s.positions is None or table is None else (self._take(table), s.positions.offset)
@@ -163,14 +164,19 @@ class CudaStack:
         """Run rows through all layers and write their KV."""
         rows = rows.for_forward()
         scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
+        read: Rows
         stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)
         kept: dict[int, Tensor] = {}
         layers = self.layers if self.streaming is None else self.streaming.run(self.layers)
         for i, (layer, after) in enumerate(zip(layers, self._afters, strict=True)):
             if i in taps:
                 kept[i] = stream.clone()
-            read = layer.forward(read, stream, after, rows, (pool.keys[i], pool.values[i]))
+            place = self._kv_place.get(i)
+            kv = None if place is None else (pool.keys[place], pool.values[place])
+            form = self.layers[i + 1].reads if i + 1 < len(self.layers) else None
+            read = layer.forward_to(form, read, stream, after, rows, kv)
         kept[len(self.layers)] = stream
+        assert isinstance(read, Tensor)
         return Forward(read, torch.stack([kept[i] for i in taps], 1) if taps else None)
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
