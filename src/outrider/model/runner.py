@@ -151,9 +151,10 @@ def _rotary_rows(feeds: Sequence[Feed], segments: Sequence[Segment], positions: 
     return torch.tensor([start + position for start, position in zip(starts, positions, strict=True)])
 
 
-def kv_value_bytes(config: ModelSpec, page_size: int) -> int:
+def kv_value_bytes(config: ModelSpec, page_size: int, int8: bool = False) -> int:
     """Bytes of one value in the KV of a model that runs on the CPU."""
-    return KVPool.value_bytes(cpu_ops(config).core is not None and config.dtype != "float32", page_size)
+    native = cpu_ops(config).core is not None
+    return KVPool.value_bytes(native and config.dtype != "float32", page_size, native and int8)
 
 
 def _sum_ranks(group: Group, layer: int, product: str, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001 (the signature of Deltas)
@@ -175,6 +176,7 @@ class Runner:
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
     weights_on_host = False  # a GPU reads some of them from host memory
+    streams_weights = False  # and layers of them in every forward: many rows cost what one costs
     grows_trees = False  # has `grow`
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
@@ -212,6 +214,11 @@ class Runner:
 
     def close(self) -> None:
         """End what computes elsewhere."""
+
+    @property
+    def bus_bytes(self) -> int:
+        """Bytes of weights that forwards have brought from host memory so far."""
+        return 0
 
     def free_memory(self) -> None:
         """Give back memory that nothing uses, after a round that had none."""
