@@ -60,6 +60,13 @@ SHAPES: dict[str, ModelSpec] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336,
         "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256, "dtype": "bfloat16",
     }),
+    "qwen3.5-4b": compile_spec({  # untied, so that a token is followed by another: the bytes of a round are the same
+        "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 248320, "hidden_size": 2560, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216,
+        "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "tie_word_embeddings": False, "dtype": "bfloat16",
+    }),
 }  # fmt: skip
 _PAGE = 64
 _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
@@ -88,7 +95,9 @@ def synthetic_decoder(config: ModelSpec, perm: Tensor, device: str = "cuda") -> 
         if parameter.dim() == 2:
             kind = name.rsplit(".", 1)[-1]
             wide = kind == "embedding" and not config.tied
-            parameter.zero_() if kind in ("out", "down") else parameter.normal_(std=1.0 if wide else 0.02)
+            parameter.zero_() if kind in ("out", "down", "write") else parameter.normal_(std=1.0 if wide else 0.02)
+        elif parameter.dim() == 3:  # the convolution of a recurrent layer
+            parameter.normal_(std=0.3)
     if decoder.output is not None:
         decoder.output[perm.to(device)] = decoder.embedding
     return decoder

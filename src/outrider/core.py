@@ -237,6 +237,7 @@ class Needs:
     follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
     keeps: bool = False  # keeps texts of finished requests: draft.protocol.Keeper
     overlaps: bool = False  # can draft on the device while the round before is in flight: draft.protocol.Overlapping
+    branches: bool = False  # drafts large trees: they may have more nodes than a text has tokens left
 
 
 class Arm(NamedTuple):

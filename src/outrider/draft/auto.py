@@ -29,6 +29,7 @@ _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "dflash": SpeculationConfig("dflash", draft_tokens=32),
 }
 _TREES_ON_GPU = {"eagle": SpeculationConfig("eagle", draft_tokens=32, options={"beam": 8, "branch": 8, "depth": 6})}
+_MANY_ROWS = "medusa"  # few of its drafts are accepted: on a CPU, a member where nothing else is beside the target
 _HEADS_ON_GPU = ("dflash", "eagle", "mtp", "medusa")  # the first there is: every set of tapped layers takes graphs of its own
 # what the name of a head's architecture contains, and its method
 _NAMED = {"eagle": "eagle", "mtp": "mtp", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
@@ -53,8 +54,10 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     if on_gpu:
         heads = [name for name in _HEADS_ON_GPU if name in beside]
         beside = [name for name in beside if name not in heads[1:]]
+    elif len(beside) > 1:
+        beside = [name for name in beside if name != _MANY_ROWS]
     available = {able[name].method: able[name] for name in beside} | given
-    lookups = (_SUFFIX,) if available else (_SUFFIX, _RECYCLE)
+    lookups = (_SUFFIX, _RECYCLE) if on_gpu and not available else (_SUFFIX,)  # its drafts need rows that cost next to nothing
     members = tuple(
         replace(member, draft_tokens=min(member.draft_tokens, config.draft_tokens)) for member in (*lookups, *available.values())
     )
@@ -81,7 +84,12 @@ def method_of_weights(model: str) -> str:
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
     """An arm for each member. Two of them beside each other on one sequence gave no more tokens a second than the better one."""
     return [
-        Arm(member.method, min(member.draft_tokens, _MAX_NODES), on_gpu and member.method == "draft_model") for member in members
+        Arm(
+            member.method,
+            member.draft_tokens if member.grows_trees else min(member.draft_tokens, _MAX_NODES),
+            on_gpu and member.method == "draft_model" and not member.grows_trees,
+        )
+        for member in members
     ]
 
 

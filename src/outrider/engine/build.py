@@ -31,6 +31,7 @@ from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open
 from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids, weight_bytes
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
+from outrider.model.placement import embedding_on_host, sizes_of
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
 from outrider.platform import guard, memory_bytes
@@ -202,13 +203,16 @@ def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runn
     longer = target.max_model_len > decoder.spec.context
     if longer and not target.device.is_gpu and not decoder.spec.recurrent:  # a state cannot leave out what lies before a window
         decoder.make_tables(target.max_model_len)
-    return _runner(decoder, target.device, MemoryPlan(target.pages), target.sizes.page_size, target.runner)
+    is_short = target.device.is_gpu and target.runner.weights_on_host  # then every byte counts
+    placement = embedding_on_host(sizes_of(decoder.spec)) if is_short else None
+    memory = MemoryPlan(target.pages, placement=placement)
+    return _runner(decoder, target.device, memory, target.sizes.page_size, target.runner)
 
 
 def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int, target: Runner | None = None) -> Runner:
     """A model and its KV where it runs; a draft model knows its target."""
     if device.is_gpu:
-        runner: Runner = device.runner(decoder, memory.pages, page_size, target, memory.placement)
+        runner: Runner = device.runner(decoder, memory, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
         runner = Runner(decoder, kv_pool(decoder.spec, memory.pages + 1, page_size), states=memory.states)
     decoder.close()
@@ -232,7 +236,7 @@ def _memory(
         models = [
             config,
             *(read_spec(locate(name)) for name in drafts),
-            *(replace(config, layers=config.layers[:1]) for _ in heads),
+            *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)

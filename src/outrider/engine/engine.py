@@ -330,7 +330,7 @@ class Engine:
         if seq.guide is not None and seq.guide.slow:
             return 0
         left, room = len(request.prompt_ids) + request.max_tokens - size - 1, self.context - size
-        if left < room:
+        if left < room and not (self.drafter.needs.branches and left > 0):
             room = left
         if request.draft_tokens is not None and request.draft_tokens < room:
             room = request.draft_tokens

@@ -43,7 +43,7 @@ RECURRENT = frozenset({
 
 PLAIN = Backend("plain", "torch")
 CPU = Backend("cpu", "the native core", RECURRENT)
-CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES | RECURRENT)
+CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES | (RECURRENT - {"gated delta rule", "output gate"}))
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.model.cuda_attention import CudaAttention, CudaRows, turns_of
 from outrider.model.cuda_mlp import CudaMlp
+from outrider.model.cuda_recurrent import CudaRecurrent
 from outrider.model.cuda_weights import DevicePart, Upload, norm_on
 from outrider.model.decoder import Layer
 from outrider.ops.cuda.launch import Kernels, RowNorm, Turns
@@ -25,11 +26,22 @@ class CudaLayer:
     ) -> None:
         s = self.spec = layer.spec
         self._kernels, upload = kernels, upload or Upload(device, kernels.dtype)
-        self.mixer, self.mlp = CudaAttention(layer, kernels, upload, turns), CudaMlp(layer, kernels, upload)
+        self.mixer: CudaAttention | CudaRecurrent
+        if layer.recurrent is None:
+            self.mixer = CudaAttention(layer, kernels, upload, turns)
+        else:
+            self.mixer = CudaRecurrent(layer.recurrent, kernels, upload)
+        self.mlp = CudaMlp(layer, kernels, upload)
         self.norm_in = norm_on(device, s.norm_in, layer.norm_in, layer.norm_in_bias)
         self.norm_mlp = norm_on(device, s.norm_mlp, layer.norm_mlp, layer.norm_mlp_bias)
         self._norm_attn_out = norm_on(device, s.norm_attn_out, layer.norm_attn_out, layer.norm_attn_out_bias)
         self._norm_mlp_out = norm_on(device, s.norm_mlp_out, layer.norm_mlp_out, layer.norm_mlp_out_bias)
+
+    @property
+    def attention(self) -> CudaAttention:
+        """The mixer of a layer that has no other."""
+        assert isinstance(self.mixer, CudaAttention)
+        return self.mixer
 
     @property
     def parts(self) -> tuple[DevicePart, ...]:
@@ -45,9 +57,12 @@ class CudaLayer:
             part.replace_matrices(change)
 
     def forward(
-        self, read: Tensor, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor]
+        self, read: Tensor, stream: Tensor, after: RowNorm | None, rows: CudaRows, kv: tuple[Tensor, Tensor] | None
     ) -> Tensor:  # fmt: skip
-        """Add attention over the rows `read` and the feed-forward part to the stream, in place; returns its norm `after`."""
+        """Add the mixer over the rows `read` and the feed-forward part to the stream, in place; returns its norm `after`.
+
+        Layers with attention have keys and values.
+        """
         return self.after_mixer(self.mixer.forward(read, rows, kv), read, stream, after)
 
     def after_mixer(self, mixed: Tensor, read: Tensor, stream: Tensor, after: RowNorm | None) -> Tensor:

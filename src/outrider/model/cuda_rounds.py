@@ -16,6 +16,7 @@ from outrider.core import Batch, Drafts, FutureTokens, PendingDrafts, Scores, Tr
 from outrider.model.cuda_inputs import GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
+from outrider.model.cuda_states import RowRoom
 from outrider.model.runner import Feed, Round
 from outrider.sampling import choose, rows_of
 
@@ -104,19 +105,27 @@ class DecodeRounds:
             starts, tokens = [start + 1 for start in starts], [-1 - future.first for future in batch.future]
         else:
             tokens = [seq.tokens[-1] for seq in sequences]
-        graph, side = self._take(rows, taps)
+        size, feeds = bucket(rows, GRAPH_ROWS), []
+        if self._runner.decoder.spec.recurrent:
+            feeds = [Feed(seq.pages, start, (0,), state=seq.state) for seq, start in zip(sequences, starts, strict=True)]
+            size = self._size(feeds)
+        if not size:
+            return None
+        graph, side = self._take(size, taps)
         self._fill_plain(side.inputs, batch, starts, tokens)
+        if side.inputs.recurrent is not None:
+            side.inputs.recurrent.fill(feeds, overlaps=bool(batch.future))
         return self._start(graph, side, batch, [Tree([], [], [])] * rows, list(range(rows)))
 
     def launch(self, batch: Batch, drafts: Drafts | PendingDrafts, laid: Round, taps: tuple[int, ...]) -> LaunchedRound:
         """Launch a round of roots and draft nodes."""
-        graph, side = self._take(sum(1 + len(feed.nodes) for feed in laid.feeds), taps)
+        graph, side = self._take(self._size(laid.feeds), taps)
         self._runner.fill(side.inputs, laid.feeds)
         return self._start(graph, side, batch, drafts.per_sequence, laid.roots)
 
     def feed(self, feeds: Sequence[Feed]) -> None:
         """Run rows for the keys and values that they write."""
-        graph, side = self._take(sum(len(feed.tokens) for feed in feeds), ())
+        graph, side = self._take(self._size(feeds), ())
         side.inputs.temperatures[:], side.inputs.sampled = 0.0, None
         self._runner.fill(side.inputs, feeds)
         graph.start(side)
@@ -137,9 +146,21 @@ class DecodeRounds:
     def has(self, rows: int, taps: tuple[int, ...] = ()) -> bool:
         return (rows, taps) in self._graphs
 
-    def _take(self, rows: int, taps: tuple[int, ...]) -> tuple[Graph, Side]:
-        """A graph for so many rows, and its side that was used longer ago."""
-        graph = self.graph(bucket(rows, GRAPH_ROWS), taps)
+    def fits(self, feeds: Sequence[Feed]) -> bool:
+        """Whether a graph holds these rows, with what recurrent layers replay before them."""
+        return self._size(feeds) > 0
+
+    def _size(self, feeds: Sequence[Feed]) -> int:
+        """The rows of the smallest graph that holds these; 0 where none does."""
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
+        if not self._runner.decoder.spec.recurrent:
+            return bucket(rows, GRAPH_ROWS) if rows <= GRAPH_ROWS[-1] else 0
+        need = RowRoom.of_feeds(feeds)
+        return next((size for size in GRAPH_ROWS if RowRoom.of_graph(size).holds(need)), 0)
+
+    def _take(self, size: int, taps: tuple[int, ...]) -> tuple[Graph, Side]:
+        """The graph of so many rows, and its side that was used longer ago."""
+        graph = self.graph(size, taps)
         self._turn = 1 - self._turn
         side = graph.sides[self._turn]
         side.wait()
@@ -173,7 +194,8 @@ class DecodeRounds:
     def _capture(self, rows: int, taps: tuple[int, ...]) -> Graph:
         runner = self._runner
         device, on_gpu = runner.device, runner.device.type == "cuda"
-        inputs = GraphInputs(rows, rows, runner.width, device)
+        recurrent = runner.recurrent_inputs(RowRoom.of_graph(rows))
+        inputs = GraphInputs(rows, rows, runner.width, device, recurrent=recurrent)
         sides = []
         for half in (inputs, inputs.other_side()):
             runner.fill(half, [])
@@ -184,7 +206,7 @@ class DecodeRounds:
         outputs: list[Any] = []
 
         def work() -> None:
-            forward = runner.cuda.forward(CudaRows(inputs.meta), runner.pool, taps)
+            forward = runner.cuda.forward(CudaRows(inputs.meta, recurrent=recurrent), runner.pool, taps)
             logits = runner.cuda.logits(forward.last)
             self._sampling.table.choose(logits, inputs.meta, chosen)
             outputs[:] = [logits, forward.taps]

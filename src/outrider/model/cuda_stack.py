@@ -102,6 +102,7 @@ class CudaStack:
         _say_how_served(self)
         self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
         norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
+        self._kv_place = {layer: place for place, layer in enumerate(s.kv_layers)}  # of each layer with attention
         self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer
         table = decoder.positions
         self._learned = None if s.positions is None or table is None else (self._take(table), s.positions.offset)
@@ -112,6 +113,11 @@ class CudaStack:
         """Give pinned host memory back."""
         if self.streaming is not None:
             self.streaming.close()
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers wait for weights: then a forward costs much more than its rows."""
+        return self.streaming is not None and self.streaming.placement.pass_bytes > 0
 
     @property
     def passes(self) -> int:
@@ -159,7 +165,9 @@ class CudaStack:
         for i, (layer, after) in enumerate(zip(layers, self._afters, strict=True)):
             if i in taps:
                 kept[i] = stream.clone()
-            read = layer.forward(read, stream, after, rows, (pool.keys[i], pool.values[i]))
+            place = self._kv_place.get(i)
+            kv = None if place is None else (pool.keys[place], pool.values[place])
+            read = layer.forward(read, stream, after, rows, kv)
         kept[len(self.layers)] = stream
         return Forward(read, torch.stack([kept[i] for i in taps], 1) if taps else None)
 

@@ -44,7 +44,7 @@ from outrider.sampling.noise import token_words_at
 if TYPE_CHECKING:
     from outrider.ops.group import Group
 
-__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "Verified", "kv_value_bytes", "lay_out"]
+__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "TreeGrowth", "Verified", "kv_value_bytes", "lay_out"]
 
 Tokens = list[list[int]]
 Chances = list[list[float]]
@@ -83,6 +83,14 @@ class Verified(NamedTuple):
     feed: Feed  # after which it was drawn
     drawn: FutureTokens
     choices: FutureTokens  # the target's, at the root and at the nodes that are verified
+
+
+class TreeGrowth(NamedTuple):
+    """The shape of trees that a runner grows by itself."""
+
+    levels: int
+    branch: int  # children of a node that is expanded
+    beam: int | None = None  # nodes expanded side by side; None: by the size of the tree
 
 
 class Rows(NamedTuple):
@@ -166,6 +174,8 @@ class Runner:
     overlaps_drafts = False  # has `draw` and `draw_next`, for a target on the same device
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
+    weights_on_host = False  # a GPU reads some of them from host memory
+    grows_trees = False  # has `grow`
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     ranks = 1  # processes that share the model
@@ -385,6 +395,12 @@ class Runner:
     def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
         """Launch the chains after those that the target verifies now: the device works out where the verdicts leave them."""
         raise NotImplementedError("overlaps_drafts is False")
+
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        """Grow a tree of at most `rooms` nodes after each feed: tokens, parents and survival; none where no choice is left."""
+        raise NotImplementedError("grows_trees is False")
 
     def resume(self, layer: int, hidden: Tensor, counts: Sequence[int]) -> Resume:
         """Keep rows that this runner's layers before `layer` have computed, for its next `score`. It accepts no other rows."""
