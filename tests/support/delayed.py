@@ -99,8 +99,8 @@ class DelayedRunner(Runner):
         if not decoding or any(seq.guide for seq in batch.sequences):
             self.stream.finish()
             self.last = None
-            assert isinstance(drafts, Drafts)
-            return super().launch(batch, drafts, taps)
+            trees = [tree._replace(tokens=self.stream.tokens(tree.tokens)) for tree in drafts.per_sequence]
+            return super().launch(batch, Drafts(trees), taps)
         counts = [1 + len(feed.nodes) for feed in laid.feeds]
         feeds = [feed._replace(pages=list(feed.pages)) for feed in laid.feeds]  # the pages may have other owners later
         launched = self.last = _Launched(self, batch, drafts, counts)
