@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.model.cuda_states import delta_shape
 from outrider.model.cuda_weights import Upload
 from outrider.ops.cuda.launch import Kernels
-from outrider.ops.cuda.matrix import Matrix
+from outrider.ops.cuda.matrix import Matrix, RowForm, Rows
 from outrider.ops.cuda.recurrence_launch import DeltaWeights, gated_delta, gated_norm
 
 if TYPE_CHECKING:
@@ -45,13 +45,17 @@ class CudaRecurrent:
         )  # fmt: skip
 
     @property
+    def reads(self) -> RowForm | None:
+        return self.read.reads
+
+    @property
     def matrices(self) -> tuple[Matrix, ...]:
         return self.read, self.write
 
     def replace_matrices(self, change: Callable[[Matrix], Matrix]) -> None:
         self.read, self.write = change(self.read), change(self.write)
 
-    def forward(self, read: Tensor, rows: CudaRows, _: object) -> Tensor:
+    def forward(self, read: Rows, rows: CudaRows, _: object) -> Tensor:
         """What the mixer gives for normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
         k, s, w = self._kernels, self._shape, self._weights
         assert rows.recurrent is not None

@@ -93,7 +93,7 @@ class RecurrentInputs:
         self._pool, self.room = pool, room
         device, every, held = pool.device, room.replays + room.rows, pool.kernel - 1
         shapes = ((1, room.replays), (every, held), (1, every), (1, every), (1, room.rows), (1, room.rows + 1), (room.steps, 2))
-        words = sum(map(math.prod, shapes))
+        words = sum(map(_words, shapes))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device: Tensor = torch.zeros(words, dtype=torch.int32, device=device) if beside is None else beside._device
         on_host = [part.numpy() for part in _parts(self._host, shapes)]
@@ -239,6 +239,12 @@ def _lane_paths(feed: Feed, lane: Lane) -> list[list[int]]:
     return paths or ([text] if text else [])
 
 
+def _words(shape: tuple[int, int]) -> int:
+    """Integers that a part takes: kernels are compiled once, for parts that begin at 16 bytes."""
+    return -(-math.prod(shape) // 4) * 4
+
+
 def _parts(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Consecutive parts of a flat tensor in their shapes."""
-    return [part.view(shape) for part, shape in zip(torch.split(flat, [*map(math.prod, shapes)]), shapes, strict=True)]
+    parts = torch.split(flat, [*map(_words, shapes)])
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.model.spec import Norm
 from outrider.ops import Grouped, ScaledFloats
 from outrider.ops.cuda.launch import RowNorm
-from outrider.ops.cuda.matrix import DenseMatrix, Matrix
+from outrider.ops.cuda.matrix import DenseMatrix, Matrix, RowForm
 from outrider.ops.cuda.quantised_matrix import fp8_matrix, grouped_matrix, int4_of, int8_of
 
 __all__ = ["DevicePart", "Upload", "norm_on"]
@@ -23,6 +23,10 @@ __all__ = ["DevicePart", "Upload", "norm_on"]
 
 class DevicePart(Protocol):
     """A part of a layer that has matrices: a mixer, or a feed-forward part."""
+
+    @property
+    def reads(self) -> RowForm | None:
+        """The form of the normed rows that it reads; None: the weights' dtype."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
