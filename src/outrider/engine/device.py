@@ -126,6 +126,7 @@ class Device:
             captures += 1
         target.later.extend(later)
         costs = Costs(target.sizes)
+        costs.bus_bytes = target.cuda.pass_bytes
         rounds = target.round_seconds()
         seconds, experts = rounds.get(max_rows := target.options.max_graph_rows, (0.0, 0.0))
         if max_rows in rounds and target.cuda.streams:

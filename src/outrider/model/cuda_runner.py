@@ -98,7 +98,7 @@ class CudaRunner(Runner):
         self.options = options
         self._sampling = SamplingMetadata(self.device)
         self.drawn: object = None  # stands for the draft that is in the future-token buffer
-        self.weights_on_host = options.placement is not None
+        self.weights_on_host, self.streams_weights = options.placement is not None, self.cuda.streams
         self.chains = Chains(self, target or self)
         self.trees = TreeGrower(self)
         self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
@@ -111,6 +111,10 @@ class CudaRunner(Runner):
 
     def close(self) -> None:
         self.cuda.close()
+
+    @property
+    def bus_bytes(self) -> int:
+        return 0 if self.cuda.streaming is None else self.cuda.streaming.crossed
 
     @property
     def weight_bytes(self) -> int:

@@ -121,7 +121,12 @@ class CudaStack:
     @property
     def streams(self) -> bool:
         """Whether layers wait for weights: then a forward costs much more than its rows."""
-        return self.streaming is not None and self.streaming.placement.pass_bytes > 0
+        return self.pass_bytes > 0
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that cross the bus in a forward."""
+        return 0 if self.streaming is None else self.streaming.placement.pass_bytes
 
     @property
     def passes(self) -> int:
