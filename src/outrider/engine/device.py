@@ -18,6 +18,7 @@ from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
 from outrider.model.memory import MemoryPlan, border_states, plan_states
+from outrider.model.placement import weights_on_gpu
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
@@ -177,7 +178,7 @@ class Device:
 
 def share_memory(models: Sequence[ModelSpec], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
-    weights = sum(2 * model.parameters for model in models)
+    weights = sum(map(weights_on_gpu, models))
     page = sum(2 * 2 * len(model.kv_layers) * model.kv_heads * model.head_dim * page_size for model in models)
     slots = scratch_slots(rows, max_model_len)
     reserve = _BASE
