@@ -16,7 +16,7 @@ from outrider.cache import PageTable
 from outrider.config import METHODS, EngineConfig, SpeculationConfig
 from outrider.control import Controller, Costs, FixedLength, Policy
 from outrider.draft import DraftContext, build_drafter
-from outrider.draft.auto import AutoDrafter, arms_of
+from outrider.draft.auto import AutoDrafter, arms_of, with_large_trees
 from outrider.draft.chains_only import ChainsOnly
 from outrider.draft.context import LoadedDraft
 from outrider.draft.corpus import SEARCH_CORPUS, Corpus, open_corpus
@@ -129,6 +129,8 @@ def load_target(settings: Settings) -> Target:
 def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTable | None = None) -> Built:
     """An engine for the target. With `pages` it shares the KV memory of another, whose graphs are captured already."""
     speculation = resolve_drafters(speculation, target.directory, target.device.is_gpu)
+    if target.runner.streams_weights and speculation.method == "auto":
+        speculation = with_large_trees(speculation)
     draft_runners: list[Runner] = []
     read_as = partial(_weight_options, target, speculation.options)
 

@@ -127,13 +127,15 @@ class Device:
             captures += 1
         target.later.extend(later)
         costs = Costs(target.sizes)
+        costs.bus_bytes = target.cuda.pass_bytes
         rounds = target.round_seconds()
-        if (max_rows := target.options.max_graph_rows) in rounds and target.cuda.streams:
-            rounds |= dict.fromkeys((256, 1024), rounds[max_rows])  # one pass over the weights, however many rows
-        elif max_rows in rounds:
-            rounds |= {turns * max_rows: turns * rounds[max_rows] for turns in (2, 3, 4)}  # more rows take several replays
-        for rows, seconds in rounds.items():
-            costs.observe_forward(rows, 0, seconds)
+        seconds, experts = rounds.get(max_rows := target.options.max_graph_rows, (0.0, 0.0))
+        if max_rows in rounds and target.cuda.streams:
+            rounds |= dict.fromkeys((256, 1024), (seconds, experts))  # one pass over the weights, however many rows
+        elif max_rows in rounds:  # more rows take several replays
+            rounds |= {turns * max_rows: (turns * seconds, turns * experts) for turns in (2, 3, 4)}
+        for rows, (seconds, experts) in rounds.items():
+            costs.observe_forward(rows, 0, seconds, experts)
         _log.info(
             "%d graphs captured in %.1f s; %d more will be when nothing runs or when they are needed",
             captures, perf_counter() - began, len(later),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.cache import KVPool
 from outrider.model.cuda_weights import Upload, norm_on
 from outrider.model.decoder import Layer, RopeTable
 from outrider.ops.cuda.launch import AttentionMetadata, HeadForm, Kernels, RowNorm, Turns
@@ -32,12 +33,14 @@ class CudaRows:
     single: slice | None = None
     from_start: bool = False  # the rows are one sequence from position 0
     singles: AttentionMetadata | None = None  # of the rows `single`
+    padding: int = 1 << 30  # rows whose KV goes to this slot or behind are padding
     recurrent: RecurrentInputs | None = None  # where the model has recurrent layers
 
-    def for_forward(self) -> CudaRows:
-        """A copy for the layers of one forward, which list the work of attention once."""
+    def for_forward(self, pool: KVPool | None = None) -> CudaRows:
+        """A copy for the layers of one forward, which list the work of attention once. A pool's last page is the padding's."""
         singles = None if self.single is None else self.meta.rows(self.single).for_forward()
-        return replace(self, meta=self.meta.for_forward(), singles=singles)
+        padding = self.padding if pool is None else (pool.pages - 1) * pool.page_size
+        return replace(self, meta=self.meta.for_forward(), singles=singles, padding=padding)
 
 
 class CudaAttention:
@@ -47,6 +50,7 @@ class CudaAttention:
         self._spec, self._kernels, self._device = layer.spec.attention, kernels, upload.device
         a = self._spec
         pairs, qkv_bias = partial(pair_qkv, turned_heads=a.heads + a.kv_heads, head=a.head_dim), upload.bias(layer.qkv_bias)
+        self._sinks = None if layer.sinks is None else layer.sinks.detach().to(upload.device, torch.float32)
         queries = a.heads * a.head_dim
         gate = range(queries, 2 * queries if a.gate else queries)  # columns of the output gate, after the queries
         fused, without = upload.matrix(layer.stored("qkv")), partial(_without, columns=gate)
@@ -94,14 +98,14 @@ class CudaAttention:
         """Values mixed for every row (N, heads * head_dim)."""
         k, a, mixed = self._kernels, self._spec, torch.empty_like(q)
         if rows.chunks is None:
-            k.attend_rows(q, kv, rows.meta, mixed, a.window, a.soft_cap)
-        elif rows.from_start and not k.exact and a.window is None and a.soft_cap is None:
+            k.attend_rows(q, kv, rows.meta, mixed, a.window, a.soft_cap, self._sinks)
+        elif rows.from_start and not k.exact and a.window is None and a.soft_cap is None and not a.sinks:
             return self._torch_attention(q, kv, rows.meta)
         else:
-            k.attend_chunks(q, kv, rows.meta.table, rows.chunks, mixed, a.window, a.soft_cap)
+            k.attend_chunks(q, kv, rows.meta.table, rows.chunks, mixed, a.window, a.soft_cap, self._sinks)
             if rows.single is not None:
                 singles = rows.singles or rows.meta.rows(rows.single)
-                k.attend_rows(q[rows.single], kv, singles, mixed[rows.single], a.window, a.soft_cap)
+                k.attend_rows(q[rows.single], kv, singles, mixed[rows.single], a.window, a.soft_cap, self._sinks)
         return mixed
 
     def _torch_attention(self, q: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMetadata) -> Tensor:

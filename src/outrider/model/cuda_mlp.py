@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from outrider.model.cuda_attention import CudaRows
 from outrider.model.cuda_weights import Upload
 from outrider.model.decoder import Layer
 from outrider.ops.cuda.launch import Kernels
@@ -39,7 +40,7 @@ class CudaMlp:
     def replace_matrices(self, change: Callable[[Matrix], Matrix]) -> None:
         self.gate_up, self.down = change(self.gate_up), change(self.down)
 
-    def forward(self, read: Rows) -> Tensor:
+    def forward(self, read: Rows, _: CudaRows | None = None) -> Tensor:
         """What follows the normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
         m, k = self._spec, self._kernels
         return k.parts(k.activated(read, self.gate_up, self._gate_up_bias, m.activation, m.gated), self.down)

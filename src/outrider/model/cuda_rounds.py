@@ -31,11 +31,18 @@ class Side(NamedTuple):
 
     inputs: GraphInputs
     choices: Tensor  # int32, in pinned memory
+    touched: Tensor  # experts read by each layer that has some, likewise
     done: Any  # a CUDA event: the launch that used this side last is over
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+    @property
+    def experts(self) -> float:
+        """Distinct experts that the launch has read, the mean over layers that have some; 0 where none has."""
+        touched = self.touched.tolist()
+        return sum(touched) / len(touched) if touched else 0.0
 
 
 class Graph(NamedTuple):
@@ -45,12 +52,15 @@ class Graph(NamedTuple):
     replay: Callable[[], None]
     outputs: list[Any]  # logits and taps (or None) of the last replay; every graph shares their memory
     chosen: Tensor  # on the device, in the future-token buffer
+    touched: Tensor  # experts read by each layer that has some, on the device
 
     def start(self, side: Side) -> None:
         """Send a side's inputs, run the forward, and bring its choices back."""
         side.inputs.send()
         self.replay()
         side.choices.copy_(self.chosen, non_blocking=True)
+        if len(self.touched):
+            side.touched.copy_(self.touched, non_blocking=True)
         if side.done is not None:
             side.done.record()
 
@@ -80,7 +90,7 @@ class LaunchedRound:
         self.side.wait()
         choices = self.side.choices[: len(self.logits)].tolist()
         logits = choose_on_host(self.logits, choices, self.by_host, self.batch, self.trees, self.roots)
-        return Scores(logits, list(self.roots), list(self.roots), self.taps, {}, choices)
+        return Scores(logits, list(self.roots), list(self.roots), self.taps, {}, choices, experts=self.side.experts)
 
 
 class DecodeRounds:
@@ -199,8 +209,8 @@ class DecodeRounds:
         sides = []
         for half in (inputs, inputs.other_side()):
             runner.fill(half, [])
-            host = torch.zeros(rows, dtype=torch.int32, pin_memory=on_gpu)
-            sides.append(Side(half, host, torch.cuda.Event() if on_gpu else None))  # type: ignore[no-untyped-call]
+            host, touched = (torch.zeros(n, dtype=torch.int32, pin_memory=on_gpu) for n in (rows, len(runner.cuda.touched)))
+            sides.append(Side(half, host, touched, torch.cuda.Event() if on_gpu else None))  # type: ignore[no-untyped-call]
         inputs.send()
         chosen = runner.chosen[:rows]
         outputs: list[Any] = []
@@ -212,7 +222,7 @@ class DecodeRounds:
             outputs[:] = [logits, forward.taps]
 
         replay = runner.capture(f"round of {rows} rows", work)
-        return Graph((sides[0], sides[1]), replay, outputs, chosen)
+        return Graph((sides[0], sides[1]), replay, outputs, chosen, runner.cuda.touched)
 
 
 def choose_on_host(

@@ -43,6 +43,7 @@ __all__ = ["Capture", "CudaOptions", "CudaRunner", "split_feeds"]
 
 _log = logging.getLogger("outrider")
 Capture = Callable[[], object]
+_STRIDE = 7919  # between tokens that are made up
 _STATES = StateSizes(running=64, borders=32, nodes=256)
 _MAX_CATCH_UP_ROWS = 2048  # rows of text that a draft model has missed
 
@@ -97,7 +98,7 @@ class CudaRunner(Runner):
         self.options = options
         self._sampling = SamplingMetadata(self.device)
         self.drawn: object = None  # stands for the draft that is in the future-token buffer
-        self.weights_on_host = options.placement is not None
+        self.weights_on_host, self.streams_weights = options.placement is not None, self.cuda.streams
         self.chains = Chains(self, target or self)
         self.trees = TreeGrower(self)
         self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
@@ -110,6 +111,10 @@ class CudaRunner(Runner):
 
     def close(self) -> None:
         self.cuda.close()
+
+    @property
+    def bus_bytes(self) -> int:
+        return 0 if self.cuda.streaming is None else self.cuda.streaming.crossed
 
     @property
     def weight_bytes(self) -> int:
@@ -151,9 +156,10 @@ class CudaRunner(Runner):
         tapped = None if forward.taps is None else forward.taps[:rows].flatten(1)
         if not laid.wanted:
             self._wait()
-            return Scores(torch.empty(0, self.decoder.spec.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
+            nothing = torch.empty(0, self.decoder.spec.vocab)
+            return Scores(nothing, laid.roots, laid.first_rows, tapped, prompt_logits, experts=self.cuda.experts_read)
         logits, choices = self._choose(forward.last, batch, trees, laid)
-        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices, experts=self.cuda.experts_read)
 
     def _score_by_parts(self, batch: Batch, trees: list[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
         """Some of the sequences after the others, where there are more rows than the largest graph or one pass takes."""
@@ -177,7 +183,8 @@ class CudaRunner(Runner):
         if len({rows.device for rows in logits}) > 1:
             logits = [rows.cpu() for rows in logits]
         tapped = torch.cat([scores.taps for scores in parts if scores.taps is not None]) if taps else None
-        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
+        experts = sum(scores.experts for scores in parts)  # every replay reads its own
+        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices, experts=experts)
 
     @torch.inference_mode()
     def _choose(self, last: Tensor, batch: Batch, trees: Sequence[Tree], laid: Round) -> tuple[Tensor, list[int]]:
@@ -363,10 +370,16 @@ class CudaRunner(Runner):
             self.later.clear()
         return True
 
-    def round_seconds(self) -> dict[int, float]:
-        """Device seconds of each captured round, by rows."""
-        repeats = 1 if self.cuda.streams else 3
-        return {rows: _replay_seconds(graph.replay, repeats) for rows, graph in self.rounds.graphs.items()}
+    def round_seconds(self) -> dict[int, tuple[float, float]]:
+        """Device seconds of each captured round, and the distinct experts that it reads, by rows."""
+        repeats, timed, vocab = 1 if self.cuda.streams else 3, {}, self.decoder.spec.vocab
+        for rows, graph in self.rounds.graphs.items():
+            if self.cuda.experts is not None and not self.decoder.spec.recurrent:  # tokens unlike each other, as experts may tell
+                inputs = graph.sides[0].inputs
+                self.fill(inputs, [Feed([0], 0, [i * _STRIDE % vocab]) for i in range(rows)])
+                inputs.send()
+            timed[rows] = _replay_seconds(graph.replay, repeats), self.cuda.experts_read
+        return timed
 
     def capture(self, name: str, work: Any) -> Any:
         """A callable that repeats the work: a graph's replay, or the work itself where graphs are off."""

@@ -18,6 +18,7 @@ from outrider.model.cuda_weights import Upload
 from outrider.model.decoder import Decoder, RopeTable, finished_logits
 from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
+from outrider.ops.cuda.experts_launch import ExpertKernels
 from outrider.ops.cuda.launch import Kernels, Shape
 from outrider.ops.cuda.matrix import Matrix, Rows, matrix_of
 
@@ -80,6 +81,8 @@ class CudaStack:
         rounds = s.dtype if s.dtype in ROUNDED else ""
         self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES.get(s.dtype, torch.bfloat16), future_tokens, exact)
         self.device, self.dtype = device, self.kernels.dtype
+        self.experts = ExpertKernels(self.dtype, device, s.expert_layers) if s.expert_layers else None
+        self._no_experts = torch.empty(0, dtype=torch.int32, device=device)
         self._upload = Upload(device, self.dtype, rounds, fp8_rows)
         self.streaming = None if placement is None else WeightStream(placement, device)
         try:
@@ -94,7 +97,8 @@ class CudaStack:
         ropes = [layer.attention.rope for layer in s.layers]
         self.layers: list[CudaLayer] = []
         for i, (layer, rope) in enumerate(zip(decoder.read_layers(packed=True), ropes, strict=True)):
-            self.layers.append(CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope], self._upload))
+            turns = None if rope is None else tables[rope]
+            self.layers.append(CudaLayer(layer, self.kernels, device, turns, self._upload, self.experts))
             if self.streaming is not None:
                 self.streaming.take(i, self.layers[i])
         self.embedding = self._embedding(decoder.weight("embedding"))
@@ -117,7 +121,12 @@ class CudaStack:
     @property
     def streams(self) -> bool:
         """Whether layers wait for weights: then a forward costs much more than its rows."""
-        return self.streaming is not None and self.streaming.placement.pass_bytes > 0
+        return self.pass_bytes > 0
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that cross the bus in a forward."""
+        return 0 if self.streaming is None else self.streaming.placement.pass_bytes
 
     @property
     def passes(self) -> int:
@@ -155,9 +164,19 @@ class CudaStack:
         """Bytes of the matrices that a forward with logits reads."""
         return sum(tensor.nbytes for matrix in self.matrices for tensor in matrix.tensors)
 
+    @property
+    def touched(self) -> Tensor:
+        """Distinct experts that the last forward read in each layer that has some, on the device."""
+        return self._no_experts if self.experts is None else self.experts.touched
+
+    @property
+    def experts_read(self) -> float:
+        """The mean of `touched` on the host, for which it waits; 0 where no layer has experts."""
+        return 0.0 if self.experts is None else float(self.touched.float().mean())
+
     def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
         """Run rows through all layers and write their KV."""
-        rows = rows.for_forward()
+        rows = rows.for_forward(pool)
         scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
         read: Rows
         stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)

@@ -234,17 +234,17 @@ class Kernels:
 
     def attend_rows(
         self, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, out: Tensor, window: int | None,
-        soft_cap: float | None = None,
+        soft_cap: float | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of single rows, draft nodes among them. Scores become soft_cap * tanh(score / soft_cap)."""
-        self._attention.rows(q, pool, meta, out, window, soft_cap)
+        self._attention.rows(q, pool, meta, out, window, soft_cap, sinks)
 
     def attend_chunks(
         self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None,
-        soft_cap: float | None = None,
+        soft_cap: float | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of runs of tokens; `chunks` as attend_chunks reads them, at most `chunk_tokens` each."""
-        self._attention.chunks(q, pool, table, chunks, out, window, soft_cap)
+        self._attention.chunks(q, pool, table, chunks, out, window, soft_cap, sinks)
 
     # --- drafts -------------------------------------------------------------------------------------------------------
 
