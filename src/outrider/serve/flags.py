@@ -117,6 +117,7 @@ class ServeFlags(ServerSettings):
     kv_memory: str | None = flag(
         None, "Memory for KV alone, such as 4GiB. Default: what --memory leaves; a quarter of a machine."
     )
+    kv_dtype: str = flag("auto", "Keys and values: auto (as the model computes), or int8 on CPUs.", "--kv-cache-dtype")
     data_parallel_size: int = flag(
         1,
         "Number of replicas behind one front door: processes that share out --threads and --memory, or have a GPU each.",
