@@ -108,7 +108,7 @@ def load_target(settings: Settings) -> Target:
     if tokenizer is not None and tokenizer.eos_id is not None:
         eos |= usable_ids({tokenizer.eos_id}, config, directory / "tokenizer_config.json")
     speculation = resolve_drafters(settings.speculation, directory, device.is_gpu)
-    memory = _memory(device, sizes, config, speculation, directory, options)
+    memory = _memory(device, sizes, decoder, speculation, directory, options)
     pages = memory.pages
     if memory.placement is not None:
         _log.info("%s: %s", directory, memory.placement.describe(device.bus_bandwidth()))
@@ -224,13 +224,14 @@ def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int
 def _memory(
     device: Device,
     sizes: EngineConfig,
-    config: ModelSpec,
+    decoder: Decoder,
     speculation: SpeculationConfig,
     directory: Path,
     options: LoadOptions,
 ) -> MemoryPlan:
     """Pages for every sequence at full length, or as many as the memory allows beside weights and recurrent states."""
     assert sizes.max_model_len is not None
+    config = decoder.spec
     if device.is_gpu:
         drafters = list(speculation.flat())
         drafts = [drafter.model or str(directory / "draft") for drafter in drafters if drafter.method == "draft_model"]
@@ -240,7 +241,7 @@ def _memory(
             *(read_spec(locate(name)) for name in drafts),
             *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
-        return device.plan(sizes, models)
+        return device.plan(sizes, models, device.widths(decoder))
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)
     return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size))
 

@@ -18,6 +18,7 @@ from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
 from outrider.model.memory import MemoryPlan, border_states, plan_states
+from outrider.model.placement import Widths, sizes_of
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
@@ -152,28 +153,40 @@ class Device:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def plan(self, engine: EngineConfig, models: Sequence[ModelSpec]) -> MemoryPlan:
+    def widths(self, decoder: Decoder) -> Widths:
+        """Bytes of a model's weights on the GPU."""
+        from outrider.model.cuda_sizes import widths_of
+
+        return widths_of(decoder)
+
+    def plan(self, engine: EngineConfig, models: Sequence[ModelSpec], widths: Widths | None = None) -> MemoryPlan:
         """Pages for every sequence at full length, or as many as fit beside the weights; where one sequence does not fit beside
-        them, weights of the first model are streamed from host memory.
+        them, weights of the first model, which have these widths, are streamed from host memory.
         """
         free, total = torch.cuda.mem_get_info()
         assert engine.max_model_len is not None
         limit = self.limit(total) or int(_SHARE * total)
         room = min(limit, free) if isinstance(self.memory, int) else limit - (total - free)
-        pool = plan_states(models[0], engine, share_memory(models, room, engine.page_size, engine.max_model_len).left)
+        saved = 0 if widths is None else 2 * models[0].parameters - sizes_of(models[0], widths).total
+
+        def shared(models: Sequence[ModelSpec]) -> Share:
+            share = share_memory(models, room, engine.page_size, engine.max_model_len or 0)
+            return replace(share, weights=share.weights - saved)
+
+        pool = plan_states(models[0], engine, shared(models).left)
         room -= pool.bytes(models[0])
-        share = share_memory(models, room, engine.page_size, engine.max_model_len)
+        share = shared(models)
         pool = pool._replace(borders=border_states(models[0], engine, share.left))
         share = replace(share, total=share.total - pool.borders * models[0].state_bytes)
         pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
         least = -(-engine.max_model_len // engine.page_size)
         if pages >= least:
-            alone = share_memory(models[:1], room, engine.page_size, engine.max_model_len)
+            alone = shared(models[:1])
             beside = f", {alone.sequences(engine.max_model_len, engine.page_size)} without drafters" if len(models) > 1 else ""
             fitting = share.sequences(engine.max_model_len, engine.page_size)
             _log.info("memory for %d sequences of %d tokens at once%s (%s)", fitting, engine.max_model_len, beside, share)
             return MemoryPlan(min(pages, engine.max_num_seqs * least), pool=pool)
-        planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()))
+        planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()), widths)
         return MemoryPlan(planned.pages, pool=pool._replace(borders=0), placement=planned.placement)
 
 

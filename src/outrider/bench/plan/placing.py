@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import checks
-from outrider.config import MAX_DRAFT_TOKENS, EngineConfig
+from outrider.config import MAX_TREE_TOKENS, EngineConfig
 from outrider.engine.device import missing_gpu, share_memory
 from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
+from outrider.gguf import find_gguf
 from outrider.model import ModelSpec, read_spec
-from outrider.model.placement import MATRICES, Placement
+from outrider.model.load import describe_decoder
+from outrider.model.placement import Placement, Widths, matrices_of, sizes_of
 from outrider.platform import memory_bytes
 
 __all__ = ["PlannedMemory", "plan_memory_of", "show_memory"]
@@ -31,6 +34,7 @@ class PlannedMemory:
     """How a model would be placed, and what its plain decoding takes."""
 
     model: str
+    spec: ModelSpec
     limit: int
     max_model_len: int
     pages: int
@@ -69,15 +73,29 @@ def plan_memory_of(path: Path, draft: Path | None, memory: str, bus: float | Non
         limit = int(limit * torch.cuda.get_device_properties(0).total_memory)
     specs: list[ModelSpec] = [spec, *([] if draft is None else [read_spec(draft)])]
     sizes = EngineConfig(max_model_len=min(spec.context, _LONG), max_num_seqs=1)
+    widths = _widths(path)
     share = share_memory(specs, limit, sizes.page_size, min(spec.context, _LONG))
+    if widths is not None:
+        share = replace(share, weights=share.weights - 2 * spec.parameters + sizes_of(spec, widths).total)
     least = -(-min(spec.context, _LONG) // sizes.page_size)
     placement, pages = None, share.pages
     if share.pages < least:
-        planned = plan_streaming(sizes, specs[0], specs[1:], Machine(limit, memory_bytes()))
+        planned = plan_streaming(sizes, specs[0], specs[1:], Machine(limit, memory_bytes()), widths)
         placement, pages = planned.placement, planned.pages
     measured = bus is None and missing_gpu() is None
     speed = bus or (_measured() if measured else _ASSUMED_BUS)
-    return PlannedMemory(str(path), limit, min(spec.context, _LONG), pages, placement, speed, measured)
+    return PlannedMemory(str(path), spec, limit, min(spec.context, _LONG), pages, placement, speed, measured)
+
+
+def _widths(path: Path) -> Widths | None:
+    """Bytes of the stored weights on a GPU; None where the files or what would hold them there are not at hand."""
+    folder = path if path.is_dir() else path.parent
+    stored = find_gguf(path) is not None or any(folder.glob("*.safetensors"))
+    if not stored or importlib.util.find_spec("triton") is None:
+        return None
+    from outrider.model.cuda_sizes import widths_of
+
+    return widths_of(describe_decoder(path))
 
 
 def _measured() -> float:
@@ -96,13 +114,14 @@ def show_memory(planned: PlannedMemory, console: Console) -> None:
     console.print(f"{planned.model}: {placed.describe(planned.bus)} (bus: {how}); KV for {planned.pages * 64:,} tokens")
     table = Table("layers", "on the GPU", "streamed", title="where the matrices lie", title_justify="left")
     for first, last, streamed in _runs(placed):
-        names = [MATRICES[i] for i in streamed]
-        kept = [name for name in MATRICES if name not in names]
-        table.add_row(f"{first}" if first == last else f"{first}-{last}", ", ".join(kept) or "-", ", ".join(names) or "-")
+        names = list(matrices_of(planned.spec.layers[first]))
+        moved = [names[i] for i in streamed]
+        kept = [name for name in names if name not in moved]
+        table.add_row(f"{first}" if first == last else f"{first}-{last}", ", ".join(kept) or "-", ", ".join(moved) or "-")
     console.print(table)
     console.print(
         f"checking {_LARGE_TREE} drafted tokens takes about as long as one: a draft model that stays on the GPU may draft trees "
-        f"of up to {MAX_DRAFT_TOKENS} (docs/offloading.md)"
+        f"of up to {MAX_TREE_TOKENS} (docs/offloading.md)"
     )
 
 
