@@ -49,9 +49,7 @@ class ModelSizes(NamedTuple):
 class Placement:
     """Where every matrix lies."""
 
-    streamed: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of every layer, the matrices that lie in host memory, by their place in `matrices_of`
+    streamed: tuple[tuple[int, ...], ...] = ()  # of every layer, the places in `matrices_of` of what lies on the host
     unit_bytes: tuple[int, ...] = ()  # of every layer, what crosses the bus
     embedding_on_host: bool = False
     resident: int = 0  # bytes of weights on the device, without the buffers
