@@ -16,6 +16,7 @@ from outrider.draft.protocol import Drafter, Overlapping, kept_by
 from outrider.draft.shared_texts import Kept
 from outrider.errors import InvalidParameter
 from outrider.gguf import find_gguf
+from outrider.heads import drafts_by_mtp
 from outrider.model import locate
 from outrider.model.fields import read_json
 
@@ -53,6 +54,8 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     given = _given(config)
     able = _BESIDE_TARGET | (_TREES_ON_GPU if on_gpu else {})
     beside = [name for name in able if (directory / name / "config.json").exists()]
+    if "mtp" not in beside and drafts_by_mtp(directory):  # among the model's own weights
+        beside.append("mtp")
     if on_gpu:
         heads = [name for name in _HEADS_ON_GPU if name in beside]
         beside = [name for name in beside if name not in heads[1:]]

@@ -18,7 +18,7 @@ from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
 from outrider.model.memory import MemoryPlan, border_states, plan_states
-from outrider.model.placement import Widths, sizes_of
+from outrider.model.placement import weights_on_gpu
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
@@ -26,6 +26,7 @@ __all__ = ["GPU_SEQUENCES", "Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
+_SWITCH = ("on", "off")
 _GIB = 2**30
 _log = logging.getLogger("outrider")
 GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
@@ -73,17 +74,21 @@ class Device:
     name: str
     exact: bool = True
     memory: float | int | None = None  # a share (float) or the bytes (int) that everything may take
+    fp8_rows: bool = True  # products of weights in FP8 round rows to FP8 too
 
     @classmethod
-    def resolve(cls, name: str, numerics: str = "exact", memory: float | int | str | None = None) -> Device:
+    def resolve(
+        cls, name: str, numerics: str = "exact", memory: float | int | str | None = None, fp8_activations: str = "on"
+    ) -> Device:
         """From what the user asked for; "auto" is a GPU where torch and Triton find one."""
         checks.choice("device", name, _DEVICES)
         checks.choice("numerics", numerics, _NUMERICS)
+        checks.choice("fp8_activations", fp8_activations, _SWITCH)
         limit = None if memory is None else checks.memory("memory", memory)
         missing = missing_gpu()
         if name == "cuda" and missing:
             raise InvalidParameter("device", f"cuda cannot be used: {missing}")
-        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", limit)
+        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", limit, fp8_activations == "on")
 
     @property
     def is_gpu(self) -> bool:
@@ -100,9 +105,9 @@ class Device:
         from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
         assert target is None or isinstance(target, CudaRunner)
-        options, placement = CudaOptions(exact=self.exact), memory.placement
+        options, placement = CudaOptions(self.exact, self.fp8_rows), memory.placement
         if placement is not None:  # the logits of larger graphs would take what weights could, and their passes no less time
-            options = CudaOptions(exact=self.exact, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
+            options = replace(options, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
         return CudaRunner(decoder, memory.pages + 1, page_size, self.name, options, target, memory.pool)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], sizes: EngineConfig, length: int) -> Costs:
@@ -153,46 +158,34 @@ class Device:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def widths(self, decoder: Decoder) -> Widths:
-        """Bytes of a model's weights on the GPU."""
-        from outrider.model.cuda_sizes import widths_of
-
-        return widths_of(decoder)
-
-    def plan(self, engine: EngineConfig, models: Sequence[ModelSpec], widths: Widths | None = None) -> MemoryPlan:
+    def plan(self, engine: EngineConfig, models: Sequence[ModelSpec]) -> MemoryPlan:
         """Pages for every sequence at full length, or as many as fit beside the weights; where one sequence does not fit beside
-        them, weights of the first model, which have these widths, are streamed from host memory.
+        them, weights of the first model are streamed from host memory.
         """
         free, total = torch.cuda.mem_get_info()
         assert engine.max_model_len is not None
         limit = self.limit(total) or int(_SHARE * total)
         room = min(limit, free) if isinstance(self.memory, int) else limit - (total - free)
-        saved = 0 if widths is None else 2 * models[0].parameters - sizes_of(models[0], widths).total
-
-        def shared(models: Sequence[ModelSpec]) -> Share:
-            share = share_memory(models, room, engine.page_size, engine.max_model_len or 0)
-            return replace(share, weights=share.weights - saved)
-
-        pool = plan_states(models[0], engine, shared(models).left)
+        pool = plan_states(models[0], engine, share_memory(models, room, engine.page_size, engine.max_model_len).left)
         room -= pool.bytes(models[0])
-        share = shared(models)
+        share = share_memory(models, room, engine.page_size, engine.max_model_len)
         pool = pool._replace(borders=border_states(models[0], engine, share.left))
         share = replace(share, total=share.total - pool.borders * models[0].state_bytes)
         pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
         least = -(-engine.max_model_len // engine.page_size)
         if pages >= least:
-            alone = shared(models[:1])
+            alone = share_memory(models[:1], room, engine.page_size, engine.max_model_len)
             beside = f", {alone.sequences(engine.max_model_len, engine.page_size)} without drafters" if len(models) > 1 else ""
             fitting = share.sequences(engine.max_model_len, engine.page_size)
             _log.info("memory for %d sequences of %d tokens at once%s (%s)", fitting, engine.max_model_len, beside, share)
             return MemoryPlan(min(pages, engine.max_num_seqs * least), pool=pool)
-        planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()), widths)
+        planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()))
         return MemoryPlan(planned.pages, pool=pool._replace(borders=0), placement=planned.placement)
 
 
 def share_memory(models: Sequence[ModelSpec], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
-    weights = sum(2 * model.parameters for model in models)
+    weights = sum(map(weights_on_gpu, models))
     page = sum(2 * 2 * len(model.kv_layers) * model.kv_heads * model.head_dim * page_size for model in models)
     slots = scratch_slots(rows, max_model_len)
     reserve = _BASE

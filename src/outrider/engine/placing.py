@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from outrider.config import MAX_DRAFT_TOKENS, EngineConfig
 from outrider.errors import InvalidParameter
-from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, ModelSizes, Placement, Widths, place, sizes_of, smallest_room
+from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, ModelSizes, Placement, place, sizes_of, smallest_room
 from outrider.model.spec import ModelSpec
 from outrider.ops.cuda.segments import scratch_slots
 
@@ -59,11 +59,9 @@ class _Needs:
         return self.others + self.buffers
 
 
-def plan_streaming(
-    sizes: EngineConfig, target: ModelSpec, others: Sequence[ModelSpec], machine: Machine, widths: Widths | None = None
-) -> DevicePlan:
+def plan_streaming(sizes: EngineConfig, target: ModelSpec, others: Sequence[ModelSpec], machine: Machine) -> DevicePlan:
     """A placement within the limits, or InvalidParameter with the smallest limits that work."""
-    model, needs = sizes_of(target, widths), _needs(sizes, target, others)
+    model, needs = sizes_of(target), _needs(sizes, target, others)
     smallest = needs.fixed + smallest_room(model) + needs.least * needs.page
     if sizes.kv_bytes is not None and sizes.kv_bytes < needs.least * needs.page:
         raise InvalidParameter("kv_memory", _too_little_kv(sizes, needs))

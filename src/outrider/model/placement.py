@@ -15,21 +15,15 @@ from typing import NamedTuple
 from outrider.model.spec import LayerSpec, ModelSpec
 
 __all__ = [
-    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MAX_PASS_ROWS", "ModelSizes", "Placement", "Widths", "aligned",
-    "embedding_on_host", "matrices_of", "place", "sizes_of", "smallest_room",
-]  # fmt: skip  # fmt: skip
+    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "embedding_on_host",
+    "matrices_of", "place", "sizes_of", "smallest_room", "weights_on_gpu",
+]  # fmt: skip
 
 MAX_PASS_ROWS = 2048  # of one pass over streamed weights; their activations lie on the device together
 LOGIT_ROWS = 64  # rows whose logits are computed at once where such a pass has more
 BUFFERS = 2  # units that fit the device beside the resident weights: one is read while the next one arrives
 ALIGNMENT = 256  # bytes; of tensors in a unit
-
-
-class Widths(NamedTuple):
-    """Bytes for each weight, of the forms in which a GPU holds them."""
-
-    layers: float
-    output: float | None = None  # of an output matrix in a form of its own; None: as the embedding, which it may be
+_ROUNDED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes of a weight of a layer that was rounded at load
 
 
 class ModelSizes(NamedTuple):
@@ -94,17 +88,36 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def sizes_of(spec: ModelSpec, widths: Widths | None = None) -> ModelSizes:
-    """Bytes of a model in its own dtype, or in forms of these widths."""
+def sizes_of(spec: ModelSpec) -> ModelSizes:
+    """Bytes of a model as it is served."""
     item = 4 if spec.dtype == "float32" else 2
-    widths = widths or Widths(item)
-    each = spec.hidden * widths.layers
-    layers = tuple(tuple(math.ceil(each * count) for count in matrices_of(layer).values()) for layer in spec.layers)
     table = spec.vocab * spec.hidden * item
-    output = table if widths.output is None else math.ceil(spec.vocab * spec.hidden * widths.output)
+    output = spec.vocab * spec.hidden if spec.dtype in _ROUNDED else table
     small = 4 * spec.hidden * (4 * spec.depth + 1) + 4 * spec.context * spec.head_dim * len(spec.ropes)
     small += item * spec.hidden * (spec.positions.rows if spec.positions else 0)
-    return ModelSizes(layers, output, 0 if spec.tied and widths.output is None else table, small)
+    layers = tuple(_layer_sizes(spec, layer) for layer in spec.layers)
+    return ModelSizes(layers, output, 0 if spec.tied and output == table else table, small)
+
+
+def _layer_sizes(spec: ModelSpec, layer: LayerSpec) -> tuple[int, ...]:
+    """Bytes of a layer's matrices. Experts are held in bf16."""
+    held, wide = _layer_bytes(spec), 4 if spec.dtype == "float32" else 2
+    of_mixer = 3 if layer.recurrent is None and layer.attention.gate else 2
+    return tuple(
+        math.ceil(spec.hidden * width * (held if place < of_mixer or layer.mlp.router is None else wide))
+        for place, width in enumerate(matrices_of(layer).values())
+    )
+
+
+def weights_on_gpu(spec: ModelSpec) -> int:
+    """Bytes of all matrices of a model as it is served."""
+    sizes = sizes_of(spec)
+    return sizes.total - sizes.small
+
+
+def _layer_bytes(spec: ModelSpec) -> float:
+    """Bytes of a weight of a layer."""
+    return _ROUNDED.get(spec.dtype) or spec.layer_bytes or (4 if spec.dtype == "float32" else 2)
 
 
 def place(sizes: ModelSizes, room: int) -> Placement | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from outrider.config import MAX_TREE_TOKENS, EngineConfig
 from outrider.engine.device import missing_gpu, share_memory
 from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
-from outrider.gguf import find_gguf
-from outrider.model import ModelSpec, read_spec
-from outrider.model.load import describe_decoder
-from outrider.model.placement import Placement, Widths, matrices_of, sizes_of
+from outrider.model import ModelSpec
+from outrider.model.load import served_spec
+from outrider.model.placement import Placement, matrices_of
 from outrider.platform import memory_bytes
 
 __all__ = ["PlannedMemory", "plan_memory_of", "show_memory"]
@@ -66,36 +64,22 @@ class PlannedMemory:
 
 def plan_memory_of(path: Path, draft: Path | None, memory: str, bus: float | None) -> PlannedMemory:
     """The placement of a model within a limit; nothing is loaded."""
-    limit, spec = checks.memory("--memory", memory), read_spec(path)
+    limit, spec = checks.memory("--memory", memory), served_spec(path)
     if isinstance(limit, float):
         if missing_gpu() is not None:
             raise InvalidParameter("--memory", "a share needs a GPU to be a share of; pass a size such as 8GiB")
         limit = int(limit * torch.cuda.get_device_properties(0).total_memory)
-    specs: list[ModelSpec] = [spec, *([] if draft is None else [read_spec(draft)])]
+    specs: list[ModelSpec] = [spec, *([] if draft is None else [served_spec(draft)])]
     sizes = EngineConfig(max_model_len=min(spec.context, _LONG), max_num_seqs=1)
-    widths = _widths(path)
     share = share_memory(specs, limit, sizes.page_size, min(spec.context, _LONG))
-    if widths is not None:
-        share = replace(share, weights=share.weights - 2 * spec.parameters + sizes_of(spec, widths).total)
     least = -(-min(spec.context, _LONG) // sizes.page_size)
     placement, pages = None, share.pages
     if share.pages < least:
-        planned = plan_streaming(sizes, specs[0], specs[1:], Machine(limit, memory_bytes()), widths)
+        planned = plan_streaming(sizes, specs[0], specs[1:], Machine(limit, memory_bytes()))
         placement, pages = planned.placement, planned.pages
     measured = bus is None and missing_gpu() is None
     speed = bus or (_measured() if measured else _ASSUMED_BUS)
     return PlannedMemory(str(path), spec, limit, min(spec.context, _LONG), pages, placement, speed, measured)
-
-
-def _widths(path: Path) -> Widths | None:
-    """Bytes of the stored weights on a GPU; None where the files or what would hold them there are not at hand."""
-    folder = path if path.is_dir() else path.parent
-    stored = find_gguf(path) is not None or any(folder.glob("*.safetensors"))
-    if not stored or importlib.util.find_spec("triton") is None:
-        return None
-    from outrider.model.cuda_sizes import widths_of
-
-    return widths_of(describe_decoder(path))
 
 
 def _measured() -> float:
