@@ -90,8 +90,10 @@ def aligned(size: int) -> int:
 def sizes_of(spec: ModelSpec, weight_bytes: float | None = None) -> ModelSizes:
     """Bytes of a model as it is served, or with so many bytes for each weight of a layer."""
     item = 4 if spec.dtype == "float32" else 2
-    each = _layer_bytes(spec) if weight_bytes is None else weight_bytes
-    layers = tuple(tuple(int(count * each) for count in _weights(layer, spec.hidden)) for layer in spec.layers)
+    each = [_layer_bytes(spec, layer) if weight_bytes is None else weight_bytes for layer in spec.layers]
+    layers = tuple(
+        tuple(int(count * size) for count in _weights(layer, spec.hidden)) for layer, size in zip(spec.layers, each, strict=True)
+    )
     table = spec.vocab * spec.hidden * item
     output = spec.vocab * spec.hidden if spec.dtype in _ROUNDED else table
     small = 4 * spec.hidden * (4 * spec.depth + 1) + 4 * spec.context * spec.head_dim * len(spec.ropes)
@@ -101,15 +103,18 @@ def sizes_of(spec: ModelSpec, weight_bytes: float | None = None) -> ModelSizes:
 
 def weights_on_gpu(spec: ModelSpec) -> int:
     """Bytes of all matrices of a model as it is served."""
-    layers, item = sum(layer.parameters(spec.hidden) for layer in spec.layers), 4 if spec.dtype == "float32" else 2
-    table = spec.vocab * spec.hidden if spec.dtype in _ROUNDED else 0  # the output matrix beside the embedding
-    beside = (spec.parameters - layers) * item if not table else table + spec.vocab * spec.hidden * item
-    return int(layers * _layer_bytes(spec) + beside)
+    item = 4 if spec.dtype == "float32" else 2
+    layers = sum(layer.parameters(spec.hidden) * _layer_bytes(spec, layer) for layer in spec.layers)
+    tables = (spec.parameters - sum(layer.parameters(spec.hidden) for layer in spec.layers)) * item
+    if spec.dtype in _ROUNDED:  # the output matrix beside an embedding in bf16
+        tables = spec.vocab * spec.hidden * (1 + item)
+    return int(layers + tables)
 
 
-def _layer_bytes(spec: ModelSpec) -> float:
-    """Bytes of a weight of a layer."""
-    return _ROUNDED.get(spec.dtype) or spec.layer_bytes or (4 if spec.dtype == "float32" else 2)
+def _layer_bytes(spec: ModelSpec, layer: LayerSpec) -> float:
+    """Bytes of a weight of a layer. Experts are held in floating point."""
+    held = 4 if spec.dtype == "float32" else 2
+    return held if layer.mlp.router is not None else _ROUNDED.get(spec.dtype) or spec.layer_bytes or held
 
 
 def place(sizes: ModelSizes, room: int) -> Placement | None:
