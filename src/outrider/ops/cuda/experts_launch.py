@@ -21,8 +21,7 @@ _BLOCK = 32  # rows of a block of `route`
 _ROWS = 8  # that are chosen for together
 _TILE, _SPAN = 8, 512  # experts and inner values of one of its programs
 _MAX_ROWS = 1 << 16
-_TILE_ROWS = (16, 32, 64, 128)  # pairs of a work item
-_MAX_QUANTISED_ROWS = 64  # of quantised experts
+_MAX_QUANTISED_ROWS = 64  # of a work item of quantised experts
 AnyTile = Tile | QuantisedTile
 
 
@@ -62,8 +61,8 @@ class ExpertWeights(NamedTuple):
 
     def item_rows(self, rows: int, r: ExpertRouter) -> int:
         """Pairs of a work item, for so many rows."""
-        most = max(_TILE_ROWS) if self.open.kind == self.close.kind == "" else _MAX_QUANTISED_ROWS
-        return min(item_rows_for(rows * r.chosen / r.experts), most)
+        wanted = item_rows_for(rows * r.chosen / r.experts)
+        return wanted if self.open.kind == self.close.kind == "" else min(wanted, _MAX_QUANTISED_ROWS)
 
 
 class Routes(NamedTuple):

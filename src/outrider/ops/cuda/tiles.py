@@ -96,7 +96,7 @@ def every_tile() -> list[Tile]:
 
 # Of the first and the second product of experts, by the rows of a work item.
 _EXPERTS = {
-    16: (Tile(16, 64, 64, 4, 4), Tile(16, 32, 64, 4, 4)),
+    16: (Tile(16, 32, 64, 2, 4), Tile(16, 32, 64, 2, 4)),
     32: (Tile(32, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4)),
     64: (Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
     128: (Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
