@@ -2,7 +2,7 @@
 
 steady: plain decoding while all sequences run, by batch. beside: the time between tokens of running sequences while long prompts
 are read. start: seconds until an engine for 256 sequences is ready, with a warm and with an empty kernel cache; memory: 256
-sequences with a limit of 64k start and finish.
+sequences with a limit of 64k start and finish. auto: over plain decoding, by batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.synthetic import Synthetic
+from benchmarks.synthetic import Synthetic, measure_batches
 from outrider.config import EngineConfig
 from outrider.core import Request, RoundReport
 from outrider.engine.device import Device, share_memory
@@ -104,6 +104,11 @@ def measure_start(modes: Sequence[str] = ("cold", "warm")) -> Iterator[dict[str,
             yield {"kernel_cache": mode} | (json.loads(lines[0]) if lines else {"error": done.stderr[-800:]})
 
 
+def measure_auto() -> Iterator[dict[str, Any]]:
+    """`auto` with a draft model of agreement 0.8 against plain decoding, by batch."""
+    return measure_batches(Synthetic(0.8, pages=2400), (1, 8, 32, 64, 128, 256), 96, pairs=3)
+
+
 def _ready() -> Iterator[dict[str, Any]]:
     bench = Synthetic(pages=4000)
     torch.cuda.synchronize()
@@ -159,6 +164,7 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "start": measure_start,
     "ready": _ready,
     "memory": measure_memory,
+    "auto": measure_auto,
 }
 
 
