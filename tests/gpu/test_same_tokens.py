@@ -17,6 +17,7 @@ from outrider.engine.commit import advance
 from outrider.engine.engine import Engine
 from outrider.model import Decoder
 from tests.support import NoDrafter, Oracle
+from tests.support.engines import keeping_logits
 
 CODE = [
     "import json\nfrom pathlib import Path\n\n\ndef load_config(path: Path) -> dict:\n    ",
