@@ -32,7 +32,6 @@ from outrider.sampling import SamplingParams
 __all__ = ["measure_beside", "measure_memory", "measure_start", "measure_steady"]
 
 _STEADY = ((1, 256), (8, 256), (32, 256), (64, 256), (128, 256), (256, 256), (64, 2048))  # sequences and context
-_ROUNDS = 60
 _PAGE = 64
 
 
@@ -47,17 +46,19 @@ class _Tokens:
         self.rounds.append((report.tokens_at, got))
 
 
-def measure_steady(bench: Synthetic | None = None, cases: Sequence[tuple[int, int]] = _STEADY) -> Iterator[dict[str, Any]]:
+def measure_steady(
+    bench: Synthetic | None = None, cases: Sequence[tuple[int, int]] = _STEADY, rounds: int = 60
+) -> Iterator[dict[str, Any]]:
     """Tokens per second while all sequences decode, and the milliseconds of a round."""
     bench = bench or Synthetic(pages=4000)
     for batch, context in cases:
         engine, tokens = bench.engine(), _Tokens()
-        _submit(engine, [bench.scattered(context, 5 + i) for i in range(batch)], 3 * _ROUNDS)
+        _submit(engine, [bench.scattered(context, 5 + i) for i in range(batch)], 3 * rounds)
         engine.listen(tokens)
         while engine.has_work:
             engine.round()
             full = [at for at, got in tokens.rounds if len(got) == batch]
-            if len(full) > 20 + _ROUNDS:
+            if len(full) > 20 + rounds:
                 break
         seconds = (full[-1] - full[20]) / (len(full) - 21)
         alone = bench.forward_seconds(batch, context, batch) if batch * (context // _PAGE + 2) < 4000 and context < 512 else None
@@ -67,7 +68,11 @@ def measure_steady(bench: Synthetic | None = None, cases: Sequence[tuple[int, in
 
 
 def measure_beside(
-    bench: Synthetic | None = None, running: int = 32, prompt: int = 16_384, row_budgets: Sequence[int] = (512, 384, 256)
+    bench: Synthetic | None = None,
+    running: int = 32,
+    prompt: int = 16_384,
+    row_budgets: Sequence[int] = (512, 384, 320, 256),
+    prompts: int = 2,
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds between the tokens of running sequences while prompts are read beside them, by the rows a round may read."""
     bench = bench or Synthetic(pages=4000)
@@ -78,7 +83,7 @@ def measure_beside(
         while any(processor.seq.output_len < 8 for processor in engine._processors.values()):
             engine.round()
         engine.listen(tokens)
-        readers = _submit(engine, [bench.scattered(prompt, 900 + i) for i in range(2)], 4, "long")
+        readers = _submit(engine, [bench.scattered(prompt, 900 + i) for i in range(prompts)], 4, "long")
         began = time.perf_counter()
         while any(reader.seq.finish_reason is None for reader in readers):
             engine.round()
@@ -89,7 +94,7 @@ def measure_beside(
                 times.setdefault(name, []).append(at)
         gaps = sorted(b - a for name, ats in times.items() if name.startswith("r") for a, b in pairwise(ats))
         yield {"row_budget": rows, "running": running, "prompt": prompt, "p50_ms": quantile(gaps, 0.5) * 1e3,
-               "p99_ms": quantile(gaps, 0.99) * 1e3, "max_ms": gaps[-1] * 1e3, "prompt_tok_s": 2 * prompt / seconds}  # fmt: skip
+               "p99_ms": quantile(gaps, 0.99) * 1e3, "max_ms": gaps[-1] * 1e3, "prompt_tok_s": prompts * prompt / seconds}  # fmt: skip
         _drain(engine)
 
 
@@ -158,6 +163,17 @@ def _drain(engine: Engine) -> None:
         engine.abort(processor)
 
 
+def measure_final() -> Iterator[dict[str, Any]]:
+    """The figures that matter most, in one process."""
+    bench = Synthetic(pages=4000)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    Device("cuda").warm_up(bench.target, [], (), EngineConfig(page_size=_PAGE, max_num_seqs=256), 0)
+    yield {"ready_s": time.perf_counter() - began, "captured": len(bench.target.capture_seconds)}
+    yield from measure_steady(bench, ((256, 256), (128, 256), (64, 2048), (64, 256), (1, 256)), rounds=40)
+    yield from measure_beside(bench, row_budgets=(320, 512), prompts=1)
+
+
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "steady": measure_steady,
     "beside": measure_beside,
@@ -165,6 +181,7 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "ready": _ready,
     "memory": measure_memory,
     "auto": measure_auto,
+    "final": measure_final,
 }
 
 
