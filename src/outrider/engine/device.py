@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ _SWITCH = ("on", "off")
 _GIB = 2**30
 _log = logging.getLogger("outrider")
 GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
-GPU_SIZES: Mapping[str, int] = {"max_num_seqs": GPU_SEQUENCES, "max_mixed_rows": 320}
+GPU_SIZES: Mapping[str, Any] = {"max_num_seqs": GPU_SEQUENCES, "max_mixed_rows": 320}
 _START_SECONDS = 8.0  # for capturing graphs before anything is served
 _LEAST_CAPTURES = 2  # one sequence, and the largest round: it must fit
 _MAX_PREFILL = 2048  # rows of a prompt that is run at start
