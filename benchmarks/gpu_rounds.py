@@ -154,7 +154,7 @@ def measure_memory(limit: int = 65_536, batch: int = 256) -> Iterator[dict[str, 
 
 
 def _submit(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, name: str = "r") -> list[Any]:
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, seed=1, max_tokens=tokens, ignore_eos=True)
     requests = [Request(f"{name}{i}", tuple(prompt), params, i, frozenset(), tokens) for i, prompt in enumerate(prompts)]
     return [engine.submit(request, "bench") for request in requests]
 
