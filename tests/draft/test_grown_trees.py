@@ -13,8 +13,8 @@ from outrider.draft.draft_temperature import DraftTemperature
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import TreeShape
 from outrider.heads import EagleHead
-from outrider.heads.runners import EagleRunner, Growth
-from outrider.model import Decoder, Feed
+from outrider.heads.runners import EagleRunner
+from outrider.model import Decoder, Feed, Growth
 from outrider.ops import find_core, serving_ops
 from outrider.sampling import Row, SamplingParams
 from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family

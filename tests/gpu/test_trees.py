@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from outrider.config import EngineConfig
 from outrider.control import FixedLength
 from outrider.core import Batch, Plan, Sequence, Tree
 from outrider.draft import Drafter
+from outrider.draft.draft_model import DraftModel
 from outrider.draft.draft_temperature import DraftTemperature
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import Growing, TreeShape, grow
@@ -209,6 +211,26 @@ def test_a_head_grows_its_trees_on_the_device(decoder: Decoder, form: str, shape
     greedy = [[tree for i, tree in enumerate(trees) if tree.tokens] for trees in (grown[1], defined[1])]
     assert greedy[0][0][:2] == greedy[1][0][:2]
     assert greedy[0][0].survival == pytest.approx(greedy[1][0].survival, rel=1e-3)
+
+
+def test_a_draft_model_grows_its_trees_on_the_device(decoder: Decoder, tmp_path: Path) -> None:
+    """Texts that lack more tokens than a graph takes are read before."""
+    from outrider.model.cuda_runner import CudaRunner
+
+    folder = write_family(tmp_path, "llama2", hidden_size=64, num_key_value_heads=2, num_hidden_layers=1)
+    target = CudaRunner(decoder, PAGES, SIZE, DEVICE)
+    plain, _, _ = texts_and_trees(target, NoDrafter(), 0)
+    results = []
+    for on_device in (True, False):
+        draft = CudaRunner(random_decoder(folder, 3), PAGES, SIZE, DEVICE, target=target)
+        draft.grows_trees = on_device
+        results.append(texts_and_trees(target, DraftModel(draft, SHAPES["tree"]), 5))
+    grown, defined = results
+    assert grown[0] == defined[0] == plain
+    assert [seq.stats.fallback_reason for seq in grown[2]] == [None] * len(grown[2])
+    first, second = (next(tree for tree in trees if tree.tokens) for _, trees, _ in results)
+    assert first[:2] == second[:2]
+    assert first.survival == pytest.approx(second.survival, rel=1e-3)
 
 
 def test_one_sampled_sequence_alone_has_its_noise_at_every_level() -> None:

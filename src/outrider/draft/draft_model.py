@@ -59,6 +59,8 @@ class DraftModel:
     @classmethod
     def build(cls, context: DraftContext) -> DraftModel | RetokenizedModel:
         options = context.options(DraftModelOptions)
+        if context.target.device_name != "cpu":
+            options.require_device()
         loaded = load_related(context, options.vocabulary)
         if loaded.vocabulary is not None:
             return cls(loaded.runner, options, loaded.vocabulary)
@@ -89,6 +91,9 @@ class DraftModel:
             return self._drawn(batch, texts, rooms)
         if self._in_one_call(texts):
             return self._chains(batch, plan, texts, rooms)
+        shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
+        if self._reader.runner.grows_trees and not self._vocabulary.foreign:
+            return drafts_for(batch, self._grown(texts, rooms, shape))
         by_sequence = {text.seq: text for text in texts}
 
         def start(active: Seq[Growing]) -> Tensor:
@@ -100,8 +105,14 @@ class DraftModel:
         ]
         for draft in growing:
             draft.state = self._reader.state(draft.seq)
-        shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         return drafts_for(batch, grow(growing, shape, start, self._extend, self._draft_temperature))
+
+    def _grown(self, texts: Seq[Text], rooms: Seq[int], shape: TreeShape) -> dict[Sequence, Tree]:
+        """What `grow` gives, by one call."""
+        grown = self._reader.grow(texts, rooms, shape.growth(rooms))
+        if not grown:
+            raise DrafterFault("the draft's logits are not finite")
+        return {text.seq: Tree(*tree[:3]) for text, tree in zip(texts, grown, strict=True)}
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""

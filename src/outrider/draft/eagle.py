@@ -18,7 +18,7 @@ from outrider.draft.options import DtypeOptions
 from outrider.draft.reader import PageBook, committed_rows
 from outrider.draft.window import AHEAD, limit_reason, log_context
 from outrider.errors import DrafterFault
-from outrider.heads import EagleHead, EagleNetwork, EagleRunner, Growth, eagle_network, load_eagle
+from outrider.heads import EagleHead, EagleNetwork, EagleRunner, eagle_network, load_eagle
 from outrider.model import Feed
 from outrider.ops import Ops
 from outrider.sampling import Row
@@ -158,7 +158,7 @@ class EagleDrafter:
         feeds, taps = self._waiting(active)
         rows, rooms = [Row.at(draft.seq) for draft in active], [draft.room for draft in active]
         temperatures = [self._draft_temperature.temperature(row.params) for row in rows]
-        growth = Growth(shape.depth or max(rooms), shape.beam, shape.branch, floor, shape.depth is not None)
+        growth = shape.growth(rooms, floor)
         grown, logits = self._runner.grow(feeds, taps, rows, rooms, temperatures, growth)
         if not grown:
             raise DrafterFault("the draft's logits are not finite")

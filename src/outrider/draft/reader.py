@@ -13,8 +13,9 @@ from torch import Tensor
 from outrider.cache import OutOfPages, PageTable, SequenceState
 from outrider.core import Sequence, Verdict
 from outrider.draft.window import AHEAD
-from outrider.model import Feed, Runner
+from outrider.model import Feed, Growth, Runner
 from outrider.model.runner import Chances, Tokens
+from outrider.ops import GrownTree
 from outrider.sampling import Row
 
 __all__ = ["Chains", "Held", "PageBook", "Reader", "Text", "committed_rows"]
@@ -193,6 +194,13 @@ class Reader:
         feeds = self._feeds(texts)
         futures, wait = self.runner.draw(feeds, [Row.at(text.seq) for text in texts], lengths)
         return futures, lambda: self._drafted(texts, feeds, lengths, wait())
+
+    def grow(self, texts: Seq[Text], rooms: Seq[int], growth: Growth) -> list[GrownTree]:
+        """A tree after each text, by a runner that grows trees."""
+        feeds, rows = self._feeds(texts), [Row.at(text.seq) for text in texts]
+        trees = self.runner.grow(feeds, rows, rooms, growth)
+        self._fill(texts, feeds)
+        return trees
 
     def extend(self, seq: Sequence, feed: Feed) -> None:
         """Remember nodes about to be fed, as far as they lie where they would as text."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
-from outrider.model import Feed, Runner, lay_out
+from outrider.model import Feed, Growth, Runner, lay_out
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, lossless_kind, norm_weights
 from outrider.ops import (
@@ -43,7 +43,6 @@ __all__ = [
     "DraftedChains",
     "EagleNetwork",
     "EagleRunner",
-    "Growth",
     "MedusaNetwork",
     "MedusaRunner",
     "eagle_network",
@@ -60,16 +59,6 @@ class DraftedChains(NamedTuple):
 
     tokens: npt.NDArray[np.int64]  # (sequences, length); CORRUPTED where the logits leave no choice
     chances: npt.NDArray[np.float64]  # (sequences, length)
-
-
-class Growth(NamedTuple):
-    """How trees grow: at each of `levels` the `beam` best nodes are run and get `branch` children each."""
-
-    levels: int
-    beam: int
-    branch: int
-    floor: float = 0.0  # growth ends where the survival of every node to run is below it
-    is_fixed: bool = True  # the levels are the same in every round
 
 
 class EagleNetwork(Protocol):

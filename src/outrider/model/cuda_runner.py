@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -25,10 +26,11 @@ from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_logits import RowLogits, choose_in_parts
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
+from outrider.model.cuda_trees import Trees, grow_by_model
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
-from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens
-from outrider.ops import Segment, serving_ops
+from outrider.model.runner import Chances, Feed, Growth, PendingChains, Round, Runner, Tokens
+from outrider.ops import GrownTree, Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.forwards import device_work
 from outrider.sampling import Row, choose, rows_of
@@ -83,6 +85,8 @@ class CudaRunner(Runner):
         self._sampling = SamplingMetadata(self.device)
         self.verifying_roots: list[int] | None = None  # roots of the round in flight, as places among its choices
         self.chains = Chains(self, target)
+        self.grows_trees = not c.recurrent  # states go along one path
+        self.trees = Trees("draft model", self, partial(grow_by_model, self))
         self._plain = DecodeRounds(self, self._sampling, -1 - MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
         self.width = -(-(c.context + EXTRA_POSITIONS) // page_size)  # of a page table
@@ -319,6 +323,11 @@ class CudaRunner(Runner):
     @property
     def drafts_chains(self) -> int:
         return CHAIN_LENGTHS[-1]
+
+    @torch.inference_mode()
+    def grow(self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: Growth) -> list[GrownTree]:
+        """Draft trees by one replay, by temperature and noise alone."""
+        return self.trees.grow(feeds, rows, rooms, growth, lambda _, early, __: self.catch_up([f for f in early if f.tokens]))
 
     def draft(
         self,

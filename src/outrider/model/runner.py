@@ -23,7 +23,7 @@ from outrider.model.recurrence import Mixer
 from outrider.model.recurrent_rows import RecurrentRows
 from outrider.model.spec import ModelSpec
 from outrider.model.stack import decoder_stack, lay_out_rows
-from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention
+from outrider.ops import AttentionPlan, GrownTree, Ops, Segment, paged_attention, plan_attention
 from outrider.ops.forwards import network
 from outrider.ops.native import ChainParams, StackSpan, find_core
 from outrider.sampling import Row
@@ -33,7 +33,7 @@ from outrider.sampling.noise import token_words_at
 if TYPE_CHECKING:
     from outrider.ops.group import Group
 
-__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes", "lay_out"]
+__all__ = ["Feed", "Growth", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes", "lay_out"]
 
 Tokens = list[list[int]]
 Chances = list[list[float]]
@@ -56,6 +56,16 @@ class Feed(NamedTuple):
     rotary_start: int = 0  # the first row of the rotary table that its request uses; see Decoder.rotary_start
     adapter: int = 0  # number of the LoRA adapter that its rows go through; 0: none
     state: SequenceState | None = None  # of recurrent layers; None: rows from position 0, and nothing is kept
+
+
+class Growth(NamedTuple):
+    """How trees grow: at each of `levels` the `beam` best nodes are run and get `branch` children each."""
+
+    levels: int
+    beam: int
+    branch: int
+    floor: float = 0.0  # growth ends where the survival of every node to run is below it
+    is_fixed: bool = True  # the levels are the same in every round
 
 
 class PendingChains(NamedTuple):
@@ -147,6 +157,7 @@ class Runner:
     overlaps_drafts = False  # has `draw` and `launch_next_draft`, for a target on the same device
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
+    grows_trees = False  # has `grow`
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     ranks = 1  # processes that share the model
@@ -348,6 +359,10 @@ class Runner:
             return tokens, chances, logits
         back = sorted(places, key=order.__getitem__)
         return [tokens[i] for i in back], [chances[i] for i in back], logits[:, back]
+
+    def grow(self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: Growth) -> list[GrownTree]:
+        """Run the feeds and grow a tree after each in one call, by temperature and noise alone; none where that fails."""
+        raise NotImplementedError("grows_trees is False")
 
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
         """Launch draft chains without waiting for them."""

@@ -1,0 +1,112 @@
+"""Draft trees on a GPU: all levels of a tree are one graph, which begins with the text that the network has missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from outrider.model.cuda_chains import CHAIN_LENGTHS
+from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
+from outrider.model.cuda_layer import CudaRows
+from outrider.model.runner import Feed, Growth
+from outrider.ops import GrownTree
+from outrider.ops.cuda.launch import AttentionMetadata
+from outrider.ops.cuda.tree_launch import GrowingTrees
+from outrider.ops.cuda.tree_sizes import MAX_LEVELS, TreeSizes
+from outrider.sampling import Row
+
+if TYPE_CHECKING:
+    from outrider.model.cuda_runner import CudaRunner
+
+__all__ = ["Trees", "grow_by_model", "newest_first", "split_newest"]
+
+_MAX_ROWS = 512  # rows of a level, and of the texts that trees grow after
+
+Levels = Callable[[GrowingTrees, AttentionMetadata], None]  # adds all levels; the first rows are the newest tokens
+Prepare = Callable[[slice, Sequence[Feed], TreeSizes], None]  # feeds some sequences' early tokens, before a replay
+
+
+class _Graph(NamedTuple):
+    """The captured growth of trees of fixed sizes."""
+
+    trees: GrowingTrees
+    run: Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]
+
+
+class Trees:
+    """Trees by CUDA graph replay, for a network over its target's pages."""
+
+    def __init__(self, name: str, runner: CudaRunner, levels: Levels) -> None:
+        self._name, self._runner, self._levels = name, runner, levels
+        self._graphs: dict[TreeSizes, _Graph] = {}
+
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: Growth, prepare: Prepare
+    ) -> list[GrownTree]:
+        """Run the feeds and grow a tree after each, by temperature and noise alone; no trees where logits leave no choice."""
+        grown: list[GrownTree] = []
+        levels = min(growth.levels, MAX_LEVELS)
+        for part, sizes in _parts(len(feeds), growth, levels):
+            graph, some, idle = self._graph(sizes), feeds[part], [0] * (sizes.batch - len(feeds[part]))
+            early, recent = split_newest(some, sizes.levels + 1)
+            prepare(part, early, sizes)
+            ordered = newest_first(recent, sizes.batch, self._runner.pool.pages - 1)
+            graph.run(ordered, rows[part], [*rooms[part], *idle, *[levels] * len(some), *idle])
+            trees = graph.trees.read(graph.trees.finished.cpu(), len(some))
+            if not trees:
+                return []
+            grown += [GrownTree(*tree, []) for tree in trees]
+        return grown
+
+    def _graph(self, sizes: TreeSizes) -> _Graph:
+        if sizes not in self._graphs:
+            pool, device = self._runner.pool, self._runner.device
+            trees = GrowingTrees(sizes, pool.page_size, (pool.pages - 1) * pool.page_size, device)
+
+            def work(meta: AttentionMetadata) -> None:
+                trees.begin(meta)
+                self._levels(trees, meta)
+                trees.finish()
+
+            name = f"{self._name}'s trees of {sizes.levels} levels for {sizes.batch}"
+            self._graphs[sizes] = _Graph(trees, self._runner.capture_rows(name, sizes.batch * (sizes.levels + 1), work))
+        return self._graphs[sizes]
+
+
+def grow_by_model(runner: CudaRunner, trees: GrowingTrees, meta: AttentionMetadata) -> None:
+    """All levels of trees of a draft model."""
+    levels = trees.sizes.levels
+    for level in range(levels):
+        rows = trees.rows(level)
+        last = runner.cuda.forward(CudaRows(rows if level else meta), runner.pool).last[: len(rows.tokens)]
+        trees.add(level, runner.cuda.logits(last), None)
+        if level + 1 < levels:
+            trees.expand(level)
+
+
+def split_newest(feeds: Sequence[Feed], max_tokens: int) -> tuple[list[Feed], list[Feed]]:
+    """The tokens of every feed before its last `max_tokens`, and those."""
+    early = [feed._replace(tokens=feed.tokens[:-max_tokens]) for feed in feeds]
+    starts = [feed.start + len(fed.tokens) for feed, fed in zip(feeds, early, strict=True)]
+    return early, [
+        feed._replace(start=start, tokens=feed.tokens[-max_tokens:]) for feed, start in zip(feeds, starts, strict=True)
+    ]
+
+
+def newest_first(feeds: Sequence[Feed], batch: int, idle_page: int) -> list[Feed]:
+    """The newest tokens of `batch` sequences, then those before them."""
+    return [
+        *(feed._replace(start=feed.start + len(feed.tokens) - 1, tokens=feed.tokens[-1:]) for feed in feeds),
+        *[Feed([idle_page], 0, [0])] * (batch - len(feeds)),
+        *(feed._replace(tokens=feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1),
+    ]
+
+
+def _parts(count: int, growth: Growth, levels: int) -> Iterator[tuple[slice, TreeSizes]]:
+    """Sequences in parts that one graph takes, and its sizes."""
+    captured = levels if growth.is_fixed else bucket(levels, CHAIN_LENGTHS)
+    widest = max(captured + 1, growth.beam)
+    max_batch = max(size for size in GRAPH_ROWS if size == 1 or size * widest <= _MAX_ROWS)
+    for i in range(0, count, max_batch):
+        sizes = TreeSizes(bucket(min(max_batch, count - i), GRAPH_ROWS), captured, growth.beam, growth.branch)
+        yield slice(i, i + max_batch), sizes
