@@ -77,7 +77,7 @@ def test_trees_are_those_of_the_definition(decoder: Decoder, form: str, shape: s
     assert [tree[:2] for tree in grown] == [tree[:2] for tree in defined]
     assert sum(len(tree.tokens) for tree in grown) > 50
     for one, other in zip(grown, defined, strict=True):
-        assert one.survival == pytest.approx(other.survival, rel=1e-5)
+        assert one.survival == pytest.approx(other.survival, rel=1e-4)
 
 
 def test_logits_behind_a_draft_are_known_by_path(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
