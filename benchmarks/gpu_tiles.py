@@ -62,6 +62,8 @@ def candidates(kind: str, rows: int) -> Iterator[QuantisedTile]:
 
     height = next((size for size in (16, 32, 64, 128) if rows <= size), 128)
     eight_bits, decoded = kind in ("fp8", "int8", "fp8_blocks"), kind.startswith(("int4", "bytes")) or kind.endswith("weights")
+    for columns, warps, stages in ((64, 4, 6), (128, 4, 5), (64, 4, 4)) if rows <= 8 and kind.startswith("int4") else ():
+        yield QuantisedTile(8, columns, 128, warps, stages)
     for columns, step, warps, stages in _SETTINGS[kind in ("fp8", "int8")]:
         if stages * ((2 * 2 if kind.startswith("int4") else 2 if decoded else 1) * height + columns) * step < _SHARED:
             yield QuantisedTile(height, columns, step, warps, stages)

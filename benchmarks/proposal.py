@@ -60,6 +60,7 @@ class TimedDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         start = time.perf_counter()
         drafts = self._drafter.propose(batch, plan)
+        assert isinstance(drafts, Drafts)
         self.proposals.append(time.perf_counter() - start)
         return drafts
 

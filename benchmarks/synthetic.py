@@ -154,8 +154,10 @@ class Synthetic:
     def _shortened(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, layers=spec.layers[: self._layers], context=self._context or spec.context)
 
-    def engine(self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None) -> Engine:
-        config = EngineConfig(page_size=_PAGE, max_num_seqs=64, max_batch_rows=2048, prefix_cache=False)
+    def engine(
+        self, drafter: Drafter | None = None, length: int = 0, policy: Policy | None = None, max_batch_rows: int = 2048
+    ) -> Engine:
+        config = EngineConfig(page_size=_PAGE, max_num_seqs=256, max_batch_rows=max_batch_rows, prefix_cache=False)
         return Engine(self.target, None, drafter or NoDrafter(), policy or FixedLength(length), config)
 
     def with_draft_model(self, length: int) -> Engine:
@@ -169,7 +171,10 @@ class Synthetic:
         members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
         arms = arms_of(members, on_gpu=True)
         drafters: list[Drafter] = [SuffixDrafter(), DraftModel(self.draft)]
-        costs = Device("cuda").warm_up(self.target, [self.draft], (), batch, 12)
+        sizes = EngineConfig(page_size=_PAGE, max_num_seqs=batch, max_batch_rows=2048)
+        costs = Device("cuda").warm_up(self.target, [self.draft], (), sizes, 12)
+        while self.target.capture_next():
+            pass
         engine = self.engine(AutoDrafter(drafters), policy=Controller(arms, costs))
         calibrate(engine, (1, 8, batch))
         return engine
@@ -209,9 +214,10 @@ class Synthetic:
         share = rows // batch
         pages = [list(range(b * 8, b * 8 + 8)) for b in range(batch)]
         feeds = [Feed(pages[b], context, [5], [7] * (share - 1), list(range(-1, share - 2))) for b in range(batch)]
-        graph = self.target.round_graph(rows)
-        self.target.fill_round(graph, feeds)
-        return timed(graph.launch, 20)
+        graph = self.target.rounds.graph(rows)
+        self.target.fill(graph.sides[0].inputs, feeds)
+        graph.sides[0].inputs.send()
+        return timed(graph.replay, 20)
 
     def draft_seconds(self, length: int, context: int) -> float:
         """One replay of the draft's graph alone."""

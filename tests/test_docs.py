@@ -75,8 +75,9 @@ def words(page: Path) -> str:
     return " ".join(page.read_text(encoding="utf-8").split())
 
 
-def test_the_results_page_is_what_the_files_say() -> None:
+@pytest.mark.parametrize("script", ["results_page.py", "claims_page.py"])
+def test_pages_of_figures_are_what_the_files_say(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "results_page.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "recipes" / script), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

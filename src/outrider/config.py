@@ -28,6 +28,7 @@ __all__ = [
 RULES = ("match", "rejection", "block", "lossy_typical")
 DEFAULT_DRAFT_TOKENS = 5
 MAX_DRAFT_TOKENS = 256
+MAX_TREE_TOKENS = 1024  # of a draft model that grows trees
 _MAX_SEQUENCES = 2**16
 _MAX_PAGE = 2**12
 _MAX_RANKS = 64
@@ -127,8 +128,9 @@ class SpeculationConfig:
             checks.text("model", self.model)
         if self.rule not in RULES:
             raise UnknownMethod("rule", checks.text("rule", self.rule), list(RULES))
-        checks.integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
-        checks.integer("min_draft_tokens", self.min_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        most = MAX_TREE_TOKENS if self.grows_trees else MAX_DRAFT_TOKENS
+        checks.integer("draft_tokens", self.draft_tokens, 0, most)
+        checks.integer("min_draft_tokens", self.min_draft_tokens, 0, most)
         if self.disable_by_batch_size is not None:
             checks.integer("disable_by_batch_size", self.disable_by_batch_size, 1, _MAX_SEQUENCES)
         words = {"false": False, "true": True, 0: False, 1: True}  # as one word of a command line spells it
@@ -136,6 +138,12 @@ class SpeculationConfig:
         object.__setattr__(self, "adaptive", checks.boolean("adaptive", adaptive))
         if self.method == "auto" and not self.adaptive:
             raise InvalidParameter("adaptive", "'auto' chooses how far to draft; name a drafter to pin its length")
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether a draft model is to grow trees, which may have more nodes than other drafts."""
+        branch = self.options.get("branch", 1)
+        return self.method == "draft_model" and isinstance(branch, int) and branch > 1
 
     @property
     def is_pinned(self) -> bool:

@@ -26,10 +26,14 @@ __all__ = [
     "Adapter",
     "Arm",
     "Batch",
+    "Computed",
     "Drafts",
+    "FutureTokens",
     "Guarantee",
+    "InFlight",
     "Listener",
     "Needs",
+    "PendingDrafts",
     "Phases",
     "Plan",
     "Request",
@@ -232,6 +236,8 @@ class Needs:
     kv_bytes_per_token: int = 0  # own KV beside the target's pages
     follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
     keeps: bool = False  # keeps texts of finished requests: draft.protocol.Keeper
+    overlaps: bool = False  # can draft on the device while the round before is in flight: draft.protocol.Overlapping
+    branches: bool = False  # drafts large trees: they may have more nodes than a text has tokens left
 
 
 class Arm(NamedTuple):
@@ -251,7 +257,6 @@ class Plan(NamedTuple):
     arms: tuple[int, ...] = ()  # where there are several ways to draft: which one for each sequence
     verify_all: bool = False  # whatever is proposed is verified, so the forward may start before the host has seen it
     confidence_threshold: float = 0.0  # survival under which further nodes are not worth drawing, where a drafter can stop
-    may_overlap: bool = False  # the next plan is likely to be the same: its round may start before the host has seen this one's
 
 
 class Tree(NamedTuple):
@@ -349,9 +354,6 @@ class Drafts:
     per_sequence: list[Tree]
     q: Tensor | None = None  # (B, D, V), the distribution each token was drawn from, D the longest draft; None = one-hot
     resume: Resume | None = None  # taken only where the target's runner has made it: see Runner.resume
-    # Set while the target's device still draws the tokens: gives them when drawn. Until then -1 - i stands for the i-th token
-    # of the runner's `promised`, which a forward there can read.
-    ahead: Callable[[], Drafts] | None = None
 
     @staticmethod
     def empty(batch: int) -> Drafts:
@@ -377,11 +379,6 @@ class Drafts:
         made = [Tree(list(map(int, tree[0])), list(map(int, tree[1])), list(map(float, chances))) for tree, chances in rows]
         return cls(made, q)
 
-    @classmethod
-    def promised(cls, chains: Seq[list[int]], ahead: Callable[[], Drafts]) -> Drafts:
-        """Chains of promises, whose tokens `ahead` will give."""
-        return cls(list(map(Tree.chain, chains)), ahead=ahead)
-
     def subset(self, kept: Seq[Seq[int]]) -> Drafts:
         """The same drafts with only these nodes of each sequence, in order; a kept node's parent is kept."""
         return Drafts([tree.subset(nodes) for tree, nodes in zip(self.per_sequence, kept, strict=True)])
@@ -395,6 +392,37 @@ class Drafts:
     def survival(self) -> list[list[float]]:
         """The draft confidence of each sequence's nodes."""
         return [tree.survival for tree in self.per_sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class FutureTokens:
+    """Tokens that a device has chosen or drawn and the host has not read: places in the runner's future-token buffer.
+
+    A forward reads such a token from the buffer. Where token ids stand, -1 - i names place i.
+    """
+
+    first: int  # place of the first of them
+    count: int
+    stride: int = 1
+
+    @property
+    def ids(self) -> list[int]:
+        """Their names, as token ids that no vocabulary has."""
+        return list(range(-1 - self.first, -1 - self.first - self.count * self.stride, -self.stride))
+
+
+@dataclass(slots=True)
+class PendingDrafts:
+    """Drafts that are still on the device, whose shape the host knows: a forward there can read them before the host has."""
+
+    per_sequence: list[Tree]  # of future tokens
+    resolve: Callable[[], Drafts]  # waits for the device; called once
+    is_intact: Callable[[], bool]  # nothing has been drawn over them, so a forward launched now can read them
+
+    @classmethod
+    def chains(cls, chains: Seq[FutureTokens], resolve: Callable[[], Drafts], is_intact: Callable[[], bool]) -> PendingDrafts:
+        """One chain of future tokens per sequence, possibly empty."""
+        return cls([Tree.chain(tokens.ids) for tokens in chains], resolve, is_intact)
 
 
 def integers(values: Seq[Any]) -> Tensor:
@@ -420,6 +448,27 @@ class Scores:
     experts: float = 0.0  # distinct ones that the forward read, the mean over layers that have some; 0: no layer has
 
 
+class InFlight(Protocol):
+    """A forward that was launched."""
+
+    @property
+    def choices(self) -> Seq[FutureTokens]:
+        """Of each sequence, the choices at its root and at its nodes, for the next forward; none where it cannot read them."""
+
+    def wait(self) -> Scores:
+        """The scores, once they are computed. Logits are those of the forward launched last."""
+
+
+class Computed(NamedTuple):
+    """A forward that was computed when it was launched."""
+
+    scores: Scores
+    choices: Seq[FutureTokens] = ()
+
+    def wait(self) -> Scores:
+        return self.scores
+
+
 class Verdict(NamedTuple):
     """One sequence's accepted path through its draft, and the tokens it emits."""
 
@@ -434,12 +483,20 @@ class Batch:
 
     sequences: list[Sequence]
     feeds: list[int]
-    again: bool = False  # the next round is likely to be theirs too, planned as this one, and has its slots: it may start unasked
+    # Of each sequence its next token, where the forward that chooses it is still in flight: then that token is what is fed.
+    future: Seq[FutureTokens] = ()
+
+    def fed(self, b: int) -> tuple[int, list[int]]:
+        """The position of the first token that sequence b feeds, and the tokens it feeds."""
+        seq = self.sequences[b]
+        if self.future:  # the forward in flight feeds the last token that is known
+            return seq.cached + 1, self.future[b].ids
+        return seq.cached, seq.tokens[seq.cached : seq.cached + self.feeds[b]]
 
     def samples(self, b: int) -> bool:
         """Whether sequence b has read all of its tokens after this round and so emits."""
         seq = self.sequences[b]
-        return seq.cached + self.feeds[b] == len(seq.tokens)
+        return bool(self.future) or seq.cached + self.feeds[b] == len(seq.tokens)
 
     def where(self, keep: Callable[[Sequence, int], bool]) -> Batch:
         """Only the sequences for which a function of the sequence and its fed tokens is true."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -236,13 +235,37 @@ def test_drafts_that_can_go_on_unseen_are_all_verified() -> None:
     assert all(plan.verify_all for plan in policy.plans[20:] if any(plan.lengths))
 
 
-def test_a_plan_that_may_overlap_is_nearly_always_the_next_one() -> None:
+class PlansEarly:
+    """Makes the next plan before the round is observed, where the controller can."""
+
+    def __init__(self, policy: Controller) -> None:
+        self._policy, self._next = policy, None
+        self.early: list[bool] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def plan(self, load: Load) -> Plan:
+        planned, self._next = self._next, None
+        usable = planned is not None and tuple(planned[0].keys) == tuple(load.keys)
+        usable = usable and all(n <= room for n, room in zip(planned[1].lengths, load.room, strict=True))
+        self.early.append(usable)
+        return planned[1] if usable else self._policy.plan(load)
+
+    def select(self, drafts: Drafts, load: Load) -> Drafts:
+        selected = self._policy.select(drafts, load)
+        plan = self._policy.plan_next(load)
+        self._next = None if plan is None else (load, plan)
+        return selected
+
+
+def test_the_next_plan_is_nearly_always_made_before_the_round_is_observed() -> None:
     world = ahead()
-    policy = recorded(world)
-    world.run(1600)
-    followed = [later.lengths == now.lengths for now, later in pairwise(policy.plans) if now.may_overlap]
-    assert len(followed) > 1000
-    assert sum(followed) > 0.99 * len(followed)
+    speed = world.run(1600)
+    other = ahead()
+    other.policy = early = PlansEarly(other.policy)
+    assert other.run(1600) > 0.98 * speed
+    assert sum(early.early[100:]) > 0.7 * len(early.early[100:])
 
 
 def test_drafts_may_stop_where_a_node_costs_more_than_it_brings() -> None:

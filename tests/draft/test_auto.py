@@ -55,7 +55,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.grid(once=["arm"])
-@pytest.mark.parametrize("arm", ["eagle", "medusa", "draft_model"])
+@pytest.mark.parametrize("arm", ["eagle", "draft_model"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_asked_after_a_long_silence(llm: LLM, arm: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=90, ignore_eos=True)
@@ -126,12 +126,26 @@ def test_a_sequence_that_begins_before_anybody_is_asked(llm: LLM, monkeypatch: p
         assert (sum(script.drafted.values()) > 0) == bool(asked)
 
 
+def test_drafts_that_need_many_rows_are_offered_where_rows_are_cheap_or_nothing_else_is(tmp_path: Path) -> None:
+    for folder, on_cpu, on_gpu in (
+        (None, ["suffix"], ["suffix", "recycle"]),
+        ("medusa", ["suffix", "medusa"], ["suffix", "medusa"]),
+        ("dflash", ["suffix", "dflash"], ["suffix", "dflash"]),
+    ):
+        if folder is not None:
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "config.json").write_text("{}")
+        for there, methods in ((False, on_cpu), (True, on_gpu)):
+            members = resolve_auto(SpeculationConfig("auto"), tmp_path, there).options["members"]
+            assert [member.method for member in members] == methods
+
+
 def test_on_a_gpu_one_head_is_a_member(tmp_path: Path) -> None:
     for name in ("draft", "eagle", "medusa"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     cpu, gpu = (resolve_auto(SpeculationConfig("auto"), tmp_path, on_gpu).options["members"] for on_gpu in (False, True))
-    assert [member.method for member in cpu] == ["suffix", "draft_model", "eagle", "medusa"]
+    assert [member.method for member in cpu] == ["suffix", "draft_model", "eagle"]
     assert [member.method for member in gpu] == ["suffix", "draft_model", "eagle"]
     TreeShape(**gpu[2].options).require_device()
     with pytest.raises(InvalidParameter, match="choose a smaller beam"):

@@ -269,3 +269,40 @@ def test_a_forward_that_keeps_failing_fails_the_culprit_alone(decoder, answers) 
     assert writers[1].seq.finish_reason == "error"
     assert "boom" in str(writers[1].seq.stop_reason)
     assert engine.pages.used == 0
+
+
+class Small:
+    """A runner's score that has memory for so many rows."""
+
+    def __init__(self, score, rows: int) -> None:  # type: ignore[no-untyped-def]
+        self.score, self.rows, self.refused = score, rows, 0
+
+    def __call__(self, batch: Batch, drafts: Drafts, *rest):  # type: ignore[no-untyped-def]
+        if len(batch.sequences) > self.rows:
+            self.refused += 1
+            raise torch.OutOfMemoryError("no memory")
+        return self.score(batch, drafts, *rest)
+
+
+def test_rounds_without_memory_run_fewer_sequences_and_fail_nobody(decoder, answers) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(decoder, Oracle({r.id: tokens for r, tokens in zip(REQUESTS, answers, strict=True)}, 4, branches=1), 3)
+    engine.runner.score = small = Small(engine.runner.score, 1)  # type: ignore[method-assign]
+    writers = run(engine, REQUESTS)
+    assert [w.seq.tokens for w in writers] == answers
+    assert 0 < small.refused < len(REQUESTS) + 2
+    assert engine.pages.used == 0
+
+
+def test_a_request_that_has_no_memory_alone_fails_alone(decoder, answers) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(decoder)
+    score = engine.runner.score
+
+    def without_memory(batch: Batch, *rest):  # type: ignore[no-untyped-def]
+        if any(seq.request.id == REQUESTS[0].id for seq in batch.sequences):
+            raise torch.OutOfMemoryError("no memory")
+        return score(batch, *rest)
+
+    engine.runner.score = without_memory  # type: ignore[method-assign]
+    writers = run(engine, REQUESTS)
+    assert [w.seq.finish_reason for w in writers] == ["error", *["length"] * (len(REQUESTS) - 1)]
+    assert [w.seq.tokens for w in writers[1:]] == answers[1:]

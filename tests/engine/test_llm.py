@@ -141,7 +141,7 @@ def test_streams_may_be_interleaved(llm: LLM) -> None:
 def test_it_speculates_unless_it_is_told_not_to(model: Path, passed: dict[str, Any]) -> None:
     llm = LLM(model, load_format="dummy", **passed)
     assert llm.speculation == LLM(model, load_format="dummy", speculation="auto").speculation
-    assert set(llm.speculation.methods()) == {"auto", "suffix", "recycle"}
+    assert set(llm.speculation.methods()) == {"auto", "suffix"}
     for off in (False, "none"):
         assert list(LLM(model, load_format="dummy", speculation=off).speculation.methods()) == ["none"]
     assert LLM(model, load_format="dummy", num_speculative_tokens=3).speculation.draft_tokens == 3

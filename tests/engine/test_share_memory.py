@@ -24,3 +24,10 @@ def test_a_scratch_has_a_slot_for_each_segment_while_they_fit() -> None:
     assert scratch_slots(4, SEGMENT + 1) == 8
     assert scratch_slots(256, 65_536) == scratch_slots(256, 1 << 20) == MAX_SLOTS
     assert scratch_slots(MAX_SLOTS, 1 << 20) >= MAX_SLOTS
+
+
+def test_what_drafters_take_is_missing_for_sequences() -> None:
+    draft: Any = SimpleNamespace(**vars(LLAMA_8B) | {"parameters": 1_000_000_000, "depth": 16})
+    alone, beside = (share_memory(models, 120 * GIB, 64, 65_536) for models in ([LLAMA_8B], [LLAMA_8B, draft]))
+    assert alone.sequences(65_536, 64) == alone.pages // 1024 > beside.sequences(65_536, 64) > 0
+    assert share_memory([LLAMA_8B], 10 * GIB, 64, 65_536).sequences(65_536, 64) == 0

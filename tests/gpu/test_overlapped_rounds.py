@@ -30,21 +30,20 @@ BATCHES = (1, 4, 32) if DEVICE == "cuda" else (1, 3)  # the interpreter is slow
 class Synchronised(FixedLength):
     """The host synchronises with every round before the next one starts."""
 
-    def plan(self, load: Load) -> Plan:
-        return super().plan(load)._replace(may_overlap=False)
+    def plan_next(self, load: Load) -> None:
+        return None
 
 
 class SometimesDrafts(FixedLength):
-    """Drafts in random rounds, and allows overlap in all of them or in none."""
+    """Drafts in random rounds."""
 
-    def __init__(self, overlap: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(3)
-        self._overlap = overlap
         self._random = random.Random(5)
 
     def plan(self, load: Load) -> Plan:
-        plan = super().plan(load)._replace(may_overlap=self._overlap)
-        return plan if self._random.random() < 0.5 else plan._replace(lengths=(0,) * len(plan.lengths))
+        plan = super().plan(load)
+        return plan if self._random.random() < 0.6 else plan._replace(lengths=(0,) * len(plan.lengths))
 
 
 class Case(NamedTuple):
@@ -107,25 +106,22 @@ def texts(runners: Any, policy: Any, case: Case, stops: list[frozenset[int]]) ->
     return [writer.seq.tokens for writer in writers], engine
 
 
-def counted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Counts of overlapped rounds and of those that were wasted."""
-    plain, counts = runner._plain, {"overlapped": 0, "dropped": 0}
-    launch, drop = plain._launch_next, plain.drop
+def counted(runners: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts of rounds and of drafts that were launched while the round before was in flight."""
+    target, draft = runners
+    counts = {"rounds": 0, "drafts": 0}
+    launch, draw_next = target.launch, draft.draw_next
 
-    def launched(*args: Any) -> Any:
-        in_flight = launch(*args)
-        counts["overlapped"] += in_flight is not None
-        return in_flight
+    def launched(batch: Any, *rest: Any) -> Any:
+        counts["rounds"] += bool(batch.future)
+        return launch(batch, *rest)
 
-    def dropped(batch: Any) -> None:
-        counts["dropped"] += plain._overlapped is not None
-        drop(batch)
+    def drawn(*args: Any) -> Any:
+        counts["drafts"] += 1
+        return draw_next(*args)
 
-    monkeypatch.setattr(plain, "_launch_next", launched)
-    monkeypatch.setattr(plain, "drop", dropped)
-    monkeypatch.setattr("outrider.model.cuda_decode._PAUSE", 2)
-    monkeypatch.setattr("outrider.model.cuda_chains._PAUSE", 0)
-    plain._pause = 0
+    monkeypatch.setattr(target, "launch", launched)
+    monkeypatch.setattr(draft, "draw_next", drawn)
     return counts
 
 
@@ -152,50 +148,40 @@ def test_the_next_round_is_launched_before_this_one_is_synchronised(
         unstopped, _ = texts(runners, Synchronised(0), Case(case.batch), stops)
         stops = [frozenset((tokens[-TOKENS // 3 - 5 * (i % 3)],)) if i % 3 else frozenset() for i, tokens in enumerate(unstopped)]
     want, _ = texts(runners, Synchronised(0), case, stops)
-    counts = counted(runners[0], monkeypatch)
+    counts = counted(runners, monkeypatch)
     got, engine = texts(runners, FixedLength(0), case, stops)
     assert got == want
-    assert counts["overlapped"] > TOKENS // 2 if case.pages > 100 else counts["overlapped"]
+    assert counts["rounds"] > TOKENS // 2 if case.pages > 100 else counts["rounds"]
     assert (engine.scheduler.preemptions > 0) == (case.pages < 100)
-    assert (counts["dropped"] > 0) == case.joins
 
 
-def test_a_draft_discards_the_overlapped_round(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_with_and_without_drafts_follow_each_other(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(BATCHES[1])
     stops: list[frozenset[int]] = [frozenset()] * case.batch
-    want, synchronised = texts(runners, SometimesDrafts(overlap=False), case, stops)
-    counts = counted(runners[0], monkeypatch)
-    got, engine = texts(runners, SometimesDrafts(overlap=True), case, stops)
+    want, _ = texts(runners, Synchronised(0), case, stops)
+    counts = counted(runners, monkeypatch)
+    got, engine = texts(runners, SometimesDrafts(), case, stops)
     assert got == want
     assert min(counts.values()) > 0
     assert 0 < engine.tally.accepted < engine.tally.drafted
-    assert engine.tally.by_source == synchronised.tally.by_source  # the drafts were the same too
 
 
-def test_the_next_draft_fits_what_is_left_and_keeps_its_pages(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first draft is launched on request; all others are overlapped, across the ends of pages and of texts."""
-    case, chains = Case(BATCHES[1]), runners[1].chains
+def test_the_next_draft_is_drawn_across_the_ends_of_pages_and_of_texts(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(BATCHES[1])
     stops: list[frozenset[int]] = [frozenset()] * case.batch
     want, synchronised = texts(runners, Synchronised(3), case, stops)
-    drawn = [tuple(chains.graph(batch, length).drawn.shape) for batch in (1, 2, 4) for length in (1, 2, 3)]
-    seen: list[tuple[int, ...]] = []
-    launched: list[int] = []
-    replay, launch = chains._replay, chains._launch
-    monkeypatch.setattr(chains, "_replay", lambda chain: seen.append(tuple(chain.drawn.shape)) or replay(chain))
-    monkeypatch.setattr(chains, "_launch", lambda *args: launched.append(len(args[0])) or launch(*args))
-    chains._pause = 0
+    counts = counted(runners, monkeypatch)
     got, engine = texts(runners, FixedLength(3), case, stops)
     assert got == want
-    assert engine.tally.by_source == synchronised.tally.by_source
-    assert launched == [case.batch]
-    assert len(set(seen)) > 2
-    assert set(seen) <= set(drawn)
+    assert counts["drafts"] > 3
+    accepted, drafted = (engine.tally.accepted, synchronised.tally.accepted), (engine.tally.drafted, synchronised.tally.drafted)
+    assert accepted[0] == accepted[1]  # the drafts were the same too, but for their lengths at the ends of texts
+    assert abs(drafted[0] - drafted[1]) <= 3 * case.batch
 
 
 def test_penalties_and_logprobs_are_not_overlapped(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A penalty depends on the token before, and log probabilities are read from logits that a launch would overwrite."""
-    counts, next_drafts = counted(runners[0], monkeypatch), []
-    monkeypatch.setattr(runners[1].chains, "launch_next_draft", next_drafts.append)
+    counts = counted(runners, monkeypatch)
     for changes in ({"repetition_penalty": 1.3}, {"logprobs": 1}):
         for drafter, length in ((NoDrafter(), 0), (DraftModel(runners[1]), 3)):
             params = SamplingParams(temperature=0.9, max_tokens=8, **changes)
@@ -204,5 +190,4 @@ def test_penalties_and_logprobs_are_not_overlapped(runners: Any, monkeypatch: py
             engine.submit(Request("r", (3, 4, 5), params, 1, frozenset(), 8), "test")
             while engine.has_work:
                 engine.round()
-    assert counts["overlapped"] == 0
-    assert not next_drafts
+    assert not any(counts.values())

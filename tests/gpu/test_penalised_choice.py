@@ -14,10 +14,9 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
-from outrider.core import Request, Sequence
+from outrider.core import Batch, Request, Sequence, Tree
 from outrider.engine.engine import Engine
-from outrider.sampling import Row, SamplingParams, choose, rows_of
-from outrider.sampling.noise import prefix_of
+from outrider.sampling import SamplingParams, choose, rows_of
 from tests.support import NoDrafter, Oracle, random_decoder, write_family
 
 INTERPRETED = True
@@ -61,27 +60,19 @@ def random_sequence(rng: random.Random, vocab: int, name: int) -> DraftedSequenc
 
 def on_device(logits: torch.Tensor, batch: list[DraftedSequence], sampling: Any = None) -> list[int]:
     """The choices of all roots and nodes, by the runner's steps."""
+    from outrider.model.cuda_inputs import GraphInputs
     from outrider.model.cuda_sampling_metadata import SamplingMetadata
-    from outrider.ops.cuda.launch import AttentionMetadata
 
-    sampling = sampling or SamplingMetadata(torch.device(DEVICE))
-    sampling.begin()
-    rows: list[Row] = []
-    param_rows: list[int] = []
-    for seq, tokens, parents in batch:
-        places = sampling.add(seq, tokens, parents)
-        assert places is not None
-        param_rows += list(places) or [-1] * (1 + len(tokens))
-        rows += rows_of(seq, tokens, parents)
-    sampling.send()
-    prefixes = torch.tensor([prefix_of(row.seed, row.sample) - (prefix_of(row.seed, row.sample) >> 63 << 64) for row in rows])
-    positions, places = torch.tensor([[row.position - 1 for row in rows], param_rows], dtype=torch.int32, device=DEVICE)
-    temperatures = torch.tensor([0.0 if row.params.greedy else row.params.temperature for row in rows], device=DEVICE)
-    none = torch.zeros_like(positions)
-    meta = AttentionMetadata(
-        none, none, positions, none, none, none, none[None], none[:, None], temperatures, prefixes.to(DEVICE), places
-    )
-    return sampling.table.choose(logits.to(DEVICE), meta).tolist()  # type: ignore[no-any-return]
+    device = torch.device(DEVICE)
+    sampling = sampling or SamplingMetadata(device)
+    counts = [1 + len(tokens) for _, tokens, _ in batch]
+    inputs = GraphInputs(sum(counts), 1, 1, device, 1)
+    trees = [Tree(tokens, parents, [1.0] * len(tokens)) for _, tokens, parents in batch]
+    roots = [sum(counts[:b]) for b in range(len(batch))]
+    assert not sampling.fill(inputs, Batch([seq for seq, _, _ in batch], [1] * len(batch)), trees, roots)
+    inputs.fields[2] = [row.position - 1 for seq, tokens, parents in batch for row in rows_of(seq, tokens, parents)]
+    inputs.send()
+    return sampling.table.choose(logits.to(DEVICE), inputs.meta).tolist()  # type: ignore[no-any-return]
 
 
 def as_defined(logits: torch.Tensor, batch: list[DraftedSequence]) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.core import Batch, Drafts, Scores, Sequence
+from outrider.core import Batch, Computed, Drafts, Scores, Sequence
 from outrider.errors import InvalidParameter
 from outrider.model import Runner
 
@@ -81,6 +81,9 @@ class PlantedRunner:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
+
+    def launch(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Computed:
+        return Computed(self.score(batch, drafts, taps))
 
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         scores = self._runner.score(batch, drafts, taps)

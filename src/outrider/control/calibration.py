@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -57,7 +58,7 @@ class Calibration:
         self._seconds: dict[tuple[int | None, int], tuple[float, float]] = {}
         self._overhead = math.inf  # seconds of a round beside the forward and the proposal
         self._current: _Measurement | None = None
-        self._load: Load | None = None
+        self._unobserved: deque[tuple[Load, _Measurement | None]] = deque()  # rounds that are planned
 
     @property
     def rounds(self) -> int:
@@ -73,14 +74,26 @@ class Calibration:
         return []
 
     def plan(self, load: Load) -> Plan:
-        self._load, self._current = load, None
+        self._unobserved.clear()
+        return self._planned(load)
+
+    def plan_next(self, load: Load) -> Plan | None:
+        """Rounds of one kind overlap, as they do in service."""
+        if self._current is None or not self._pending or not all(load.room):
+            return None
+        nodes, arm, _ = self._pending[0]
+        if (nodes, arm) != self._current[:2] or (arm is None and nodes):
+            return None
+        return self._planned(load)
+
+    def _planned(self, load: Load) -> Plan:
+        self._current = None
         if all(load.room) and self._pending:  # every sequence has read its prompt
             self._current = self._pending.pop(0)
+        self._unobserved.append((load, self._current))
         nodes, arm = (0, None) if self._current is None else self._current[:2]
         lengths = tuple(min(nodes, room) for room in load.room)
-        # Rounds of one kind may overlap, as they do in service.
-        may_overlap = bool(self._pending) and self._pending[0][:2] == (nodes, arm) and (arm is not None or not nodes)
-        return Plan(lengths, arms=(arm or 0,) * len(load.room), verify_all=self._verifies_all(arm), may_overlap=may_overlap)
+        return Plan(lengths, arms=(arm or 0,) * len(load.room), verify_all=self._verifies_all(arm))
 
     def _verifies_all(self, arm: int | None) -> bool:
         return arm is not None and self.arms[arm].can_overlap
@@ -94,9 +107,10 @@ class Calibration:
         return Drafts.chains([made_up[:room] for room in load.room])
 
     def observe(self, stats: RoundStats) -> None:
-        if self._current is None or self._load is None:
+        load, measurement = self._unobserved.popleft() if self._unobserved else (None, None)
+        if measurement is None or load is None:
             return
-        nodes, arm, counts = self._current
+        nodes, arm, counts = measurement
         if counts:
             key, seconds = ((arm, stats.rows), stats.forward_s) if arm is None else ((arm, nodes), stats.propose_s)
             self._seconds[key] = min((seconds, stats.experts), self._seconds.get(key, (math.inf, 0.0)))
@@ -104,7 +118,7 @@ class Calibration:
         if self._clock() >= self._deadline:
             self._pending.clear()
         if self.done and self._seconds:
-            self._enter(self._load)
+            self._enter(load)
 
     def _enter(self, load: Load) -> None:
         """Write what was timed into the cost table."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect, bisect_left
+from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -46,6 +47,14 @@ class _Exploration(NamedTuple):
     loss: float  # seconds
 
 
+class _Planned(NamedTuple):
+    """A round that was planned and is not observed yet."""
+
+    load: Load
+    users: dict[int, list[int]]  # sequences that draft, by arm
+    begun: int  # see Controller
+
+
 class _Timed(NamedTuple):
     """A round and what it took."""
 
@@ -72,7 +81,7 @@ class Controller:
         self._disable_at = math.inf if disable_at is None else disable_at
         self._acceptance = Acceptance(arms)
         self._acceptance.restore(costs.accepted)
-        self._load: Load | None = None
+        self._unobserved: deque[_Planned] = deque()  # rounds that are planned
         # the standing plan
         self._plan = Plan(())
         self._standing: dict[Hashable, tuple[int, int]] = {}  # arm and step of everyone planned for
@@ -124,7 +133,18 @@ class Controller:
 
     def plan(self, load: Load) -> Plan:
         """Who drafts, with what, how far."""
-        self._load = load
+        self._unobserved.clear()
+        return self._planned(load)
+
+    def plan_next(self, load: Load) -> Plan | None:
+        """The standing plan, where it is neither too old nor an exploration and serves those who run then."""
+        if self._age + 1 >= self._interval or self._exploring is not None or self._may_explore(SHARE * self._last):
+            return None
+        if any(room > 0 and key not in self._standing for key, room in zip(load.keys, load.room, strict=True)):
+            return None
+        return None if 4 * len(load.keys) < 3 * len(self._standing) else self._planned(load)
+
+    def _planned(self, load: Load) -> Plan:
         self._round += 1
         self._age += 1
         if self._stands(load):
@@ -141,7 +161,8 @@ class Controller:
                 self._plan = self._standing_plan(load)
             self._keys = tuple(load.keys)
             self._note_users(load)
-        return self._plan if self._goes_on() else self._plan._replace(may_overlap=False)
+        self._unobserved.append(_Planned(load, self._users, self._begun))
+        return self._plan
 
     def _stands(self, load: Load) -> bool:
         """Whether the last round's plan is this one's too: the same sequences, and nothing to plan or to explore."""
@@ -172,12 +193,6 @@ class Controller:
         new = sum(room > 0 and key not in self._standing for key, room in zip(load.keys, load.room, strict=True))
         return new > 0 and (4 * new >= len(load.keys) or self._age >= LONGEST // 2)
 
-    def _goes_on(self) -> bool:
-        """Whether the next round's plan will be this one's too, as far as can be told."""
-        if self._age + 1 >= self._interval and not (self._plan.verify_all and self._steady):
-            return False
-        return self._exploring is None and not self._may_explore(SHARE * self._last) and len(self._standing) == len(self._keys)
-
     def _standing_plan(self, load: Load) -> Plan:
         """The plan that was made, for those who run now."""
         return self._plan_of(load, {b: self._standing.get(key, _NOBODY) for b, key in enumerate(load.keys)})
@@ -193,15 +208,13 @@ class Controller:
     def _flagged(self, load: Load, plan: Plan) -> Plan:
         users = _users(plan)
         if len(users) != 1:
-            return plan._replace(may_overlap=True)
+            return plan
         ((arm, drafting),) = users.items()
         name = self.arms[arm].name
         few, more = self.costs.proposals(name, len(drafting), (2, 8), load.context)
         short, long = (self.costs.forward(load.rows + n * len(drafting), load.context, name) for n in (2, 8))
         node = (more - few + long - short) / (6 * len(drafting))  # seconds to draw and to verify one more
-        return plan._replace(
-            verify_all=self.arms[arm].can_overlap, confidence_threshold=min(self._rate * node, 0.7), may_overlap=True
-        )
+        return plan._replace(verify_all=self.arms[arm].can_overlap, confidence_threshold=min(self._rate * node, 0.7))
 
     def _note_users(self, load: Load) -> None:
         """Who drafts by which arm in this round, and who of them for the first time."""
@@ -449,9 +462,9 @@ class Controller:
 
     def observe(self, stats: RoundStats) -> None:
         """Learn what was accepted and what it cost."""
-        load, self._load = self._load, None
-        if load is None:
+        if not self._unobserved:
             return
+        load, drafting_by, begun = self._unobserved.popleft()
         seconds = self._last = stats.propose_s + stats.forward_s + stats.rest_s
         most = max(GRANT * self._plain_s, self._candidate.loss if self._candidate is not None else 0.0)
         for arm, budget in self._budgets.items():
@@ -460,18 +473,18 @@ class Controller:
         overlapped, self._overlapped = self._overlapped, False
         replanned, self._replanned = self._replanned, False
         batch = len(load.keys)
-        if self._users or replanned:
+        if drafting_by or replanned:
             usual = self._overhead.get((batch, replanned), 0.0)  # at first it is taken to cost nothing
             self._overhead[batch, replanned] = usual + (stats.think_s - usual) / 32
         if self._exploring is not None:  # what it lost, for what it brought
             tokens = load.emitting + sum(map(len, stats.paths))
             lost = seconds + stats.think_s - tokens / self._usual
             self._budgets[self._exploring.budget] -= min(max(lost, self._exploring.loss / 4.0), GRANT * self._plain_s)
-        often = self._exploring is not None or self._begun > 0 or self._round < 16 * SAMPLED
-        if stats.rows and not overlapped and self._begun != 0 and (often or self._round % SAMPLED == 0):
-            users = [(arm, len(drafting), self._proposed.get(arm, 0)) for arm, drafting in self._users.items()]
-            self._timed.append(_Timed(stats, load.context, batch, users, self._begun))
-        if self._users:
+        often = self._exploring is not None or begun > 0 or self._round < 16 * SAMPLED
+        if stats.rows and not overlapped and begun != 0 and (often or self._round % SAMPLED == 0):
+            users = [(arm, len(drafting), self._proposed.get(arm, 0)) for arm, drafting in drafting_by.items()]
+            self._timed.append(_Timed(stats, load.context, batch, users, begun))
+        if drafting_by:
             for key, path in zip(load.keys, stats.paths, strict=True):
                 self._acceptance.observe(key, path)
 
@@ -520,4 +533,4 @@ def _users(plan: Plan) -> dict[int, list[int]]:
 
 @lru_cache(maxsize=256)
 def _nothing(batch: int) -> Plan:
-    return Plan((0,) * batch, arms=(0,) * batch, may_overlap=True)
+    return Plan((0,) * batch, arms=(0,) * batch)

@@ -50,11 +50,14 @@ class Policy(Protocol):
     def plan(self, load: Load) -> Plan:
         """Before anything is drafted."""
 
+    def plan_next(self, load: Load) -> Plan | None:
+        """The plan of the round after the one in flight, which is not observed yet; None where it depends on that."""
+
     def select(self, drafts: Drafts, load: Load) -> Drafts:
-        """After propose, before score: keep what pays."""
+        """After propose, before the forward or while it runs: keep what pays."""
 
     def observe(self, stats: RoundStats) -> None:
-        """After the round."""
+        """After the round. Rounds are observed in the order of their plans; a plan that nothing came of never is."""
 
     def forget(self, key: Hashable) -> None:
         """A sequence is over."""
@@ -75,7 +78,10 @@ class FixedLength:
 
     def plan(self, load: Load) -> Plan:
         lengths = tuple(min(self._length, room) for room in load.room)
-        return Plan(lengths, self._rule, self._keep_q, verify_all=self._rule == "match", may_overlap=True)
+        return Plan(lengths, self._rule, self._keep_q, verify_all=self._rule == "match")
+
+    def plan_next(self, load: Load) -> Plan | None:
+        return self.plan(load)
 
     def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
         return drafts

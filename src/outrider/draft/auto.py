@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from outrider.config import SpeculationConfig
-from outrider.core import Arm, Batch, Drafts, Plan, Scores, Sequence, Tree, Verdict
+from outrider.core import Arm, Batch, Drafts, PendingDrafts, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.mixture import needs_of, scores_for
 from outrider.draft.options import WeightOptions, option
-from outrider.draft.protocol import Drafter, kept_by
+from outrider.draft.protocol import Drafter, Overlapping, kept_by
 from outrider.draft.shared_texts import Kept
 from outrider.errors import InvalidParameter
 from outrider.gguf import find_gguf
@@ -28,6 +29,7 @@ _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "dflash": SpeculationConfig("dflash", draft_tokens=32),
 }
 _TREES_ON_GPU = {"eagle": SpeculationConfig("eagle", draft_tokens=32, options={"beam": 8, "branch": 8, "depth": 6})}
+_MANY_ROWS = "medusa"  # few of its drafts are accepted: on a CPU, a member where nothing else is beside the target
 _HEADS_ON_GPU = ("dflash", "eagle", "mtp", "medusa")  # the first there is: every set of tapped layers takes graphs of its own
 # what the name of a head's architecture contains, and its method
 _NAMED = {"eagle": "eagle", "mtp": "mtp", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
@@ -52,8 +54,10 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     if on_gpu:
         heads = [name for name in _HEADS_ON_GPU if name in beside]
         beside = [name for name in beside if name not in heads[1:]]
+    elif len(beside) > 1:
+        beside = [name for name in beside if name != _MANY_ROWS]
     available = {able[name].method: able[name] for name in beside} | given
-    lookups = (_SUFFIX,) if available else (_SUFFIX, _RECYCLE)
+    lookups = (_SUFFIX, _RECYCLE) if on_gpu and not available else (_SUFFIX,)  # its drafts need rows that cost next to nothing
     members = tuple(
         replace(member, draft_tokens=min(member.draft_tokens, config.draft_tokens)) for member in (*lookups, *available.values())
     )
@@ -80,7 +84,12 @@ def method_of_weights(model: str) -> str:
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
     """An arm for each member. Two of them beside each other on one sequence gave no more tokens a second than the better one."""
     return [
-        Arm(member.method, min(member.draft_tokens, _MAX_NODES), on_gpu and member.method == "draft_model") for member in members
+        Arm(
+            member.method,
+            member.draft_tokens if member.grows_trees else min(member.draft_tokens, _MAX_NODES),
+            on_gpu and member.method == "draft_model" and not member.grows_trees,
+        )
+        for member in members
     ]
 
 
@@ -107,7 +116,8 @@ class AutoDrafter:
         self._round = 0
         self._last_active = [0] * len(members)  # in which round
         self._scorers = [m for m, member in enumerate(members) if member.needs.scores]
-        self._active: set[int] = set()
+        self._active: set[int] = set()  # members that draft in this round
+        self._active_next: set[int] = set()  # and in the next one already
         self._attached = list(range(len(members)))
         self._readers = [m for m in self._attached if self._reads[m]]
         self.needs = needs_of(members, self._attached)
@@ -141,8 +151,8 @@ class AutoDrafter:
     def forget(self, owner: str) -> Kept:
         return kept_by(self._members, "forget", owner)
 
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        active = self._active = {m for m, n in zip(plan.arms, plan.lengths, strict=True) if n}
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
+        active = self._active = _active(plan)
         for m in active:
             self._last_active[m] = self._round
             self._attach(m, batch, plan)
@@ -152,8 +162,19 @@ class AutoDrafter:
         for m in active:
             lengths = tuple(n if arm == m else 0 for arm, n in zip(plan.arms, plan.lengths, strict=True))
             drafts = self._members[m].propose(batch, plan._replace(lengths=lengths, verify_all=False))
+            assert isinstance(drafts, Drafts)
             trees = [new if n else tree for tree, new, n in zip(trees, drafts.per_sequence, lengths, strict=True)]
         return Drafts(trees)
+
+    def propose_next(self, batch: Batch, plan: Plan) -> PendingDrafts | None:
+        active = _active(plan)
+        if active != self._active or len(active) != 1:
+            return None
+        (m,) = active
+        member = self._members[m]
+        drafts = cast(Overlapping, member).propose_next(batch, plan) if member.needs.overlaps else None
+        self._active_next = set() if drafts is None else active
+        return drafts
 
     def _attach(self, m: int, batch: Batch, plan: Plan) -> None:
         """Begin the sequences that a member drafts for and has not followed."""
@@ -165,12 +186,14 @@ class AutoDrafter:
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         self._round += 1
-        if not (self._active or self._readers or self._scorers):
+        if not (self._active or self._active_next or self._readers or self._scorers):
             return  # nobody drafted or reads
         for m in self._active.union(self._readers, self._scorers):
             member = self._members[m]
             member.commit(batch, drafts, verdicts, scores_for(member, scores, self.needs.taps))
-        self._active = set()
+        self._active, self._active_next = self._active_next, set()
+        for m in self._active:
+            self._last_active[m] = self._round
         for m in self._readers:
             if self._round - self._last_active[m] > _DETACH_AFTER:
                 for seq in self._follows[m]:
@@ -184,3 +207,8 @@ class AutoDrafter:
         if attached != self._attached:
             self._attached, self.needs = attached, needs_of(self._members, attached)
             self._readers = [m for m in attached if self._reads[m]]
+
+
+def _active(plan: Plan) -> set[int]:
+    """Members that draft in a round."""
+    return {m for m, n in zip(plan.arms, plan.lengths, strict=True) if n}

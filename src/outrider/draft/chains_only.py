@@ -35,6 +35,7 @@ class ChainsOnly:
 
     def propose(self, batch: Batch, plan: Plan) -> Drafts:
         drafts = self._drafter.propose(batch, plan)
+        assert isinstance(drafts, Drafts)
         chains = [best_chain(tree) for tree in drafts.per_sequence]
         if all(len(chain) == len(tree.tokens) for chain, tree in zip(chains, drafts.per_sequence, strict=True)):
             return drafts

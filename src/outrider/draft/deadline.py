@@ -73,7 +73,7 @@ class Deadline:
         return drafts.per_sequence[0]
 
     def _batch(self, batch: Batch) -> Batch:
-        return Batch([self._copy(seq) for seq in batch.sequences], list(batch.feeds), batch.again)
+        return Batch([self._copy(seq) for seq in batch.sequences], list(batch.feeds))
 
     def _copy(self, seq: Sequence) -> Sequence:
         """The drafter's copy of a sequence, as the sequence is now; one that it has not begun is copied anew every time."""
@@ -105,10 +105,7 @@ class Deadline:
 
 
 def _proposed(answer: object) -> Drafts:
-    drafts = check_kind(answer)
-    if drafts.ahead is not None:
-        raise DrafterFault("its tokens are not drawn yet, which only the target's own device may promise")
-    return _copied(drafts)
+    return _copied(check_kind(answer))
 
 
 def _followed(tree: Tree) -> Drafts:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.core import Batch, Drafts, FutureTokens, Needs, PendingDrafts, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.draft_temperature import DraftTemperature, logits_of_chain
 from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, draw_apart, grow, stack_q
@@ -19,9 +20,12 @@ from outrider.draft.vocabulary import WAYS, SameTokens, Vocabulary
 from outrider.draft.window import limit_reason
 from outrider.errors import DrafterFault
 from outrider.model import Runner
+from outrider.model.runner import PendingChains, TreeGrowth
 from outrider.sampling import CORRUPTED, Row
 
 __all__ = ["DraftModel", "DraftModelOptions"]
+
+_DEEPEST = 32  # levels of a tree that a runner grows
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class DraftModel:
     Options = DraftModelOptions
 
     def __init__(self, runner: Runner, shape: TreeShape = TreeShape(), vocabulary: Vocabulary | None = None) -> None:  # noqa: B008 (frozen)
-        self.needs = Needs(kv_bytes_per_token=runner.pool.token_bytes)
+        self.needs = Needs(kv_bytes_per_token=runner.pool.token_bytes, overlaps=runner.overlaps_drafts, branches=shape.branch > 1)
         self._vocabulary = vocabulary or SameTokens()
         self._reader = Reader(runner, self._vocabulary.foreign)
         self._shape = shape
@@ -59,8 +63,6 @@ class DraftModel:
     @classmethod
     def build(cls, context: DraftContext) -> DraftModel | RetokenizedModel:
         options = context.options(DraftModelOptions)
-        if context.target.device_name != "cpu":
-            options.require_device()
         loaded = load_related(context, options.vocabulary)
         if loaded.vocabulary is not None:
             return cls(loaded.runner, options, loaded.vocabulary)
@@ -79,7 +81,7 @@ class DraftModel:
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         self._draft_temperature.commit(batch, verdicts, scores)
 
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
         texts, rooms = [], []
         for seq, planned in zip(batch.sequences, plan.lengths, strict=True):
             if planned and (text := self._text(seq, planned)):
@@ -91,9 +93,8 @@ class DraftModel:
             return self._drawn(batch, texts, rooms)
         if self._in_one_call(texts):
             return self._chains(batch, plan, texts, rooms)
-        shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
-        if self._reader.runner.grows_trees and not self._vocabulary.foreign:
-            return drafts_for(batch, self._grown(texts, rooms, shape))
+        if self._grows_on_device(plan, texts):
+            return self._grown(batch, texts, rooms)
         by_sequence = {text.seq: text for text in texts}
 
         def start(active: Seq[Growing]) -> Tensor:
@@ -105,14 +106,23 @@ class DraftModel:
         ]
         for draft in growing:
             draft.state = self._reader.state(draft.seq)
+        shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         return drafts_for(batch, grow(growing, shape, start, self._extend, self._draft_temperature))
 
-    def _grown(self, texts: Seq[Text], rooms: Seq[int], shape: TreeShape) -> dict[Sequence, Tree]:
-        """What `grow` gives, by one call."""
-        grown = self._reader.grow(texts, rooms, shape.growth(rooms))
-        if not grown:
-            raise DrafterFault("the draft's logits are not finite")
-        return {text.seq: Tree(*tree[:3]) for text, tree in zip(texts, grown, strict=True)}
+    def propose_next(self, batch: Batch, plan: Plan) -> PendingDrafts | None:
+        planned = [b for b, length in enumerate(plan.lengths) if length]
+        drafting = [batch.sequences[b] for b in planned]
+        lengths = [min(plan.lengths[b], self._reader.runner.drafts_chains) for b in planned]
+        drawn = self._reader.draw_next(drafting, [batch.future[b] for b in planned], lengths)
+        if drawn is None:
+            return None
+        pending, wait = drawn
+
+        def resolved() -> Drafts:
+            texts = [text for seq in drafting if self._reader.knows(seq) and (text := self._vocabulary.text(seq))]
+            return _chains_for(batch, texts, wait(texts))
+
+        return _pending_for(batch, drafting, pending, resolved)
 
     def _text(self, seq: Sequence, planned: int) -> Text | None:
         """What the model reads before it drafts; None where it cannot."""
@@ -130,22 +140,31 @@ class DraftModel:
             self._reader.runner.drafts_by_temperature or not any(text.seq.request.params.adjusts for text in texts)
         )
 
-    def _chains(self, batch: Batch, plan: Plan, texts: Seq[Text], rooms: Seq[int]) -> Drafts:
+    def _grows_on_device(self, plan: Plan, texts: Seq[Text]) -> bool:
+        """Whether the runner can grow trees: of the target's ids, by temperature and noise."""
+        runner = self._reader.runner
+        if not runner.grows_trees or self._shape.branch == 1 or self._vocabulary.foreign or plan.rule != "match":
+            return False
+        return runner.drafts_by_temperature or not any(text.seq.request.params.adjusts for text in texts)
+
+    def _grown(self, batch: Batch, texts: Seq[Text], rooms: Seq[int]) -> Drafts:
+        """Trees of the likeliest nodes, of which the device sees all logits and the host some tokens and chances."""
+        shape = self._shape
+        growth = TreeGrowth(shape.depth or _DEEPEST, shape.branch, shape.beam if shape.beam > 1 else None)
+        self._draft_temperature.last.clear()
+        trees = self._reader.grow(texts, rooms, growth)
+        if not trees:
+            raise DrafterFault("the draft's logits are not finite")
+        return drafts_for(batch, {text.seq: tree for text, tree in zip(texts, trees, strict=True)})
+
+    def _chains(self, batch: Batch, plan: Plan, texts: Seq[Text], rooms: Seq[int]) -> Drafts | PendingDrafts:
         """What `grow` gives for chains, by one call instead of one for each token."""
         runner, last = self._reader.runner, self._draft_temperature.last
         lengths = [min(room, runner.drafts_chains) for room in rooms]
         last.clear()
         if plan.verify_all and runner.overlaps_drafts:
-            futures, wait = self._reader.draw(texts, lengths)
-
-            def resolved() -> Drafts:
-                drafts = _chains_for(batch, texts, wait())
-                if batch.again:
-                    runner.launch_next_draft([batch.sequences.index(text.seq) for text in texts])
-                return drafts
-
-            future_of = {text.seq: tokens for text, tokens in zip(texts, futures, strict=True)}
-            return Drafts.promised([future_of.get(seq, []) for seq in batch.sequences], resolved)
+            pending, wait = self._reader.draw(texts, lengths)
+            return _pending_for(batch, [text.seq for text in texts], pending, lambda: _chains_for(batch, texts, wait()))
         temperatures = [self._draft_temperature.temperature(text.seq.request.params) for text in texts]
         tokens, chances, logits = self._reader.draft(texts, lengths, temperatures, plan.confidence_threshold)
         for s, (text, chain) in enumerate(zip(texts, tokens, strict=True)):
@@ -190,3 +209,10 @@ def _chains_for(batch: Batch, texts: Seq[Text], drafted: Chains) -> Drafts:
     """Chains after some sequences' texts as drafts of a batch."""
     rows = zip(texts, *drafted, strict=True)
     return drafts_for(batch, {text.seq: chain_of(tokens, chances) for text, tokens, chances in rows})
+
+
+def _pending_for(batch: Batch, drafting: Seq[Sequence], pending: PendingChains, resolve: Callable[[], Drafts]) -> PendingDrafts:
+    """Chains of some sequences, still on the device, as drafts of a batch."""
+    future_of = dict(zip(drafting, pending.future, strict=True))
+    chains = [future_of.get(seq, FutureTokens(0, 0)) for seq in batch.sequences]
+    return PendingDrafts.chains(chains, resolve, pending.is_intact)

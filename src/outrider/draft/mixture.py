@@ -39,8 +39,10 @@ def needs_of(members: Seq[Drafter], attached: Iterable[int]) -> Needs:
     return Needs(
         taps=tuple(sorted({tap for need in needs for tap in need.taps})),
         scores=any(need.scores for need in needs),
+        branches=any(need.branches for need in needs),
         kv_bytes_per_token=sum(member.needs.kv_bytes_per_token for member in members),
         keeps=any(member.needs.keeps for member in members),
+        overlaps=any(need.overlaps for need in needs),
     )
 
 
@@ -149,7 +151,9 @@ class MixtureDrafter:
 
     def _ask(self, m: int, batch: Batch, plan: Plan) -> Drafts:
         drafter, limit = self._members[m]
-        return drafter.propose(batch, plan._replace(lengths=tuple(min(n, limit) for n in plan.lengths)))
+        drafts = drafter.propose(batch, plan._replace(lengths=tuple(min(n, limit) for n in plan.lengths)))
+        assert isinstance(drafts, Drafts)
+        return drafts
 
     def _pick(self, seq: Sequence, merged: _Merged, nodes: int) -> Tree:
         """The likeliest nodes, best first; a branch that ends is followed on by the lookups."""

@@ -9,11 +9,11 @@ from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor
 
-from outrider.core import Batch, Drafts, Needs, Plan, Resume, Scores, Sequence, Tree, Verdict
+from outrider.core import Batch, Drafts, Needs, PendingDrafts, Plan, Resume, Scores, Sequence, Tree, Verdict
 from outrider.draft.shared_texts import Kept
 from outrider.errors import DrafterFault
 
-__all__ = ["Drafter", "Keeper", "Lookup", "check_drafts", "check_kind", "kept_by"]
+__all__ = ["Drafter", "Keeper", "Lookup", "Overlapping", "check_drafts", "check_kind", "kept_by"]
 
 
 class Drafter(Protocol):
@@ -31,8 +31,8 @@ class Drafter(Protocol):
     def begin(self, seq: Sequence) -> None:
         """A sequence starts."""
 
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
-        """Guesses for every sequence of the batch whose planned length is not zero."""
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
+        """Guesses for every sequence of the batch whose planned length is not zero; pending only where `plan.verify_all`."""
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         """What became of the guesses. Sequences already hold their new tokens."""
@@ -50,6 +50,16 @@ class Lookup(Drafter, Protocol):
 
     def follow(self, seq: Sequence, path: Seq[int], nodes: int) -> Tree:
         """At most this many nodes after a sequence and a path of guessed tokens. Nothing is recorded."""
+
+
+class Overlapping(Drafter, Protocol):
+    """A drafter (`needs.overlaps`) that drafts on the target's device, even before it is known what became of its last drafts."""
+
+    def propose_next(self, batch: Batch, plan: Plan) -> PendingDrafts | None:
+        """Guesses for the round after the one in flight, which verifies its drafts; None where it cannot.
+
+        `batch.future` are the target's choices at the root and at every verified node of each sequence.
+        """
 
 
 class Keeper(Drafter, Protocol):
@@ -73,7 +83,7 @@ def kept_by(drafters: Iterable[Drafter], verb: Literal["kept", "remember", "forg
 
 def check_kind(drafts: object) -> Drafts:
     """What `propose` returned, or DrafterFault where it is something else than drafts."""
-    if not isinstance(drafts, Drafts) or not hasattr(drafts, "ahead"):  # the second: made without its constructor
+    if not isinstance(drafts, Drafts) or not hasattr(drafts, "resume"):  # the second: made without its constructor
         kind = type(drafts).__name__
         raise DrafterFault(f"propose returned {kind}, not Drafts; make them with Drafts.chains, Drafts.trees or Drafts.empty")
     return drafts

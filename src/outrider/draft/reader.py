@@ -11,11 +11,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.cache import OutOfPages, PageTable, SequenceState
-from outrider.core import Sequence, Verdict
+from outrider.core import FutureTokens, Sequence, Tree, Verdict
 from outrider.draft.window import AHEAD
-from outrider.model import Feed, Growth, Runner
-from outrider.model.runner import Chances, Tokens
-from outrider.ops import GrownTree
+from outrider.model import Feed, Runner
+from outrider.model.runner import Chances, PendingChains, Tokens, TreeGrowth, Verified
 from outrider.sampling import Row
 
 __all__ = ["Chains", "Held", "PageBook", "Reader", "Text", "committed_rows"]
@@ -93,6 +92,7 @@ class _Slots:
     checked: int = 0  # leading slots known to hold settled tokens
     pages: list[int] = field(default_factory=list)  # where the model does not use the target's
     state: SequenceState | None = None  # of the draft model's recurrent layers
+    drawn: tuple[Feed, FutureTokens] | None = None  # what a chain on the device was drawn after, and the chain
 
     def valid(self, ids: Seq[int], settled: int, limit: int) -> int:
         """Leading slots, at most `limit`, that hold this text; the others are forgotten.
@@ -189,18 +189,50 @@ class Reader:
         tokens, chances, logits = self.runner.draft(feeds, rows, lengths, draft_temperatures, threshold)
         return *self._drafted(texts, feeds, lengths, (tokens, chances)), logits
 
-    def draw(self, texts: Seq[Text], lengths: Seq[int]) -> tuple[list[list[int]], Callable[[], Chains]]:
-        """Future tokens of chains, from a runner that overlaps drafts, and how to wait for the chains and their chances."""
+    def draw(self, texts: Seq[Text], lengths: Seq[int]) -> tuple[PendingChains, Callable[[], Chains]]:
+        """Chains from a runner that overlaps drafts, and how to wait for their tokens and chances."""
         feeds = self._feeds(texts)
-        futures, wait = self.runner.draw(feeds, [Row.at(text.seq) for text in texts], lengths)
-        return futures, lambda: self._drafted(texts, feeds, lengths, wait())
+        pending = self.runner.draw(feeds, [Row.at(text.seq) for text in texts], lengths)
 
-    def grow(self, texts: Seq[Text], rooms: Seq[int], growth: Growth) -> list[GrownTree]:
-        """A tree after each text, by a runner that grows trees."""
-        feeds, rows = self._feeds(texts), [Row.at(text.seq) for text in texts]
-        trees = self.runner.grow(feeds, rows, rooms, growth)
+        def wait() -> Chains:
+            return self._noted(texts, feeds, lengths, pending)
+
+        return pending, wait
+
+    def draw_next(
+        self, sequences: Seq[Sequence], choices: Seq[FutureTokens], lengths: Seq[int]
+    ) -> tuple[PendingChains, Callable[[Seq[Text]], Chains]] | None:
+        """Chains after the text that the round in flight leaves, by the target's `choices` there; None where it is not possible.
+
+        Waiting for them takes what the texts are by then, of those sequences that go on.
+        """
+        states = [self._states[seq] for seq in sequences]
+        for seq, state, chosen, length in zip(sequences, states, choices, lengths, strict=True):
+            longest = len(seq.tokens) + chosen.count + length
+            if state.drawn is None or longest > self.positions or longest - state.first > self._sight:
+                return None
+        verified = [
+            Verified(*state.drawn, chosen) for state, chosen in zip(states, choices, strict=True) if state.drawn is not None
+        ]
+        pending = self.runner.draw_next(verified, [Row.at(seq) for seq in sequences], lengths)
+        column_of = {seq: column for column, seq in enumerate(sequences)}
+
+        def wait(texts: Seq[Text]) -> Chains:
+            feeds = self._feeds(texts)
+            return self._noted(texts, feeds, lengths, pending, [column_of[text.seq] for text in texts])
+
+        return pending, wait
+
+    def knows(self, seq: Sequence) -> bool:
+        """Whether a sequence has begun and not ended."""
+        return seq in self._states
+
+    def grow(self, texts: Seq[Text], rooms: Seq[int], growth: TreeGrowth) -> list[Tree]:
+        """A tree after each text, from a runner that grows trees; none where its logits leave no choice."""
+        feeds = self._feeds(texts)
+        grown = self.runner.grow(feeds, [Row.at(text.seq) for text in texts], rooms, growth)
         self._fill(texts, feeds)
-        return trees
+        return [Tree(*tree) for tree in grown]
 
     def extend(self, seq: Sequence, feed: Feed) -> None:
         """Remember nodes about to be fed, as far as they lie where they would as text."""
@@ -208,6 +240,18 @@ class Reader:
         for slot in range(feed.known, len(feed.parents)):
             if feed.parents[slot] == slot - 1 and len(fed) == feed.start + slot:
                 fed.append(feed.nodes[slot - feed.known])
+
+    def _noted(
+        self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], pending: PendingChains, columns: Seq[int] | None = None
+    ) -> Chains:
+        """What was drawn on the device for the texts, which may be some of its chains; the next draft may follow it there."""
+        columns = range(len(texts)) if columns is None else columns
+        tokens, chances = pending.resolve()
+        wanted = [lengths[column] for column in columns]
+        chains = self._drafted(texts, feeds, wanted, ([tokens[c] for c in columns], [chances[c] for c in columns]))
+        for text, feed, column in zip(texts, feeds, columns, strict=True):
+            self._states[text.seq].drawn = (feed, pending.future[column]) if pending.is_intact() else None
+        return chains
 
     def _drafted(self, texts: Seq[Text], feeds: Seq[Feed], lengths: Seq[int], drawn: tuple[Tokens, Chances]) -> Chains:
         """Remember what was drawn, and return the planned part of it."""
@@ -223,6 +267,7 @@ class Reader:
         feeds = []
         for (seq, ids, settled), count in zip(texts, counts or [1] * len(texts), strict=True):
             state, pages = self._states[seq], self.pages(seq)
+            state.drawn = None
             start = state.valid(ids, settled, len(ids) - count)
             if len(ids) - state.first > self._sight:
                 start = state.first = len(ids) - max(self.context // 2, count)

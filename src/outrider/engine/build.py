@@ -31,6 +31,7 @@ from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open
 from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids, weight_bytes
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
+from outrider.model.placement import embedding_on_host, sizes_of
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
 from outrider.platform import guard, memory_bytes
@@ -147,7 +148,7 @@ def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTabl
     measured = Costs()
     if device.is_gpu and pages is None:
         length = max(config.draft_tokens if config.method != "none" else 0 for config in speculation.flat())
-        measured = device.warm_up(runner, draft_runners, drafter.needs.taps, target.sizes.max_num_seqs, length)
+        measured = device.warm_up(runner, draft_runners, drafter.needs.taps, target.sizes, length)
     policy, path = _policy(target, speculation, measured)
     engine = Engine(runner, target.tokenizer, drafter, policy, target.sizes, pages, target.adapters)
     return Built(engine, speculation, draft_runners, path)
@@ -202,7 +203,10 @@ def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runn
     longer = target.max_model_len > decoder.spec.context
     if longer and not target.device.is_gpu and not decoder.spec.recurrent:  # a state cannot leave out what lies before a window
         decoder.make_tables(target.max_model_len)
-    return _runner(decoder, target.device, MemoryPlan(target.pages), target.sizes.page_size, target.runner)
+    is_short = target.device.is_gpu and target.runner.weights_on_host  # then every byte counts
+    placement = embedding_on_host(sizes_of(decoder.spec)) if is_short else None
+    memory = MemoryPlan(target.pages, placement=placement)
+    return _runner(decoder, target.device, memory, target.sizes.page_size, target.runner)
 
 
 def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int, target: Runner | None = None) -> Runner:

@@ -190,7 +190,8 @@ def emit(processor: OutputProcessor, verdict: Verdict, tree: Tree, root: int, sc
 
 def _without_choice(seq: Sequence, logits: torch.Tensor) -> tuple[str, str | None]:
     """How a sequence ends where there was nothing to choose from."""
-    if not bool(logits.isfinite().all()):
+    nothing_forbids = seq.guide is None and not seq.request.params.adjusts
+    if nothing_forbids or not bool(logits.isfinite().all()):
         return "error", "the model's logits are not finite"
     if seq.guide is None:
         return "error", "no token can follow: the parameters forbid them all"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -20,12 +22,17 @@ from outrider.model.placement import Placement
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
-__all__ = ["Device", "Share", "missing_gpu", "share_memory"]
+__all__ = ["GPU_SEQUENCES", "Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _GIB = 2**30
-_LONGEST_CHAIN = 12  # captured at start; a longer one is captured when it is first asked for
+_log = logging.getLogger("outrider")
+GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
+_START_SECONDS = 8.0  # for capturing graphs before anything is served
+_LEAST_CAPTURES = 2  # one sequence, and the largest round: it must fit
+_MAX_PREFILL = 2048  # rows of a prompt that is run at start
+_LONGEST_CHAIN = 12  # longer ones are captured when they are first asked for
 _STREAMED_GRAPH_ROWS = 64
 _CATCH_UP = 256  # rows in which a draft model reads what it has missed
 _SHARE = 0.9  # of the memory, unless the user says otherwise
@@ -44,6 +51,10 @@ class Share:
     @property
     def pages(self) -> int:
         return (self.total - self.weights - self.reserve) // self.page
+
+    def sequences(self, tokens: int, page_size: int) -> int:
+        """Sequences of so many tokens that fit at once."""
+        return max(self.pages, 0) // -(-tokens // page_size)
 
     def __str__(self) -> str:
         sizes = {"of": self.total, "weights": self.weights, "reserve": self.reserve}
@@ -89,23 +100,39 @@ class Device:
             options = CudaOptions(exact=self.exact, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
         return CudaRunner(decoder, pages + 1, page_size, self.name, options, target)
 
-    def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], batch: int, length: int) -> Costs:
-        """Capture the graphs of so many sequences and drafted tokens, and time the target's: calibration times the drafts."""
+    def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], sizes: EngineConfig, length: int) -> Costs:
+        """Run the largest rounds, capture graphs, the likeliest first, and time the target's: calibration times the drafts.
+
+        Graphs that are not captured within some seconds are captured when the engine is idle, or when they are needed.
+        """
         from outrider.model.cuda_runner import CudaRunner
 
         assert isinstance(target, CudaRunner)
+        began, batch = perf_counter(), sizes.max_num_seqs
+        first, *later = target.captures(batch * (1 + length), taps)
+        first()
+        target.warm_up_prefill(min(sizes.max_batch_rows, _MAX_PREFILL))
+        for draft in drafts:
+            assert isinstance(draft, CudaRunner)
+            later += draft.captures(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
+            draft.warm_up_prefill(_CATCH_UP)
+        captures = 1
+        while later and (captures < _LEAST_CAPTURES or perf_counter() - began < _START_SECONDS):
+            later.pop(0)()
+            captures += 1
+        target.later.extend(later)
         costs = Costs(target.sizes)
-        target.warm_up(batch * (1 + length), taps, plain=batch)
-        target.warm_up_prefill()
         rounds = target.round_seconds()
-        if (max_rows := target.options.max_graph_rows) in rounds:
+        if (max_rows := target.options.max_graph_rows) in rounds and target.cuda.streams:
+            rounds |= dict.fromkeys((256, 1024), rounds[max_rows])  # one pass over the weights, however many rows
+        elif max_rows in rounds:
             rounds |= {turns * max_rows: turns * rounds[max_rows] for turns in (2, 3, 4)}  # more rows take several replays
         for rows, seconds in rounds.items():
             costs.observe_forward(rows, 0, seconds)
-        for draft in drafts:
-            assert isinstance(draft, CudaRunner)
-            draft.warm_up(_CATCH_UP, batch=batch, length=min(length, _LONGEST_CHAIN))
-            draft.warm_up_prefill()
+        _log.info(
+            "%d graphs captured in %.1f s; %d more will be when nothing runs or when they are needed",
+            captures, perf_counter() - began, len(later),
+        )  # fmt: skip
         return costs
 
     def bus_bandwidth(self) -> float:
@@ -131,6 +158,10 @@ class Device:
         pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
         least = -(-engine.max_model_len // engine.page_size)
         if pages >= least:
+            alone = share_memory(models[:1], room, engine.page_size, engine.max_model_len)
+            beside = f", {alone.sequences(engine.max_model_len, engine.page_size)} without drafters" if len(models) > 1 else ""
+            fitting = share.sequences(engine.max_model_len, engine.page_size)
+            _log.info("memory for %d sequences of %d tokens at once%s (%s)", fitting, engine.max_model_len, beside, share)
             return MemoryPlan(min(pages, engine.max_num_seqs * least))
         planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()))
         return MemoryPlan(planned.pages, placement=planned.placement)

@@ -5,31 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
+
+import torch
 
 from outrider.cache import PageTable
 from outrider.config import EngineConfig
-from outrider.control import Load, Policy, RoundStats
+from outrider.control import Load, Policy
 from outrider.core import (
     Batch,
     Drafts,
+    InFlight,
     Listener,
-    Phases,
-    Plan,
+    PendingDrafts,
     Request,
     RoundProfile,
     RoundReport,
-    Scores,
     Sequence,
     SequenceReport,
-    Verdict,
 )
 from outrider.draft import Drafter, Kept
 from outrider.engine.adapters import Adapters
 from outrider.engine.commit import OutputProcessor, emit, note_prompt, settle_kv
 from outrider.engine.guard import GuardedDrafter
+from outrider.engine.rounds import Round, Verified, depends_on_no_text, has_mask, phases_of, stats_of
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.tally import Tally
 from outrider.errors import EngineDead
@@ -75,6 +74,7 @@ class Engine:
         self._epoch = self.pages.epoch
         self._drafting: set[Sequence] = set()  # sequences the drafter knows
         self._current: list[OutputProcessor] = []  # of the sequences of this round, once they are known
+        self._following: Round | None = None  # the next round, planned while this one ran
         self._mid_change = False  # True while pages, queues or tokens change; still True at the next call after an interruption
         self._unexplained = 0  # rounds in a row that failed before anybody took part in them
         self._suspects: set[Sequence] = set()  # sequences of a round that failed; each runs alone until it has emitted
@@ -162,6 +162,8 @@ class Engine:
             changed = self._round() if self._profile is None else self._profile.around(self._round)
         except EngineDead:  # no request is to blame, and none can go on
             raise
+        except torch.OutOfMemoryError as error:
+            changed = self._shrink(error)
         except Exception as error:
             changed = self._blame(error)
         else:
@@ -170,52 +172,113 @@ class Engine:
         return changed
 
     def _round(self) -> list[OutputProcessor]:
-        now = self._clock
-        marks = [now()]  # when the round began, and when each of its phases ended
+        marks = [self._clock()]  # when the round began, and when each of its phases ended
         self._current = []
-        batch = self._next_batch()
-        if not batch.sequences:
+        round_ = self._continue(marks) or self._begin(marks)
+        if round_ is None:
             return []
-        processors = self._current = [self._processors[seq] for seq in batch.sequences]
-        load = self._load(batch)
-        marks.append(now())
-        plan = self.policy.plan(load)
-        marks.append(now())
-        verify_all = plan.verify_all and _depends_on_no_text(batch)
-        plan = plan._replace(lengths=self._reserve(batch, plan.lengths), verify_all=verify_all)
-        drafts = self.drafter.propose(batch, plan)
-        batch.again = plan.may_overlap and self._may_go_on(batch, plan, drafts)
-        marks.append(now())
-        drafts, pending = self._select(drafts, batch, plan, load)
-        marks.append(now())
-        scores = self._score(batch, drafts)
-        marks.append(now())
-        drafts, waited = (drafts, 0.0) if pending is None else (pending.drafts, pending.seconds)
-        verdicts = verify(drafts, scores, batch, plan)
-        marks.append(now())
-        tokens_at = perf_counter()
-        reports = self._commit(_Verified(batch, processors, plan, drafts, verdicts, scores, tokens_at), marks)
-        rows = load.rows + sum([len(seq.depths) for seq in reports])
-        phases = _phases(marks, waited, self._learning)
-        self._publish(RoundReport(
-            batch, plan, drafts, verdicts, reports, load.room, rows, load.rows > len(processors), phases, marks[0], tokens_at,
-            scores.experts,
-        ))  # fmt: skip
-        return [processor for processor, seq in zip(processors, reports, strict=True) if seq.kept or processor.seq.finish_reason]
-
-    def _score(self, batch: Batch, drafts: Drafts) -> Scores:
-        scores = self.runner.score(batch, drafts, self.drafter.needs.taps)
+        self._current = round_.processors
+        in_flight = round_.in_flight or self._launch(round_)
+        drafts, waited = self._resolve(round_)
+        self._following = self._launch_following(round_, in_flight)
+        scores = round_.scores_of(in_flight.wait())
         if self._profile is not None:
             self._profile.scored()
-        return scores
+        marks.append(self._clock())
+        batch, plan, load = round_.batch, round_.plan, round_.load
+        verdicts = verify(drafts, scores, batch, plan)
+        marks.append(self._clock())
+        tokens_at = perf_counter()
+        reports = self._commit(Verified(round_, drafts, verdicts, scores, tokens_at, self._following is not None), marks)
+        rows = load.rows + sum([len(seq.depths) for seq in reports])
+        phases = phases_of(marks, waited, self._learning)
+        self._publish(RoundReport(
+            batch, plan, drafts, verdicts, reports, round_.room, rows, load.rows > len(load.keys), phases, marks[0], tokens_at,
+            scores.experts,
+        ), round_)  # fmt: skip
+        return [p for p, seq in zip(round_.processors, reports, strict=True) if seq.kept or p.seq.finish_reason]
 
-    def _publish(self, report: RoundReport) -> None:
+    def _begin(self, marks: list[float]) -> Round | None:
+        """Choose who runs, plan and draft; None where nobody can run now."""
+        batch = self._next_batch()
+        if not batch.sequences:
+            return None
+        self._current = [self._processors[seq] for seq in batch.sequences]
+        load = self._load(batch)
+        marks.append(self._clock())
+        plan = self.policy.plan(load)
+        marks.append(self._clock())
+        verify_all = plan.verify_all and depends_on_no_text(batch)
+        plan = plan._replace(lengths=self._reserve(batch, plan.lengths), verify_all=verify_all)
+        drafts = self.drafter.propose(batch, plan)
+        marks.append(self._clock())
+        if isinstance(drafts, Drafts):
+            drafts = self.policy.select(guided(drafts, batch, plan), load)
+        marks.append(self._clock())
+        return Round(batch, self._current, load, plan, drafts)
+
+    def _continue(self, marks: list[float]) -> Round | None:
+        """The round that was planned while the last one ran, of those who have not ended; None where there is none."""
+        round_, self._following = self._following, None
+        if round_ is None or not round_.drop_ended():
+            return None
+        if round_.in_flight is None:  # its drafts were launched, and now it is known how far they may go
+            batch = round_.batch
+            room = [self._room(seq, seq.request, len(seq.tokens)) for seq in batch.sequences]
+            lengths = self._reserve(batch, tuple(map(min, round_.plan.lengths, room)))
+            round_.shorten(lengths)
+        marks += [self._clock()] * 4
+        return round_
+
+    def _resolve(self, round_: Round) -> tuple[Drafts, float]:
+        """The drafts as the host knows them, and how long it waited for those that the device still drew."""
+        pending = round_.drafts
+        if isinstance(pending, Drafts):
+            return pending, 0.0
+        began = perf_counter()
+        drafts = self.drafter.resolve(pending, *round_.proposed)
+        waited = perf_counter() - began
+        return round_.cut(self.policy.select(drafts, round_.load)), waited
+
+    def _launch(self, round_: Round) -> InFlight:
+        if isinstance(round_.drafts, PendingDrafts) and not round_.drafts.is_intact():  # another engine has drawn meanwhile
+            round_.drafts, _ = self._resolve(round_)
+        return self.runner.launch(round_.batch, round_.drafts, self.drafter.needs.taps)
+
+    def _launch_following(self, round_: Round, in_flight: InFlight) -> Round | None:
+        """Plan the round after the one in flight, and launch what does not need to wait for its tokens; None where all does.
+
+        It is planned where nobody is to join and nothing but the target's choices decides who runs. A sequence that ends
+        in between is dropped from it: what its row has written lies behind the text.
+        """
+        choices, pending = in_flight.choices, round_.drew_on_device
+        if not choices or self._suspects or self.drafter.needs.scores or self.scheduler.may_admit:
+            return None
+        if (any(round_.plan.lengths) and not pending) or not round_.can_be_followed(len(self.scheduler.running)):
+            return None
+        batch = round_.following(choices, self.context)
+        load = self._load(batch)
+        plan = self.policy.plan_next(load) if batch.sequences else None
+        if plan is None or any(plan.lengths) != pending:
+            return None
+        slots = tuple(2 * length + 1 for length in plan.lengths)
+        if self._reserve(batch, slots) != slots:
+            return None
+        processors = [self._processors[seq] for seq in batch.sequences]
+        if pending:
+            drafts = self.drafter.propose_next(batch, plan)
+            return None if drafts is None else Round(batch, processors, load, plan, drafts)
+        following = Round(batch, processors, load, plan, Drafts.empty(len(processors)))
+        following.in_flight = self._launch(following)
+        return following
+
+    def _publish(self, report: RoundReport, round_: Round) -> None:
         """Report a round to those who listen, and to the controller in the form it takes."""
         self.tally.observe(report)
         for listener in self._listeners:
             listener.observe(report)
         began = self._clock()
-        self.policy.observe(_stats(report, self.runner.separate_prefill))
+        self.policy.observe(stats_of(report, round_, self.runner.separate_prefill))
         self._learning = self._clock() - began
 
     def _next_batch(self) -> Batch:
@@ -237,7 +300,7 @@ class Engine:
             batch = batch.where(lambda seq, _: seq is suspect)
         if all(seq.guide is None for seq in batch.sequences):
             return batch
-        ready = batch.where(_has_mask)
+        ready = batch.where(has_mask)
         if not ready.sequences:
             self.grammars.masks.wait()
         return ready
@@ -248,30 +311,11 @@ class Engine:
         self._mid_change = False
         return lengths
 
-    def _select(self, drafts: Drafts, batch: Batch, plan: Plan, load: Load) -> tuple[Drafts, _PendingDrafts | None]:
-        """What goes on to be verified. Drafts still being drawn go on whole, and are looked at while the forward runs."""
-        if drafts.ahead is None:
-            return self.policy.select(guided(drafts, batch, plan), load), None
-        pending = _PendingDrafts(lambda: self.drafter.resolve(drafts, batch, plan), lambda drawn: self.policy.select(drawn, load))
-        return Drafts.promised([tree.tokens for tree in drafts.per_sequence], pending), pending
-
-    def _may_go_on(self, batch: Batch, plan: Plan, drafts: Drafts) -> bool:
-        """Whether the next round can start before this one's tokens are known here: nobody is to join, and nothing needs them
-        or the logits behind them, which it may write over.
-        """
-        if not self.runner.overlaps_rounds or self.scheduler.waiting or (drafts.ahead is None and any(plan.lengths)):
-            return False
-        needs = self.drafter.needs
-        if needs.taps or needs.scores or not _depends_on_no_text(batch) or _returns_logprobs(batch):
-            return False
-        slots = tuple(2 * length + 1 for length in plan.lengths)
-        return self._reserve(batch, slots) == slots
-
     def _load(self, batch: Batch) -> Load:
         sequences = batch.sequences
         requests = [seq.request for seq in sequences]
-        sizes = [len(seq.tokens) for seq in sequences]
-        emitting = sum(seq.cached + fed == size for seq, fed, size in zip(sequences, batch.feeds, sizes, strict=True))
+        sizes = [len(seq.tokens) + bool(batch.future) for seq in sequences]
+        emitting = sum(map(batch.samples, range(len(sequences))))
         methods = [request.method for request in requests]
         arms = [None if method is None else self.policy.arms_named(method) for method in methods] if any(methods) else ()
         buckets = [request.params.temperature_bucket for request in requests]
@@ -281,20 +325,21 @@ class Engine:
 
     def _room(self, seq: Sequence, request: Request, size: int) -> int:
         """Draft nodes that could still be emitted: a round gives one token more than it accepts."""
-        if seq.cached != size - 1 or not request.speculate or seq.stats.fallback_reason is not None:
+        if seq.cached < len(seq.tokens) - 1 or not request.speculate or seq.stats.fallback_reason is not None:
             return 0
         if seq.guide is not None and seq.guide.slow:
             return 0
         left, room = len(request.prompt_ids) + request.max_tokens - size - 1, self.context - size
-        if left < room:
+        if left < room and not (self.drafter.needs.branches and left > 0):
             room = left
         if request.draft_tokens is not None and request.draft_tokens < room:
             room = request.draft_tokens
         return max(0, room)
 
-    def _commit(self, verified: _Verified, marks: list[float]) -> list[SequenceReport]:
+    def _commit(self, verified: Verified, marks: list[float]) -> list[SequenceReport]:
         """Make the verdicts permanent."""
-        batch, processors, plan, drafts, verdicts, scores, _ = verified
+        round_, drafts, verdicts, scores = verified[:4]
+        batch, processors, plan = round_.batch, round_.processors, round_.plan
         reports: list[SequenceReport] = []
         undecided: list[Sequence] = []
         self._mid_change = True
@@ -324,15 +369,16 @@ class Engine:
         marks.append(self._clock())
         return reports
 
-    def _settle(self, verified: _Verified, reports: Seq[SequenceReport]) -> None:
+    def _settle(self, verified: Verified, reports: Seq[SequenceReport]) -> None:
         """Give pages back, and end what has ended."""
-        settle, batch, now = self.scheduler.settle, verified.batch, verified.tokens_at
-        for seq, processor, report in zip(batch.sequences, verified.processors, reports, strict=True):
+        settle, now = self.scheduler.settle, verified.tokens_at
+        for processor, report in zip(verified.round.processors, reports, strict=True):
+            seq = processor.seq
             if report.emits:
                 processor.last_token = now
                 processor.first_token = processor.first_token or now
             if seq.finish_reason != "error":
-                settle(seq, batch.again)
+                settle(seq, verified.goes_on)
             if report.kept and self._suspects:
                 self._suspects.discard(seq)
             if seq.finish_reason is None:
@@ -361,8 +407,21 @@ class Engine:
         structured = request.params.structured
         return None if structured is None else self.grammars.guide(structured, request.stop_ids)
 
+    def _shrink(self, error: torch.OutOfMemoryError) -> list[OutputProcessor]:
+        """A round had no memory. Half of the sequences go on; one that has none alone has failed."""
+        self._restart_if_interrupted()
+        if len(self.scheduler.running) < 2:
+            return self._blame(error)
+        self._following = None
+        self.runner.free_memory()
+        for seq in self.scheduler.shrink():
+            self._end_drafting(seq)
+        _log.warning("a round had no memory; %d sequences go on and the others wait (%s)", len(self.scheduler.running), error)
+        return [processor for processor in self._current if processor.seq not in self._processors]
+
     def _blame(self, error: Exception) -> list[OutputProcessor]:
         """A round raised. Its sequences run again, one at a time; one that makes a round raise alone has failed."""
+        self._following = None
         current, ended = self._current, [processor for processor in self._current if processor.seq not in self._processors]
         self._restart_if_interrupted()
         reason = f"{type(error).__name__}: {error}"
@@ -385,7 +444,7 @@ class Engine:
 
     def _restart(self) -> None:
         """Begin every live sequence anew, as after a preemption, from the tokens of its last complete round."""
-        self._mid_change = True
+        self._mid_change, self._following = True, None
         if self._epoch == self.pages.epoch:  # else an engine that shares them has done this
             self.runner.pool.clear(self.pages.clear())
             self.runner.states.clear()
@@ -400,68 +459,3 @@ class Engine:
                 seq.guide = self._guide(seq.request)
             self.scheduler.submit(seq, limited=False)
         self._mid_change = False
-
-
-class _Verified(NamedTuple):
-    """A round before its commit."""
-
-    batch: Batch
-    processors: list[OutputProcessor]
-    plan: Plan
-    drafts: Drafts
-    verdicts: list[Verdict]
-    scores: Scores
-    tokens_at: float  # when the tokens came
-
-
-class _PendingDrafts:
-    """Drafts that the device still drew when the forward was launched, and how long the host waited for them.
-
-    The policy looks at them while the forward runs, so that takes none of the round's time.
-    """
-
-    def __init__(self, resolve: Callable[[], Drafts], select: Callable[[Drafts], Drafts]) -> None:
-        self._resolve, self._select = resolve, select
-        self.seconds = 0.0
-
-    def __call__(self) -> Drafts:
-        began = perf_counter()
-        drafts = self._resolve()
-        self.seconds = perf_counter() - began
-        self.drafts = self._select(drafts)
-        return self.drafts
-
-
-def _phases(marks: list[float], waited: float, learning: float) -> Phases:
-    """The seconds of each phase. While the forward ran the host `waited` for drafts, which counts as proposing them."""
-    schedule, plan, propose, select, forward, verifying, commit, record, settle = [b - a for a, b in pairwise(marks)]
-    return Phases(schedule, plan, propose + waited, select, forward - waited, verifying, commit + settle, record, learning)
-
-
-def _stats(report: RoundReport, separate_prefill: bool) -> RoundStats:
-    """A round as the controller learns from it. Where prompts run through other kernels, such a round has no row count (0)."""
-    phases = report.phases
-    return RoundStats(
-        [len(seq.depths) for seq in report.sequences],
-        [verdict.path[: seq.accepted] for verdict, seq in zip(report.verdicts, report.sequences, strict=True)],
-        0 if separate_prefill and report.prefill else report.rows,
-        phases.propose,
-        phases.forward,
-        phases.verify + phases.commit + phases.record,
-        phases.plan + phases.select + phases.learn,
-        report.experts,
-    )
-
-
-def _has_mask(seq: Sequence, fed: int) -> bool:
-    """Whether a sequence can take part in a round: it needs no grammar mask, or has one."""
-    return seq.guide is None or seq.cached + fed < len(seq.tokens) or seq.guide.ready(seq.tokens, seq.prompt_len)
-
-
-def _depends_on_no_text(batch: Batch) -> bool:
-    """Whether sampling needs no tokens of the text, so that the device can choose before the host knows them."""
-    return not any(seq.request.params.adjusts for seq in batch.sequences)
-
-
-def _returns_logprobs(batch: Batch) -> bool:
-    return any(seq.request.params.logprobs is not None for seq in batch.sequences)

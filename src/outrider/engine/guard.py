@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Verdict
+from outrider.core import Batch, Drafts, Needs, PendingDrafts, Plan, Scores, Verdict
 from outrider.core import Sequence as Generation
 from outrider.draft import Drafter, Kept, check_drafts
 from outrider.draft.deadline import Deadline
-from outrider.draft.protocol import check_kind, kept_by
+from outrider.draft.protocol import Overlapping, check_kind, kept_by
 from outrider.errors import EngineDead
 
 __all__ = ["GuardedDrafter"]
@@ -45,7 +45,7 @@ class GuardedDrafter:
     def begin(self, seq: Generation) -> None:
         self._call([seq], "begin", lambda: self.drafter.begin(seq))
 
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
         """The drafter's checked drafts, or empty drafts after a fault. Drafts still on the device are checked in `resolve`."""
         empty = Drafts.empty(len(batch.sequences))
         if self._pause_left:
@@ -54,24 +54,29 @@ class GuardedDrafter:
             return empty
         if not any(plan.lengths):
             return empty
-        return self._drawn(lambda: self.drafter.propose(batch, plan), batch, plan, may_wait=True)
 
-    def resolve(self, drafts: Drafts, batch: Batch, plan: Plan) -> Drafts:
+        def draw() -> Drafts | PendingDrafts:
+            drafts = self.drafter.propose(batch, plan)
+            return drafts if isinstance(drafts, PendingDrafts) else self._checked(drafts, plan)
+
+        return self._call(_planned(batch, plan), "propose", draw) or empty
+
+    def propose_next(self, batch: Batch, plan: Plan) -> PendingDrafts | None:
+        """Drafts for the round after the one in flight; None where the drafter cannot tell or failed."""
+        if not self.drafter.needs.overlaps:
+            return None
+        overlapping = cast(Overlapping, self.drafter)
+        return self._call(_planned(batch, plan), "propose", lambda: overlapping.propose_next(batch, plan))
+
+    def resolve(self, drafts: PendingDrafts, batch: Batch, plan: Plan) -> Drafts:
         """Wait for drafts that were still on the device, and check them."""
-        assert drafts.ahead is not None
-        return self._drawn(drafts.ahead, batch, plan)
+        resolved = self._call(_planned(batch, plan), "propose", lambda: self._checked(drafts.resolve(), plan))
+        return resolved or Drafts.empty(len(batch.sequences))
 
-    def _drawn(self, draw: Callable[[], Drafts], batch: Batch, plan: Plan, may_wait: bool = False) -> Drafts:
-        def check() -> Drafts:
-            drafts = check_kind(draw())
-            if drafts.ahead is not None and may_wait:
-                return drafts
-            checked = check_drafts(drafts, plan, self._vocab)
-            self._faults, self._pause = 0, _FIRST_PAUSE
-            return checked
-
-        planned = [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
-        return self._call(planned, "propose", check) or Drafts.empty(len(batch.sequences))
+    def _checked(self, drafts: Drafts, plan: Plan) -> Drafts:
+        checked = check_drafts(check_kind(drafts), plan, self._vocab)
+        self._faults, self._pause = 0, _FIRST_PAUSE
+        return checked
 
     def commit(self, batch: Batch, drafts: Drafts, verdicts: list[Verdict], scores: Scores) -> None:
         if any(seq.request.speculate and seq.stats.fallback_reason is None for seq in batch.sequences):
@@ -116,6 +121,11 @@ class GuardedDrafter:
             _log.warning(
                 "the drafter failed %d times in a row and rests for %d rounds (%s)", _MAX_FAULTS, self._pause_left, reason
             )
+
+
+def _planned(batch: Batch, plan: Plan) -> list[Generation]:
+    """The sequences that may draft."""
+    return [seq for seq, n in zip(batch.sequences, plan.lengths, strict=True) if n]
 
 
 def _set_aside(sequences: Sequence[Generation], reason: str) -> None:

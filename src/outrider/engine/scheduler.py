@@ -54,6 +54,8 @@ class Scheduler:
         self._queue = FairQueue()
         self._awaiting_prefix: dict[Sequence, list[Sequence]] = {}  # by first sample: those that wait for its prefix
         self._siblings: dict[str, Sequence] = {}
+        self._refused = False  # sequences wait that could not be admitted in the last turn
+        self._limit = self._config.max_num_seqs  # of running sequences; lower after `shrink`
 
     @property
     def max_num_seqs(self) -> int:
@@ -67,6 +69,13 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._queue) + sum(map(len, self._awaiting_prefix.values()))
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next turn could start a sequence that waits: none did last time, unless something changed since."""
+        if not self._refused and len(self._queue):
+            return True
+        return any(first.cached >= first.prompt_len for first in self._awaiting_prefix)
 
     @property
     def has_work(self) -> bool:
@@ -86,6 +95,7 @@ class Scheduler:
             self.check_queue(1)
         assert self.pages.pages_for(seq.prompt_len + seq.request.max_tokens) <= self.pages.count, "checked before queueing"
         seq.order = (seq.request.priority, next(self._arrivals))
+        self._refused = False
         first = self._siblings.get(seq.request.id)
         if seq.request.index == 0:
             self._siblings[seq.request.id] = seq
@@ -114,12 +124,21 @@ class Scheduler:
             else:
                 readers.append(seq)
         started = [] if stopped or not len(self._queue) else self._admit(stopped)
+        self._refused = not stopped
         readers = [seq for seq in (*readers, *started) if seq not in stopped]
         if readers:
             self._read_prompts(readers, batch, stopped)
         if stopped:
             batch = batch.where(lambda seq, _: seq not in stopped)
         return Turn(batch, started, stopped)
+
+    def shrink(self) -> list[Sequence]:
+        """Preempt half of the running sequences, those of the lowest priority, and run no more at once until some have ended."""
+        stopped: list[Sequence] = []
+        self._limit = max(len(self._running) // 2, 1)
+        while len(self._running) > self._limit:
+            self._preempt(self._lowest_priority(), stopped)
+        return stopped
 
     def reserve(self, batch: Batch, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Reserve free pages for draft nodes and return how many nodes fit. Drafts never preempt another sequence."""
@@ -151,6 +170,8 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> bool:
         """Remove a finished sequence and release its pages. Returns whether it was running."""
+        self._refused = False
+        self._limit = min(self._limit + 1, self._config.max_num_seqs)
         self._queue_siblings(seq)
         if self._siblings.get(seq.request.id) is seq:
             del self._siblings[seq.request.id]
@@ -219,7 +240,7 @@ class Scheduler:
         """Start waiting sequences while they fit, or while their client's fair share allows preempting another client."""
         started: list[Sequence] = []
         while (seq := self._queue.first()) is not None and seq not in stopped:
-            if len(self._running) < self._config.max_num_seqs and self._take_pages(seq):
+            if len(self._running) < self._limit and self._take_pages(seq):
                 self._queue.start(seq)
                 insort(self._running, seq, key=lambda one: one.order)
                 started.append(seq)

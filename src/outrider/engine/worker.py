@@ -221,6 +221,8 @@ class EngineThread:
         while not self._busy or not self._calls.empty():
             if not self._busy:
                 self._busy_since = None
+                if self._calls.empty() and self.engine.runner.capture_next():
+                    continue
             call = self._calls.get()
             self._busy_since = monotonic()
             if call is None:

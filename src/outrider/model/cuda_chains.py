@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.core import FutureTokens
 from outrider.model.cuda_inputs import GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
-from outrider.model.runner import Chances, Feed, PendingChains, Tokens
+from outrider.model.runner import Chances, Feed, PendingChains, Tokens, Verified
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.sampling import Row
 
@@ -21,7 +22,6 @@ __all__ = ["CHAIN_LENGTHS", "MAX_CHAIN_TOKENS", "Chains"]
 
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 MAX_CHAIN_TOKENS = GRAPH_ROWS[-1] * CHAIN_LENGTHS[-1]
-_PAUSE = 16  # maximum drafts without overlap after wasted ones; the pause doubles with each
 
 
 class Chain(NamedTuple):
@@ -35,98 +35,57 @@ class Chain(NamedTuple):
     after: AttentionMetadata  # rows of the later steps, kept alive because the graph writes to them
 
 
-class _Launched(NamedTuple):
-    """A draft that was launched."""
-
-    chain: Chain
-    feeds: Sequence[Feed]
-    rows: Sequence[Row]
-    lengths: Sequence[int]
-    columns: list[int]  # each feed's column in `chain.drawn`
-    tokens: list[list[int]]  # each feed's tokens, once the host has synchronised
-
-
 class Chains:
     """Draft chains by CUDA graph replay.
 
     While the target verifies a draft, the next draft can be launched: a kernel works out on the device where the verdict
-    leaves every sequence. The next call wants that draft unless a sequence joined or the plan changed; otherwise the
-    launch was wasted. Its keys and values then lie past the text, where the next draft overwrites them.
+    leaves every sequence.
     """
 
-    def __init__(self, runner: CudaRunner, target: CudaRunner | None) -> None:
-        self._runner, self._target = runner, target
+    def __init__(self, runner: CudaRunner, target: CudaRunner) -> None:
+        self._runner, self._target = runner, target  # whose future-token buffer others may draw to
         self._graphs: dict[tuple[int, int], Chain] = {}
         self._done: Any = torch.cuda.Event() if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._last: _Launched | None = None  # the last draft
-        self._overlapped: _Launched | None = None  # the draft whose continuation is in flight
-        self._pause, self._misses = 0, 1
 
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
-        columns = self._columns(feeds, lengths)
-        launched, self._overlapped = self._overlapped, None
-        if launched is not None and columns:
-            chain, self._misses = launched.chain, 1
-        else:
-            if launched is not None:
-                self._wait()  # its host inputs are about to change
-                if any(feed.pages is old.pages for feed in feeds for old in launched.feeds):  # not all have ended
-                    self._pause = self._misses = min(2 * self._misses, _PAUSE)
-            columns = list(range(len(feeds)))
-            chain = self._launch(feeds, rows, max(lengths))
-        drawn = self._last = _Launched(chain, feeds, rows, lengths, columns, [])
-        max_length, batch = max(lengths), chain.drawn.shape[1]
-
-        def resolve() -> tuple[Tokens, Chances]:
-            self._wait()
-            tokens, probs = (host.numpy()[:max_length, columns].T.tolist() for host in chain.host)
-            drawn.tokens.extend(tokens)
-            return tokens, probs
-
-        places = zip(columns, lengths, strict=True)
-        return PendingChains([list(range(-1 - b, -1 - b - length * batch, -batch)) for b, length in places], resolve)
-
-    def launch_next_draft(self, numbers: Sequence[int]) -> None:
-        """Launch the next draft, if the target's round in flight verifies the last one. `numbers` are their rows in its batch."""
-        last, roots = self._last, None if self._target is None else self._target.verifying_roots
-        self._pause = max(self._pause - 1, 0)
-        if last is None or roots is None or not last.tokens or self._pause:
-            return
-        size = bucket(len(numbers), GRAPH_ROWS), bucket(max(last.lengths), CHAIN_LENGTHS)
-        chain = self._graphs.get(size, last.chain)  # no longer than this draft was
-        batch, stride = chain.drawn.shape[1], last.chain.drawn.shape[1]
-        self.fill(chain, last.feeds, last.rows)
-        halves = chain.inputs.fields.reshape(6, 2, batch)[:, :, : len(numbers)]
-        halves[0, 1] = halves[0, 0]  # the roots
-        halves[0, 0] = [-1 - MAX_CHAIN_TOKENS - roots[number] for number in numbers]
-        halves[5, 0] = stride
-        chain.inputs.param_rows.reshape(2, batch)[:, : len(numbers)] = last.lengths, last.columns
-        self._replay(chain)
-        self._overlapped = last._replace(chain=chain)
-
-    def _columns(self, feeds: Sequence[Feed], lengths: Sequence[int]) -> list[int]:
-        """Each feed's column in the overlapped draft; empty where that draft does not continue these feeds."""
-        if (launched := self._overlapped) is None or max(lengths) > len(launched.chain.drawn):
-            return []
-        known = {id(feed.pages): column for column, feed in enumerate(launched.feeds)}
-        columns = [known.get(id(feed.pages), -1) for feed in feeds]
-        size, placed = self._runner.pool.page_size, launched.chain.inputs.placed
-        for feed, length, column in zip(feeds, lengths, columns, strict=True):
-            if column < 0 or not _follows(feed, launched, column):
-                return []
-            needed = -(-(feed.start + len(feed.tokens) + length - 1) // size)
-            if len(feed.pages) < needed or (placed[column] or [])[:needed] != feed.pages[:needed]:
-                return []
-        return columns
-
-    def _launch(self, feeds: Sequence[Feed], rows: Sequence[Row], length: int) -> Chain:
+        """Draw a chain after each feed."""
         longest = [feed for feed in feeds if len(feed.tokens) > 2]
         if longest:  # all but the newest two tokens of each
             self._runner.catch_up([feed._replace(tokens=feed.tokens[:-2]) for feed in longest])
-        chain = self.graph(bucket(len(feeds), GRAPH_ROWS), bucket(length, CHAIN_LENGTHS))
+        chain = self._chain(len(feeds), max(lengths))
         self.fill(chain, feeds, rows)
+        return self._launched(chain, lengths)
+
+    def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
+        """Draw the chains after those whose verification is in flight."""
+        count = len(verified)
+        chain = self._chain(count, max(lengths))
+        self.fill(chain, [one.feed for one in verified], rows)
+        batch = chain.drawn.shape[1]
+        halves = chain.inputs.fields.reshape(6, 2, batch)[:, :, :count]
+        halves[0, 1] = halves[0, 0]  # the roots
+        halves[0, 0] = [-1 - one.choices.first for one in verified]
+        halves[5, 0] = [one.drawn.stride for one in verified]
+        verified_nodes = [one.choices.count - 1 for one in verified]
+        chain.inputs.param_rows.reshape(2, batch)[:, :count] = verified_nodes, [one.drawn.first for one in verified]
+        return self._launched(chain, lengths)
+
+    def _chain(self, count: int, length: int) -> Chain:
+        self._wait()  # for the draft before: its host inputs are about to change
+        return self.graph(bucket(count, GRAPH_ROWS), bucket(length, CHAIN_LENGTHS))
+
+    def _launched(self, chain: Chain, lengths: Sequence[int]) -> PendingChains:
         self._replay(chain)
-        return chain
+        drawn = self._target.drawn = object()
+        max_length, count, batch = max(lengths), len(lengths), chain.drawn.shape[1]
+
+        def resolve() -> tuple[Tokens, Chances]:
+            self._wait()
+            tokens, probs = (host.numpy()[:max_length, :count].T.tolist() for host in chain.host)
+            return tokens, probs
+
+        future = [FutureTokens(b, length, batch) for b, length in enumerate(lengths)]
+        return PendingChains(future, resolve, lambda: self._target.drawn is drawn)
 
     def _replay(self, chain: Chain) -> None:
         chain.replay()
@@ -197,12 +156,3 @@ class Chains:
 
         replay = runner.capture(f"draft of {length} tokens for {batch}", work)
         return Chain(inputs, replay, drawn, probs, host, after)  # type: ignore[arg-type]
-
-
-def _follows(feed: Feed, before: _Launched, column: int) -> bool:
-    """Whether a feed is what the verdict on a draft leaves: an accepted beginning of it, then another token."""
-    root, guessed, verified = before.feeds[column], before.tokens[column], before.lengths[column]
-    accepted = feed.start + len(feed.tokens) - root.start - len(root.tokens) - 1
-    if accepted == verified:  # the last of them was never fed
-        return list(feed.tokens[:-1]) == guessed[verified - 1 : verified]
-    return 0 <= accepted < verified and len(feed.tokens) == 1 and feed.tokens[0] != guessed[accepted]

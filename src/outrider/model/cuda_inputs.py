@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core import Request
 from outrider.ops.cuda.launch import AttentionMetadata
-from outrider.sampling import Row, SamplingParams
+from outrider.sampling import Row
 from outrider.sampling.noise import prefix_of
 
-__all__ = ["DEPTH", "GRAPH_ROWS", "Graph", "GraphInputs", "SamplingNeeds", "bucket", "noise_key"]
+__all__ = ["DEPTH", "GRAPH_ROWS", "GraphInputs", "bucket"]
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 DEPTH = 256  # ancestors of a node that may lie out of order; as many as a draft has nodes
-NoiseKey = tuple[SamplingParams, int, int]  # parameters, seed and sample, as in Row
 _SECTIONS = 8  # sections of N words between the noise prefixes and the page table; see GraphInputs
 
 
@@ -30,12 +27,17 @@ class GraphInputs:
     table; the page table; ancestors; the first row of each sequence's rotary table.
     """
 
-    def __init__(self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH) -> None:
+    def __init__(
+        self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH, beside: GraphInputs | None = None
+    ) -> None:
+        """With `beside` they are sent to the same place on the device as that one's."""
         self.rows = rows
+        self._sizes = (rows, sequences, width, device, depth)
         shapes = ((rows, 2), (_SECTIONS, rows), (sequences, width), (rows, depth), (sequences, 1))
         words = sum(map(math.prod, shapes))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        fresh = torch.zeros(words if beside is None else 0, dtype=torch.int32, device=device)
+        self._device: Tensor = fresh if beside is None else beside._device
         prefixes, sections, self.table, self.ancestors, self.starts = (part.numpy() for part in _parts(self._host, shapes))
         self.prefixes = prefixes.reshape(-1).view(np.uint64)
         self.temperatures = sections[0].view(np.float32)
@@ -48,9 +50,13 @@ class GraphInputs:
             temperatures.view(torch.float32), device_prefixes.view(-1).view(torch.int64), param_rows, starts,
         )  # fmt: skip
         self.placed: list[list[int] | None] = [None] * sequences  # pages in each row of the page table
-        self.needs: SamplingNeeds | None = None  # the requests whose noise is set, one row each
+        self.sampled: tuple[object, list[int]] | None = None  # whose noise is set, and their rows; see SamplingMetadata.fill
         self.filled = 0  # sequences of the last filling, if it was one row each or a chain: then the padding is still right
         self.order = np.arange(rows, dtype=np.int32)
+
+    def other_side(self) -> GraphInputs:
+        """As many integers on the host, for the same place on the device."""
+        return GraphInputs(*self._sizes, beside=self)
 
     def place(self, b: int, pages: Sequence[int], scratch: int, rotary_start: int = 0) -> None:
         """Set a sequence's row of the page table. Entries past its pages point to the padding's page."""
@@ -69,10 +75,10 @@ class GraphInputs:
             self.place(len(self.table) - 1, [], scratch)
             self.temperatures[filled:] = 0.0
 
-    def set_noise(self, rows: slice, keys: Sequence[Row | NoiseKey]) -> None:
-        """Set temperature and noise prefix of the rows, by a key for each row or one key for all."""
-        self.temperatures[rows] = [0.0 if params.greedy else params.temperature for params, *_ in keys]
-        self.prefixes[rows] = [prefix_of(key[1], key[2]) for key in keys]
+    def set_noise(self, rows: slice, sampled: Sequence[Row]) -> None:
+        """Set temperature and noise prefix of the rows."""
+        self.temperatures[rows] = [0.0 if row.params.greedy else row.params.temperature for row in sampled]
+        self.prefixes[rows] = [prefix_of(row.seed, row.sample) for row in sampled]
 
     def send(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
@@ -81,49 +87,6 @@ class GraphInputs:
 def _parts(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Consecutive parts of a flat tensor in their shapes."""
     return [part.view(shape) for part, shape in zip(torch.split(flat, [*map(math.prod, shapes)]), shapes, strict=True)]
-
-
-class SamplingNeeds(NamedTuple):
-    """Requests, and which kinds of sampling parameters any of them has."""
-
-    requests: list[Request]
-    penalties: bool  # penalties, biases, bans or filters
-    logprobs: bool
-    prompt_logprobs: bool
-
-    @classmethod
-    def of(cls, requests: list[Request]) -> SamplingNeeds:
-        params = [request.params for request in requests]
-        return cls(
-            requests,
-            any(p.adjusts or p.truncates for p in params),
-            any(p.logprobs is not None for p in params),
-            any(p.prompt_logprobs is not None for p in params),
-        )
-
-
-class Graph(NamedTuple):
-    """A captured forward for a fixed number of rows."""
-
-    inputs: GraphInputs
-    launch: Callable[[], None]
-    outputs: list[Any]  # logits and taps (or None) of the last launch; the next launch overwrites them
-    host: Tensor  # the choices, in pinned memory
-    done: Any  # a CUDA event
-
-    def start(self) -> None:
-        """Launch the graph. Its host inputs may change again once it is done."""
-        self.launch()
-        if self.done is not None:
-            self.done.record()
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-
-def noise_key(request: Request) -> NoiseKey:
-    return request.params, request.seed, request.index
 
 
 def bucket(count: int, sizes: Sequence[int]) -> int:

@@ -6,6 +6,8 @@ of a draft model. Rounds with fewer rows are padded with rows that write to the 
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,26 +19,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.core import Batch, Drafts, Scores
+from outrider.core import Batch, Computed, Drafts, InFlight, PendingDrafts, Scores, Tree
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
-from outrider.model.cuda_decode import MAX_OVERLAP_ROWS, DecodeRounds
-from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, Graph, GraphInputs, bucket, noise_key
+from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_logits import RowLogits, choose_in_parts
+from outrider.model.cuda_rounds import DecodeRounds, choose_on_host
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
-from outrider.model.cuda_trees import Trees, grow_by_model
+from outrider.model.cuda_tree_growth import TreeGrower
+from outrider.model.cuda_trees import Trees, fixed_growth, grow_by_model
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
-from outrider.model.runner import Chances, Feed, Growth, PendingChains, Round, Runner, Tokens
-from outrider.ops import GrownTree, Segment, serving_ops
+from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, TreeGrowth, Verified
+from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.forwards import device_work
-from outrider.sampling import Row, choose, rows_of
+from outrider.sampling import Row
 
-__all__ = ["CudaOptions", "CudaRunner", "split_feeds"]
+__all__ = ["Capture", "CudaOptions", "CudaRunner", "split_feeds"]
 
+_log = logging.getLogger("outrider")
+Capture = Callable[[], object]
 _MAX_CATCH_UP_ROWS = 2048  # rows of text that a draft model has missed
 
 
@@ -54,7 +59,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits that drafters read are copied to the host."""
 
-    overlaps_rounds = separate_prefill = True
+    separate_prefill = True
     drafts_by_temperature = True  # other parameters would cost the launches of a forward for each token
 
     def __init__(
@@ -73,7 +78,7 @@ class CudaRunner(Runner):
         fresh = torch.zeros(MAX_CHAIN_TOKENS + GRAPH_ROWS[-1], dtype=torch.int32, device=device)
         # the future-token buffer: tokens of a draft, then choices of a round
         self.future_tokens: Tensor = fresh if target is None else target.future_tokens
-        self._chosen = fresh[MAX_CHAIN_TOKENS:]
+        self.chosen = fresh[MAX_CHAIN_TOKENS:]
         self.cuda = CudaStack(
             decoder, page_size, self.device, options.exact, self.future_tokens, options.placement, options.fp8_rows
         )
@@ -83,15 +88,16 @@ class CudaRunner(Runner):
         self.stack = self._output = None
         self.options = options
         self._sampling = SamplingMetadata(self.device)
-        self.verifying_roots: list[int] | None = None  # roots of the round in flight, as places among its choices
-        self.chains = Chains(self, target)
+        self.drawn: object = None  # stands for the draft that is in the future-token buffer
+        self.weights_on_host = options.placement is not None
+        self.chains = Chains(self, target or self)
         self.grows_trees = not c.recurrent  # states go along one path
-        self.trees = Trees("draft model", self, partial(grow_by_model, self))
-        self._plain = DecodeRounds(self, self._sampling, -1 - MAX_CHAIN_TOKENS)
+        self.trees = TreeGrower(self)
+        self.fixed_trees = Trees("draft model", self, partial(grow_by_model, self))
+        self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
+        self.later: deque[Capture] = deque()  # captures for idle moments
         self.width = -(-(c.context + EXTRA_POSITIONS) // page_size)  # of a page table
-        self._graphs: dict[tuple[int, tuple[int, ...], int], Graph] = {}
-        self._logits: list[Tensor] = []  # double buffer for overlapped rounds; logits of others lie in the graphs' memory
         self._memory: Any = None
         self._stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self._done: Any = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -110,25 +116,26 @@ class CudaRunner(Runner):
 
     # --- the round -------------------------------------------------------------------------------------------------
 
-    def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
-        """One forward for everyone, and the target's choices with it. Drafts still being drawn are resolved while it runs."""
-        if drafts.ahead is None and not any(tree.tokens for tree in drafts.per_sequence):
-            scores = self._plain.score(batch, taps)
-            if scores is not None:
-                return scores
-        self._plain.drop(batch)
+    def launch(self, batch: Batch, drafts: Drafts | PendingDrafts, taps: tuple[int, ...] = ()) -> InFlight:
+        """One forward for everyone, and the target's choices with it. Rounds of decode rows are in flight when this returns."""
+        if not any(tree.tokens for tree in drafts.per_sequence):
+            in_flight = self.rounds.launch_plain(batch, taps)
+            if in_flight is not None:
+                return in_flight
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
         if decoding and rows <= self.options.max_graph_rows:
-            return self._score_decoding(batch, laid, rows, taps, drafts.ahead)
-        if drafts.ahead is not None:
-            drafts.ahead()
-        if decoding and (self.cuda.streaming is None or rows > MAX_PASS_ROWS):
-            return self._score_by_parts(batch, laid, taps)
-        return self._score_eagerly(batch, laid, taps)
+            return self.rounds.launch(batch, drafts, laid, taps)
+        self.rounds.last = None
+        if decoding and (not self.cuda.streams or rows > MAX_PASS_ROWS):
+            return Computed(self._score_by_parts(batch, drafts.per_sequence, laid, taps))
+        return Computed(self._score_eagerly(batch, drafts.per_sequence, laid, taps))
 
-    def _score_eagerly(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
+    def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
+        return self.launch(batch, drafts, taps).wait()
+
+    def _score_eagerly(self, batch: Batch, trees: list[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
         """A round without a graph: one pass over the weights, however many rows it has."""
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         forward = self._forward(laid.feeds, taps)
@@ -137,106 +144,53 @@ class CudaRunner(Runner):
         if not laid.wanted:
             self._wait()
             return Scores(torch.empty(0, self.decoder.spec.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
-        logits, choices = self._choose(forward.last, batch, laid)
+        logits, choices = self._choose(forward.last, batch, trees, laid)
         return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
 
-    def _score_by_parts(self, batch: Batch, laid: Round, taps: tuple[int, ...]) -> Scores:
+    def _score_by_parts(self, batch: Batch, trees: list[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
         """Some of the sequences after the others, where there are more rows than the largest graph or one pass takes."""
         parts: list[Scores] = []
         choices: list[int] = []
-        streams = self.cuda.streaming is not None
+        streams = self.cuda.streams
         for group in _groups(laid.feeds, MAX_PASS_ROWS if streams else self.options.max_graph_rows):
             first = laid.roots[group.start]
             layout = laid._replace(feeds=laid.feeds[group], roots=[root - first for root in laid.roots[group]])
             size, some = sum(1 + len(feed.nodes) for feed in layout.feeds), Batch(batch.sequences[group], batch.feeds[group])
             if streams:
                 layout = layout._replace(wanted=list(range(size)))
-                scores = self._score_eagerly(some, layout, taps)
+                scores = self._score_eagerly(some, trees[group], layout, taps)
             else:
-                scores = self._score_decoding(some, layout, size, taps)
+                scores = self.rounds.launch(some, Drafts(trees[group]), layout, taps).wait()
             scores.logits = scores.logits.clone()  # the next replay overwrites the graph's logits
             parts.append(scores)
             choices += scores.choices or ()
+        self.rounds.last = None
         logits = [scores.logits for scores in parts]
         if len({rows.device for rows in logits}) > 1:
             logits = [rows.cpu() for rows in logits]
         tapped = torch.cat([scores.taps for scores in parts if scores.taps is not None]) if taps else None
         return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
 
-    def _score_decoding(
-        self, batch: Batch, laid: Round, rows: int, taps: tuple[int, ...], resolve: Callable[[], object] | None = None
-    ) -> Scores:
-        graph = self.round_graph(bucket(rows, GRAPH_ROWS), taps)
-        self._fill(graph.inputs, laid.feeds)
-        host_sequences = self._set_sampling(graph.inputs, batch, laid)
-        graph.start()
-        if resolve is not None:
-            self.verifying_roots = laid.roots
-            try:
-                resolve()  # while the device runs the round
-            finally:
-                self.verifying_roots = None
-        graph.wait()
-        logits, taps_of_all = graph.outputs
-        tapped = None if taps_of_all is None else taps_of_all[:rows].flatten(1).clone()  # the next replay overwrites them
-        choices = graph.host[:rows].tolist()
-        logits = self._choose_on_host(logits[:rows], choices, host_sequences, batch, laid)
-        return Scores(logits, laid.roots, laid.first_rows, tapped, {}, choices)
-
-    def _set_sampling(self, inputs: GraphInputs, batch: Batch, laid: Round) -> list[int]:
-        """Set noise and sampling metadata of every wanted row. Returns the sequences that the host must choose for."""
-        self._sampling.begin()
-        host_sequences = []
-        for b, (seq, feed, root) in enumerate(zip(batch.sequences, laid.feeds, laid.roots, strict=True)):
-            if root < 0:
-                continue
-            rows = slice(root, root + 1 + len(feed.nodes))
-            inputs.set_noise(rows, [noise_key(seq.request)])
-            places = self._sampling.add(seq, feed.nodes, feed.parents)
-            if places is None:
-                host_sequences.append(b)
-            elif places:
-                inputs.param_rows[rows] = places
-        self._sampling.send()
-        return host_sequences
-
     @torch.inference_mode()
-    def _choose(self, last: Tensor, batch: Batch, laid: Round) -> tuple[Tensor, list[int]]:
+    def _choose(self, last: Tensor, batch: Batch, trees: Sequence[Tree], laid: Round) -> tuple[Tensor, list[int]]:
         """Logits and choices of a round that runs without a graph."""
         last = last[laid.wanted]
         inputs = GraphInputs(len(laid.wanted), 1, 1, self.device, 1)
-        inputs.param_rows[:] = -1
-        for seq, feed, root in zip(batch.sequences, laid.feeds, laid.roots, strict=True):
+        for seq, tree, root in zip(batch.sequences, trees, laid.roots, strict=True):
             if root >= 0:
-                segment = Segment(0, len(seq.tokens) - 1, 1, (), feed.parents)
-                inputs.fields[2, root : root + 1 + len(feed.nodes)] = segment.positions()
-        host_sequences = self._set_sampling(inputs, batch, laid)
+                segment = Segment(0, len(seq.tokens) - 1, 1, (), tree.parents)
+                inputs.fields[2, root : root + 1 + len(tree.tokens)] = segment.positions()
+        by_host = self._sampling.fill(inputs, batch, trees, laid.roots)
         inputs.send()
-        if self.cuda.streaming is not None and len(last) > LOGIT_ROWS:
+        if self.cuda.streams and len(last) > LOGIT_ROWS:
             logits: Tensor = RowLogits(self.cuda, last)  # type: ignore[assignment]
             choices = choose_in_parts(self.cuda, last, inputs.meta, self._sampling.table)
         else:
             logits = self.cuda.logits(last)
             choices = self._sampling.table.choose(logits, inputs.meta).tolist()
-        return self._choose_on_host(logits, choices, host_sequences, batch, laid), choices
+        return choose_on_host(logits, choices, by_host, batch, trees, laid.roots), choices
 
-    @staticmethod
-    def _choose_on_host(logits: Tensor, choices: list[int], host_sequences: list[int], batch: Batch, laid: Round) -> Tensor:
-        """Choose for the sequences that the device does not support. Returns the logits, on the host where it needs them."""
-        if host_sequences or any(seq.request.params.logprobs is not None for seq in batch.sequences):
-            logits = logits.cpu()
-        for b in host_sequences:
-            rows = rows_of(batch.sequences[b], laid.feeds[b].nodes, laid.feeds[b].parents)
-            first = laid.roots[b]
-            choices[first : first + len(rows)] = choose(logits[first : first + len(rows)], rows)
-        return logits
-
-    def fill_round(self, graph: Graph, feeds: Sequence[Feed]) -> None:
-        """Fill a graph with greedy rows."""
-        graph.inputs.temperatures[:] = 0.0
-        self._fill(graph.inputs, feeds)
-
-    def _fill(self, inputs: GraphInputs, feeds: Sequence[Feed]) -> None:
+    def fill(self, inputs: GraphInputs, feeds: Sequence[Feed]) -> None:
         """Fill the inputs of a forward; rows past those of the feeds are padding."""
         size, scratch = self.pool.page_size, self.pool.pages - 1
         tokens: list[int] = []
@@ -262,7 +216,7 @@ class CudaRunner(Runner):
                 roots += where
             slots += self.pool.slots(pages, where)
         filled = len(tokens)
-        inputs.needs, inputs.filled = None, 0
+        inputs.filled = 0
         inputs.param_rows[:] = -1
         inputs.fields[:, :filled] = (tokens, sequences, positions, roots, firsts, slots)
         inputs.pad(filled, scratch, size)
@@ -283,7 +237,7 @@ class CudaRunner(Runner):
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
         inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1)
-        self._fill(inputs, [feeds[i] for i in order])
+        self.fill(inputs, [feeds[i] for i in order])
         inputs.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
@@ -324,11 +278,6 @@ class CudaRunner(Runner):
     def drafts_chains(self) -> int:
         return CHAIN_LENGTHS[-1]
 
-    @torch.inference_mode()
-    def grow(self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: Growth) -> list[GrownTree]:
-        """Draft trees by one replay, by temperature and noise alone."""
-        return self.trees.grow(feeds, rows, rooms, growth, lambda _, early, __: self.catch_up([f for f in early if f.tokens]))
-
     def draft(
         self,
         feeds: Sequence[Feed],
@@ -345,8 +294,20 @@ class CudaRunner(Runner):
         """Launch draft chains without waiting. The target may read their tokens in the future-token buffer."""
         return self.chains.draw(feeds, rows, lengths)
 
-    def launch_next_draft(self, numbers: Sequence[int]) -> None:
-        self.chains.launch_next_draft(numbers)
+    def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
+        return self.chains.draw_next(verified, rows, lengths)
+
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        """Trees of a fixed beam by one replay, others step by step."""
+        fixed = None if growth.beam is None else fixed_growth(growth.levels, growth.beam, growth.branch, max(rooms))
+        if fixed is None:
+            return self.trees.grow(feeds, rows, rooms, growth)
+        grown = self.fixed_trees.grow(
+            feeds, rows, rooms, fixed, lambda _, early, __: self.catch_up([feed for feed in early if feed.tokens])
+        )
+        return [tree[:3] for tree in grown]
 
     def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Write the KV of text the model has missed: few rows by a round's graph, many as prompts."""
@@ -355,66 +316,48 @@ class CudaRunner(Runner):
             if rows > self.options.max_graph_rows:
                 self._forward(part, ())
             else:
-                graph = self.round_graph(bucket(rows, GRAPH_ROWS))
-                self.fill_round(graph, part)
-                graph.launch()
+                self.rounds.feed(part)
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
-    def warm_up(self, rows: int = 0, taps: tuple[int, ...] = (), plain: int = 0, batch: int = 0, length: int = 0) -> None:
-        """Capture the graphs of rounds up to `rows` rows, of overlapped plain rounds up to `plain` rows, and of drafts up to
-        `batch` sequences and `length` tokens.
+    def captures(self, rows: int, taps: tuple[int, ...] = (), batch: int = 0, length: int = 0) -> list[Capture]:
+        """What captures the graphs of rounds up to `rows` rows, and of drafts up to `batch` sequences and `length` tokens; the
+        likeliest first: one sequence, then as many as there may be, then those between.
         """
-        for count in GRAPH_ROWS:
-            if rows and count <= bucket(min(rows, self.options.max_graph_rows), GRAPH_ROWS):
-                self.round_graph(count, taps)
-            if plain and not taps and count <= bucket(min(plain, MAX_OVERLAP_ROWS), GRAPH_ROWS):
-                self.round_graph(count, taps, 1)
-            for tokens in CHAIN_LENGTHS:
-                if batch and count <= bucket(min(batch, GRAPH_ROWS[-1]), GRAPH_ROWS) and tokens <= bucket(length, CHAIN_LENGTHS):
-                    self.chains.graph(count, tokens)
+        rounds = [partial(self.rounds.graph, count, taps) for count in _likeliest(rows, self.options.max_graph_rows)]
+        lengths = [tokens for tokens in CHAIN_LENGTHS if tokens <= bucket(length, CHAIN_LENGTHS)]
+        chains = [partial(self.chains.graph, count, tokens) for count in _likeliest(batch, GRAPH_ROWS[-1]) for tokens in lengths]
+        return [*rounds, *chains]
 
-    def warm_up_prefill(self) -> None:
-        """Run prompts longer than any graph into the padding's page, which compiles the kernels of prompts."""
-        tokens = [0] * min(self.options.max_graph_rows, self.decoder.spec.context)
+    def warm_up_prefill(self, rows: int) -> None:
+        """Run prompts of so many rows in all into the padding's page, which compiles the kernels of prompts."""
+        tokens = [0] * min(rows, self.decoder.spec.context)
         pages = [self.pool.pages - 1] * -(-len(tokens) // self.pool.page_size)
-        feeds = [Feed(pages, 0, tokens)] * (self.options.max_graph_rows // len(tokens) + 1)
+        feeds = [Feed(pages, 0, tokens)] * max(rows // len(tokens), 1)
         self._forward(feeds, ())
         self._forward([*feeds, Feed(pages, 0, [0])], ())  # Triton specialises row counts that are no multiple of 16
 
+    def free_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def capture_next(self) -> bool:
+        if not self.later:
+            return False
+        try:
+            self.later.popleft()()
+        except torch.OutOfMemoryError:
+            _log.warning(
+                "no memory for %d graphs that might be used: each will be captured when it is needed", 1 + len(self.later)
+            )
+            self.later.clear()
+        return True
+
     def round_seconds(self) -> dict[int, float]:
         """Device seconds of each captured round, by rows."""
-        return {rows: _replay_seconds(graph.launch) for (rows, _, buffer), graph in self._graphs.items() if not buffer}
-
-    def round_graph(self, rows: int, taps: tuple[int, ...] = (), buffer: int = 0) -> Graph:
-        """The graph of a forward and its choices. `rows` is one of GRAPH_ROWS; `buffer` selects half of the double buffer."""
-        key = (rows, taps, buffer)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture_round(rows, taps, buffer)
-        return self._graphs[key]
-
-    def has_graph(self, rows: int, buffer: int) -> bool:
-        return (rows, (), buffer) in self._graphs
-
-    def _capture_round(self, rows: int, taps: tuple[int, ...], buffer: int) -> Graph:
-        inputs = GraphInputs(rows, rows, self.width, self.device)
-        if rows <= MAX_OVERLAP_ROWS and not self._logits:  # graphs share memory, so the next launch could overwrite logits in it
-            self._logits = [torch.empty(MAX_OVERLAP_ROWS, self.decoder.spec.vocab, device=self.device) for _ in range(2)]
-        out = self._logits[buffer][:rows] if rows <= MAX_OVERLAP_ROWS else None
-        self._fill(inputs, [])
-        kept: list[Any] = []
-        host = torch.zeros(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-
-        def work() -> None:
-            inputs.send()
-            outputs = self.cuda.forward(CudaRows(inputs.meta), self.pool, taps)
-            logits = self.cuda.logits(outputs.last, out)
-            chosen = self._sampling.table.choose(logits, inputs.meta, self._chosen[:rows])
-            host.copy_(chosen, non_blocking=True)
-            kept[:] = [logits, outputs.taps]
-
-        launch = self.capture(f"round of {rows} rows", work)
-        return Graph(inputs, launch, kept, host, torch.cuda.Event() if self.device.type == "cuda" else None)  # type: ignore[no-untyped-call]
+        repeats = 1 if self.cuda.streams else 3
+        return {rows: _replay_seconds(graph.replay, repeats) for rows, graph in self.rounds.graphs.items()}
 
     def capture(self, name: str, work: Any) -> Any:
         """A callable that repeats the work: a graph's replay, or the work itself where graphs are off."""
@@ -422,7 +365,9 @@ class CudaRunner(Runner):
             return device_work(work)
         begun = perf_counter()
         with torch.inference_mode():
+            future_tokens = self.future_tokens.clone()
             work()  # compiles kernels that are not compiled yet
+            self.future_tokens.copy_(future_tokens)  # the next launch may read those of a round in flight
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             passes = self.cuda.passes
@@ -441,7 +386,7 @@ class CudaRunner(Runner):
         that many rows, what noise their first rows have, and the first parameters of rows.
         """
         inputs = GraphInputs(rows, rows, self.width, self.device)
-        self._fill(inputs, [])
+        self.fill(inputs, [])
 
         def send_and_work() -> None:
             inputs.send()
@@ -451,7 +396,7 @@ class CudaRunner(Runner):
 
         def run(feeds: Sequence[Feed], sampled: Sequence[Row], numbers: Sequence[int] = ()) -> None:
             self._wait()  # an earlier call may still copy the host inputs
-            self._fill(inputs, feeds)
+            self.fill(inputs, feeds)
             inputs.temperatures[:] = 0.0
             inputs.set_noise(slice(len(sampled)), sampled)
             inputs.param_rows[: len(numbers)] = numbers
@@ -464,6 +409,15 @@ class CudaRunner(Runner):
         if self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
+
+
+def _likeliest(count: int, most: int) -> list[int]:
+    """Sizes of graphs for up to so many, in the order in which they are likely to be needed; none for 0."""
+    if not count:
+        return []
+    largest = bucket(min(count, most), GRAPH_ROWS)
+    sizes = [size for size in GRAPH_ROWS if size <= largest]
+    return list(dict.fromkeys([sizes[0], largest, *sizes]))
 
 
 def _groups(feeds: Sequence[Feed], max_rows: int) -> list[slice]:
@@ -528,7 +482,7 @@ def _tree_rows(feed: Feed, pool: KVPool, ancestors: NDArray[Any], first: int) ->
     return positions, [*positions[:fed], *[root] * (len(positions) - fed)], segment.slots()
 
 
-def _replay_seconds(replay: Any, repeats: int = 3) -> float:
+def _replay_seconds(replay: Any, repeats: int) -> float:
     replay()
     torch.cuda.synchronize()
     begun = perf_counter()

@@ -1,49 +1,117 @@
 """Sampling metadata of a round on a GPU: the parameters of its rows and the penalty table of its sequences.
 
-The tokens of a sequence are counted once, as they come. A round sends the parameters of each row and the penalised tokens
-of each sequence. Rows with grammars, lists of allowed tokens or bad words are chosen by the host instead.
+The tokens of a sequence are counted once, as they come. A round sends the parameters of each row that has some and the
+penalised tokens of each sequence. Rows with grammars, lists of allowed tokens or bad words are chosen by the host instead.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.core import ROOT, depths
+from outrider.core import ROOT, Batch, Request, Tree, depths
 from outrider.core import Sequence as Generation
+from outrider.model.cuda_inputs import GraphInputs
 from outrider.ops.cuda.penalties import ADJUSTS, BANS, COUNTED, FILTERS, SEEN, STOPS, PenaltyTable, TokenPenalty
 from outrider.sampling import SamplingParams
+from outrider.sampling.noise import prefix_of
 
 __all__ = ["SamplingMetadata"]
 
 _MAX_ROWS = 4096
 
 
+class _Needs(NamedTuple):
+    """What the rows of some requests are chosen with."""
+
+    requests: list[Request]
+    temperatures: NDArray[np.float32]
+    prefixes: NDArray[np.uint64]  # of the noise
+    shaped: list[int]  # requests with penalties, biases, bans or filters
+    follows_text: bool  # some of their parameters change with the text
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> _Needs:
+        params = [request.params for request in requests]
+        return cls(
+            requests,
+            np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
+            np.array([prefix_of(request.seed, request.index) for request in requests], np.uint64),
+            [i for i, p in enumerate(params) if p.adjusts or p.truncates],
+            any(p.adjusts for p in params),
+        )
+
+
+class _Filled(NamedTuple):
+    """What the penalty table holds."""
+
+    needs: _Needs
+    counts: list[int]  # rows of each request
+    param_rows: NDArray[np.int32]
+
+
 class SamplingMetadata:
-    """The sequences of the last round that use the penalty table, with their token penalties."""
+    """Noise and parameters of a round's rows, and the token penalties of its sequences.
+
+    While requests and their rows stay the same and no parameter follows the text, nothing is written again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.table = PenaltyTable(_MAX_ROWS, device)
+        self._needs = _Needs.of([])
+        self._filled: _Filled | None = None
         self._sequences: dict[Generation, _SequencePenalties] = {}
-        self._previous: dict[Generation, _SequencePenalties] = {}
 
-    def begin(self) -> None:
-        """Begin a round. A sequence that was not in the last round is counted from its start again."""
-        self._previous, self._sequences = self._sequences, {}
+    def fill(self, inputs: GraphInputs, batch: Batch, trees: Sequence[Tree], roots: Sequence[int]) -> list[int]:
+        """Set noise and parameters of every wanted row. Returns the sequences that the host must choose for."""
+        requests = [seq.request for seq in batch.sequences]
+        if requests != self._needs.requests:
+            self._needs = _Needs.of(requests)
+        needs = self._needs
+        counts = [1 + len(tree.tokens) if root >= 0 else 0 for tree, root in zip(trees, roots, strict=True)]
+        if inputs.sampled is None or inputs.sampled[0] is not needs or inputs.sampled[1] != counts:
+            rows = sum(counts)
+            inputs.temperatures[:rows] = np.repeat(needs.temperatures, counts)
+            inputs.prefixes[:rows] = np.repeat(needs.prefixes, counts)
+            inputs.param_rows[:] = -1
+            inputs.sampled = None if needs.shaped else (needs, counts)
+        if not needs.shaped:
+            return []
+        held = self._filled
+        if held is not None and held.needs is needs and held.counts == counts and not needs.follows_text:
+            inputs.param_rows[: len(held.param_rows)] = held.param_rows
+            return []
+        return self._fill_table(inputs, batch, trees, roots)
+
+    def _fill_table(self, inputs: GraphInputs, batch: Batch, trees: Sequence[Tree], roots: Sequence[int]) -> list[int]:
+        """Write the parameters of the sequences that have some. One that was not in the last round is counted from its start."""
+        previous, self._sequences = self._sequences, {}
         self.table.clear()
+        by_host = []
+        for b in self._needs.shaped:
+            if roots[b] < 0:
+                continue
+            places = self._add(batch.sequences[b], trees[b], previous)
+            if places is None:
+                by_host.append(b)
+            else:
+                inputs.param_rows[roots[b] : roots[b] + len(places)] = places
+        self.table.send()
+        counts = [1 + len(tree.tokens) if root >= 0 else 0 for tree, root in zip(trees, roots, strict=True)]
+        self._filled = None if by_host else _Filled(self._needs, counts, inputs.param_rows[: sum(counts)].copy())
+        return by_host
 
-    def add(self, seq: Generation, nodes: Sequence[int], parents: Sequence[int]) -> range | None:
-        """Add a root and its nodes. Returns their rows of parameters, none if they need none, or None if the host must choose."""
-        params = seq.request.params
-        if not (params.adjusts or params.truncates):
-            return range(0)
+    def _add(self, seq: Generation, tree: Tree, previous: Mapping[Generation, _SequencePenalties]) -> range | None:
+        """The rows of parameters of a root and its nodes, or None if the host must choose."""
+        params, (nodes, parents, _) = seq.request.params, tree
         if params.structured is not None or params.allowed_token_ids is not None or params.bad_word_ids:
             return None
-        seq_penalties = self._sequences[seq] = self._previous.get(seq) or _SequencePenalties(seq)
+        seq_penalties = self._sequences[seq] = previous.get(seq) or _SequencePenalties(seq)
         seq_penalties.read(seq.tokens)
         paths = seq_penalties.paths(nodes, parents) if params.uses_history else []
         places = self.table.place(seq_penalties.params_words, 1 + len(nodes), len(seq_penalties.penalties) + sum(map(len, paths)))
@@ -56,10 +124,6 @@ class SamplingMetadata:
                 row_params[row, 2:4] = self.table.add(path)
             _ban(row_params, params.min_tokens - seq.output_len, parents)
         return places
-
-    def send(self) -> None:
-        """Copy the table to the device."""
-        self.table.send()
 
 
 def _ban(row_params: NDArray[np.int32], remaining: int, parents: Sequence[int]) -> None:

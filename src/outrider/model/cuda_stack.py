@@ -114,6 +114,11 @@ class CudaStack:
             self.streaming.close()
 
     @property
+    def streams(self) -> bool:
+        """Whether layers wait for weights: then a forward costs much more than its rows."""
+        return self.streaming is not None and self.streaming.placement.pass_bytes > 0
+
+    @property
     def passes(self) -> int:
         """Forwards over streamed weights so far, launched or captured."""
         return 0 if self.streaming is None else self.streaming.passes

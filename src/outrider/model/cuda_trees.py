@@ -12,13 +12,13 @@ from outrider.model.runner import Feed, Growth
 from outrider.ops import GrownTree
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.cuda.tree_launch import GrowingTrees
-from outrider.ops.cuda.tree_sizes import MAX_LEVELS, TreeSizes
+from outrider.ops.cuda.tree_sizes import MAX_BRANCH, MAX_CHILDREN, MAX_KEPT, MAX_LEVELS, TreeSizes
 from outrider.sampling import Row
 
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["Trees", "grow_by_model", "newest_first", "split_newest"]
+__all__ = ["Trees", "fixed_growth", "grow_by_model", "newest_first", "split_newest"]
 
 _MAX_ROWS = 512  # rows of a level, and of the texts that trees grow after
 
@@ -71,6 +71,14 @@ class Trees:
             name = f"{self._name}'s trees of {sizes.levels} levels for {sizes.batch}"
             self._graphs[sizes] = _Graph(trees, self._runner.capture_rows(name, sizes.batch * (sizes.levels + 1), work))
         return self._graphs[sizes]
+
+
+def fixed_growth(levels: int, beam: int, branch: int, room: int) -> Growth | None:
+    """How trees of at most `room` nodes grow in one graph; None where one does not hold them."""
+    needed, is_fixed = min(levels, room), levels <= MAX_LEVELS
+    if needed > MAX_LEVELS or branch > MAX_BRANCH or beam * branch > MAX_CHILDREN or room > MAX_KEPT:
+        return None
+    return Growth(levels if is_fixed else needed, beam, branch, 0.0, is_fixed)
 
 
 def grow_by_model(runner: CudaRunner, trees: GrowingTrees, meta: AttentionMetadata) -> None:

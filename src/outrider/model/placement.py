@@ -14,12 +14,12 @@ from typing import NamedTuple
 from outrider.model.spec import LayerSpec, ModelSpec
 
 __all__ = [
-    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MATRICES", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "place", "sizes_of",
-    "smallest_room",
+    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MATRICES", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "embedding_on_host",
+    "place", "sizes_of", "smallest_room",
 ]  # fmt: skip
 
 MAX_PASS_ROWS = 2048  # of one pass over streamed weights; their activations lie on the device together
-LOGIT_ROWS = 128  # rows whose logits are computed at once where such a pass has more
+LOGIT_ROWS = 64  # rows whose logits are computed at once where such a pass has more
 BUFFERS = 2  # units that fit the device beside the resident weights: one is read while the next one arrives
 ALIGNMENT = 256  # bytes; of tensors in a unit
 MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer, in the order of `CudaLayer.matrices`
@@ -108,6 +108,11 @@ def place(sizes: ModelSizes, room: int) -> Placement | None:
             return _placed(sizes, [()] * len(sizes.layers), on_host)
     candidates = [placed for kept in _subsets(sizes) if (placed := _fill(sizes, room, kept)) is not None]
     return min(candidates, key=lambda placed: (placed.pass_bytes, placed.device), default=None)
+
+
+def embedding_on_host(sizes: ModelSizes) -> Placement | None:
+    """All weights on the device but an embedding of its own; None where there is none."""
+    return place(sizes, sizes.total - sizes.embedding) if sizes.embedding else None
 
 
 def smallest_room(sizes: ModelSizes) -> int:

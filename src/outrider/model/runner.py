@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool, SequenceState, Slots, StateCache
-from outrider.core import Batch, Drafts, Guarantee, Resume, Scores, integers
+from outrider.core import (
+    Batch,
+    Computed,
+    Drafts,
+    FutureTokens,
+    Guarantee,
+    InFlight,
+    PendingDrafts,
+    Resume,
+    Scores,
+    integers,
+)
 from outrider.errors import EngineDead, InvalidParameter
 from outrider.model.adapters import AdapterRows, AdapterSlots
 from outrider.model.backends import cpu_ops
@@ -23,7 +34,7 @@ from outrider.model.recurrence import Mixer
 from outrider.model.recurrent_rows import RecurrentRows
 from outrider.model.spec import ModelSpec
 from outrider.model.stack import decoder_stack, lay_out_rows
-from outrider.ops import AttentionPlan, GrownTree, Ops, Segment, paged_attention, plan_attention
+from outrider.ops import AttentionPlan, Ops, Segment, paged_attention, plan_attention
 from outrider.ops.forwards import network
 from outrider.ops.native import ChainParams, StackSpan, find_core
 from outrider.sampling import Row
@@ -33,7 +44,18 @@ from outrider.sampling.noise import token_words_at
 if TYPE_CHECKING:
     from outrider.ops.group import Group
 
-__all__ = ["Feed", "Growth", "PendingChains", "Round", "Rows", "Runner", "kv_value_bytes", "lay_out"]
+__all__ = [
+    "Feed",
+    "Growth",
+    "PendingChains",
+    "Round",
+    "Rows",
+    "Runner",
+    "TreeGrowth",
+    "Verified",
+    "kv_value_bytes",
+    "lay_out",
+]
 
 Tokens = list[list[int]]
 Chances = list[list[float]]
@@ -71,8 +93,25 @@ class Growth(NamedTuple):
 class PendingChains(NamedTuple):
     """Draft chains in flight on a device."""
 
-    future_tokens: list[list[int]]  # placeholders for each chain's tokens until they are resolved; see Drafts.ahead
-    resolve: Callable[[], tuple[Tokens, Chances]]  # synchronises with the device
+    future: list[FutureTokens]  # of each chain
+    resolve: Callable[[], tuple[Tokens, Chances]]  # waits for the device
+    is_intact: Callable[[], bool]  # see PendingDrafts
+
+
+class Verified(NamedTuple):
+    """A chain of a draft model that the target verifies in a forward that is in flight."""
+
+    feed: Feed  # after which it was drawn
+    drawn: FutureTokens
+    choices: FutureTokens  # the target's, at the root and at the nodes that are verified
+
+
+class TreeGrowth(NamedTuple):
+    """The shape of trees that a runner grows by itself."""
+
+    levels: int
+    branch: int  # children of a node that is expanded
+    beam: int | None = None  # nodes expanded side by side; None: by the size of the tree
 
 
 class Rows(NamedTuple):
@@ -152,11 +191,11 @@ class Runner:
     """A decoder, its KV pool and the ops that make rows independent of their neighbours."""
 
     device_name = "cpu"
-    overlaps_rounds = False  # launches the next round early where Batch.again allows it
     separate_prefill = False  # prompts run other kernels than decode rows, so their time says nothing about rounds
-    overlaps_drafts = False  # has `draw` and `launch_next_draft`, for a target on the same device
+    overlaps_drafts = False  # has `draw` and `draw_next`, for a target on the same device
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
+    weights_on_host = False  # a GPU reads some of them from host memory
     grows_trees = False  # has `grow`
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
@@ -194,6 +233,13 @@ class Runner:
 
     def close(self) -> None:
         """End what computes elsewhere."""
+
+    def free_memory(self) -> None:
+        """Give back memory that nothing uses, after a round that had none."""
+
+    def capture_next(self) -> bool:
+        """Prepare one more kind of round while nothing runs. Returns False where all are prepared."""
+        return False
 
     @property
     def weight_bytes(self) -> int:
@@ -279,6 +325,10 @@ class Runner:
             return torch.empty(0, self.decoder.spec.vocab)
         return self.decoder.logits(last if len(rows) == len(last) else last[list(rows)], self.ops)
 
+    def launch(self, batch: Batch, drafts: Drafts | PendingDrafts, taps: tuple[int, ...] = ()) -> InFlight:
+        """Begin one forward of all sequences. Here it is computed at once; a device may go on after this returns."""
+        return Computed(self.score(batch, drafts if isinstance(drafts, Drafts) else drafts.resolve(), taps))
+
     def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:
         """One forward of all sequences: prompt chunks, roots and draft nodes."""
         feeds, wanted, roots, first_rows, prompt_rows = self._lay_out_round(batch, drafts)
@@ -299,7 +349,7 @@ class Runner:
             return 0
         return sum(layer.touched for layer in self.decoder.layers) if self.stack is None else self.stack.touched[0]  # type: ignore[misc]
 
-    def _lay_out_round(self, batch: Batch, drafts: Drafts) -> Round:
+    def _lay_out_round(self, batch: Batch, drafts: Drafts | PendingDrafts) -> Round:
         """Who feeds what, and which rows' logits are wanted."""
         feeds: list[Feed] = []
         wanted: list[int] = []
@@ -310,8 +360,7 @@ class Runner:
         for b, (seq, fed) in enumerate(zip(batch.sequences, batch.feeds, strict=True)):
             tree = drafts.per_sequence[b]
             n = len(tree.tokens)
-            start, end = seq.cached, seq.cached + fed
-            tokens, nodes = seq.tokens[start:end], tree.tokens
+            (start, tokens), nodes = batch.fed(b), tree.tokens
             feeds.append(Feed(seq.pages, start, tokens, nodes, tree.parents, 0, 0, seq.rotary_start, seq.adapter, seq.state))
             first_rows.append(row)
             samples = batch.samples(b)
@@ -360,17 +409,19 @@ class Runner:
         back = sorted(places, key=order.__getitem__)
         return [tokens[i] for i in back], [chances[i] for i in back], logits[:, back]
 
-    def grow(self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: Growth) -> list[GrownTree]:
-        """Run the feeds and grow a tree after each in one call, by temperature and noise alone; none where that fails."""
-        raise NotImplementedError("grows_trees is False")
-
     def draw(self, feeds: Sequence[Feed], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
         """Launch draft chains without waiting for them."""
         raise NotImplementedError("overlaps_drafts is False")
 
-    def launch_next_draft(self, numbers: Sequence[int]) -> None:
-        """Launch the next draft while the target verifies the last one. `numbers` are its sequences' places in the batch."""
+    def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
+        """Launch the chains after those that the target verifies now: the device works out where the verdicts leave them."""
         raise NotImplementedError("overlaps_drafts is False")
+
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        """Grow a tree of at most `rooms` nodes after each feed: tokens, parents and survival; none where no choice is left."""
+        raise NotImplementedError("grows_trees is False")
 
     def resume(self, layer: int, hidden: Tensor, counts: Sequence[int]) -> Resume:
         """Keep rows that this runner's layers before `layer` have computed, for its next `score`. It accepts no other rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +37,12 @@ class PenaltyTable:
         self.row_params: Words = self._host[0].numpy()
         self._penalties: Words = self._host[1].numpy()
         self._placed = self._used = 0
+        self._sent: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Forget the last round."""
+        """Forget the last round, once it has been sent."""
+        if self._sent is not None:
+            self._sent.synchronize()
         self._placed = self._used = 0
 
     def place(self, params_words: Words, rows: int, penalties: int) -> range | None:
@@ -63,6 +67,8 @@ class PenaltyTable:
         for host, device, used in zip(self._host, self._device, (self._placed, self._used), strict=True):
             if used:
                 device[:used].copy_(host[:used], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
     def choose(self, logits: Tensor, meta: AttentionMetadata, out: Tensor | None = None) -> Tensor:
         """The choice (N,) int32 of every row, -1 where there is none."""

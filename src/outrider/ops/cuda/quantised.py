@@ -154,7 +154,8 @@ def product(
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, JOIN: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORM: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
-    PAGE: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr,
+    PAGE: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, WARPS: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """x (rows, INNER) times w (columns, INNER) transposed, and what follows it in the FORMs of `kernels.linear`.
 
@@ -170,7 +171,7 @@ def product(
     if FORM == "split_k" or JOIN:
         part = tl.program_id(2)
         acc = _part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP, PARTS,
-                    SWAPPED, BM, BN, BK, FAST)  # fmt: skip
+                    SWAPPED, BM, BN, BK, WARPS, FAST)  # fmt: skip
         at = _by_row(row, SWAPPED).to(tl.int64) * columns + _by_column(column, SWAPPED)
         inside = _by_row(row_in, SWAPPED) & _by_column(column_in, SWAPPED)
         step = rows.to(tl.int64) * columns
@@ -181,20 +182,23 @@ def product(
             tl.debug_barrier()
             count = counts + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
             if tl.atomic_add(count, 1, sem="acq_rel") == PARTS - 1:
-                total = tl.load(partial + at, mask=inside, other=0.0, cache_modifier=".cg")
-                for other in tl.static_range(1, PARTS):
-                    total = total + tl.load(partial + other * step + at, mask=inside, other=0.0, cache_modifier=".cg")
+                total = _zeros(BM, BN, SWAPPED, tl.float32)
+                for other in tl.static_range(0, PARTS):
+                    total += tl.load(partial + other * step + at, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(count, 0)
                 _close(
                     total, bias, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, column_in, columns,
                     SWAPPED, BM, BN, FORM, HAS_BIAS, HEADS, KV_HEADS, HEAD, PAGE, ACTIVATION, SCALE, CAP,
                 )  # fmt: skip
     else:
-        total = _part(0, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP, PARTS,
-                      SWAPPED, BM, BN, BK, FAST)  # fmt: skip
-        for part in tl.static_range(1, PARTS):
-            total = total + _part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET,
-                                  GROUP, PARTS, SWAPPED, BM, BN, BK, FAST)  # fmt: skip
+        if PARTS == 1:
+            total = _part(0, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP,
+                          PARTS, SWAPPED, BM, BN, BK, WARPS, FAST)  # fmt: skip
+        else:
+            total = _zeros(BM, BN, SWAPPED, tl.float32)
+            for part in range(0, PARTS):
+                total += _part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET,
+                               GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, FAST)  # fmt: skip
         _close(
             total, bias, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, column_in, columns,
             SWAPPED, BM, BN, FORM, HAS_BIAS, HEADS, KV_HEADS, HEAD, PAGE, ACTIVATION, SCALE, CAP,
@@ -223,13 +227,16 @@ def _close(
 def _part(
     part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The sum of one part with its scales, (BN, BM) where operands are swapped and (BM, BN) otherwise."""
     SPAN: tl.constexpr = WIDTH // PARTS
-    if KIND == "int4":
-        return _int4_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP, SPAN // 2,
-                          SWAPPED, BM, BN, BK, FAST)  # fmt: skip
+    if KIND == "int4" and GROUP % 64 == 0:
+        return _int4_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP, SPAN,
+                          BM, BN, WARPS, FAST)  # fmt: skip
+    elif KIND == "int4":
+        return _small_groups_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP,
+                                  SPAN // 2, SWAPPED, BM, BN, BK, FAST)  # fmt: skip
     elif KIND == "bytes":
         return _byte_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP, SPAN,
                           SWAPPED, BM, BN, BK)  # fmt: skip
@@ -267,24 +274,104 @@ def _block_part(
     w_scales = w_scale + tl.load(block_of + w_row).to(tl.int64) * BLOCKS + part * (SPAN // 128)
     acc = _zeros(BM, BN, SWAPPED, tl.float32)
     none = _zeros(BM, BN, SWAPPED, tl.float32)
-    for step in range(0, SPAN // 128):
-        b, scale = tl.load(w_at + step * 128), _by_column(tl.load(w_scales + step), SWAPPED)
+    STEPS: tl.constexpr = SPAN // 128
+    scale = _by_column(tl.load(w_scales), SWAPPED)
+    row_scale = scale if DECODED else _by_row(tl.load(x_scales), SWAPPED)
+    for step in range(0, STEPS):
+        ahead = tl.minimum(step + 1, STEPS - 1)  # so that no step waits for its scales
+        next_scale = _by_column(tl.load(w_scales + ahead), SWAPPED)
+        next_row_scale = next_scale if DECODED else _by_row(tl.load(x_scales + ahead), SWAPPED)
+        b = tl.load(w_at + step * 128)
         if DECODED:
             a = _rows(x_at, part * SPAN + step * 128, step * 128, INNER, WIDTH, SWAPPED, 128)
             acc = tl.fma(_dot(decoded_fp8(b, FAST), a, none, SWAPPED), scale, acc)
         else:
-            a = tl.load(x_at + step * 128)
-            acc = tl.fma(_dot(b, a, none, SWAPPED), scale * _by_row(tl.load(x_scales + step), SWAPPED), acc)
+            acc = tl.fma(_dot(b, tl.load(x_at + step * 128), none, SWAPPED), scale * row_scale, acc)
+        scale, row_scale = next_scale, next_row_scale
     return acc
 
 
 @triton.jit
 def _int4_part(
     part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Four-bit integers in groups of 64 or of multiples of 128, weights as the wide operand.
+
+    64 bytes hold 128 inputs, the first half in the low bits, in the order in which the threads of a warp hold an operand of
+    the tensor cores (`quantised_matrix._in_fragments`): a thread's sixteen bytes lie side by side. Rows of the tile are taken in
+    such an order too. Both are relabelled by `_as_fragments`, which moves nothing between threads.
+    """
+    row = tl.arange(0, BN)
+    own = ((row // (16 * WARPS)) * 2 + row // 8 % 2) * (8 * WARPS) + row // 16 % WARPS * 8 + row % 8  # place in the tile
+    w_own = tl.minimum(tl.program_id(1) * BN + own, columns - 1)
+    k = tl.arange(0, 64)
+    x_at = x + (x_row * INNER + part * SPAN)[None, :] + k[:, None]
+    w_at = w + (w_row * (WIDTH // 2) + part * (SPAN // 2))[:, None] + k[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    none = tl.zeros((BN, BM), tl.float32)
+    scale, zero, high_scale, high_zero = _group_values(w_scale, w_zero, part * SPAN, columns, w_own, WIDTH, ZERO, GROUP)
+    for start in range(0, SPAN, 128):
+        packed = _as_fragments(tl.load(w_at + start // 2), BN, WARPS)
+        at = part * SPAN + start
+        # of the next step, so that no step waits for them
+        ahead = _group_values(w_scale, w_zero, at + 128, columns, w_own, WIDTH, ZERO, GROUP)
+        if ZERO == "integer":
+            low = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16)[:, None], packed.shape)
+            high = tl.broadcast_to((-128.0 - high_zero).to(tl.bfloat16)[:, None], packed.shape)
+        else:
+            low = tl.full(packed.shape, -128.0 - OFFSET, tl.float32).to(tl.bfloat16)
+            high = low
+        first, second = decoded_int4(packed, low, high, FAST)
+        a = _rows(x_at, at, start, INNER, WIDTH, True, 64)
+        b = _rows(x_at, at + 64, start + 64, INNER, WIDTH, True, 64)
+        if GROUP == 64:
+            acc = tl.fma(tl.dot(first, a, none), scale[:, None], acc)
+            acc = tl.fma(tl.dot(second, b, none), high_scale[:, None], acc)
+        else:
+            acc = tl.fma(tl.dot(second, b, tl.dot(first, a, none)), scale[:, None], acc)
+        if ZERO == "value":
+            ones = tl.full(packed.shape, 1.0, tl.float32).to(tl.bfloat16)
+            acc = tl.fma(tl.dot(ones, a, none), -zero[:, None], acc)
+            acc = tl.fma(tl.dot(ones, b, none), -high_zero[:, None], acc)
+        scale, zero, high_scale, high_zero = ahead
+    acc = tl.reshape(acc, (BN // (16 * WARPS), WARPS, 2, 8, BM))
+    return tl.reshape(tl.permute(acc, (0, 2, 1, 3, 4)), (BN, BM))
+
+
+@triton.jit
+def _as_fragments(packed, BN: tl.constexpr, WARPS: tl.constexpr):
+    """Bytes (BN, 64) in the order of rows and inputs of an operand of the tensor cores."""
+    packed = tl.reshape(packed, (BN // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2))
+    return tl.reshape(tl.permute(packed, (0, 2, 1, 3, 5, 6, 4, 7)), (BN, 64))
+
+
+@triton.jit
+def _group_values(
+    w_scale, w_zero, at, columns, w_own, WIDTH: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Scales and zeros of the groups of inputs at .. at + 128: of the first half and of the second."""
+    group = tl.minimum(at, WIDTH - 128) // GROUP * columns + w_own
+    scale = tl.load(w_scale + group).to(tl.float32)
+    zero, high_scale, high_zero = scale, scale, scale
+    if ZERO != "":
+        zero = tl.load(w_zero + group).to(tl.float32)
+        high_zero = zero
+    if GROUP == 64:
+        high_scale = tl.load(w_scale + group + columns).to(tl.float32)
+        if ZERO != "":
+            high_zero = tl.load(w_zero + group + columns).to(tl.float32)
+    return scale, zero, high_scale, high_zero
+
+
+@triton.jit
+def _small_groups_part(
+    part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr,
     OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Four-bit integers: byte j of a row holds inputs j and j + WIDTH / 2. SPAN bytes make a part, BK of them a step."""
+    """Four-bit integers in groups of 16 or 32: byte j of a row holds inputs j and j + WIDTH / 2. SPAN bytes make a part."""
     HALF: tl.constexpr = WIDTH // 2
     k = part * SPAN + tl.arange(0, BK)
     x_at = x + _by_row(x_row * INNER, SWAPPED) + _by_input(k, SWAPPED)

@@ -55,7 +55,7 @@ class QuantisedMatrix:
 
     @property
     def parts(self) -> int:
-        return parts_of(self.shape[0], self.width, _FILLED if self.kind == "int4" else _BLOCK)
+        return parts_of(self.shape[0], self.width, _FILLED if self.kind == "int4" and self.group % 64 else _BLOCK)
 
     @property
     def min_columns(self) -> int:
@@ -100,7 +100,7 @@ class QuantisedMatrix:
             self.scale if then.bias is None else then.bias, out, partial, self.counts if join else out,
             *(then.placed or (out,) * 6), rows, columns, self.inner, self.width, self.kind, self._zero_kind,
             self.offset, self.group, parts, join, tile.swapped, tile.rows, tile.columns, self._step(tile),
-            then.form, then.bias is not None, *then.heads, then.activation, then.scale, then.cap, fast,
+            then.form, then.bias is not None, *then.heads, then.activation, then.scale, then.cap, tile.warps, fast,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -170,11 +170,20 @@ def grouped_matrix(stored: Grouped, device: torch.device) -> QuantisedMatrix | N
         zero = _narrowest(least).T.contiguous() if zero is None else zero.T.contiguous()
     inputs = None if stored.inputs is None else stored.inputs.to(device, torch.int64)
     if stored.bits == 4:
-        codes = codes[:, : width // 2] | codes[:, width // 2 :] << 4
+        codes = _in_fragments(codes) if group % 64 == 0 else codes[:, : width // 2] | codes[:, width // 2 :] << 4
     return _counted(QuantisedMatrix(
         "int4" if stored.bits == 4 else "bytes", inner, codes.contiguous(), _narrowest(scale).T.contiguous(), zero, inputs, group,
         stored.offset if zero is None else 0,
     ))  # fmt: skip
+
+
+def _in_fragments(codes: Tensor) -> Tensor:
+    """128 inputs to 64 bytes, the first half in the low bits. Byte 16 t + 4 s + 2 h + e is of input 16 s + 8 h + 2 t + e: those
+    that thread t of four holds of an operand of the tensor cores lie side by side.
+    """
+    blocks = codes.view(len(codes), -1, 2, 4, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 6)
+    low, high = blocks.unbind(2)
+    return (low | high << 4).reshape(len(codes), -1)
 
 
 def int8_of(weight: Tensor) -> QuantisedMatrix:

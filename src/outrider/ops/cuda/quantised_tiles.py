@@ -56,10 +56,14 @@ _DECODED = (
     _Entry(_ANY, 0, QuantisedTile(128, 128, 64, 8, 3)),
 )
 _GROUPS = (
-    _Entry(16, 0, QuantisedTile(16, 64, 128, 4, 4)),
-    _Entry(32, 0, QuantisedTile(32, 64, 128, 4, 4)),
-    _Entry(64, 0, QuantisedTile(64, 64, 128, 4, 3)),
-    _Entry(_ANY, 0, QuantisedTile(128, 128, 128, 8, 3)),
+    _Entry(16, 12000, QuantisedTile(16, 128, 128, 4, 5)),
+    _Entry(16, 0, QuantisedTile(16, 64, 128, 4, 6)),
+    _Entry(32, 12000, QuantisedTile(32, 128, 128, 4, 4)),
+    _Entry(32, 0, QuantisedTile(32, 64, 128, 4, 5)),
+    _Entry(64, 12000, QuantisedTile(64, 128, 128, 8, 4)),
+    _Entry(64, 0, QuantisedTile(64, 64, 128, 4, 4)),
+    _Entry(_ANY, 12000, QuantisedTile(128, 128, 128, 8, 3)),
+    _Entry(_ANY, 0, QuantisedTile(64, 128, 128, 8, 3)),
 )
 _TABLES = {
     "fp8": _EIGHT_BITS, "int8": _EIGHT_BITS, "fp8_blocks": _BLOCKS, "fp8_weights": _DECODED, "fp8_block_weights": _DECODED,

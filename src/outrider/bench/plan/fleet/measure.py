@@ -162,6 +162,9 @@ class _Pinned:
         length = self.arms[self._arm].max_nodes
         return Plan(tuple(min(length, room) for room in load.room), arms=(self._arm,) * len(load.room))
 
+    def plan_next(self, load: Load) -> Plan | None:
+        return self.plan(load)
+
     def select(self, drafts: Drafts, load: Load) -> Drafts:  # noqa: ARG002
         return drafts
 

@@ -15,7 +15,7 @@ from outrider.bench.plan.fleet.replica_costs import ReplicaCosts
 from outrider.bench.plan.fleet.texts import Texts
 from outrider.cache import PageTable, StateCache
 from outrider.control import Controller, Costs, FixedLength, Load, Policy
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.core import Batch, Computed, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
 from outrider.engine.engine import Engine
 from outrider.model import Runner
 
@@ -119,12 +119,15 @@ class _TimedPolicy:
         self._clock.advance(self._plan_s[self._policy.replanned])
         return plan
 
+    def plan_next(self, load: Load) -> Plan | None:  # noqa: ARG002
+        return None  # nothing overlaps on paper
+
 
 class _Runner:
     """Gives every row the same choice, after the time of a forward."""
 
     guarantee = None
-    separate_prefill = overlaps_rounds = False
+    separate_prefill = False
     device_name = "paper"
 
     def __init__(self, clock: PaperClock, table: CostTable, context: int) -> None:
@@ -133,7 +136,7 @@ class _Runner:
         self.states = StateCache()
         self.pool = SimpleNamespace(clear=lambda _: None, move=lambda *_: None, slots=lambda *_: [])
 
-    def score(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Scores:  # noqa: ARG002
+    def launch(self, batch: Batch, drafts: Drafts, taps: tuple[int, ...] = ()) -> Computed:  # noqa: ARG002
         roots: list[int] = []
         rows = wanted = context = 0
         for seq, fed, tree in zip(batch.sequences, batch.feeds, drafts.per_sequence, strict=True):
@@ -144,7 +147,7 @@ class _Runner:
             roots.append(wanted if samples else -1)
             wanted += 1 + nodes if samples else 0
         self._clock.advance(self._table.forward(rows, context))
-        return Scores(_NO_LOGITS, roots, choices=_CHOICES)
+        return Computed(Scores(_NO_LOGITS, roots, choices=_CHOICES))
 
 
 class _Drafter:
