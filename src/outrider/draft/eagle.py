@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.core import ROOT, Batch, Drafts, Needs, PendingDrafts, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.draft_temperature import DraftTemperature, logits_of_tree
 from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, grow
@@ -21,6 +22,7 @@ from outrider.errors import DrafterFault
 from outrider.heads import EagleHead, EagleNetwork, EagleRunner, eagle_network, load_eagle
 from outrider.model import Feed
 from outrider.ops import Ops
+from outrider.ops.cuda.tree_sizes import MAX_KEPT
 from outrider.sampling import Row
 
 __all__ = ["EagleDrafter", "EagleOptions"]
@@ -117,7 +119,7 @@ class EagleDrafter:
         self._draft_temperature.commit(batch, verdicts, scores)
 
     @torch.inference_mode()
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         if self._runner.drafts_chains and self._shape.is_chain and plan.rule == "match":
             return drafts_for(batch, self._chains([draft for draft in growing if draft.room > 0]))
@@ -125,6 +127,8 @@ class EagleDrafter:
         adjusted = self._runner.applies_parameters and any(draft.seq.request.params.adjusts for draft in growing)
         if self._runner.grows_trees and not adjusted:
             active = [draft for draft in growing if draft.room > 0]
+            if plan.verify_all and (pending := self._pending(batch, active, shape)):
+                return pending
             return drafts_for(batch, self._in_one_call(active, shape, plan.confidence_threshold))
         return drafts_for(batch, grow(growing, shape, self._catch_up, self._extend, self._draft_temperature))
 
@@ -172,6 +176,29 @@ class EagleDrafter:
                 if not rows[i].params.greedy
             }
         return trees
+
+    def _pending(self, batch: Batch, active: Seq[Growing], shape: TreeShape) -> PendingDrafts | None:
+        """Trees that the target's forward reads on the device; None where the forward or the head's runner cannot do it."""
+        decoding = all(fed == 1 and batch.samples(b) for b, fed in enumerate(batch.feeds))
+        rooms = {draft.seq: min(draft.room, MAX_KEPT) for draft in active}
+        growth, rows_verified = shape.growth([*rooms.values(), 1]), len(batch.sequences) + sum(rooms.values())
+        if not active or not decoding or not self._runner.launches_trees(rows_verified, len(active), growth):
+            return None
+        firsts = accumulate((1 + rooms.get(seq, 0) for seq in batch.sequences), initial=0)
+        root_of = dict(zip(batch.sequences, firsts, strict=False))
+        feeds, taps = self._waiting(active)
+        rows = [Row.at(draft.seq) for draft in active]
+        places = [(rooms[draft.seq], root_of[draft.seq]) for draft in active]
+        launched = self._runner.launch_trees(feeds, taps, rows, places, growth)
+
+        def resolved() -> Drafts:
+            grown = launched.resolve()
+            if not grown:
+                raise DrafterFault("the draft's logits are not finite")
+            return drafts_for(batch, {draft.seq: Tree(*tree[:3]) for draft, tree in zip(active, grown, strict=True)})
+
+        trees = [Tree.chain([0] * rooms.get(seq, 0)) for seq in batch.sequences]
+        return PendingDrafts(trees, resolved, launched.is_intact, launched.place)
 
     def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:
         """Rows for all features the target has given since the last draft, and those; the last sees the newest token."""

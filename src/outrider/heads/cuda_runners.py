@@ -21,7 +21,7 @@ from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
 from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
 from outrider.model.cuda_runner import CudaRunner, split_feeds
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, kernel_shape
-from outrider.model.cuda_trees import Trees, newest_first, split_newest
+from outrider.model.cuda_trees import PendingTrees, Prepare, Trees, newest_first, split_newest, takes_at_once, text_rows
 from outrider.model.decoder import RopeTable
 from outrider.ops import GrownTree
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels
@@ -143,6 +143,24 @@ class CudaEagleRunner:
 
         Returns no trees where logits leave no choice.
         """
+        return self._trees.grow(feeds, rows, rooms, growth, self._preparing(taps)), None
+
+    def launches_trees(self, rows: int, count: int, growth: Growth) -> bool:
+        """Whether `launch_trees` takes so many trees, for a forward of the target of so many rows."""
+        if self._target.decoder.spec.recurrent:  # the host lays out along which branch its states go
+            return False
+        return rows <= self._target.options.max_graph_rows and takes_at_once(count, growth)
+
+    @torch.inference_mode()
+    def launch_trees(
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], places: Sequence[tuple[int, int]],
+        growth: Growth,
+    ) -> PendingTrees:  # fmt: skip
+        """What `grow` does, without waiting: see `Trees.launch`."""
+        return self._trees.launch(feeds, rows, places, growth, self._preparing(taps))
+
+    def _preparing(self, taps: Sequence[Tensor]) -> Prepare:
+        """What runs the head on early tokens, and puts the taps of the others where a graph reads them."""
 
         def prepare(part: slice, early: Sequence[Feed], sizes: TreeSizes) -> None:
             some, batch, max_tokens = taps[part], sizes.batch, sizes.levels + 1
@@ -152,12 +170,12 @@ class CudaEagleRunner:
             buffer[: len(newest)].copy_(newest)
             buffer[batch : batch + len(older)].copy_(older)
 
-        return self._trees.grow(feeds, rows, rooms, growth, prepare), None
+        return prepare
 
     def _tap_rows(self, sizes: TreeSizes) -> Tensor:
         """The taps of the rows that trees of these sizes begin with."""
         if sizes not in self._taps:
-            rows, width = sizes.batch * (sizes.levels + 1), self.head.config.target_hidden * len(self.head.config.taps)
+            rows, width = text_rows(sizes), self.head.config.target_hidden * len(self.head.config.taps)
             self._taps[sizes] = torch.zeros(rows, width, device=self._target.device)
         return self._taps[sizes]
 

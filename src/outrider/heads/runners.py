@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from outrider.sampling.noise import token_words
 
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
+    from outrider.model.cuda_trees import PendingTrees
 
 __all__ = [
     "DraftedChains",
@@ -78,6 +79,14 @@ class EagleNetwork(Protocol):
         self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], rooms: Sequence[int],
         draft_temperatures: Sequence[float], growth: Growth,
     ) -> tuple[list[GrownTree], Tensor | None]: ...  # fmt: skip
+
+    def launches_trees(self, rows: int, count: int, growth: Growth) -> bool:
+        """Whether `launch_trees` takes so many trees, for a forward of the target of so many rows."""
+
+    def launch_trees(
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], places: Sequence[tuple[int, int]],
+        growth: Growth,
+    ) -> PendingTrees: ...  # fmt: skip
 
     def fuse(self, taps: Tensor) -> Tensor: ...
 
@@ -165,6 +174,12 @@ class EagleRunner:
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         raise NotImplementedError("drafts_chains is 0")
+
+    def launches_trees(self, rows: int, count: int, growth: Growth) -> bool:  # noqa: ARG002
+        return False  # what a processor grows is known at once
+
+    def launch_trees(self, *_: Any, **__: Any) -> PendingTrees:
+        raise NotImplementedError("launches_trees is False")
 
     def grow(
         self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], rooms: Sequence[int],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from outrider.model.cuda_chains import CHAIN_LENGTHS
 from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
@@ -18,7 +20,10 @@ from outrider.sampling import Row
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
-__all__ = ["Trees", "fixed_growth", "grow_by_model", "newest_first", "split_newest"]
+__all__ = [
+    "PendingTrees", "Prepare", "Trees", "fixed_growth", "grow_by_model", "newest_first", "split_newest", "takes_at_once",
+    "text_rows",
+]  # fmt: skip
 
 _MAX_ROWS = 512  # rows of a level, and of the texts that trees grow after
 
@@ -26,11 +31,38 @@ Levels = Callable[[GrowingTrees, AttentionMetadata], None]  # adds all levels; t
 Prepare = Callable[[slice, Sequence[Feed], TreeSizes], None]  # feeds some sequences' early tokens, before a replay
 
 
-class _Graph(NamedTuple):
+class PendingTrees(NamedTuple):
+    """Trees in flight on a device."""
+
+    place: Callable[[AttentionMetadata], None]  # lays them out over the rows of the target's forward
+    resolve: Callable[[], list[GrownTree]]  # synchronises with the device; no trees where logits leave no choice
+    is_intact: Callable[[], bool]  # nothing has been grown over them
+
+
+class _Graph:
     """The captured growth of trees of fixed sizes."""
 
-    trees: GrowingTrees
-    run: Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]
+    def __init__(self, trees: GrowingTrees, run: Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]) -> None:
+        self.trees, self._run = trees, run
+        on_gpu = trees.finished.device.type == "cuda"
+        self._host = torch.zeros(trees.finished.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._done: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self.last: object = None  # stands for the trees grown last
+
+    def start(self, feeds: Sequence[Feed], rows: Sequence[Row], numbers: Sequence[int]) -> object:
+        """Grow trees, and bring them to the host when they are finished."""
+        self._run(feeds, rows, numbers)
+        self._host.copy_(self.trees.finished, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+        self.last = object()
+        return self.last
+
+    def wait(self, count: int) -> list[GrownTree]:
+        """The first trees of those grown last."""
+        if self._done is not None:
+            self._done.synchronize()
+        return [GrownTree(*tree, []) for tree in self.trees.read(self._host, count)]
 
 
 class Trees:
@@ -45,18 +77,38 @@ class Trees:
     ) -> list[GrownTree]:
         """Run the feeds and grow a tree after each, by temperature and noise alone; no trees where logits leave no choice."""
         grown: list[GrownTree] = []
-        levels = min(growth.levels, MAX_LEVELS)
-        for part, sizes in _parts(len(feeds), growth, levels):
-            graph, some, idle = self._graph(sizes), feeds[part], [0] * (sizes.batch - len(feeds[part]))
-            early, recent = split_newest(some, sizes.levels + 1)
-            prepare(part, early, sizes)
-            ordered = newest_first(recent, sizes.batch, self._runner.pool.pages - 1)
-            graph.run(ordered, rows[part], [*rooms[part], *idle, *[levels] * len(some), *idle])
-            trees = graph.trees.read(graph.trees.finished.cpu(), len(some))
-            if not trees:
+        for part, sizes in _parts(len(feeds), growth):
+            graph = self._start(part, sizes, (feeds[part], rows[part], rooms[part]), growth, prepare)
+            if not (trees := graph.wait(len(feeds[part]))):
                 return []
-            grown += [GrownTree(*tree, []) for tree in trees]
+            grown += trees
         return grown
+
+    def launch(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], places: Sequence[tuple[int, int]], growth: Growth, prepare: Prepare
+    ) -> PendingTrees:
+        """What `grow` does, without waiting, where one graph takes all.
+
+        The places are of each tree the nodes that it may keep, and its root's row in the target's forward.
+        """
+        ((part, sizes),) = _parts(len(feeds), growth)
+        rooms, roots = zip(*places, strict=True)
+        graph = self._start(part, sizes, (feeds, rows, rooms), growth, prepare, roots)
+        last, count = graph.last, len(feeds)
+        return PendingTrees(graph.trees.place, lambda: graph.wait(count), lambda: graph.last is last)
+
+    def _start(
+        self, part: slice, sizes: TreeSizes, grown: tuple[Sequence[Feed], Sequence[Row], Sequence[int]], growth: Growth,
+        prepare: Prepare, roots: Sequence[int] = (),
+    ) -> _Graph:  # fmt: skip
+        feeds, rows, rooms = grown
+        graph, idle = self._graph(sizes), [0] * (sizes.batch - len(feeds))
+        early, recent = split_newest(feeds, sizes.levels + 1)
+        prepare(part, early, sizes)
+        levels, roots = [_levels_of(growth)] * len(feeds), [*roots, *[-1] * (sizes.batch - len(roots))]
+        ordered = newest_first(recent, sizes.batch, self._runner.pool.pages - 1)
+        graph.start(ordered, rows, [*rooms, *idle, *levels, *idle, *roots])
+        return graph
 
     def _graph(self, sizes: TreeSizes) -> _Graph:
         if sizes not in self._graphs:
@@ -69,8 +121,18 @@ class Trees:
                 trees.finish()
 
             name = f"{self._name}'s trees of {sizes.levels} levels for {sizes.batch}"
-            self._graphs[sizes] = _Graph(trees, self._runner.capture_rows(name, sizes.batch * (sizes.levels + 1), work))
+            self._graphs[sizes] = _Graph(trees, self._runner.capture_rows(name, text_rows(sizes), work))
         return self._graphs[sizes]
+
+
+def takes_at_once(count: int, growth: Growth) -> bool:
+    """Whether one graph grows so many trees."""
+    return len([*_parts(count, growth)]) == 1
+
+
+def text_rows(sizes: TreeSizes) -> int:
+    """Rows that trees begin with: all tokens that a round can commit, and room for three parameters of each sequence."""
+    return sizes.batch * max(sizes.levels + 1, 3)
 
 
 def fixed_growth(levels: int, beam: int, branch: int, room: int) -> Growth | None:
@@ -110,9 +172,13 @@ def newest_first(feeds: Sequence[Feed], batch: int, idle_page: int) -> list[Feed
     ]
 
 
-def _parts(count: int, growth: Growth, levels: int) -> Iterator[tuple[slice, TreeSizes]]:
+def _levels_of(growth: Growth) -> int:
+    return min(growth.levels, MAX_LEVELS)
+
+
+def _parts(count: int, growth: Growth) -> Iterator[tuple[slice, TreeSizes]]:
     """Sequences in parts that one graph takes, and its sizes."""
-    captured = levels if growth.is_fixed else bucket(levels, CHAIN_LENGTHS)
+    captured = _levels_of(growth) if growth.is_fixed else bucket(_levels_of(growth), CHAIN_LENGTHS)
     widest = max(captured + 1, growth.beam)
     max_batch = max(size for size in GRAPH_ROWS if size == 1 or size * widest <= _MAX_ROWS)
     for i in range(0, count, max_batch):
