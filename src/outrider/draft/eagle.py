@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Self
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.core import ROOT, Batch, Drafts, Needs, PendingDrafts, Plan, Scores, Sequence, Tree, Verdict
+from outrider.core import ROOT, Batch, Drafts, FutureTokens, Needs, PendingDrafts, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.draft_temperature import DraftTemperature, logits_of_tree
 from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, grow
@@ -122,6 +122,9 @@ class EagleDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         if self._runner.drafts_chains and self._shape.is_chain and plan.rule == "match":
+            active = [draft for draft in growing if draft.room > 0]
+            if plan.verify_all and active and self._runner.launches_chains(len(active)):
+                return self._pending_chains(batch, active)
             return drafts_for(batch, self._chains([draft for draft in growing if draft.room > 0]))
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         adjusted = self._runner.applies_parameters and any(draft.seq.request.params.adjusts for draft in growing)
@@ -154,6 +157,23 @@ class EagleDrafter:
         drawn = self._runner.draft(feeds, taps, [Row.at(draft.seq) for draft in active], length)
         rows = zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True)
         return {draft.seq: chain_of(tokens[: draft.room], chances[: draft.room]) for draft, tokens, chances in rows}
+
+    def _pending_chains(self, batch: Batch, active: Seq[Growing]) -> PendingDrafts:
+        """Chains that the target's forward reads on the device."""
+        length = min(max(draft.room for draft in active), self._runner.drafts_chains)
+        feeds, taps = self._waiting(active)
+        future, resolve, is_intact = self._runner.launch_chains(feeds, taps, [Row.at(draft.seq) for draft in active], length)
+
+        def resolved() -> Drafts:
+            rows = zip(active, *resolve(), strict=True)
+            return drafts_for(batch, {d.seq: chain_of(tokens[: d.room], chances[: d.room]) for d, tokens, chances in rows})
+
+        future_of = {
+            draft.seq: replace(tokens, count=min(tokens.count, draft.room))
+            for draft, tokens in zip(active, future, strict=True)
+        }  # fmt: skip
+        chains = [future_of.get(seq, FutureTokens(0, 0)) for seq in batch.sequences]
+        return PendingDrafts.chains(chains, resolved, is_intact)
 
     def _in_one_call(self, active: Seq[Growing], shape: TreeShape, floor: float) -> dict[Sequence, Tree]:
         """What `grow` gives, by one call of the head's runner."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class DeviceNetwork:
     def __init__(self, name: str, target: CudaRunner, work: Callable[[Tensor, AttentionMetadata], Tensor]) -> None:
         self._name, self._target, self._work = name, target, work
         self._graphs: dict[int, tuple[Run, Tensor, list[Tensor]]] = {}
+        self._hosts: dict[int, tuple[Tensor, Any]] = {}  # outputs in pinned memory, and an event
 
     def __call__(
         self, rows_in: Tensor, feeds: Sequence[Feed] = (), rows: Sequence[Row] = (), size: int = 0, numbers: Sequence[int] = ()
@@ -59,6 +61,27 @@ class DeviceNetwork:
         buffer[: len(rows_in)].copy_(rows_in)
         run(feeds, rows, numbers)
         return outputs[0]
+
+    def launch(
+        self, rows_in: Tensor, feeds: Sequence[Feed], rows: Sequence[Row], size: int, numbers: Sequence[int] = ()
+    ) -> Callable[[], Tensor]:
+        """The same without waiting. What is returned waits for the outputs on the host; the next launch overwrites them."""
+        out = self(rows_in, feeds, rows, size, numbers)
+        if size not in self._hosts:
+            on_gpu = out.is_cuda
+            host = torch.zeros(out.shape, dtype=out.dtype, pin_memory=on_gpu)
+            self._hosts[size] = host, torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        host, done = self._hosts[size]
+        host.copy_(out, non_blocking=True)
+        if done is None:
+            return lambda: host
+        done.record()
+
+        def wait() -> Tensor:
+            done.synchronize()
+            return host
+
+        return wait
 
     def _capture(self, size: int, width: int) -> tuple[Run, Tensor, list[Tensor]]:
         buffer = torch.zeros(size, width, device=self._target.device)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core import FutureTokens
 from outrider.heads.cuda_network import DeviceNetwork, KernelOps, move_to_target
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
@@ -23,6 +25,7 @@ from outrider.model.cuda_runner import CudaRunner, split_feeds
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, kernel_shape
 from outrider.model.cuda_trees import PendingTrees, Prepare, Trees, newest_first, split_newest, takes_at_once, text_rows
 from outrider.model.decoder import RopeTable
+from outrider.model.runner import Chances, PendingChains, Tokens
 from outrider.ops import GrownTree
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels
 from outrider.ops.cuda.tree_launch import GrowingTrees
@@ -96,23 +99,40 @@ class CudaEagleRunner:
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         """Draft a chain after each feed by one replay: tokens and chances (feeds, length). There is no draft temperature."""
         max_batch = GRAPH_ROWS[-1]
-        starts = range(0, len(feeds), max_batch)
-        parts = [self._draft(feeds[i : i + max_batch], taps[i : i + max_batch], rows[i : i + max_batch], length) for i in starts]
-        tokens, chances = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
-        return DraftedChains(tokens[:, :length], chances[:, :length])
+        tokens: Tokens = []
+        chances: Chances = []
+        for i in range(0, len(feeds), max_batch):
+            part = slice(i, i + max_batch)
+            drawn = self.launch_chains(feeds[part], taps[part], rows[part], length).resolve()
+            tokens += drawn[0]
+            chances += drawn[1]
+        return DraftedChains(np.array(tokens), np.array(chances))
 
-    def _draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> tuple[Tensor, Tensor]:
-        """Draft for as many sequences as the largest graph has, with a captured length."""
-        batch = bucket(len(feeds), GRAPH_ROWS)
+    def launches_chains(self, count: int) -> bool:
+        """Whether `launch_chains` takes so many."""
+        return count <= GRAPH_ROWS[-1]
+
+    @torch.inference_mode()
+    def launch_chains(
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int
+    ) -> PendingChains:  # fmt: skip
+        """What `draft` does, without waiting. The target may read the tokens in the future-token buffer."""
+        batch, target, count = bucket(len(feeds), GRAPH_ROWS), self._target, len(feeds)
         captured = sorted(tokens for sequences, tokens in self._chains if sequences == batch and tokens >= length)
-        length = captured[0] if captured else bucket(length, CHAIN_LENGTHS)
-        if (batch, length) not in self._chains:
-            work = partial(self._chain, batch=batch, length=length)
-            self._chains[batch, length] = DeviceNetwork(f"EAGLE's draft of {length}", self._target, work)
-        max_tokens = length + 1  # tokens a round can commit
+        longest = captured[0] if captured else bucket(length, CHAIN_LENGTHS)
+        if (batch, longest) not in self._chains:
+            work = partial(self._chain, batch=batch, length=longest)
+            self._chains[batch, longest] = DeviceNetwork(f"EAGLE's draft of {longest}", target, work)
+        max_tokens = longest + 1  # tokens a round can commit
         ordered, tap_rows = self._newest_first(feeds, taps, batch, max_tokens)
-        drafted = self._chains[batch, length](tap_rows, ordered, rows, batch * max_tokens).cpu()[:, :, : len(feeds)]
-        return drafted[0].T.long(), drafted[1].T.double()
+        wait = self._chains[batch, longest].launch(tap_rows, ordered, rows, batch * max_tokens)
+        drawn = target.drawn = object()
+
+        def resolve() -> tuple[Tokens, Chances]:
+            tokens, chances = wait()[:, :length, :count]
+            return tokens.T.long().tolist(), chances.T.double().tolist()
+
+        return PendingChains([FutureTokens(b, length, batch) for b in range(count)], resolve, lambda: target.drawn is drawn)
 
     def _newest_first(
         self, feeds: Sequence[Feed], taps: Sequence[Tensor], batch: int, max_tokens: int
@@ -192,14 +212,13 @@ class CudaEagleRunner:
     def _chain(self, taps: Tensor, meta: AttentionMetadata, batch: int, length: int) -> Tensor:
         """Tokens and chances (2, length, batch) of a draft; rows 0..batch-1 are the newest tokens."""
         k, device = self._kernels, taps.device
-        integers = torch.empty(6 + length, batch, dtype=torch.int32, device=device)
-        tokens, sequences, positions, roots, slots, ancestors = integers[:6].unbind()
+        tokens, sequences, positions, roots, slots, ancestors = torch.empty(6, batch, dtype=torch.int32, device=device).unbind()
         temperatures, prefixes = torch.empty(batch, device=device), torch.empty(batch, dtype=torch.int64, device=device)
         firsts = meta.firsts[:batch].clone()
         after = AttentionMetadata(
             tokens, sequences, positions, roots, firsts, slots, meta.table, ancestors[:, None], temperatures, prefixes
         )
-        drawn, probs = integers[6:], torch.empty(length, batch, device=device)
+        drawn, probs = self._target.future_tokens[: length * batch].view(length, batch), torch.empty(length, batch, device=device)
         before, features = meta, self.head.fuse(taps, self._ops)
         for step in range(length):
             features = self._run(features, before)[:batch]

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
-from outrider.model import Feed, Growth, Runner, lay_out
+from outrider.model import Feed, Growth, PendingChains, Runner, lay_out
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, lossless_kind, norm_weights
 from outrider.ops import (
@@ -74,6 +74,11 @@ class EagleNetwork(Protocol):
         """The longest chain that `draft` can draw; 0 where it is not supported."""
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains: ...
+
+    def launches_chains(self, count: int) -> bool:
+        """Whether `launch_chains` takes so many."""
+
+    def launch_chains(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> PendingChains: ...
 
     def grow(
         self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], rooms: Sequence[int],
@@ -174,6 +179,12 @@ class EagleRunner:
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         raise NotImplementedError("drafts_chains is 0")
+
+    def launches_chains(self, count: int) -> bool:  # noqa: ARG002
+        return False  # what a processor drafts is known at once
+
+    def launch_chains(self, *_: Any, **__: Any) -> PendingChains:
+        raise NotImplementedError("launches_chains is False")
 
     def launches_trees(self, rows: int, count: int, growth: Growth) -> bool:  # noqa: ARG002
         return False  # what a processor grows is known at once
