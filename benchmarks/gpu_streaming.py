@@ -142,9 +142,9 @@ class Limited:
         plan = self.device.plan(self.sizes, [target, draft])
         assert plan.placement is not None, "the limit is too large to stream anything"
         self.placement = plan.placement
-        self.target: Any = self.device.runner(decoder_of(target, *tables), plan.pages, _PAGE, None, plan.placement)
-        beside = embedding_on_host(sizes_of(draft))
-        self.draft: Any = self.device.runner(decoder_of(draft, *drafted), plan.pages, _PAGE, self.target, beside)
+        self.target: Any = self.device.runner(decoder_of(target, *tables), plan, _PAGE)
+        beside = plan._replace(placement=embedding_on_host(sizes_of(draft)))
+        self.draft: Any = self.device.runner(decoder_of(draft, *drafted), beside, _PAGE, self.target)
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - begun
 

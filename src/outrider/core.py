@@ -246,6 +246,7 @@ class Arm(NamedTuple):
     name: str
     max_nodes: int
     can_overlap: bool = False  # the target's forward can start before the host has seen what it drafts
+    unit: int = 1  # nodes by which lengths are told apart, at least: large trees are planned in multiples of it
 
 
 class Plan(NamedTuple):
@@ -556,6 +557,7 @@ class RoundReport(NamedTuple):
     began: float  # on the clock of time.perf_counter
     tokens_at: float  # when the tokens came
     experts: float = 0.0  # see Scores
+    bus_bytes: int = 0  # of weights that crossed the bus since the round before: see Runner.bus_bytes
 
 
 class Listener(Protocol):

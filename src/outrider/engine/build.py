@@ -16,7 +16,7 @@ from outrider.cache import PageTable
 from outrider.config import METHODS, EngineConfig, SpeculationConfig
 from outrider.control import Controller, Costs, FixedLength, Policy
 from outrider.draft import DraftContext, build_drafter
-from outrider.draft.auto import AutoDrafter, arms_of
+from outrider.draft.auto import AutoDrafter, arms_of, with_large_trees
 from outrider.draft.chains_only import ChainsOnly
 from outrider.draft.context import LoadedDraft
 from outrider.draft.corpus import SEARCH_CORPUS, Corpus, open_corpus
@@ -129,6 +129,8 @@ def load_target(settings: Settings) -> Target:
 def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTable | None = None) -> Built:
     """An engine for the target. With `pages` it shares the KV memory of another, whose graphs are captured already."""
     speculation = resolve_drafters(speculation, target.directory, target.device.is_gpu)
+    if target.runner.streams_weights and speculation.method == "auto":
+        speculation = with_large_trees(speculation)
     draft_runners: list[Runner] = []
     read_as = partial(_weight_options, target, speculation.options)
 
@@ -212,7 +214,7 @@ def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runn
 def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int, target: Runner | None = None) -> Runner:
     """A model and its KV where it runs; a draft model knows its target."""
     if device.is_gpu:
-        runner: Runner = device.runner(decoder, memory.pages, page_size, target, memory.placement)
+        runner: Runner = device.runner(decoder, memory, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
         runner = Runner(decoder, kv_pool(decoder.spec, memory.pages + 1, page_size), states=memory.states)
     decoder.close()
@@ -236,7 +238,7 @@ def _memory(
         models = [
             config,
             *(read_spec(locate(name)) for name in drafts),
-            *(replace(config, layers=config.layers[:1]) for _ in heads),
+            *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)

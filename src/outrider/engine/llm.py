@@ -158,7 +158,7 @@ class LLM:
         if not isinstance(policy, Controller) or not seconds:
             return
         if self.device.is_gpu:
-            self.measure_costs()
+            self.measure_costs(seconds if self._target.runner.streams_weights else math.inf)
         elif not policy.costs.knows_forward or not all(map(policy.costs.knows_proposal, (arm.name for arm in policy.arms))):
             _progress.info(
                 "first start of %s on this machine: timing rounds and drafts, %g s at most", self.directory.name, seconds

@@ -144,6 +144,7 @@ class Scheduler:
         """Reserve free pages for draft nodes and return how many nodes fit. Drafts never preempt another sequence."""
         if not any(lengths):
             return lengths
+        lengths = self.states.fitting(lengths)
         reserved = []
         for seq, fed, length in zip(batch.sequences, batch.feeds, lengths, strict=True):
             if length:

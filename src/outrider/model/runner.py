@@ -196,6 +196,7 @@ class Runner:
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
     weights_on_host = False  # a GPU reads some of them from host memory
+    streams_weights = False  # and layers of them in every forward: many rows cost what one costs
     grows_trees = False  # has `grow`
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
@@ -233,6 +234,11 @@ class Runner:
 
     def close(self) -> None:
         """End what computes elsewhere."""
+
+    @property
+    def bus_bytes(self) -> int:
+        """Bytes of weights that forwards have brought from host memory so far."""
+        return 0
 
     def free_memory(self) -> None:
         """Give back memory that nothing uses, after a round that had none."""
