@@ -19,6 +19,7 @@ from outrider.heads.medusa import MedusaHeads
 from outrider.heads.runners import DraftedChains
 from outrider.model import Feed, Growth
 from outrider.model.cuda_chains import CHAIN_LENGTHS
+from outrider.model.cuda_early import draw_chain
 from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
 from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
 from outrider.model.cuda_runner import CudaRunner, split_feeds
@@ -211,22 +212,15 @@ class CudaEagleRunner:
 
     def _chain(self, taps: Tensor, meta: AttentionMetadata, batch: int, length: int) -> Tensor:
         """Tokens and chances (2, length, batch) of a draft; rows 0..batch-1 are the newest tokens."""
-        k, device = self._kernels, taps.device
-        tokens, sequences, positions, roots, slots, ancestors = torch.empty(6, batch, dtype=torch.int32, device=device).unbind()
-        temperatures, prefixes = torch.empty(batch, device=device), torch.empty(batch, dtype=torch.int64, device=device)
-        firsts = meta.firsts[:batch].clone()
-        after = AttentionMetadata(
-            tokens, sequences, positions, roots, firsts, slots, meta.table, ancestors[:, None], temperatures, prefixes
-        )
-        drawn, probs = self._target.future_tokens[: length * batch].view(length, batch), torch.empty(length, batch, device=device)
-        before, features = meta, self.head.fuse(taps, self._ops)
-        for step in range(length):
-            features = self._run(features, before)[:batch]
-            newest = before.rows(slice(0, batch))
-            chosen = k.choose(self._over_target_vocab(self.scores(features, newest)), newest)
-            k.next_rows(chosen, before, after, (drawn, probs), step)
-            before = after
-        return torch.stack((drawn.float(), probs))  # ids below 2^24 are exact
+        features = self.head.fuse(taps, self._ops)
+
+        def logits_after(rows: AttentionMetadata) -> Tensor:
+            nonlocal features
+            features = self._run(features, rows)[:batch]
+            return self._over_target_vocab(self.scores(features, rows.rows(slice(0, batch))))
+
+        drawn = self._target.future_tokens[: length * batch].view(length, batch)
+        return draw_chain(self._kernels, meta, drawn, logits_after)
 
     def scores(self, hidden: Tensor, rows: AttentionMetadata) -> Tensor:  # noqa: ARG002 (a benchmark plants what rows guess)
         """Logits (N, outputs) of what the head gives for some rows."""

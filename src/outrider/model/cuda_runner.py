@@ -22,6 +22,7 @@ from outrider.cache import KVPool
 from outrider.core import Batch, Computed, Drafts, InFlight, PendingDrafts, Scores, Tree
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
+from outrider.model.cuda_early import EarlyExits
 from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_logits import RowLogits, choose_in_parts
@@ -37,6 +38,7 @@ from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, TreeGrowth, Verified
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
+from outrider.ops.cuda.matrix import matrix_of
 from outrider.ops.forwards import device_work
 from outrider.sampling import Row
 
@@ -101,6 +103,8 @@ class CudaRunner(Runner):
         self.drawn: object = None  # stands for the draft that is in the future-token buffer
         self.weights_on_host, self.streams_weights = options.placement is not None, self.cuda.streams
         self.chains = Chains(self, target or self)
+        self.exits = EarlyExits(self)
+        self.drafts_early = not c.recurrent and options.placement is None
         self.grows_trees = not c.recurrent  # states go along one path
         self.trees = TreeGrower(self)
         self.fixed_trees = Trees("draft model", self, partial(grow_by_model, self))
@@ -295,8 +299,20 @@ class CudaRunner(Runner):
         parts = [self.cuda.logits(part).cpu() for part in torch.split(last[list(rows)], LOGIT_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def run(self, *_: Any, **__: Any) -> Hidden:
-        raise InvalidParameter("method", "early exit runs some of the target's layers, which the GPU path does not do yet")
+    def logits_leaving(self, x: Tensor) -> Tensor:
+        return self.logits(self.cuda.kernels.norm(x.float().contiguous(), self.cuda.norm), range(len(x)))
+
+    @torch.inference_mode()
+    def draft_early(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], length: int, layers: tuple[int, ...],
+        adapt: Callable[[Tensor], Tensor] | None = None,
+    ) -> PendingChains:  # fmt: skip
+        return self.exits.launch(feeds, rows, length, layers, adapt)
+
+    @property
+    def read_bytes(self) -> tuple[float, float]:
+        output = sum(tensor.numel() * tensor.element_size() for tensor in matrix_of(self.cuda.output).tensors)
+        return (self.weight_bytes - output) / len(self.cuda.layers), output
 
     # --- drafts of a draft model -------------------------------------------------------------------------------------
 

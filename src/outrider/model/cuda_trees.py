@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from torch import Tensor
 
 from outrider.model.cuda_chains import CHAIN_LENGTHS
 from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
 from outrider.model.cuda_layer import CudaRows
+from outrider.model.cuda_readback import Readback
 from outrider.model.runner import Feed, Growth
 from outrider.ops import GrownTree
 from outrider.ops.cuda.launch import AttentionMetadata
@@ -44,25 +45,20 @@ class _Graph:
 
     def __init__(self, trees: GrowingTrees, run: Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]) -> None:
         self.trees, self._run = trees, run
-        on_gpu = trees.finished.device.type == "cuda"
-        self._host = torch.zeros(trees.finished.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._done: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._host = Readback(trees.finished)
+        self._wait: Callable[[], Tensor] = lambda: trees.finished
         self.last: object = None  # stands for the trees grown last
 
     def start(self, feeds: Sequence[Feed], rows: Sequence[Row], numbers: Sequence[int]) -> object:
         """Grow trees, and bring them to the host when they are finished."""
         self._run(feeds, rows, numbers)
-        self._host.copy_(self.trees.finished, non_blocking=True)
-        if self._done is not None:
-            self._done.record()
+        self._wait = self._host.start(self.trees.finished)
         self.last = object()
         return self.last
 
     def wait(self, count: int) -> list[GrownTree]:
         """The first trees of those grown last."""
-        if self._done is not None:
-            self._done.synchronize()
-        return [GrownTree(*tree, []) for tree in self.trees.read(self._host, count)]
+        return [GrownTree(*tree, []) for tree in self.trees.read(self._wait(), count)]
 
 
 class Trees:
