@@ -27,9 +27,10 @@ from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.ranks import Sharing, check_parallel, start_parallel
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
+from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder
+from outrider.model.backends import cpu_ops
 from outrider.model.listing import loaded_line
-from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids, weight_bytes
+from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, served_spec, usable_ids, weight_bytes
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
 from outrider.model.placement import embedding_on_host, sizes_of
 from outrider.model.runner import kv_value_bytes
@@ -108,6 +109,7 @@ def load_target(settings: Settings) -> Target:
     if tokenizer is not None and tokenizer.eos_id is not None:
         eos |= usable_ids({tokenizer.eos_id}, config, directory / "tokenizer_config.json")
     speculation = resolve_drafters(settings.speculation, directory, device.is_gpu)
+    _check_kv(sizes, device, config)
     memory = _memory(device, sizes, config, speculation, directory, options)
     pages = memory.pages
     if memory.placement is not None:
@@ -216,9 +218,19 @@ def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int
     if device.is_gpu:
         runner: Runner = device.runner(decoder, memory, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
-        runner = Runner(decoder, kv_pool(decoder.spec, memory.pages + 1, page_size), states=memory.states)
+        pool = kv_pool(decoder.spec, memory.pages + 1, page_size, memory.int8)
+        runner = Runner(decoder, pool, states=memory.states)
     decoder.close()
     return runner
+
+
+def _check_kv(sizes: EngineConfig, device: Device, config: ModelSpec) -> None:
+    """Refuse KV that nothing here keeps."""
+    if sizes.kv_dtype == "auto":
+        return
+    if device.is_gpu or sizes.tensor_parallel_size > 1 or cpu_ops(config).core is None:
+        kept = "is kept by the native core alone, on a processor and in one process"
+        raise InvalidParameter("kv_dtype", f"{sizes.kv_dtype} {kept}; leave it at auto")
 
 
 def _memory(
@@ -237,12 +249,12 @@ def _memory(
         heads = [drafter for drafter in drafters if drafter.method in ("eagle", "mtp", "medusa")]  # a layer each, or less
         models = [
             config,
-            *(read_spec(locate(name)) for name in drafts),
+            *(served_spec(locate(name)) for name in drafts),
             *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)
-    return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size))
+    return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size, sizes.kv_dtype == "int8"))
 
 
 def _kv_budget(device: Device, directory: Path, options: LoadOptions) -> int:

@@ -45,6 +45,7 @@ class MemoryPlan(NamedTuple):
     states: int = 0  # at the ends of pages
     pool: StateSizes = StateSizes()  # of recurrent states on a GPU
     placement: Placement | None = None  # of weights that a GPU streams from host memory; None: all lie where they are used
+    int8: bool = False  # keys and values are integers
 
 
 def token_bytes(spec: ModelSpec, value_bytes: int = 4) -> int:
@@ -78,9 +79,9 @@ def border_states(spec: ModelSpec, sizes: EngineConfig, left: int) -> int:
     return min(wanted, max(left, 0) // _BORDER_SHARE // spec.state_bytes)
 
 
-def kv_pool(spec: ModelSpec, pages: int, page_size: int) -> KVPool:
+def kv_pool(spec: ModelSpec, pages: int, page_size: int, int8: bool = False) -> KVPool:
     """Empty KV memory of a model."""
-    return KVPool(len(spec.kv_layers), pages, spec.kv_heads, page_size, spec.head_dim)
+    return KVPool(len(spec.kv_layers), pages, spec.kv_heads, page_size, spec.head_dim, int8)
 
 
 def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: int = 4) -> MemoryPlan:
@@ -100,4 +101,4 @@ def plan_memory(spec: ModelSpec, sizes: EngineConfig, budget: int, value_bytes: 
         )
     if pages < 1:
         raise InvalidParameter("kv_bytes", f"{budget} bytes hold no page of {page_bytes} bytes; raise it")
-    return MemoryPlan(pages, states)
+    return MemoryPlan(pages, states, int8=value_bytes == 1)

@@ -172,9 +172,10 @@ def _rotary_rows(feeds: Sequence[Feed], segments: Sequence[Segment], positions: 
     return torch.tensor([start + position for start, position in zip(starts, positions, strict=True)])
 
 
-def kv_value_bytes(config: ModelSpec, page_size: int) -> int:
+def kv_value_bytes(config: ModelSpec, page_size: int, int8: bool = False) -> int:
     """Bytes of one value in the KV of a model that runs on the CPU."""
-    return KVPool.value_bytes(cpu_ops(config).core is not None and config.dtype != "float32", page_size)
+    native = cpu_ops(config).core is not None
+    return KVPool.value_bytes(native and config.dtype != "float32", page_size, native and int8)
 
 
 def _sum_ranks(group: Group, layer: int, product: str, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001 (the signature of Deltas)
