@@ -219,16 +219,16 @@ def put_tree(
 
 @triton.jit(do_not_specialize=["most", "table_width", "depth", "scratch"])
 def place_tree(
-    tree_tokens, tree_parents, counts, params, tokens, sequences, positions, roots, firsts, slots, table, ancestors,
+    tree_tokens, tree_parents, counts, limits, tokens, sequences, positions, roots, firsts, slots, table, ancestors,
     most, table_width, depth, scratch, PAGE: tl.constexpr, LEVELS: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Lay finished trees out as rows of the target's forward: node i in row root + 1 + i and in the slot after that many.
 
-    One program for each tree; params are the nodes that each may keep, its levels, and its root's row, -1 for none. Its rows were
+    One program for each tree; `limits` are the nodes that each may keep, its levels, and its root's row, -1 for none. Its rows were
     filled for a chain of as many nodes as it may keep; those that it lacks read slot 0 of their sequence and write to scratch.
     """
     b = tl.program_id(0).to(tl.int64)
-    first, room = tl.load(params + 2 * tl.num_programs(0) + b), tl.load(params + b)
+    first, room = tl.load(limits + 2 * tl.num_programs(0) + b), tl.load(limits + b)
     if first >= 0:
         root, sequence = tl.load(positions + first), tl.load(sequences + first)
         node = tl.arange(0, NODES)
