@@ -217,21 +217,14 @@ class CudaEagleRunner:
         def logits_after(rows: AttentionMetadata) -> Tensor:
             nonlocal features
             features = self._run(features, rows)[:batch]
-            return self._over_target_vocab(self.scores(features, rows.rows(slice(0, batch))))
+            return self.scores(features, rows.rows(slice(0, batch)))
 
         drawn = self._target.future_tokens[: length * batch].view(length, batch)
-        return draw_chain(self._kernels, meta, drawn, logits_after)
+        return draw_chain(self._kernels, meta, drawn, logits_after, self._ids)
 
     def scores(self, hidden: Tensor, rows: AttentionMetadata) -> Tensor:  # noqa: ARG002 (a benchmark plants what rows guess)
         """Logits (N, outputs) of what the head gives for some rows."""
         return self.head.logits(hidden, self._ops)
-
-    def _over_target_vocab(self, logits: Tensor) -> Tensor:
-        """The logits over the target's vocabulary, -inf for tokens the head does not have."""
-        if self._ids is None:
-            return logits
-        all_logits = torch.full((len(logits), self.head.config.shape.vocab), float("-inf"), device=logits.device)
-        return all_logits.index_copy_(1, self._ids, logits)
 
     def _run(self, features: Tensor, meta: AttentionMetadata) -> Tensor:
         """The head's forward by kernels; `EagleHead.forward` is the reference."""

@@ -16,6 +16,7 @@ from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_readback import Readback
 from outrider.model.runner import Chances, Feed, PendingChains, Tokens
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels
+from outrider.ops.cuda.tree_launch import rank_rows
 from outrider.sampling import Row
 
 if TYPE_CHECKING:
@@ -76,11 +77,13 @@ class EarlyExits:
 
 
 def draw_chain(
-    kernels: Kernels, meta: AttentionMetadata, drawn: Tensor, logits_after: Callable[[AttentionMetadata], Tensor]
-) -> Tensor:
+    kernels: Kernels, meta: AttentionMetadata, drawn: Tensor, logits_after: Callable[[AttentionMetadata], Tensor],
+    ids: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Draw chains by temperature and noise into `drawn` (length, batch); returns tokens and chances (2, length, batch).
 
-    `meta` begins with the newest token of each sequence. `logits_after` gives logits (batch, V) after those of its rows.
+    `meta` begins with the newest token of each sequence. `logits_after` gives logits (batch, outputs) after those of its rows,
+    and `ids` are the tokens of the outputs where they are not the same numbers.
     """
     (length, batch), device = drawn.shape, drawn.device
     tokens, sequences, positions, roots, slots, ancestors = torch.empty(6, batch, dtype=torch.int32, device=device).unbind()
@@ -91,7 +94,8 @@ def draw_chain(
     )  # fmt: skip
     before, probs = meta, torch.empty(length, batch, device=device)
     for step in range(length):
-        chosen = kernels.choose(logits_after(before), before.rows(slice(0, batch)))
-        kernels.next_rows(chosen, before, after, (drawn, probs), step)
+        sampling = before.temperatures[:batch], before.prefixes[:batch], before.positions[:batch]
+        chosen, chances = rank_rows(logits_after(before), ids, sampling, 1)
+        kernels.next_rows((chosen.view(-1), chances.view(-1)), before, after, (drawn, probs), step)
         before = after
     return torch.stack((drawn.float(), probs))  # ids below 2^24 are exact

@@ -6,9 +6,11 @@ of a draft model. Rounds with fewer rows are padded with rows that write to the 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -419,7 +421,7 @@ class CudaRunner(Runner):
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             passes = self.cuda.passes
-            with torch.cuda.graph(graph, pool=self._memory):
+            with _no_collection(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 work()
             replay = self.cuda.around(graph.replay, self.cuda.passes - passes)
         self._memory = self._memory or graph.pool()
@@ -457,6 +459,18 @@ class CudaRunner(Runner):
         if self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No cyclic garbage is collected meanwhile: to free a graph or an event would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _likeliest(count: int, most: int) -> list[int]:

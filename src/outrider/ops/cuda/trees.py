@@ -224,8 +224,9 @@ def place_tree(
 ):  # fmt: skip
     """Lay finished trees out as rows of the target's forward: node i in row root + 1 + i and in the slot after that many.
 
-    One program for each tree; `limits` are the nodes that each may keep, its levels, and its root's row, -1 for none. Its rows were
-    filled for a chain of as many nodes as it may keep; those that it lacks read slot 0 of their sequence and write to scratch.
+    One program for each tree; `limits` are the nodes that each may keep, its levels, and its root's row, -1 for none. Its rows
+    were filled for a chain of as many nodes as it may keep; those that it lacks read slot 0 of their sequence and write to the
+    scratch slot.
     """
     b = tl.program_id(0).to(tl.int64)
     first, room = tl.load(limits + 2 * tl.num_programs(0) + b), tl.load(limits + b)
