@@ -31,11 +31,13 @@ from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open
 from outrider.model.backends import cpu_ops
 from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, served_spec, usable_ids, weight_bytes
+from outrider.model.mapped_stack import keep_layers
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
 from outrider.model.placement import embedding_on_host, sizes_of
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
-from outrider.platform import guard, memory_bytes
+from outrider.ops.file_arena import FileArena
+from outrider.platform import cache_folder, guard, memory_bytes
 from outrider.text import Tokenizer
 
 __all__ = ["KV_SHARE_OF_MEMORY", "Built", "Settings", "Target", "build_engine", "load_target"]
@@ -113,7 +115,7 @@ def load_target(settings: Settings) -> Target:
     memory = _memory(device, sizes, config, speculation, directory, options)
     pages = memory.pages
     if memory.placement is not None:
-        _log.info("%s: %s", directory, memory.placement.describe(device.bus_bandwidth()))
+        _log.warning("%s: %s", directory, memory.placement.describe(device.bus_bandwidth()))
     if sizes.tensor_parallel_size == 1:
         runner = _runner(decoder, device, memory, sizes.page_size)
     else:
@@ -219,7 +221,10 @@ def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int
         runner: Runner = device.runner(decoder, memory, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
         pool = kv_pool(decoder.spec, memory.pages + 1, page_size, memory.int8)
-        runner = Runner(decoder, pool, states=memory.states)
+        weights_file = None if memory.kept is None else FileArena(cache_folder() / "packed")
+        runner = Runner(decoder, pool, states=memory.states, weights_file=weights_file)
+        if weights_file is not None:
+            keep_layers(weights_file, memory.kept or 0)
     decoder.close()
     return runner
 
