@@ -25,6 +25,7 @@ from outrider.engine.adapters import Adapters
 from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
+from outrider.engine.mapping import PROCESS_BYTES, plan_mapped
 from outrider.engine.ranks import Sharing, check_parallel, start_parallel
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder
@@ -101,7 +102,7 @@ def load_target(settings: Settings) -> Target:
     """The model, its tokenizer and its KV memory."""
     device, sizes = settings.device, settings.sizes
     directory = locate(settings.model, settings.revision)
-    options = LoadOptions(settings.dtype, settings.load_format, widen=not guard().bf16_products)
+    options = LoadOptions(settings.dtype, settings.load_format, maps=_maps(settings), widen=not guard().bf16_products)
     decoder = open_decoder(directory, options) if sizes.tensor_parallel_size == 1 else describe_decoder(directory, options)
     config = decoder.spec
     check_parallel(sizes.tensor_parallel_size, device, config)
@@ -258,8 +259,20 @@ def _memory(
             *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)
+    value_bytes = kv_value_bytes(config, sizes.page_size, sizes.kv_dtype == "int8")
+    if options.maps and cpu_ops(config).core is not None:
+        weights, machine = weight_bytes(directory, options), memory_bytes()
+        room = device.limit(machine) or machine - PROCESS_BYTES
+        if weights >= room:
+            return plan_mapped(config, sizes, room, weights, value_bytes)
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)
-    return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size, sizes.kv_dtype == "int8"))
+    return plan_memory(config, sizes, budget, value_bytes)
+
+
+def _maps(settings: Settings) -> bool:
+    """Whether layers that do not fit the memory may lie in a file."""
+    alone = settings.sizes.tensor_parallel_size == 1 and not settings.device.is_gpu
+    return alone and settings.load_format != "dummy" and find_core()[0] is not None
 
 
 def _kv_budget(device: Device, directory: Path, options: LoadOptions) -> int:
