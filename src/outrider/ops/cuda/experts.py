@@ -27,7 +27,7 @@ def open_experts(
     CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, GATE_SCALE: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    WARPS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first product of every pair and its activation, to the pair's place (pairs, width).
 
@@ -43,7 +43,7 @@ def open_experts(
         row = tl.load(order + first + i, mask=inside, other=0) // CHOSEN
         acc = _product(
             x, w, w_scale, w_zero, row, inside, expert, column, all_columns, COLUMNS, INNER, KIND, WIDTH, ZERO, OFFSET, GROUP,
-            PARTS, SWAPPED, BM, BN, BK, WARPS, FAST, PRECISION,
+            PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST, PRECISION,
         )  # fmt: skip
         if HAS_BIAS:
             acc = _biased(acc, bias + expert * COLUMNS + column, column < COLUMNS)
@@ -74,7 +74,7 @@ def close_experts(
     x, w, w_scale, w_zero, bias, weights, order, items, out, rows, all_columns, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr,
     ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The second product of every pair, times its weight, to out (CHOSEN, rows, COLUMNS): zeros for rows of padding."""
     item = tl.program_id(0)
@@ -89,7 +89,7 @@ def close_experts(
             place = first + tl.minimum(i, count - 1)  # what lies beyond is computed twice and not stored
             acc = _product(
                 x, w, w_scale, w_zero, place, inside, expert, column, all_columns, COLUMNS, INNER, KIND, WIDTH, ZERO, OFFSET,
-                GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, FAST, PRECISION,
+                GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST, PRECISION,
             )  # fmt: skip
             if HAS_BIAS:
                 acc = _biased(acc, bias + expert * COLUMNS + column, column_in)
@@ -102,8 +102,8 @@ def close_experts(
 def _product(
     x, w, w_scale, w_zero, row, row_in, expert, column, all_columns, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     KIND: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times columns of an expert, (BM, BN)."""
     if KIND == "":
@@ -120,12 +120,12 @@ def _product(
         x_row = row.to(tl.int64)
         total = part_of_product(
             0, x, x, w, w_scale, w_zero, x_row, w_row, first, last, all_columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP, PARTS,
-            SWAPPED, BM, BN, BK, WARPS, FAST,
+            SWAPPED, BM, BN, BK, WARPS, STAGES, FAST,
         )  # fmt: skip
         for part in range(1, PARTS):
             total += part_of_product(
                 part, x, x, w, w_scale, w_zero, x_row, w_row, first, last, all_columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP,
-                PARTS, SWAPPED, BM, BN, BK, WARPS, FAST,
+                PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST,
             )  # fmt: skip
         if SWAPPED:
             total = tl.trans(total)

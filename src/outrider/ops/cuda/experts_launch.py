@@ -163,10 +163,10 @@ class _Operand(NamedTuple):
             return cls(w, *_quantised(w, chosen._replace(rows=rows)))
         (values,), chosen = w.tensors, tile or expert_tile_for(rows, second)
         options = {
-            "KIND": "", "WIDTH": w.shape[1], "ZERO": "", "OFFSET": 0, "GROUP": 0, "PARTS": w.parts, "SWAPPED": False,
-            "BM": chosen.rows, "BN": chosen.columns, "BK": chosen.inner, "WARPS": chosen.warps, "FAST": False,
-            "PRECISION": "ieee" if values.dtype == torch.float32 else "tf32", "num_warps": chosen.warps,
-            "num_stages": chosen.stages,
+            "KIND": "", "WIDTH": w.shape[1], "ZERO": "", "OFFSET": 0, "GROUP": 0, "PARTS": _parts_of(w.shape[1]),
+            "SWAPPED": False, "BM": chosen.rows, "BN": chosen.columns, "BK": chosen.inner, "WARPS": chosen.warps,
+            "STAGES": chosen.stages, "FAST": False, "PRECISION": "ieee" if values.dtype == torch.float32 else "tf32",
+            "num_warps": chosen.warps, "num_stages": chosen.stages,
         }  # fmt: skip
         return cls(w, (values, values, values), chosen, options)
 
@@ -176,13 +176,18 @@ class _Operand(NamedTuple):
         return x if order is None else x[:, order]
 
 
+def _parts_of(inner: int) -> int:
+    """Parts of a sum in floating point: as of other products that are not wide, since those of one expert are not."""
+    return 4 if inner % 64 == 0 else 1
+
+
 def _quantised(w: QuantisedMatrix, tile: AnyTile) -> tuple[tuple[Tensor, Tensor, Tensor], AnyTile, dict[str, object]]:
     assert isinstance(tile, QuantisedTile)
     codes = w.codes if interpreted() or not w.kind.endswith("weights") else w.codes.view(torch.uint8)
     options = {
         "KIND": w.kind, "WIDTH": w.width, "ZERO": w.zero_kind, "OFFSET": w.offset, "GROUP": w.group, "PARTS": w.parts,
         "SWAPPED": tile.swapped, "BM": tile.rows, "BN": tile.columns, "BK": w.step(tile), "WARPS": tile.warps,
-        "FAST": not interpreted(), "PRECISION": "tf32", "num_warps": tile.warps, "num_stages": tile.stages,
+        "STAGES": tile.stages, "FAST": not interpreted(), "PRECISION": "tf32", "num_warps": tile.warps, "num_stages": tile.stages,
         "enable_fp_fusion": False,
     }  # fmt: skip
     return (codes, w.scale, w.scale if w.zero is None else w.zero), tile, options
