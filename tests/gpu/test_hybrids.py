@@ -53,7 +53,7 @@ def engine_of(drafter: Drafter, length: int, pages: int = 60, batch: int = 4, st
 
 
 def requests_of(count: int, logprobs: int | None = None) -> list[Request]:
-    """Half greedy, with a beginning that some share. With log probabilities rounds do not overlap, and logits stay as they are."""
+    """Half greedy, with a beginning that some share. With log probabilities rounds do not overlap, and logits stay."""
     stem = [i * 5 % 90 for i in range(35 if ON_GPU else 17)]
     return [
         make_request(
