@@ -236,16 +236,19 @@ def _summed(parts, bias, row, rows, column, inside, WIDTH: tl.constexpr, PARTS: 
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_heads(
-    mixed, parts, bias, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    mixed, parts, bias, rows, WIDTH: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What attention gives (rows, WIDTH), in place, times the sigmoid of a product (PARTS, rows, WIDTH) and its bias."""
+    """What attention gives (rows, WIDTH), in place, times the sigmoid of columns FIRST and after of a product with its bias,
+    (PARTS, rows, COLUMNS).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    gate = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(parts + row * COLUMNS + FIRST + column, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        gate = gate + tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        gate = gate + tl.load(parts + (part * rows + row) * COLUMNS + FIRST + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        gate = gate + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        gate = gate + tl.load(bias + FIRST + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(mixed + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(mixed + row * WIDTH + column, (x / (1.0 + tl.exp(-gate))).to(mixed.dtype.element_ty), mask=inside)

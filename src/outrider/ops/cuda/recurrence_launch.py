@@ -174,9 +174,10 @@ def short_convolution(
 
 
 def gate_heads(mixed: Tensor, parts: Tensor, bias: Tensor | None) -> None:
-    """Multiply what attention gives (N, width), in place, by the sigmoid of a product (parts, N, width) and its bias."""
-    count, rows, width = parts.shape
-    block, unused = min(1024, int(triton.next_power_of_2(width))), parts
+    """Multiply what attention gives (N, width), in place, by the sigmoid of the last columns of a product (parts, N, columns)."""
+    (count, rows, columns), width = parts.shape, mixed.shape[1]
+    block = min(1024, int(triton.next_power_of_2(width)))
     recurrence.gate_heads[(rows, triton.cdiv(width, block))](
-        mixed, parts, unused if bias is None else bias, rows, width, count, bias is not None, block, num_warps=4
-    )
+        mixed, parts, parts if bias is None else bias, rows, width, columns - width, columns, count, bias is not None, block,
+        num_warps=4,
+    )  # fmt: skip
