@@ -65,19 +65,19 @@ def measure_form(shape: str, form: str, sizes: Sizes) -> Iterator[dict[str, Any]
                 yield about | {"draft": draft} | row
 
 
-def compile_products(shape: str, form: str, rows: int) -> None:
+def compile_products(shape: str, form: str, rows: int, device_name: str = "cuda") -> None:
     """Run every product of a layer and the output matrix once, which puts their kernels into Triton's cache on disk."""
     from outrider.model.cuda_attention import turns_of
     from outrider.model.cuda_stack import kernel_shape
     from outrider.model.cuda_weights import Upload
     from outrider.ops.cuda.launch import AttentionMetadata, HeadForm, Kernels
 
-    spec, device = SHAPES[shape], torch.device("cuda")
+    spec, device = SHAPES[shape], torch.device(device_name)
     a, m = spec.attention, spec.layers[0].mlp
     k, upload = Kernels(kernel_shape(spec, 64), torch.bfloat16), Upload(device, torch.bfloat16)
 
     def matrix(columns: int, inner: int, kind: str = form) -> Any:
-        plain = torch.randn(columns, inner, device=device) if kind == _PLAIN else random_matrix(kind, columns, inner)
+        plain = torch.randn(columns, inner, device=device) if kind == _PLAIN else random_matrix(kind, columns, inner, device=device_name)
         return upload.matrix(plain)
 
     def some(width: int) -> Tensor:
