@@ -418,7 +418,7 @@ class CudaRunner(Runner):
             passes = self.cuda.passes
             graph = capture_graph(work, self._memory)
             replay = self.cuda.around(graph.replay, self.cuda.passes - passes)
-        self._memory = self._memory or graph.pool()  # type: ignore[no-untyped-call]
+        self._memory = self._memory or graph.pool()
         self.capture_seconds[name] = perf_counter() - begun
         return device_work(replay)
 
