@@ -42,12 +42,7 @@ class CudaExperts:
 
     def _opened(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats, experts: int, upload: Upload) -> Matrix:
         """First matrices, whose rows are pairs of gate and up where there are gates."""
-        matrix = upload.experts(weight)
-        if not self._spec.gated:
-            return matrix
-        paired = matrix.reordered(partial(pair_rows, groups=experts))
-        upload.release(weight)
-        return paired
+        return upload.experts(weight, partial(pair_rows, groups=experts) if self._spec.gated else None)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -67,11 +67,21 @@ class Upload:
     def reordered(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats, order: Callable[[Tensor], Tensor]) -> Matrix:
         """A matrix with its rows in another order. A weight that lies on the device is moved, not copied."""
         matrix = self.matrix(weight).reordered(order)
-        self.release(weight)
+        _release(weight)
         return matrix
 
-    def experts(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats) -> Matrix:
-        """Matrices of experts one below the other, as they are stored where their products take that. They are not rounded."""
+    def experts(
+        self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats, order: Callable[[Tensor], Tensor] | None = None
+    ) -> Matrix:
+        """Matrices of experts one below the other, as they are stored where their products take that; never rounded."""
+        matrix = self._of_experts(weight)
+        if order is None:
+            return matrix
+        ordered = matrix.reordered(order)
+        _release(weight)
+        return ordered
+
+    def _of_experts(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats) -> Matrix:
         if isinstance(weight, Tensor):
             return DenseMatrix(self.tensor(weight))
         made = None
@@ -82,11 +92,6 @@ class Upload:
             return made
         self.decoded += 1
         return DenseMatrix(self.tensor(weight.values()))
-
-    def release(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats) -> None:
-        """Empty a weight that lies on the device, once its rows are there in another order."""
-        if isinstance(weight, Tensor) and weight.is_cuda:
-            weight.data = weight.new_empty(0)
 
     def _quantised(self, stored: Grouped | ScaledFloats | FourBitFloats) -> Matrix | None:
         if isinstance(stored, FourBitFloats):
@@ -101,6 +106,12 @@ class Upload:
             assert made is not None
             return made
         return int8_of(values) if self.rounds == "int8" else int4_of(values)
+
+
+def _release(weight: object) -> None:
+    """Empty a weight that lies on the device, once its rows are there in another order."""
+    if isinstance(weight, Tensor) and weight.is_cuda:
+        weight.data = weight.new_empty(0)
 
 
 def norm_on(device: torch.device, norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> RowNorm | None:
