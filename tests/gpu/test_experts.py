@@ -27,6 +27,7 @@ from outrider.sampling import SamplingParams
 from tests.support import NoDrafter, Oracle, make_request
 from tests.support.engines import assert_same_bits, run_recorded
 from tests.support.families import build_reference
+from tests.support.gguf_files import write_gguf
 from tests.support.mxfp4 import quantise_experts
 
 INTERPRETED = True
@@ -291,6 +292,17 @@ def test_quantised_experts(launch: Any, kind: str) -> None:
         assert torch.equal(given(slice(first, first + rows), item_rows)[0], out[:, first : first + rows])
 
 
+def test_stacked_experts_of_gguf_files_are_decoded(tmp_path: Path) -> None:
+    """Gates of all experts lie together there, and ups: their rows would be those of other experts."""
+    pytest.importorskip("gguf", reason="the gguf package writes the files")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    write_gguf(tmp_path / "model.gguf", build_reference("qwen3-moe", None, **sizes), "Q8_0")
+    decoder = open_decoder(tmp_path / "model.gguf", LoadOptions("auto"))
+    assert decoder.packed("layers.0.qkv") is not None
+    assert decoder.packed("layers.0.gate_up") is None
+    assert decoder.packed("layers.0.down") is None
+
+
 def wide(name: str) -> Decoder:
     """The features of a small model at widths of published ones, with random weights."""
     spec, sinks = FEATURE_SPECS[name], "sinks" in name
@@ -331,11 +343,11 @@ def test_drafts_trees_and_batches_change_no_logit(name: str) -> None:
         assert_same_bits(plain, recorded(drafter, length, together, chunk))
 
 
-STORED = {"mxfp4": "mxfp4", "fp8": "fp8_weights", "int4": "int4", "int8": ""}
+STORED = {"mxfp4": "mxfp4", "fp8": "fp8_weights", "int4": "int4", "int8": "bytes"}
 
 
 @pytest.mark.usefixtures("products_of_fixed_order")
-@pytest.mark.parametrize("stored", STORED if ON_GPU else ["mxfp4", "int4"])
+@pytest.mark.parametrize("stored", STORED if ON_GPU else ["mxfp4", "int8"])
 def test_quantised_experts_stay_as_they_are_stored(tmp_path: Path, stored: str) -> None:
     """Where products take them; their logits are those of the checkpoint whose weights are what they decode to."""
     from outrider.model.cuda_experts import CudaExperts

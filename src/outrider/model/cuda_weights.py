@@ -87,18 +87,18 @@ class Upload:
         made = None
         if self.dtype == torch.bfloat16:
             # rows stay in bf16: those of an expert would be quantised by a launch of their own
-            made = fp8_matrix(weight, self.device, False) if isinstance(weight, ScaledFloats) else self._quantised(weight)
-        if made is not None and made.reads is None:
+            made = self._quantised(weight, False)
+        if made is not None:
             return made
         self.decoded += 1
         return DenseMatrix(self.tensor(weight.values()))
 
-    def _quantised(self, stored: Grouped | ScaledFloats | FourBitFloats) -> Matrix | None:
+    def _quantised(self, stored: Grouped | ScaledFloats | FourBitFloats, quantised_rows: bool = True) -> Matrix | None:
         if isinstance(stored, FourBitFloats):
             return mxfp4_matrix(stored, self.device)
         if isinstance(stored, ScaledFloats):
-            return fp8_matrix(stored, self.device, self._fp8_rows)
-        return grouped_matrix(stored, self.device)
+            return fp8_matrix(stored, self.device, quantised_rows and self._fp8_rows)
+        return grouped_matrix(stored, self.device, quantised_rows)
 
     def _rounded(self, values: Tensor) -> Matrix:
         if self.rounds == "fp8":

@@ -14,6 +14,7 @@ from outrider.model.formats.awq import AWQ
 from outrider.model.formats.compressed_tensors import CompressedTensors
 from outrider.model.formats.fp8 import FP8
 from outrider.model.formats.gptq import GPTQ
+from outrider.model.formats.mxfp4 import MXFP4
 from outrider.model.spec import ModelSpec
 
 __all__ = ["with_layer_bytes"]
@@ -44,6 +45,8 @@ def with_layer_bytes(spec: ModelSpec, directory: Path) -> ModelSpec:
 
 def _is_kept(stored: Format | None) -> bool:
     """Whether products take a format as it is stored; matrices of others are decoded."""
+    if isinstance(stored, MXFP4):
+        return True
     if isinstance(stored, FP8):
         return _fits(stored.block)
     if isinstance(stored, AWQ | GPTQ):

@@ -219,9 +219,9 @@ class StoredWeights:
         return floats.rows((first[:, None] + place.order()).flatten())
 
     def _plain_parts(self, name: str) -> list[tuple[str, Place]]:
-        """The stored tensors of a matrix from top to bottom; none where a place changes values."""
+        """The stored tensors of a matrix from top to bottom; none where a place changes values, or holds all experts' rows."""
         parts = sorted(self._places.get(name, ()), key=lambda part: part[1].rows.start or 0)
-        return [] if any(place.transposed or place.columns or place.add for _, place in parts) else parts
+        return [] if any(place.transposed or place.columns or place.add or place.experts for _, place in parts) else parts
 
     def _advance_parts(self, parts: Iterable[tuple[str, Place]]) -> None:
         for stored, _ in parts:

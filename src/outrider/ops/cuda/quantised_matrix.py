@@ -163,11 +163,18 @@ def fp8_matrix(stored: ScaledFloats, device: torch.device, quantised_rows: bool 
     return _counted(QuantisedMatrix("fp8_blocks" if multiplies else "fp8_block_weights", inner, codes, scale, block.int()))
 
 
-def grouped_matrix(stored: Grouped, device: torch.device) -> QuantisedMatrix | None:
-    """Integers in groups on the device; None where products cannot use them."""
+def grouped_matrix(stored: Grouped, device: torch.device, quantised_rows: bool = True) -> QuantisedMatrix | None:
+    """Integers in groups on the device; None where products cannot use them. Rows may be quantised too where that fits."""
     inner = stored.shape[1]
     one = stored.size >= inner
-    if stored.bits == 8 and stored.least is None and one and stored.offset == _BYTE_OFFSET and stored.inputs is None:
+    if (
+        quantised_rows
+        and stored.bits == 8
+        and stored.least is None
+        and one
+        and stored.offset == _BYTE_OFFSET
+        and stored.inputs is None
+    ):
         codes = (stored.codes.to(device).short() - _BYTE_OFFSET).to(torch.int8)
         return _int8(codes, stored.scale[:, 0].to(device, torch.float32), inner)
     if not (one or stored.size in _SMALL_GROUPS or stored.size % _BLOCK == 0):
