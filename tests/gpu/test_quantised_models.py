@@ -122,10 +122,10 @@ def test_target_and_draft_model_have_their_own_precision() -> None:
     from outrider import LLM
 
     params, prompts = SamplingParams(max_tokens=64, ignore_eos=True), ["def fibonacci(n):\n", "class Stack:\n"]
-    plain = LLM(device="cuda", dtype="int8", speculation="none").generate(prompts, params)
+    plain = LLM(device="cuda", dtype="int8", speculation="none", max_num_seqs=8).generate(prompts, params)
     for dtype in ("int4", "bfloat16"):
         settings = {"method": "draft_model", "dtype": dtype, "draft_tokens": 4}
-        drafted = LLM(device="cuda", dtype="int8", speculation=settings).generate(prompts, params)
+        drafted = LLM(device="cuda", dtype="int8", speculation=settings, max_num_seqs=8).generate(prompts, params)
         assert [out.outputs[0].token_ids for out in drafted] == [out.outputs[0].token_ids for out in plain]
         assert all(out.outputs[0].speculation["fallback_reason"] is None for out in drafted)
 

@@ -42,6 +42,7 @@ from outrider.sampling.choice import noise_along, shape_of
 from outrider.sampling.noise import token_words_at
 
 if TYPE_CHECKING:
+    from outrider.ops.file_arena import FileArena
     from outrider.ops.group import Group
 
 __all__ = [
@@ -209,7 +210,13 @@ class Runner:
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, ops: Ops | None = None, group: Group | None = None, states: int = _STATES
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        ops: Ops | None = None,
+        group: Group | None = None,
+        states: int = _STATES,
+        weights_file: FileArena | None = None,  # where the native core's layers lie, if not in memory
     ) -> None:
         """With a `group` the decoder is one rank's share: rows enter its first layer as `x`, and logits are its share's.
 
@@ -226,7 +233,8 @@ class Runner:
             raise InvalidParameter("dtype", f"{config.dtype} needs the native core, which is not in use: {find_core()[1]}")
         if core is None:
             decoder.materialise()
-        self.stack = None if core is None else decoder_stack(decoder, pool, core, group)
+        self.stack = None if core is None else decoder_stack(decoder, pool, core, group, weights_file)
+        self._weights_file = weights_file
         self.adapters = AdapterSlots(decoder, self.ops, self.stack)
         self._distinct_windows = frozenset(config.windows)
         self._kv_layer = {layer: place for place, layer in enumerate(config.kv_layers)}
@@ -235,7 +243,9 @@ class Runner:
         self._expert_layers = config.expert_layers
 
     def close(self) -> None:
-        """End what computes elsewhere."""
+        """End what computes elsewhere, or reads files."""
+        if self._weights_file is not None:
+            self._weights_file.close()
 
     @property
     def bus_bytes(self) -> int:
