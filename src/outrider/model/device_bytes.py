@@ -36,7 +36,7 @@ def with_layer_bytes(spec: ModelSpec, directory: Path) -> ModelSpec:
             if name.startswith("blk.") and len(tensor.shape) > 1:
                 count = tensor.nbytes / tensor.kind.nbytes * tensor.kind.values
                 stored += count * _GGUF.get(tensor.kind.name, _DECODED)
-    elif isinstance(format_in(directory), _KEPT):
+    elif any(directory.glob("*.safetensors")) and isinstance(format_in(directory), _KEPT):
         stored = sum(_bytes(header) for name, header in stored_tensors(directory).items() if ".layers." in name)
     return replace(spec, layer_bytes=min(stored / weights, _DECODED)) if stored and weights else spec
 
