@@ -16,11 +16,14 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
          "num_hidden_layers": 2, "head_dim": 64}  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "size"), [("gptq", 0.58), ("awq", 0.58), ("w8a8", 1.0), ("fp8_128", 1.0), ("nf4", 0.0)])
-def test_headers_say_what_a_weight_takes(tmp_path: Path, kind: str, size: float) -> None:
+TAKEN = {"gptq": 0.58, "awq": 0.58, "w8a8": 1.0, "fp8_128": 1.0, "fp8": 0.0, "nf4": 0.0}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_headers_say_what_a_weight_takes(tmp_path: Path, kind: str) -> None:
     write_quantised(tmp_path / kind, build_reference("llama", None, **SIZES), kind)
     spec = with_layer_bytes(read_spec(tmp_path / kind), tmp_path / kind)
-    assert spec.layer_bytes == pytest.approx(size, abs=0.05), "what is decoded takes what its dtype says"
+    assert spec.layer_bytes == pytest.approx(TAKEN[kind], abs=0.05), "what is decoded takes what its dtype says"
     assert served_spec(tmp_path / kind, LoadOptions("bfloat16")).layer_bytes == 0.0, "a dtype that was asked for is served"
     (tmp_path / kind / "model.safetensors").unlink()
     assert with_layer_bytes(read_spec(tmp_path / kind), tmp_path / kind).layer_bytes == 0.0, "no weights, as for a plan"
