@@ -33,9 +33,9 @@ _NEEDED = (
 _WHEELS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
 _PROCESSORS = ("neoverse-n1", "max")  # with dot products alone, and with i8mm and bf16
 _TESTS = (
-    "tests/ops/test_builds_agree.py", "tests/ops/test_native.py", "tests/ops/test_native_calls.py", "tests/ops/test_int8_kv.py", "tests/ops/test_groups.py",
-    "tests/ops/test_columns.py", "tests/ops/test_blocks.py", "tests/ops/test_adapters.py", "tests/ops/test_packing.py",
-    "tests/ops/test_scan.py", "tests/sampling/test_choice.py", "tests/draft/test_grown_trees.py",
+    "tests/ops/test_builds_agree.py", "tests/ops/test_native.py", "tests/ops/test_native_calls.py", "tests/ops/test_int8_kv.py",
+    "tests/ops/test_groups.py", "tests/ops/test_columns.py", "tests/ops/test_blocks.py", "tests/ops/test_adapters.py",
+    "tests/ops/test_packing.py", "tests/ops/test_scan.py", "tests/sampling/test_choice.py", "tests/draft/test_grown_trees.py",
 )  # fmt: skip
 _WHO = "from outrider.ops import find_core; core, reason = find_core(); assert core, reason; print(reason)"
 
