@@ -203,8 +203,6 @@ class Synthetic:
         drafters: list[Drafter] = [SuffixDrafter(), DraftModel(self.draft)]
         sizes = EngineConfig(page_size=_PAGE, max_num_seqs=batch, max_batch_rows=2048)
         costs = Device("cuda").warm_up(self.target, [self.draft], (), sizes, 12)
-        while self.target.capture_next():
-            pass
         engine = self.engine(AutoDrafter(drafters), policy=Controller(arms, costs))
         calibrate(engine, (1, 8, batch))
         return engine

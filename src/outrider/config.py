@@ -81,6 +81,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_batch_rows: int = 512  # prompt rows read in one round, shared by all sequences
+    max_mixed_rows: int | None = None  # of these, in a round in which others decode; as many where it is not set
     page_size: int = 64
     kv_bytes: int | None = None
     kv_dtype: str = "auto"  # of keys and values of the target: as it computes, or int8 on the native core
@@ -96,7 +97,7 @@ class EngineConfig:
             checks.integer(name, getattr(self, name), 1, _MAX_SEQUENCES)
         checks.integer("page_size", self.page_size, 1, _MAX_PAGE)
         checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_RANKS)
-        for name, low in (("max_model_len", 2), ("kv_bytes", 1), ("max_queue", 0)):
+        for name, low in (("max_model_len", 2), ("kv_bytes", 1), ("max_queue", 0), ("max_mixed_rows", 1)):
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), low, _MAX_SIZE)
         checks.choice("kv_dtype", self.kv_dtype, KV_DTYPES)

@@ -23,7 +23,7 @@ GB = 10**9
 
 def every_size() -> list[ModelSizes]:
     tied = replace(SHAPES["8b"], tied=True)
-    return [*map(sizes_of, (*SHAPES.values(), tied)), sizes_of(SHAPES["70b"], 0.56), UNEVEN]
+    return [*map(sizes_of, (*SHAPES.values(), tied)), sizes_of(replace(SHAPES["70b"], dtype="int4")), UNEVEN]
 
 
 def check(sizes: ModelSizes, placement: Placement, room: int) -> None:
@@ -89,9 +89,11 @@ def test_layers_kept_whole_are_spread_evenly() -> None:
 
 def test_narrow_weights_take_less() -> None:
     spec: ModelSpec = SHAPES["8b"]
-    wide, narrow = sizes_of(spec), sizes_of(spec, 0.5)
+    wide, narrow = sizes_of(spec), sizes_of(replace(spec, layer_bytes=0.5))
     assert sum(map(sum, narrow.layers)) * 4 == sum(map(sum, wide.layers))
     assert narrow.output == wide.output
+    own = sizes_of(replace(spec, tied=True, dtype="int8"))
+    assert (own.output, own.embedding) == (wide.output // 2, wide.output), "an output matrix in a form of its own is no embedding"
     assert aligned(1) == aligned(256) == 256
 
 

@@ -27,10 +27,10 @@ from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.ranks import Sharing, check_parallel, start_parallel
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
+from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder
 from outrider.model.backends import cpu_ops
 from outrider.model.listing import loaded_line
-from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids, weight_bytes
+from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, served_spec, usable_ids, weight_bytes
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
 from outrider.model.placement import embedding_on_host, sizes_of
 from outrider.model.runner import kv_value_bytes
@@ -249,7 +249,7 @@ def _memory(
         heads = [drafter for drafter in drafters if drafter.method in ("eagle", "mtp", "medusa")]  # a layer each, or less
         models = [
             config,
-            *(read_spec(locate(name)) for name in drafts),
+            *(served_spec(locate(name)) for name in drafts),
             *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)

@@ -18,6 +18,7 @@ from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
 from outrider.model.memory import MemoryPlan, border_states, plan_states
+from outrider.model.placement import weights_on_gpu
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
@@ -25,6 +26,7 @@ __all__ = ["GPU_SEQUENCES", "Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
+_SWITCH = ("on", "off")
 _GIB = 2**30
 _log = logging.getLogger("outrider")
 GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
@@ -72,17 +74,21 @@ class Device:
     name: str
     exact: bool = True
     memory: float | int | None = None  # a share (float) or the bytes (int) that everything may take
+    fp8_rows: bool = True  # products of weights in FP8 round rows to FP8 too
 
     @classmethod
-    def resolve(cls, name: str, numerics: str = "exact", memory: float | int | str | None = None) -> Device:
+    def resolve(
+        cls, name: str, numerics: str = "exact", memory: float | int | str | None = None, fp8_activations: str = "on"
+    ) -> Device:
         """From what the user asked for; "auto" is a GPU where torch and Triton find one."""
         checks.choice("device", name, _DEVICES)
         checks.choice("numerics", numerics, _NUMERICS)
+        checks.choice("fp8_activations", fp8_activations, _SWITCH)
         limit = None if memory is None else checks.memory("memory", memory)
         missing = missing_gpu()
         if name == "cuda" and missing:
             raise InvalidParameter("device", f"cuda cannot be used: {missing}")
-        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", limit)
+        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", limit, fp8_activations == "on")
 
     @property
     def is_gpu(self) -> bool:
@@ -99,9 +105,9 @@ class Device:
         from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
         assert target is None or isinstance(target, CudaRunner)
-        options, placement = CudaOptions(exact=self.exact), memory.placement
+        options, placement = CudaOptions(self.exact, self.fp8_rows), memory.placement
         if placement is not None:  # the logits of larger graphs would take what weights could, and their passes no less time
-            options = CudaOptions(exact=self.exact, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
+            options = replace(options, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
         return CudaRunner(decoder, memory.pages + 1, page_size, self.name, options, target, memory.pool)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], sizes: EngineConfig, length: int) -> Costs:
@@ -179,7 +185,7 @@ class Device:
 
 def share_memory(models: Sequence[ModelSpec], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
-    weights = sum(2 * model.parameters for model in models)
+    weights = sum(map(weights_on_gpu, models))
     page = sum(2 * 2 * len(model.kv_layers) * model.kv_heads * model.head_dim * page_size for model in models)
     slots = scratch_slots(rows, max_model_len)
     reserve = _BASE

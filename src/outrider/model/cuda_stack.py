@@ -209,7 +209,7 @@ def _say_how_served(stack: CudaStack) -> None:
     """One line about quantised matrices: which there are, and what is multiplied with FP8."""
     kinds = sorted({matrix.kind for matrix in stack.matrices if matrix.kind})
     if any(kind in _FP8_ROWS for kind in kinds):
-        _log.info("products of FP8 round activations to FP8 too, by row; fp8_activations=False decodes the weights instead")
+        _log.info("products of FP8 round activations to FP8 too, by row; fp8_activations=off decodes the weights instead")
     elif any(kind.startswith("fp8") for kind in kinds):
         _log.info("FP8 weights are decoded in products; activations stay in bfloat16")
 

@@ -128,7 +128,7 @@ def settings_of(flags: ServeFlags) -> ServeFlags:
 def _sizes(flags: ServeFlags) -> dict[str, Any]:
     """Engine settings for memory, device and batch size."""
     sizes: dict[str, Any] = {
-        "max_num_seqs": flags.max_num_seqs,
+        "max_num_seqs": flags.slots,
         "max_model_len": flags.max_model_len,
         "device": flags.device,
         "kv_dtype": flags.kv_dtype,
