@@ -15,7 +15,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from recipes.release.wheel import run
+from recipes.release.wheel import CROSS, run
 
 __all__ = ["build_for_arm", "run_on_arm"]
 
@@ -42,11 +42,9 @@ _WHO = "from outrider.ops import find_core; core, reason = find_core(); assert c
 
 def build_for_arm(out: Path) -> Path:
     """Build the package with its libraries into a folder. Returns the folder to put on Python's path."""
-    compiler = "aarch64-linux-gnu-gcc"
-    cross = {"CC": compiler, "CXX": "aarch64-linux-gnu-g++", "LDSHARED": f"{compiler} -shared"}
-    environment = os.environ | cross | {"_PYTHON_HOST_PLATFORM": "linux-aarch64"}
     library = out / "lib"
-    run([sys.executable, "setup.py", "-q", "build", "--build-lib", library, "--build-temp", out / "temp"], environment)
+    build: list[str | Path] = [sys.executable, "setup.py", "-q", "build", "--build-lib", library, "--build-temp", out / "temp"]
+    run(build, os.environ | CROSS["aarch64"])
     built = sorted(path.name for path in library.glob("outrider/ops/cpu/*.so"))
     assert built == ["_core_neon.so", "_core_neonbf16.so"], f"not built: {built}"
     return library
