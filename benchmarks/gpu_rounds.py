@@ -2,12 +2,13 @@
 
 steady: plain decoding while all sequences run, by batch. beside: the time between tokens of running sequences while long prompts
 are read. start: seconds until an engine for 256 sequences is ready, with a warm and with an empty kernel cache; memory: 256
-sequences with a limit of 64k start and finish.
+sequences with a limit of 64k start and finish. auto: over plain decoding, by batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.synthetic import Synthetic
+from benchmarks.synthetic import Synthetic, measure_batches
 from outrider.config import EngineConfig
 from outrider.core import Request, RoundReport
 from outrider.engine.device import Device, share_memory
@@ -32,7 +33,6 @@ from outrider.sampling import SamplingParams
 __all__ = ["measure_beside", "measure_memory", "measure_start", "measure_steady"]
 
 _STEADY = ((1, 256), (8, 256), (32, 256), (64, 256), (128, 256), (256, 256), (64, 2048))  # sequences and context
-_ROUNDS = 60
 _PAGE = 64
 
 
@@ -47,17 +47,21 @@ class _Tokens:
         self.rounds.append((report.tokens_at, got))
 
 
-def measure_steady(bench: Synthetic | None = None, cases: Sequence[tuple[int, int]] = _STEADY) -> Iterator[dict[str, Any]]:
+def measure_steady(
+    bench: Synthetic | None = None, cases: Sequence[tuple[int, int]] = _STEADY, rounds: int = 60
+) -> Iterator[dict[str, Any]]:
     """Tokens per second while all sequences decode, and the milliseconds of a round."""
     bench = bench or Synthetic(pages=4000)
     for batch, context in cases:
+        gc.collect()
+        gc.freeze()  # a collection of all that torch and Triton keep takes longer than many rounds
         engine, tokens = bench.engine(), _Tokens()
-        _submit(engine, [bench.scattered(context, 5 + i) for i in range(batch)], 3 * _ROUNDS)
+        _submit(engine, [bench.scattered(context, 5 + i) for i in range(batch)], 3 * rounds)
         engine.listen(tokens)
         while engine.has_work:
             engine.round()
             full = [at for at, got in tokens.rounds if len(got) == batch]
-            if len(full) > 20 + _ROUNDS:
+            if len(full) > 20 + rounds:
                 break
         seconds = (full[-1] - full[20]) / (len(full) - 21)
         alone = bench.forward_seconds(batch, context, batch) if batch * (context // _PAGE + 2) < 4000 and context < 512 else None
@@ -67,7 +71,11 @@ def measure_steady(bench: Synthetic | None = None, cases: Sequence[tuple[int, in
 
 
 def measure_beside(
-    bench: Synthetic | None = None, running: int = 32, prompt: int = 16_384, row_budgets: Sequence[int] = (512, 384, 256)
+    bench: Synthetic | None = None,
+    running: int = 32,
+    prompt: int = 16_384,
+    row_budgets: Sequence[int] = (512, 384, 320, 256),
+    prompts: int = 2,
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds between the tokens of running sequences while prompts are read beside them, by the rows a round may read."""
     bench = bench or Synthetic(pages=4000)
@@ -78,7 +86,7 @@ def measure_beside(
         while any(processor.seq.output_len < 8 for processor in engine._processors.values()):
             engine.round()
         engine.listen(tokens)
-        readers = _submit(engine, [bench.scattered(prompt, 900 + i) for i in range(2)], 4, "long")
+        readers = _submit(engine, [bench.scattered(prompt, 900 + i) for i in range(prompts)], 4, "long")
         began = time.perf_counter()
         while any(reader.seq.finish_reason is None for reader in readers):
             engine.round()
@@ -88,8 +96,9 @@ def measure_beside(
             for name in got:
                 times.setdefault(name, []).append(at)
         gaps = sorted(b - a for name, ats in times.items() if name.startswith("r") for a, b in pairwise(ats))
-        yield {"row_budget": rows, "running": running, "prompt": prompt, "p50_ms": quantile(gaps, 0.5) * 1e3,
-               "p99_ms": quantile(gaps, 0.99) * 1e3, "max_ms": gaps[-1] * 1e3, "prompt_tok_s": 2 * prompt / seconds}  # fmt: skip
+        p50, p99 = quantile(gaps, 0.5), quantile(gaps, 0.99)
+        yield {"row_budget": rows, "running": running, "prompt": prompt, "p50_ms": p50 * 1e3, "p99_ms": p99 * 1e3,
+               "max_ms": gaps[-1] * 1e3, "prompt_tok_s": prompts * prompt / seconds}  # fmt: skip
         _drain(engine)
 
 
@@ -102,6 +111,11 @@ def measure_start(modes: Sequence[str] = ("cold", "warm")) -> Iterator[dict[str,
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             yield {"kernel_cache": mode} | (json.loads(lines[0]) if lines else {"error": done.stderr[-800:]})
+
+
+def measure_auto() -> Iterator[dict[str, Any]]:
+    """`auto` with a draft model of agreement 0.8 against plain decoding, by batch."""
+    return measure_batches(Synthetic(0.8, pages=2400), (1, 8, 32, 64, 128, 256), 96, pairs=3)
 
 
 def _ready() -> Iterator[dict[str, Any]]:
@@ -140,7 +154,7 @@ def measure_memory(limit: int = 65_536, batch: int = 256) -> Iterator[dict[str, 
 
 
 def _submit(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, name: str = "r") -> list[Any]:
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, seed=1, max_tokens=tokens, ignore_eos=True)
     requests = [Request(f"{name}{i}", tuple(prompt), params, i, frozenset(), tokens) for i, prompt in enumerate(prompts)]
     return [engine.submit(request, "bench") for request in requests]
 
@@ -153,12 +167,25 @@ def _drain(engine: Engine) -> None:
         engine.abort(processor)
 
 
+def measure_final() -> Iterator[dict[str, Any]]:
+    """The figures that matter most, in one process."""
+    bench = Synthetic(pages=4000)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    Device("cuda").warm_up(bench.target, [], (), EngineConfig(page_size=_PAGE, max_num_seqs=256), 0)
+    yield {"ready_s": time.perf_counter() - began, "captured": len(bench.target.capture_seconds)}
+    yield from measure_steady(bench, ((256, 256), (128, 256), (64, 2048), (64, 256), (1, 256)), rounds=40)
+    yield from measure_beside(bench, row_budgets=(320, 512), prompts=1)
+
+
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "steady": measure_steady,
     "beside": measure_beside,
     "start": measure_start,
     "ready": _ready,
     "memory": measure_memory,
+    "auto": measure_auto,
+    "final": measure_final,
 }
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from benchmarks.command import run
 from benchmarks.gpu import gpu_environment
-from benchmarks.synthetic import SHAPES, permutations
+from benchmarks.synthetic import SHAPES
 from outrider.checks import memory as memory_limit
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
-from outrider.core import Request
+from outrider.core import Phases, Request, RoundReport
 from outrider.draft import Drafter
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.growth import TreeShape
@@ -34,13 +34,21 @@ from outrider.draft.none import NoDrafter
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, Feed, ModelSpec
-from outrider.model.placement import embedding_on_host, sizes_of
+from outrider.model.placement import LOGIT_ROWS, embedding_on_host, sizes_of
 from outrider.sampling import SamplingParams
 
 PLANTED = (0.70, 0.12, 0.05, 0.03)  # chances that a draft's candidates are the target's choice
-_PAGE, _CONTEXT, _PROMPT = 64, 512, 32
+_PAGE, _CONTEXT, _PROMPT = 64, 1024, 32
 _KV_PAGES = 7  # of each sequence: its text, and a tree of 256 nodes
 Part = Callable[[], Iterator[dict[str, Any]]]
+
+
+def one_cycle(vocab: int, seed: int = 0) -> Tensor:
+    """The target's next token of every token: texts that never repeat, so that they show the planted chances."""
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
+    perm = torch.empty(vocab, dtype=torch.int64)
+    perm[order] = order.roll(-1)
+    return perm
 
 
 class SyntheticSource:
@@ -124,13 +132,28 @@ def draft_tables(spec: ModelSpec, perm: Tensor, seed: int = 2) -> tuple[Tensor, 
     return signs, output.bfloat16()
 
 
+class _Reports:
+    """The rounds of an engine."""
+
+    def __init__(self) -> None:
+        self.seen: list[RoundReport] = []
+
+    def observe(self, report: RoundReport) -> None:
+        self.seen.append(report)
+
+    def phases(self) -> dict[str, float]:
+        """Mean milliseconds of each phase."""
+        sums = [sum(part) for part in zip(*(report.phases for report in self.seen), strict=True)]
+        return {name: round(1e3 * part / len(self.seen), 2) for name, part in zip(Phases._fields, sums, strict=True)}
+
+
 class Limited:
     """The target with streamed weights and the draft beside it, within a limit of the GPU's memory."""
 
     def __init__(self, limit: int, batch: int) -> None:
         self.limit = limit
         target, draft = (replace(SHAPES[name], context=_CONTEXT) for name in ("8b", "1b"))
-        self.perm, _ = permutations(target.vocab, 1.0)
+        self.perm = one_cycle(target.vocab)
         tables, drafted = target_tables(target, self.perm), draft_tables(draft, self.perm)
         torch.cuda.reset_peak_memory_stats()
         begun = time.perf_counter()
@@ -156,26 +179,27 @@ class Limited:
         return torch.randint(0, len(self.perm), (batch, _PROMPT), generator=generator).tolist()
 
     def decode(self, engine: Engine, batch: int, tokens: int) -> dict[str, Any]:
-        """Speed after the first token, tokens and seconds of a round, and whether the text is the permutation's."""
+        """Speed from the first tokens until a text ends, what a round brings, and whether texts are the permutation's."""
         params = SamplingParams(temperature=0.0, seed=1, max_tokens=tokens, ignore_eos=True)
         requests = [Request(f"r{i}", tuple(p), params, i, frozenset(), tokens) for i, p in enumerate(self.prompts(batch))]
         writers = [engine.submit(request, "bench") for request in requests]
-        while engine.has_work and not all(writer.first_token for writer in writers):
+        while not all(writer.first_token for writer in writers):
             engine.round()
-        begun, before = time.perf_counter(), sum(writer.seq.output_len for writer in writers)
-        crossed, rounds = self.target.cuda.streaming.crossed, 0
+        reports = _Reports()
+        stop, begun, before = engine.listen(reports), time.perf_counter(), sum(writer.seq.output_len for writer in writers)
+        while not any(writer.seq.finish_reason for writer in writers):
+            engine.round()
+        seconds, emitted = time.perf_counter() - begun, sum(writer.seq.output_len for writer in writers) - before
+        stop()
         while engine.has_work:
             engine.round()
-            rounds += 1
-        seconds = time.perf_counter() - begun
-        emitted = sum(writer.seq.output_len for writer in writers) - before
-        crossed = self.target.cuda.streaming.crossed - crossed
         texts = [torch.tensor(writer.seq.tokens[_PROMPT - 1 :]) for writer in writers]
         right = all(torch.equal(self.perm[text[:-1]], text[1:]) for text in texts)
+        rounds, crossed = len(reports.seen), sum(report.bus_bytes for report in reports.seen)
         return {
             "batch": batch, "tok_s": emitted / seconds, "tokens_per_round": emitted / rounds / batch,
             "round_ms": seconds / rounds * 1e3, "bytes_per_round": crossed / rounds, "bus_gb_s": crossed / seconds / 1e9,
-            "right": right,
+            "right": right, "phases_ms": reports.phases(),
         }  # fmt: skip
 
     def bus(self) -> dict[str, Any]:
@@ -193,12 +217,18 @@ class Limited:
 
     def verify_seconds(self, batch: int, nodes: int) -> float:
         """One forward of trees alone: chains of so many nodes."""
-        share = self.target.pool.pages // (batch + 1)
+        share = _KV_PAGES
         pages = [list(range(b * share, (b + 1) * share)) for b in range(batch)]
         parents = [max(i // 4 - 1, -1) for i in range(nodes)]
         feeds = [Feed(pages[b], _PROMPT, [5], [7] * nodes, parents) for b in range(batch)]
-        rows = list(range(batch * (nodes + 1)))
-        return _timed(lambda: self.target.forward(feeds, wanted=rows[:128]), 3)
+
+        @torch.inference_mode()
+        def verify() -> None:
+            last = self.target._forward(feeds, ()).last
+            for part in torch.split(last, LOGIT_ROWS):
+                self.target.cuda.logits(part)
+
+        return _timed(verify, 3)
 
     def growth_seconds(self, branch: int) -> float:
         """The graphs of the last trees, one behind the other."""
@@ -260,7 +290,7 @@ def measure(limit: int, batches: Sequence[int], nodes: Sequence[int], tokens: in
 
 def main(
     limit: Annotated[str, typer.Option(help="What everything may take of the GPU.")] = "6000000000",
-    tokens: Annotated[int, typer.Option(min=16, help="Tokens of a text with trees.")] = 90,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of a text with trees.")] = 150,
     quick: Annotated[bool, typer.Option("--quick", help="Batch 1 and trees of 256 alone.")] = False,
 ) -> None:
     """Plain streamed decoding and large trees, beside the bus of the same run; one JSON line per number."""

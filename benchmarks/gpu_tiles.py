@@ -39,7 +39,7 @@ _SHARED = 220e3  # bytes of shared memory of a program
 # Columns, inner step, warps and stages; of kinds whose step is fixed, and of others.
 _SETTINGS = {
     False: ((64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 128, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3),
-            (64, 128, 8, 4)),
+            (128, 128, 8, 6)),
     True: ((64, 256, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 4), (64, 256, 4, 3)),
 }  # fmt: skip
 

@@ -362,7 +362,7 @@ def _best(bench: Synthetic, engine: Engine, prompt: Sequence[int], tokens: int, 
     return sorted((bench.run(engine, [prompt], tokens) for _ in range(repeats)), key=lambda run: run.seconds)[repeats // 2]
 
 
-def measure_batches(bench: Synthetic, batches: Sequence[int], tokens: int) -> Iterator[dict[str, Any]]:
+def measure_batches(bench: Synthetic, batches: Sequence[int], tokens: int, pairs: int = 5) -> Iterator[dict[str, Any]]:
     """Throughput of plain decoding and of `auto` by batch size, on texts without repeats, alternating."""
     plain, auto = bench.engine(), bench.auto(max(batches))
     gc.collect()
@@ -371,10 +371,10 @@ def measure_batches(bench: Synthetic, batches: Sequence[int], tokens: int) -> It
         prompts = [bench.scattered(32, 1000 + 64 * i) for i in range(batch)]
         for engine in (plain, auto):
             bench.run(engine, prompts, tokens)
-        pairs = [(bench.run(plain, prompts, tokens), bench.run(auto, prompts, tokens)) for _ in range(5)]
-        plain_tok_s, auto_tok_s = (statistics.median(pair[i].tok_s for pair in pairs) for i in (0, 1))
-        full = statistics.median(pair[1].full_tok_s / pair[0].full_tok_s for pair in pairs)
-        right = all(run.right for pair in pairs for run in pair)
+        runs = [(bench.run(plain, prompts, tokens), bench.run(auto, prompts, tokens)) for _ in range(pairs)]
+        plain_tok_s, auto_tok_s = (statistics.median(pair[i].tok_s for pair in runs) for i in (0, 1))
+        full = statistics.median(pair[1].full_tok_s / pair[0].full_tok_s for pair in runs)
+        right = all(run.right for pair in runs for run in pair)
         yield {"what": f"batch {batch}", "plain_tok_s": plain_tok_s, "auto_tok_s": auto_tok_s,
                "auto_over_plain": auto_tok_s / plain_tok_s, "while_all_run": full, "right": right}  # fmt: skip
 

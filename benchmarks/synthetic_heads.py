@@ -8,11 +8,14 @@ often as its chance says. The text means nothing, so exactness is tested elsewhe
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 from benchmarks.command import run
@@ -23,6 +26,7 @@ from outrider.draft.dflash import BlockDrafter
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import TreeShape
 from outrider.engine.device import Device
+from outrider.engine.engine import Engine
 from outrider.heads import EAGLE3, BlockConfig, BlockHead, Borrowed, EagleConfig, EagleHead
 from outrider.heads.cuda_block import CudaBlockRunner
 from outrider.heads.cuda_runners import CudaEagleRunner
@@ -174,26 +178,40 @@ def _nothing(layers: int) -> KVPool:
     return KVPool(layers, 1, 8, _PAGE, 128)
 
 
-def measure_heads(bench: SyntheticHeads, tokens: int, temperatures: tuple[float, ...]) -> Iterator[dict[str, Any]]:
-    """Every head, chain and tree: times of a round, tokens, and efficiency."""
-    prompt = bench.prompt(128, int(bench.cycles[7, 0]))
-    plain = _median(bench, lambda: bench.engine(), prompt, tokens, 0.0)
+def measure_heads(bench: SyntheticHeads, tokens: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Every head, chain and tree, as far as the time goes: times of a round, tokens, and efficiency."""
+    began, prompt = time.perf_counter(), bench.prompt(128, int(bench.cycles[7, 0]))
+    plain = _median(bench, bench.engine(), prompt, tokens, 0.0)
     yield {"what": "plain", "tok_s": plain.tok_s, "right": plain.right, "round_ms": plain.seconds / plain.rounds * 1e3}
-    cases: dict[str, tuple[Callable[[], Drafter], int]] = {
-        f"eagle3 {name}": ((lambda shape=shape: bench.eagle(shape)), nodes)  # type: ignore[misc]
-        for name, (shape, nodes) in _TREES.items()
-    }
-    for nodes in (15, 64):
-        cases[f"block of 16 rows, tree of {nodes}"] = (lambda: bench.block(False), nodes)
-        cases[f"block of 16 rows, 32k outputs, tree of {nodes}"] = (lambda: bench.block(True), nodes)
-    for name, (make, nodes) in cases.items():
+    for name, make, nodes, temperatures in _cases(bench):
+        if time.perf_counter() - began > seconds:
+            return
         try:
             engine = bench.engine(make(), nodes)
             for temperature in temperatures:
-                fast = _median(bench, lambda: engine, prompt, tokens, temperature)  # noqa: B023
+                fast = _median(bench, engine, prompt, tokens, temperature)
                 yield {"what": name, "temperature": temperature} | _row(bench, fast, plain, nodes)
         except Exception:
             yield {"what": name, "error": traceback.format_exc()[-1500:]}
+
+
+_Case = tuple[str, Callable[[], Drafter], int, tuple[float, ...]]
+
+
+def _cases(bench: SyntheticHeads) -> list[_Case]:
+    """What is measured, the most telling first: name, drafter, nodes and temperatures."""
+    eagle = {name: (f"eagle3 {name}", partial(bench.eagle, shape), nodes) for name, (shape, nodes) in _TREES.items()}
+    blocks = {
+        (reduced, nodes): (
+            f"block of 16 rows{', 32k outputs' if reduced else ''}, tree of {nodes}", partial(bench.block, reduced), nodes
+        )
+        for reduced in (False, True) for nodes in (15, 64)
+    }  # fmt: skip
+    both, greedy = (0.0, 0.8), (0.0,)
+    return [
+        (*eagle["tree of 60"], both), (*blocks[False, 15], greedy), (*eagle["chain of 3"], both), (*eagle["tree of 24"], both),
+        (*blocks[False, 64], greedy), (*blocks[True, 15], greedy), (*eagle["chain of 5"], both), (*blocks[True, 64], greedy),
+    ]  # fmt: skip
 
 
 def _row(bench: SyntheticHeads, fast: SyntheticRun, plain: SyntheticRun, nodes: int) -> dict[str, Any]:
@@ -210,18 +228,19 @@ def _row(bench: SyntheticHeads, fast: SyntheticRun, plain: SyntheticRun, nodes: 
     }  # fmt: skip
 
 
-def _median(bench: SyntheticHeads, engine_of: Callable[[], Any], prompt: list[int], tokens: int, heat: float) -> SyntheticRun:
+def _median(bench: SyntheticHeads, engine: Engine, prompt: list[int], tokens: int, heat: float) -> SyntheticRun:
     """The median of three runs after one that captures graphs."""
-    engine = engine_of()
     bench.run(engine, [prompt], tokens, heat)
     return sorted((bench.run(engine, [prompt], tokens, heat) for _ in range(3)), key=lambda run: run.seconds)[1]
 
 
-def main(tokens: int = 256) -> None:
+def main(
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of each run.")] = 160,
+    seconds: Annotated[float, typer.Option(help="No case begins after so many.")] = 60.0,
+) -> None:
     """Rounds of EAGLE-3 and block heads with planted agreement at the 8B shape, one JSON line per case."""
     Device.resolve("cuda")
-    bench = SyntheticHeads()
-    for row in measure_heads(bench, tokens, (0.0, 0.8)):
+    for row in measure_heads(SyntheticHeads(), tokens, seconds):
         print(json.dumps(row), flush=True)
 
 

@@ -414,11 +414,15 @@ class FutureTokens:
 
 @dataclass(slots=True)
 class PendingDrafts:
-    """Drafts that are still on the device, whose shape the host knows: a forward there can read them before the host has."""
+    """Drafts that are still on the device, of which the host knows how many nodes they may have: a forward there can read them
+    before the host has.
+    """
 
     per_sequence: list[Tree]  # of future tokens
     resolve: Callable[[], Drafts]  # waits for the device; called once
     is_intact: Callable[[], bool]  # nothing has been drawn over them, so a forward launched now can read them
+    # Where the device decides the shape of trees: lays them out over the inputs of the forward, which were filled for chains.
+    place: Callable[[Any], None] | None = None
 
     @classmethod
     def chains(cls, chains: Seq[FutureTokens], resolve: Callable[[], Drafts], is_intact: Callable[[], bool]) -> PendingDrafts:

@@ -13,8 +13,8 @@ from outrider.draft.draft_temperature import DraftTemperature
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import TreeShape
 from outrider.heads import EagleHead
-from outrider.heads.runners import EagleRunner, Growth
-from outrider.model import Decoder, Feed
+from outrider.heads.runners import EagleRunner
+from outrider.model import Decoder, Feed, Growth
 from outrider.ops import find_core, serving_ops
 from outrider.sampling import Row, SamplingParams
 from tests.support import VOCAB, make_engine, make_request, random_decoder, run, write_family
@@ -77,7 +77,7 @@ def test_trees_are_those_of_the_definition(decoder: Decoder, form: str, shape: s
     assert [tree[:2] for tree in grown] == [tree[:2] for tree in defined]
     assert sum(len(tree.tokens) for tree in grown) > 50
     for one, other in zip(grown, defined, strict=True):
-        assert one.survival == pytest.approx(other.survival, rel=1e-5)
+        assert one.survival == pytest.approx(other.survival, rel=1e-4)
 
 
 def test_logits_behind_a_draft_are_known_by_path(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from outrider.model.spec import Clamp, FeedForward, Router
 from outrider.ops import Plain
 from outrider.sampling import SamplingParams
 from tests.support import NoDrafter, Oracle, make_request
+from tests.support.engines import keeping_logits
 
 INTERPRETED = True
 ON_GPU = torch.cuda.is_available()
@@ -267,7 +268,7 @@ def test_drafts_trees_and_batches_change_no_logit(name: str, monkeypatch: pytest
 
     def run(drafter: Drafter, length: int, together: int, chunk: int) -> tuple[dict[str, list[int]], dict[str, list[Tensor]]]:
         config = EngineConfig(page_size=16, max_num_seqs=together, max_batch_rows=chunk, prefix_cache=False)
-        engine = Engine(runner, None, drafter, FixedLength(length), config)
+        engine = keeping_logits(Engine(runner, None, drafter, FixedLength(length), config))
         seen.clear()
         writers = [engine.submit(request, "test") for request in requests]
         while engine.has_work:

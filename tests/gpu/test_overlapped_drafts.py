@@ -84,7 +84,7 @@ def test_more_rows_than_a_graph_takes(models: tuple[Decoder, ...]) -> None:
     want, _ = run(models, "none", FixedLength(0))
     overlapped, (_, calls) = run((models[0], models[0]), "draft", FixedLength(3), max_graph_rows=4)
     assert overlapped == want
-    assert set(calls) == {"draw"}
+    assert set(calls) - {"draw_next"} == {"draw"}  # the last sequence alone fits, and is followed
 
 
 def test_a_draft_in_flight_that_is_not_finite_costs_speed_only(models: tuple[Decoder, ...]) -> None:

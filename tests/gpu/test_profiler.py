@@ -29,8 +29,8 @@ counts: list[int] = []
 )
 def test_forwards_on_the_device_are_timed_and_change_no_token(method: str) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=48, ignore_eos=True)
-    expected = LLM(speculation="none", device="cuda").generate(PROMPT, params)[0].outputs[0].token_ids
-    llm = LLM(speculation=method, device="cuda", prefix_cache=False)
+    expected = LLM(speculation="none", device="cuda", max_num_seqs=8).generate(PROMPT, params)[0].outputs[0].token_ids
+    llm = LLM(speculation=method, device="cuda", max_num_seqs=8, prefix_cache=False)
     llm.generate(PROMPT, params)  # captures graphs
     with profiling(llm, alone=True) as profiler:
         assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == expected
@@ -42,7 +42,7 @@ def test_forwards_on_the_device_are_timed_and_change_no_token(method: str) -> No
 
 
 def test_a_draft_models_chain_is_among_them() -> None:
-    llm = LLM(speculation="draft_model:3:adaptive=false", device="cuda", prefix_cache=False)
+    llm = LLM(speculation="draft_model:3:adaptive=false", device="cuda", max_num_seqs=8, prefix_cache=False)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     llm.generate(PROMPT, params)
     counts.clear()

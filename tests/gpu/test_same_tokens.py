@@ -17,6 +17,7 @@ from outrider.engine.commit import advance
 from outrider.engine.engine import Engine
 from outrider.model import Decoder
 from tests.support import NoDrafter, Oracle
+from tests.support.engines import keeping_logits
 
 CODE = [
     "import json\nfrom pathlib import Path\n\n\ndef load_config(path: Path) -> dict:\n    ",
@@ -55,7 +56,7 @@ def test_trees_and_parameters() -> None:
     params = SamplingParams(
         temperature=0.8, seed=5, max_tokens=96, top_p=0.9, repetition_penalty=1.1, logprobs=2, ignore_eos=True
     )
-    want = LLM(speculation="none", device="cuda").generate(CODE[0], params)[0].outputs[0]
+    want = LLM(speculation="none", device="cuda", max_num_seqs=8).generate(CODE[0], params)[0].outputs[0]
     for method in (
         "draft_model:12:beam=3:branch=3:depth=4",
         "eagle:6",
@@ -63,7 +64,7 @@ def test_trees_and_parameters() -> None:
         "medusa:8",
         "ngram:6",
     ):
-        got = LLM(device="cuda", speculation=method).generate(CODE[0], params)[0].outputs[0]
+        got = LLM(device="cuda", speculation=method, max_num_seqs=8).generate(CODE[0], params)[0].outputs[0]
         assert got.token_ids == want.token_ids
         assert got.logprobs == want.logprobs
 
@@ -108,7 +109,7 @@ def test_logits_are_equal_bit_for_bit(wide: Decoder, monkeypatch: pytest.MonkeyP
 
     def run(drafter, length, together, chunk):  # type: ignore[no-untyped-def]
         config = EngineConfig(page_size=64, max_num_seqs=together, max_batch_rows=chunk, prefix_cache=False)
-        engine = Engine(runner, None, drafter, FixedLength(length), config)
+        engine = keeping_logits(Engine(runner, None, drafter, FixedLength(length), config))
         seen.clear()
         writers = [engine.submit(request, "test") for request in to_submit]
         while engine.has_work:

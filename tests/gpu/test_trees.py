@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,15 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
-from outrider.core import Batch, Plan, Sequence, Tree
+from outrider.core import Batch, Drafts, PendingDrafts, Plan, Sequence, Tree
 from outrider.draft import Drafter
+from outrider.draft.draft_model import DraftModel
 from outrider.draft.draft_temperature import DraftTemperature
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.growth import Growing, TreeShape, grow
 from outrider.engine.engine import Engine
 from outrider.heads import EagleHead
-from outrider.model import Decoder
+from outrider.model import Decoder, Feed
 from outrider.ops import Blocked
 from outrider.sampling import SamplingParams
 from outrider.sampling.noise import prefix_of
@@ -156,6 +159,52 @@ def test_logits_that_leave_no_choice_are_a_fault() -> None:
         assert trees.read(finished, 1) == [([0, 1], [-1, -1], pytest.approx([1 / 40, 1 / 40]))]
 
 
+def test_a_finished_tree_lies_over_the_forward_as_the_host_would_lay_it(decoder: Decoder) -> None:
+    """Rows of two sequences with trees and of one between them without, one tree smaller than it might be."""
+    from outrider.model.cuda_inputs import GraphInputs
+    from outrider.model.cuda_runner import CudaRunner
+    from outrider.ops.cuda.tree_launch import GrowingTrees
+    from outrider.ops.cuda.tree_sizes import TreeSizes
+
+    runner, sizes = CudaRunner(decoder, PAGES, SIZE, DEVICE), TreeSizes(4, 3, 2, 3)
+    grown = [([7, 8, 9, 5, 6], [-1, -1, 0, 2, 0]), ([3, 2, 1], [-1, 0, 1])]
+    trees = GrowingTrees(sizes, SIZE, (PAGES - 1) * SIZE, torch.device(DEVICE))
+    tokens, parents, _, counts = torch.split(trees.finished, [4 * sizes.kept] * 3 + [4])
+    for b, (ids, above) in enumerate(grown):
+        tokens.view(4, -1)[b, : len(ids)] = torch.tensor(ids)
+        parents.view(4, -1)[b, : len(ids)] = torch.tensor(above)
+        counts[b] = len(ids)
+    pages = [[4, 1, 6], [2, 0], [5, 3]]
+    starts, rooms, roots = (30, 9, 14), (5, 0, 4), (0, 6, 7)
+    feeds = [Feed(pages[i], starts[i], [10 + i]) for i in range(3)]
+    laid, wanted = (GraphInputs(16, 16, runner.width, torch.device(DEVICE)) for _ in range(2))
+    runner.fill(laid, [feed._replace(nodes=[0] * n, parents=range(-1, n - 1)) for feed, n in zip(feeds, rooms, strict=True)])
+    runner.fill(wanted, [feed._replace(nodes=nodes, parents=above) for feed, (nodes, above) in zip(
+        feeds, (grown[0], ([], []), grown[1]), strict=True
+    )])  # fmt: skip
+    for inputs in (laid, wanted):
+        inputs.send()
+    trees._params = torch.tensor([5, 4, 0, 0, *[3] * 4, roots[0], roots[2], -1, -1], dtype=torch.int32, device=DEVICE)
+    trees.place(laid.meta)
+    got, want = laid.meta, wanted.meta
+    for name in ("tokens", "sequences", "positions", "firsts", "slots"):
+        assert getattr(got, name)[:11].tolist() == getattr(want, name)[:11].tolist(), name
+    assert got.roots[:11].tolist() == [30] * 6 + [9] + [14] * 4
+    assert got.slots[11] == (PAGES - 1) * SIZE
+    assert (got.positions[11], got.firsts[11]) == (0, 0)
+    for row in (*range(1, 6), *range(8, 11)):
+        depth = int(want.positions[row] - got.roots[row])
+        assert got.ancestors[row, :depth].tolist() == _slots(want, row, depth, SIZE)
+
+
+def _slots(meta: Any, row: int, depth: int, size: int) -> list[int]:
+    """Where a row's path lies; a chain's rows list none."""
+    if int(meta.roots[row]) < int(meta.positions[row]):
+        return meta.ancestors[row, :depth].tolist()  # type: ignore[no-any-return]
+    positions = range(int(meta.positions[row]) - depth + 1, int(meta.positions[row]) + 1)
+    return [int(meta.table[int(meta.sequences[row]), at // size]) * size + at % size for at in positions]
+
+
 # --- heads -------------------------------------------------------------------------------------------------------------
 
 
@@ -171,10 +220,15 @@ def texts_and_trees(target: Any, drafter: Drafter, length: int) -> tuple[list[li
     """What some requests emit together, every tree drafted meanwhile, and the sequences."""
     trees, propose = list[Tree](), drafter.propose
 
-    def watching(batch: Batch, plan: Plan) -> Any:
-        drafts = propose(batch, plan)
+    def watched(drafts: Drafts) -> Drafts:
         trees.extend(drafts.per_sequence)
         return drafts
+
+    def watching(batch: Batch, plan: Plan) -> Any:
+        drafts = propose(batch, plan)
+        if isinstance(drafts, PendingDrafts):
+            return replace(drafts, resolve=lambda: watched(drafts.resolve()))
+        return watched(drafts)
 
     drafter.propose = watching  # type: ignore[method-assign]
     params = [
@@ -209,6 +263,26 @@ def test_a_head_grows_its_trees_on_the_device(decoder: Decoder, form: str, shape
     greedy = [[tree for i, tree in enumerate(trees) if tree.tokens] for trees in (grown[1], defined[1])]
     assert greedy[0][0][:2] == greedy[1][0][:2]
     assert greedy[0][0].survival == pytest.approx(greedy[1][0].survival, rel=1e-3)
+
+
+def test_a_draft_model_grows_its_trees_on_the_device(decoder: Decoder, tmp_path: Path) -> None:
+    """Texts that lack more tokens than a graph takes are read before."""
+    from outrider.model.cuda_runner import CudaRunner
+
+    folder = write_family(tmp_path, "llama2", hidden_size=64, num_key_value_heads=2, num_hidden_layers=1)
+    target = CudaRunner(decoder, PAGES, SIZE, DEVICE)
+    plain, _, _ = texts_and_trees(target, NoDrafter(), 0)
+    results = []
+    for on_device in (True, False):
+        draft = CudaRunner(random_decoder(folder, 3), PAGES, SIZE, DEVICE, target=target)
+        draft.grows_trees = on_device
+        results.append(texts_and_trees(target, DraftModel(draft, SHAPES["tree"]), 5))
+    grown, defined = results
+    assert grown[0] == defined[0] == plain
+    assert [seq.stats.fallback_reason for seq in grown[2]] == [None] * len(grown[2])
+    first, second = (next(tree for tree in trees if tree.tokens) for _, trees, _ in results)
+    assert first[:2] == second[:2]
+    assert first.survival == pytest.approx(second.survival, rel=1e-3)
 
 
 def test_one_sampled_sequence_alone_has_its_noise_at_every_level() -> None:

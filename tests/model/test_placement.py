@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.model import LlamaShape, ModelSpec, Rope
-from outrider.model.placement import BUFFERS, ModelSizes, Placement, aligned, place, sizes_of, smallest_room
+from outrider.model.placement import BUFFERS, ModelSizes, Placement, aligned, place, sizes_of, smallest_room, weights_on_gpu
 
 LLAMA = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0), "dtype": "bfloat16"}
 SHAPES = {
@@ -104,3 +104,12 @@ def test_the_split_is_said_in_one_line() -> None:
     assert "32 in part" in text
     assert f"{50e9 / placement.pass_bytes:.1f} tok/s" in text
     assert "the embedding is read from host memory" in text
+
+
+def test_quantised_weights_take_what_they_are_stored_in() -> None:
+    spec = SHAPES["8b"]
+    layers, table = sum(layer.parameters(spec.hidden) for layer in spec.layers), spec.vocab * spec.hidden
+    assert weights_on_gpu(spec) == 2 * spec.parameters
+    assert weights_on_gpu(replace(spec, layer_bytes=0.5)) == layers // 2 + 4 * table
+    assert weights_on_gpu(replace(spec, dtype="int8")) == layers + 3 * table
+    assert sizes_of(replace(spec, layer_bytes=0.5)).total < 0.4 * sizes_of(spec).total

@@ -34,6 +34,7 @@ _MANY_ROWS = "medusa"  # few of its drafts are accepted: on a CPU, a member wher
 _HEADS_ON_GPU = ("dflash", "eagle", "mtp", "medusa")  # the first there is: every set of tapped layers takes graphs of its own
 # what the name of a head's architecture contains, and its method
 _NAMED = {"eagle": "eagle", "mtp": "mtp", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
+_OVERLAPPING = ("draft_model", "eagle", "mtp")  # what a target on a GPU verifies before the host has seen it
 _MAX_NODES = 32  # nodes of an arm
 _BRANCH = 8  # candidates of a node in large trees
 _TREE_UNIT = 32  # nodes by which the sizes of large trees differ
@@ -104,7 +105,7 @@ def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
         Arm(
             member.method,
             member.draft_tokens if member.grows_trees else min(member.draft_tokens, _MAX_NODES),
-            on_gpu and member.method == "draft_model" and not member.grows_trees,
+            on_gpu and member.method in _OVERLAPPING and not member.grows_trees,
             _TREE_UNIT if member.grows_trees and member.draft_tokens > _MAX_NODES else 1,
         )
         for member in members

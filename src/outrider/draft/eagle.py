@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from outrider.cache import KVPool
-from outrider.core import ROOT, Batch, Drafts, Needs, Plan, Scores, Sequence, Tree, Verdict
+from outrider.core import ROOT, Batch, Drafts, FutureTokens, Needs, PendingDrafts, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.draft_temperature import DraftTemperature, logits_of_tree
 from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, grow
@@ -18,9 +19,10 @@ from outrider.draft.options import DtypeOptions
 from outrider.draft.reader import PageBook, committed_rows
 from outrider.draft.window import AHEAD, limit_reason, log_context
 from outrider.errors import DrafterFault
-from outrider.heads import EagleHead, EagleNetwork, EagleRunner, Growth, eagle_network, load_eagle
+from outrider.heads import EagleHead, EagleNetwork, EagleRunner, eagle_network, load_eagle
 from outrider.model import Feed
 from outrider.ops import Ops
+from outrider.ops.cuda.tree_sizes import MAX_KEPT
 from outrider.sampling import Row
 
 __all__ = ["EagleDrafter", "EagleOptions"]
@@ -117,14 +119,19 @@ class EagleDrafter:
         self._draft_temperature.commit(batch, verdicts, scores)
 
     @torch.inference_mode()
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
         growing = [self._sprout(seq, n) for seq, n in zip(batch.sequences, plan.lengths, strict=True)]
         if self._runner.drafts_chains and self._shape.is_chain and plan.rule == "match":
+            active = [draft for draft in growing if draft.room > 0]
+            if plan.verify_all and active and self._runner.launches_chains(len(active)):
+                return self._pending_chains(batch, active)
             return drafts_for(batch, self._chains([draft for draft in growing if draft.room > 0]))
         shape = self._shape if plan.rule == "match" else TreeShape()  # the other rules verify chains
         adjusted = self._runner.applies_parameters and any(draft.seq.request.params.adjusts for draft in growing)
         if self._runner.grows_trees and not adjusted:
             active = [draft for draft in growing if draft.room > 0]
+            if plan.verify_all and (pending := self._pending(batch, active, shape)):
+                return pending
             return drafts_for(batch, self._in_one_call(active, shape, plan.confidence_threshold))
         return drafts_for(batch, grow(growing, shape, self._catch_up, self._extend, self._draft_temperature))
 
@@ -151,6 +158,23 @@ class EagleDrafter:
         rows = zip(active, drawn.tokens.tolist(), drawn.chances.tolist(), strict=True)
         return {draft.seq: chain_of(tokens[: draft.room], chances[: draft.room]) for draft, tokens, chances in rows}
 
+    def _pending_chains(self, batch: Batch, active: Seq[Growing]) -> PendingDrafts:
+        """Chains that the target's forward reads on the device."""
+        length = min(max(draft.room for draft in active), self._runner.drafts_chains)
+        feeds, taps = self._waiting(active)
+        future, resolve, is_intact = self._runner.launch_chains(feeds, taps, [Row.at(draft.seq) for draft in active], length)
+
+        def resolved() -> Drafts:
+            rows = zip(active, *resolve(), strict=True)
+            return drafts_for(batch, {d.seq: chain_of(tokens[: d.room], chances[: d.room]) for d, tokens, chances in rows})
+
+        future_of = {
+            draft.seq: replace(tokens, count=min(tokens.count, draft.room))
+            for draft, tokens in zip(active, future, strict=True)
+        }  # fmt: skip
+        chains = [future_of.get(seq, FutureTokens(0, 0)) for seq in batch.sequences]
+        return PendingDrafts.chains(chains, resolved, is_intact)
+
     def _in_one_call(self, active: Seq[Growing], shape: TreeShape, floor: float) -> dict[Sequence, Tree]:
         """What `grow` gives, by one call of the head's runner."""
         if not active:
@@ -158,7 +182,7 @@ class EagleDrafter:
         feeds, taps = self._waiting(active)
         rows, rooms = [Row.at(draft.seq) for draft in active], [draft.room for draft in active]
         temperatures = [self._draft_temperature.temperature(row.params) for row in rows]
-        growth = Growth(shape.depth or max(rooms), shape.beam, shape.branch, floor, shape.depth is not None)
+        growth = shape.growth(rooms, floor)
         grown, logits = self._runner.grow(feeds, taps, rows, rooms, temperatures, growth)
         if not grown:
             raise DrafterFault("the draft's logits are not finite")
@@ -172,6 +196,29 @@ class EagleDrafter:
                 if not rows[i].params.greedy
             }
         return trees
+
+    def _pending(self, batch: Batch, active: Seq[Growing], shape: TreeShape) -> PendingDrafts | None:
+        """Trees that the target's forward reads on the device; None where the forward or the head's runner cannot do it."""
+        decoding = all(fed == 1 and batch.samples(b) for b, fed in enumerate(batch.feeds))
+        rooms = {draft.seq: min(draft.room, MAX_KEPT) for draft in active}
+        growth, rows_verified = shape.growth([*rooms.values(), 1]), len(batch.sequences) + sum(rooms.values())
+        if not active or not decoding or not self._runner.launches_trees(rows_verified, len(active), growth):
+            return None
+        firsts = accumulate((1 + rooms.get(seq, 0) for seq in batch.sequences), initial=0)
+        root_of = dict(zip(batch.sequences, firsts, strict=False))
+        feeds, taps = self._waiting(active)
+        rows = [Row.at(draft.seq) for draft in active]
+        places = [(rooms[draft.seq], root_of[draft.seq]) for draft in active]
+        launched = self._runner.launch_trees(feeds, taps, rows, places, growth)
+
+        def resolved() -> Drafts:
+            grown = launched.resolve()
+            if not grown:
+                raise DrafterFault("the draft's logits are not finite")
+            return drafts_for(batch, {draft.seq: Tree(*tree[:3]) for draft, tree in zip(active, grown, strict=True)})
+
+        trees = [Tree.chain([0] * rooms.get(seq, 0)) for seq in batch.sequences]
+        return PendingDrafts(trees, resolved, launched.is_intact, launched.place)
 
     def _waiting(self, active: Seq[Growing]) -> tuple[list[Feed], list[Tensor]]:
         """Rows for all features the target has given since the last draft, and those; the last sees the newest token."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from outrider import checks
-from outrider.core import Batch, Drafts, Needs, Plan, Scores, Sequence, Verdict
+from outrider.core import Batch, Drafts, FutureTokens, Needs, PendingDrafts, Plan, Scores, Sequence, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.draft_temperature import DraftTemperature
-from outrider.draft.growth import Growing, TreeShape, drafts_for, grow
+from outrider.draft.growth import Growing, TreeShape, chain_of, drafts_for, grow
 from outrider.draft.options import option
 from outrider.errors import InvalidParameter
 from outrider.heads import ExitAdapter, load_exit
@@ -23,10 +24,14 @@ from outrider.model import Feed, Runner, locate
 from outrider.ops import BLOCK, one_torch_thread
 from outrider.sampling import Row, choose
 
+if TYPE_CHECKING:
+    from outrider.model.cuda_runner import CudaRunner
+
 __all__ = ["EarlyExit", "EarlyExitOptions", "LayerCosts", "best_length", "measure_costs"]
 
 _FOLDER = "early_exit"  # beside a target's weights
 _POSITIONS = 96  # at which every exit is tried before one is chosen
+_LONGEST = 16  # chain that is drafted in one call
 _EXITS = 6  # how many are tried, at most
 
 
@@ -71,13 +76,14 @@ class EarlyExit:
         options: EarlyExitOptions = EarlyExitOptions(),
         costs: LayerCosts | None = None,
         adapter: ExitAdapter | None = None,
+        adapt: Callable[[Tensor], Tensor] | None = None,  # the adapter on the target's device, where that is another
     ) -> None:
         self._runner = target
         self._layers = target.decoder.spec.depth
         if options.exit_layer is not None:
             checks.integer("exit_layer", options.exit_layer, 1, self._layers - 1)
         self._tail = checks.integer("tail", options.tail, 0, self._layers - (options.exit_layer or 1))
-        self._adapter = adapter
+        self._adapter, self._adapt = adapter, adapt
         self.exit_layer = adapter.config.layer if adapter else options.exit_layer  # None: being compared, or none pays
         # of the chosen exit with the target, where exits were compared
         self._agreement: float | None = (adapter.config.agreement or None) if adapter else None
@@ -92,16 +98,17 @@ class EarlyExit:
 
     @classmethod
     def build(cls, context: DraftContext) -> EarlyExit:
-        if context.target.device_name != "cpu":
-            raise InvalidParameter(
-                "method", "early_exit runs some of the target's layers alone, which the GPU path cannot; pass device=cpu"
-            )
         options, able = context.options(EarlyExitOptions), context.target.partial_runs
-        if able == "none":
+        if able == "none" or (context.target.device_name != "cpu" and not context.target.drafts_early):
             raise InvalidParameter("method", "early_exit runs some of the target's layers alone, which this model cannot")
         if able == "first" and options.tail:
             raise InvalidParameter("tail", "this model runs its first layers alone, but not its last ones; leave tail at 0")
-        return cls(context.target, options, adapter=_adapter(context, options))
+        adapter, adapt = _adapter(context, options), None
+        if adapter is not None and context.target.drafts_early:
+            from outrider.heads.cuda_network import adapter_on_device
+
+            adapt = adapter_on_device(adapter, cast("CudaRunner", context.target))
+        return cls(context.target, options, adapter=adapter, adapt=adapt)
 
     def begin(self, seq: Sequence) -> None:
         pass
@@ -116,10 +123,12 @@ class EarlyExit:
         self._draft_temperature.commit(batch, verdicts, scores)
 
     @torch.inference_mode()
-    def propose(self, batch: Batch, plan: Plan) -> Drafts:
+    def propose(self, batch: Batch, plan: Plan) -> Drafts | PendingDrafts:
         exit_layer = self.exit_layer
         if exit_layer is None:
             return Drafts.empty(len(batch.sequences))
+        if self._runner.drafts_early:
+            return self._in_one_call(batch, plan, exit_layer)
         growing = [
             Growing(seq, self._length(exit_layer, n), seq.pages, len(seq.tokens), seq.rotary_start, seq.adapter)
             for seq, n in zip(batch.sequences, plan.lengths, strict=True)
@@ -150,6 +159,27 @@ class EarlyExit:
             drafts.resume = self._runner.resume(exit_layer, torch.stack(rows), [len(hidden[seq]) for seq in batch.sequences])
         return drafts
 
+    def _in_one_call(self, batch: Batch, plan: Plan, exit_layer: int) -> Drafts | PendingDrafts:
+        """The same chains by one call, after which the target runs all its layers again."""
+        lengths = [min(self._length(exit_layer, n), _LONGEST) for n in plan.lengths]
+        active = [(seq, length) for seq, length in zip(batch.sequences, lengths, strict=True) if length]
+        if not active:
+            return Drafts.empty(len(batch.sequences))
+        feeds = [Feed(seq.pages, len(seq.tokens) - 1, seq.tokens[-1:], rotary_start=seq.rotary_start) for seq, _ in active]
+        layers = (*range(exit_layer), *range(self._layers - self._tail, self._layers))
+        rows = [Row.at(seq) for seq, _ in active]
+        future, resolve, is_intact = self._runner.draft_early(feeds, rows, max(lengths), layers, self._adapt)
+
+        def resolved() -> Drafts:
+            drawn = zip(active, *resolve(), strict=True)
+            trees = {seq: chain_of(tokens[:length], chances[:length]) for (seq, length), tokens, chances in drawn}
+            return drafts_for(batch, trees)
+
+        if not plan.verify_all:
+            return resolved()
+        future_of = {seq: replace(tokens, count=length) for (seq, length), tokens in zip(active, future, strict=True)}
+        return PendingDrafts.chains([future_of.get(seq, FutureTokens(0, 0)) for seq in batch.sequences], resolved, is_intact)
+
     def _length(self, exit_layer: int, planned: int) -> int:
         """All that is planned, or as much of it as pays."""
         if self._agreement is None:
@@ -175,8 +205,7 @@ class EarlyExit:
 
     def _guess(self, x: Tensor) -> Tensor:
         """Logits of rows that leave a layer, as if it were the last."""
-        decoder, ops = self._runner.decoder, self._runner.ops
-        return self._runner.logits(decoder.last(x, ops), range(len(x)))
+        return self._runner.logits_leaving(x)
 
     def _choose(self) -> None:
         """Take the exit of the highest expected speed, or none."""
@@ -225,6 +254,8 @@ def best_length(costs: LayerCosts, shape: tuple[int, int, int], agreement: float
 
 def measure_costs(runner: Runner, repeats: int = 3) -> LayerCosts:
     """Time one block through the layers and through the output matrix, on the page that padding writes to."""
+    if runner.read_bytes is not None:
+        return LayerCosts(*runner.read_bytes)
     rows = runner.prepare([Feed([runner.pool.pages - 1], 0, [0])])
     layers, head = [], []
     with one_torch_thread(runner.ops):

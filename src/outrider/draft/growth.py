@@ -19,7 +19,7 @@ from outrider.core import ROOT, Batch, Drafts, Sequence, Tree
 from outrider.draft.draft_temperature import DraftLogits, DraftTemperature
 from outrider.draft.options import option
 from outrider.errors import DrafterFault, InvalidParameter
-from outrider.model import Feed
+from outrider.model import Feed, Growth
 from outrider.ops.cuda.tree_sizes import MAX_BRANCH, MAX_CHILDREN, MAX_LEVELS
 from outrider.sampling import CORRUPTED, Key, Row, Stream, draw, probs_of, process, rank
 
@@ -40,6 +40,10 @@ class TreeShape:
     @property
     def is_chain(self) -> bool:
         return self.beam == self.branch == 1 and self.depth is None
+
+    def growth(self, rooms: Seq[int], floor: float = 0.0) -> Growth:
+        """How a runner grows trees of at most so many nodes."""
+        return Growth(self.depth or max(rooms), self.beam, self.branch, floor, self.depth is not None)
 
     def require_device(self) -> None:
         """Refuse what does not grow on a GPU."""

@@ -25,17 +25,20 @@ from outrider.engine.adapters import Adapters
 from outrider.engine.costs_file import costs_path, known_acceptance
 from outrider.engine.device import Device
 from outrider.engine.engine import Engine
+from outrider.engine.mapping import PROCESS_BYTES, plan_mapped
 from outrider.engine.ranks import Sharing, check_parallel, start_parallel
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder
 from outrider.model.backends import cpu_ops
 from outrider.model.listing import loaded_line
 from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, served_spec, usable_ids, weight_bytes
+from outrider.model.mapped_stack import keep_layers
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
 from outrider.model.placement import embedding_on_host, sizes_of
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
-from outrider.platform import guard, memory_bytes
+from outrider.ops.file_arena import FileArena
+from outrider.platform import cache_folder, guard, memory_bytes
 from outrider.text import Tokenizer
 
 __all__ = ["KV_SHARE_OF_MEMORY", "Built", "Settings", "Target", "build_engine", "load_target"]
@@ -99,7 +102,7 @@ def load_target(settings: Settings) -> Target:
     """The model, its tokenizer and its KV memory."""
     device, sizes = settings.device, settings.sizes
     directory = locate(settings.model, settings.revision)
-    options = LoadOptions(settings.dtype, settings.load_format, widen=not guard().bf16_products)
+    options = LoadOptions(settings.dtype, settings.load_format, maps=_maps(settings), widen=not guard().bf16_products)
     decoder = open_decoder(directory, options) if sizes.tensor_parallel_size == 1 else describe_decoder(directory, options)
     config = decoder.spec
     check_parallel(sizes.tensor_parallel_size, device, config)
@@ -113,7 +116,7 @@ def load_target(settings: Settings) -> Target:
     memory = _memory(device, sizes, config, speculation, directory, options)
     pages = memory.pages
     if memory.placement is not None:
-        _log.info("%s: %s", directory, memory.placement.describe(device.bus_bandwidth()))
+        _log.warning("%s: %s", directory, memory.placement.describe(device.bus_bandwidth()))
     if sizes.tensor_parallel_size == 1:
         runner = _runner(decoder, device, memory, sizes.page_size)
     else:
@@ -219,7 +222,10 @@ def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int
         runner: Runner = device.runner(decoder, memory, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
         pool = kv_pool(decoder.spec, memory.pages + 1, page_size, memory.int8)
-        runner = Runner(decoder, pool, states=memory.states)
+        weights_file = None if memory.kept is None else FileArena(cache_folder() / "packed")
+        runner = Runner(decoder, pool, states=memory.states, weights_file=weights_file)
+        if weights_file is not None:
+            keep_layers(weights_file, memory.kept or 0)
     decoder.close()
     return runner
 
@@ -253,8 +259,20 @@ def _memory(
             *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)
+    value_bytes = kv_value_bytes(config, sizes.page_size, sizes.kv_dtype == "int8")
+    if options.maps and cpu_ops(config).core is not None:
+        weights, machine = weight_bytes(directory, options), memory_bytes()
+        room = device.limit(machine) or machine - PROCESS_BYTES
+        if weights >= room:
+            return plan_mapped(config, sizes, room, weights, value_bytes)
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)
-    return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size, sizes.kv_dtype == "int8"))
+    return plan_memory(config, sizes, budget, value_bytes)
+
+
+def _maps(settings: Settings) -> bool:
+    """Whether layers that do not fit the memory may lie in a file."""
+    alone = settings.sizes.tensor_parallel_size == 1 and not settings.device.is_gpu
+    return alone and settings.load_format != "dummy" and find_core()[0] is not None
 
 
 def _kv_budget(device: Device, directory: Path, options: LoadOptions) -> int:

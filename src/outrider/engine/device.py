@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from outrider.model.placement import weights_on_gpu
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
-__all__ = ["GPU_SEQUENCES", "Device", "Share", "missing_gpu", "share_memory"]
+__all__ = ["GPU_SEQUENCES", "GPU_SIZES", "Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
@@ -30,6 +31,7 @@ _SWITCH = ("on", "off")
 _GIB = 2**30
 _log = logging.getLogger("outrider")
 GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
+GPU_SIZES: Mapping[str, Any] = {"max_num_seqs": GPU_SEQUENCES, "max_mixed_rows": 320}
 _START_SECONDS = 8.0  # for capturing graphs before anything is served
 _LEAST_CAPTURES = 2  # one sequence, and the largest round: it must fit
 _MAX_PREFILL = 2048  # rows of a prompt that is run at start

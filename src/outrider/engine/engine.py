@@ -260,7 +260,9 @@ class Engine:
         choices, pending = in_flight.choices, round_.drew_on_device
         if not choices or self._suspects or self.drafter.needs.scores or self.scheduler.may_admit:
             return None
-        if (any(round_.plan.lengths) and not pending) or not round_.can_be_followed(len(self.scheduler.running)):
+        if any(round_.plan.lengths) and not (pending and self.drafter.needs.overlaps):
+            return None
+        if not round_.can_be_followed(len(self.scheduler.running)):
             return None
         batch = round_.following(choices, self.context)
         load = self._load(batch)

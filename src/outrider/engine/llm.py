@@ -28,7 +28,7 @@ from outrider.engine.benchmark import BenchmarkResult, benchmark
 from outrider.engine.build import Built, Settings, Target, build_engine, load_target
 from outrider.engine.calibrate import calibrate
 from outrider.engine.commit import OutputProcessor
-from outrider.engine.device import GPU_SEQUENCES, Device
+from outrider.engine.device import GPU_SIZES, Device
 from outrider.engine.fingerprint import Fingerprint, fingerprint_of
 from outrider.engine.intake import (
     Intake,
@@ -108,8 +108,8 @@ class LLM:
         wanted = resolve_speculation(speculation, spellings)
         check_speculation(wanted)
         place = Device.resolve(device, numerics, memory, fp8_activations)
-        if place.is_gpu and "max_num_seqs" not in keywords:
-            sizes = replace(sizes, max_num_seqs=GPU_SEQUENCES)
+        if place.is_gpu:
+            sizes = replace(sizes, **{name: value for name, value in GPU_SIZES.items() if name not in keywords})
         if lora is not None:
             check_adapters(lora, place.name)
         check_parallel(sizes.tensor_parallel_size, place, loras=bool(lora))

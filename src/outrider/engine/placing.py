@@ -114,7 +114,8 @@ def _pages(sizes: EngineConfig, needs: _Needs, spare: int) -> int:
 def _too_small(sizes: EngineConfig, needs: _Needs, model: ModelSizes, limit: int) -> str:
     kv = needs.least * needs.page
     bare = needs.fixed + smallest_room(model)
-    text = f"{_gib(limit)} of the GPU are too few: the smallest limit that works is {_gib(bare + kv)}, of which "
+    others = "other processes hold what this one might take of the GPU" if limit <= 0 else f"{_gib(limit)} of the GPU are too few"
+    text = f"{others}: the smallest limit that works is {_gib(bare + kv)}, of which "
     text += (
         f"{_gib(smallest_room(model))} are for the output matrix and the buffers of streamed layers, {_gib(kv)} for the KV of "
     )

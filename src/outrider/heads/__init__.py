@@ -10,7 +10,7 @@ from outrider.heads.exit import ExitAdapter, ExitConfig, load_exit, save_exit
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
 from outrider.heads.mtp_files import drafts_by_mtp, holds_mtp, load_mtp, save_mtp
-from outrider.heads.runners import EagleNetwork, EagleRunner, Growth, MedusaNetwork, MedusaRunner, eagle_network, medusa_network
+from outrider.heads.runners import EagleNetwork, EagleRunner, MedusaNetwork, MedusaRunner, eagle_network, medusa_network
 from outrider.heads.stored import SaveOptions
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "EagleRunner",
     "ExitAdapter",
     "ExitConfig",
-    "Growth",
     "KeyValue",
     "MedusaConfig",
     "MedusaHeads",

@@ -103,7 +103,7 @@ class CudaBlockRunner:
         idle = [feeds[0]._replace(pages=[self._target.pool.pages - 1] * len(feeds[0].pages))] * (batch - len(feeds))
         unread, taps = reads
         taps = torch.zeros(0, head.fc.shape[1], device=self._target.device) if taps is None else taps
-        packed = self._blocks[key](taps, [*feeds, *idle, *unread], rows, 2 * batch * length).cpu()
+        packed = self._blocks[key].launch(taps, [*feeds, *idle, *unread], rows, 2 * batch * length)()
         return self._unpacked(packed[: len(rows)], key[2])
 
     def _unpacked(self, packed: Tensor, count: int) -> list[Tensor]:

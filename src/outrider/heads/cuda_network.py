@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from outrider.heads.exit import ExitAdapter
 from outrider.model import Feed
 from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
+from outrider.model.cuda_readback import Readback
 from outrider.model.cuda_runner import CudaRunner
 from outrider.ops import Plain
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels, RowNorm
 from outrider.ops.cuda.matrix import Matrix
 from outrider.sampling import Row
 
-__all__ = ["DeviceNetwork", "KernelOps", "move_to_target"]
+__all__ = ["DeviceNetwork", "KernelOps", "adapter_on_device", "move_to_target"]
 
 Run = Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]
 
@@ -44,6 +46,7 @@ class DeviceNetwork:
     def __init__(self, name: str, target: CudaRunner, work: Callable[[Tensor, AttentionMetadata], Tensor]) -> None:
         self._name, self._target, self._work = name, target, work
         self._graphs: dict[int, tuple[Run, Tensor, list[Tensor]]] = {}
+        self._hosts: dict[int, Readback] = {}
 
     def __call__(
         self, rows_in: Tensor, feeds: Sequence[Feed] = (), rows: Sequence[Row] = (), size: int = 0, numbers: Sequence[int] = ()
@@ -60,6 +63,15 @@ class DeviceNetwork:
         run(feeds, rows, numbers)
         return outputs[0]
 
+    def launch(
+        self, rows_in: Tensor, feeds: Sequence[Feed], rows: Sequence[Row], size: int, numbers: Sequence[int] = ()
+    ) -> Callable[[], Tensor]:
+        """The same without waiting. What is returned waits for the outputs on the host; the next launch overwrites them."""
+        out = self(rows_in, feeds, rows, size, numbers)
+        if size not in self._hosts:
+            self._hosts[size] = Readback(out)
+        return self._hosts[size].start(out)
+
     def _capture(self, size: int, width: int) -> tuple[Run, Tensor, list[Tensor]]:
         buffer = torch.zeros(size, width, device=self._target.device)
         outputs: list[Tensor] = []
@@ -68,6 +80,13 @@ class DeviceNetwork:
             outputs[:] = [self._work(buffer, meta)]
 
         return self._target.capture_rows(f"{self._name}, {size} rows", size, work), buffer, outputs
+
+
+def adapter_on_device(adapter: ExitAdapter, target: CudaRunner) -> Callable[[Tensor], Tensor]:
+    """What an exit adapter makes of rows on its target's device."""
+    move_to_target(adapter, target, {"output": target.cuda.output})
+    ops = KernelOps(target.cuda.kernels)
+    return lambda x: adapter(x, ops)
 
 
 def move_to_target(network: nn.Module, target: CudaRunner, borrowed: dict[str, Tensor | Matrix]) -> None:

@@ -8,29 +8,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core import FutureTokens
 from outrider.heads.cuda_network import DeviceNetwork, KernelOps, move_to_target
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
-from outrider.heads.runners import DraftedChains, Growth
-from outrider.model import Feed
+from outrider.heads.runners import DraftedChains
+from outrider.model import Feed, Growth
 from outrider.model.cuda_chains import CHAIN_LENGTHS
+from outrider.model.cuda_early import draw_chain
 from outrider.model.cuda_inputs import GRAPH_ROWS, bucket
 from outrider.model.cuda_layer import CudaLayer, CudaRows, norm_on, turns_of
 from outrider.model.cuda_runner import CudaRunner, split_feeds
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, kernel_shape
+from outrider.model.cuda_trees import PendingTrees, Prepare, Trees, newest_first, split_newest, takes_at_once, text_rows
 from outrider.model.decoder import RopeTable
+from outrider.model.runner import Chances, PendingChains, Tokens
 from outrider.ops import GrownTree
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels
 from outrider.ops.cuda.tree_launch import GrowingTrees
-from outrider.ops.cuda.tree_sizes import MAX_LEVELS, TreeSizes
+from outrider.ops.cuda.tree_sizes import TreeSizes
 from outrider.sampling import Row
 
 __all__ = ["CudaEagleRunner", "CudaMedusaRunner"]
-
-_MAX_GROWN_ROWS = 512  # rows of a level, and of the texts that trees grow after
 
 
 class CudaEagleRunner:
@@ -67,7 +70,8 @@ class CudaEagleRunner:
         self._forward = DeviceNetwork("EAGLE", target, self._run)
         self._logits = DeviceNetwork("EAGLE's logits", target, lambda rows, _: head.logits(rows, self._ops))
         self._chains: dict[tuple[int, int], DeviceNetwork] = {}
-        self._growing: dict[TreeSizes, tuple[GrowingTrees, DeviceNetwork]] = {}
+        self._trees = Trees("EAGLE", target, self._levels)
+        self._taps: dict[TreeSizes, Tensor] = {}
 
     @torch.inference_mode()
     def fuse(self, taps: Tensor) -> Tensor:
@@ -96,23 +100,40 @@ class CudaEagleRunner:
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         """Draft a chain after each feed by one replay: tokens and chances (feeds, length). There is no draft temperature."""
         max_batch = GRAPH_ROWS[-1]
-        starts = range(0, len(feeds), max_batch)
-        parts = [self._draft(feeds[i : i + max_batch], taps[i : i + max_batch], rows[i : i + max_batch], length) for i in starts]
-        tokens, chances = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
-        return DraftedChains(tokens[:, :length], chances[:, :length])
+        tokens: Tokens = []
+        chances: Chances = []
+        for i in range(0, len(feeds), max_batch):
+            part = slice(i, i + max_batch)
+            drawn = self.launch_chains(feeds[part], taps[part], rows[part], length).resolve()
+            tokens += drawn[0]
+            chances += drawn[1]
+        return DraftedChains(np.array(tokens), np.array(chances))
 
-    def _draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> tuple[Tensor, Tensor]:
-        """Draft for as many sequences as the largest graph has, with a captured length."""
-        batch = bucket(len(feeds), GRAPH_ROWS)
+    def launches_chains(self, count: int) -> bool:
+        """Whether `launch_chains` takes so many."""
+        return count <= GRAPH_ROWS[-1]
+
+    @torch.inference_mode()
+    def launch_chains(
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int
+    ) -> PendingChains:  # fmt: skip
+        """What `draft` does, without waiting. The target may read the tokens in the future-token buffer."""
+        batch, target, count = bucket(len(feeds), GRAPH_ROWS), self._target, len(feeds)
         captured = sorted(tokens for sequences, tokens in self._chains if sequences == batch and tokens >= length)
-        length = captured[0] if captured else bucket(length, CHAIN_LENGTHS)
-        if (batch, length) not in self._chains:
-            work = partial(self._chain, batch=batch, length=length)
-            self._chains[batch, length] = DeviceNetwork(f"EAGLE's draft of {length}", self._target, work)
-        max_tokens = length + 1  # tokens a round can commit
+        longest = captured[0] if captured else bucket(length, CHAIN_LENGTHS)
+        if (batch, longest) not in self._chains:
+            work = partial(self._chain, batch=batch, length=longest)
+            self._chains[batch, longest] = DeviceNetwork(f"EAGLE's draft of {longest}", target, work)
+        max_tokens = longest + 1  # tokens a round can commit
         ordered, tap_rows = self._newest_first(feeds, taps, batch, max_tokens)
-        drafted = self._chains[batch, length](tap_rows, ordered, rows, batch * max_tokens).cpu()[:, :, : len(feeds)]
-        return drafted[0].T.long(), drafted[1].T.double()
+        wait = self._chains[batch, longest].launch(tap_rows, ordered, rows, batch * max_tokens)
+        drawn = target.drawn = object()
+
+        def resolve() -> tuple[Tokens, Chances]:
+            tokens, chances = wait()[:, :length, :count]
+            return tokens.T.long().tolist(), chances.T.double().tolist()
+
+        return PendingChains([FutureTokens(b, length, batch) for b in range(count)], resolve, lambda: target.drawn is drawn)
 
     def _newest_first(
         self, feeds: Sequence[Feed], taps: Sequence[Tensor], batch: int, max_tokens: int
@@ -121,21 +142,18 @@ class CudaEagleRunner:
 
         Those before the last `max_tokens` are fed by themselves.
         """
-        early = [feed._replace(tokens=feed.tokens[:-max_tokens]) for feed in feeds]
+        early, recent = split_newest(feeds, max_tokens)
+        self._read_early(early, taps)
+        taps = [rows_of_seq[-len(feed.tokens) :] for rows_of_seq, feed in zip(taps, recent, strict=True)]
+        ordered = newest_first(recent, batch, self._target.pool.pages - 1)
+        filling = taps[0].new_zeros(batch - len(feeds), taps[0].shape[1])
+        return ordered, torch.cat([*(rows[-1:] for rows in taps), filling, *(rows[:-1] for rows in taps)])
+
+    def _read_early(self, early: Sequence[Feed], taps: Sequence[Tensor]) -> None:
+        """Run the head on tokens with the first of the taps."""
         if any(feed.tokens for feed in early):
             tap_rows = torch.cat([rows_of_seq[: len(feed.tokens)] for rows_of_seq, feed in zip(taps, early, strict=True)])
             self.forward([feed for feed in early if feed.tokens], self.fuse(tap_rows))
-        starts = [feed.start + len(fed.tokens) for feed, fed in zip(feeds, early, strict=True)]
-        feeds = [feed._replace(start=start, tokens=feed.tokens[-max_tokens:]) for feed, start in zip(feeds, starts, strict=True)]
-        taps = [rows_of_seq[-len(feed.tokens) :] for rows_of_seq, feed in zip(taps, feeds, strict=True)]
-        idle = Feed([self._target.pool.pages - 1], 0, [0])
-        ordered = [
-            *(feed._replace(start=feed.start + len(feed.tokens) - 1, tokens=feed.tokens[-1:]) for feed in feeds),
-            *[idle] * (batch - len(feeds)),
-            *(feed._replace(tokens=feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1),
-        ]
-        filling = taps[0].new_zeros(batch - len(feeds), taps[0].shape[1])
-        return ordered, torch.cat([*(rows[-1:] for rows in taps), filling, *(rows[:-1] for rows in taps)])
 
     @torch.inference_mode()
     def grow(
@@ -146,80 +164,67 @@ class CudaEagleRunner:
 
         Returns no trees where logits leave no choice.
         """
-        levels = min(growth.levels, MAX_LEVELS)
-        captured = levels if growth.is_fixed else bucket(levels, CHAIN_LENGTHS)
-        widest = max(captured + 1, growth.beam)
-        max_batch = max(size for size in GRAPH_ROWS if size == 1 or size * widest <= _MAX_GROWN_ROWS)
-        grown: list[GrownTree] = []
-        for i in range(0, len(feeds), max_batch):
-            part = slice(i, i + max_batch)
-            sizes = TreeSizes(bucket(len(feeds[part]), GRAPH_ROWS), captured, growth.beam, growth.branch)
-            trees = self._grow(feeds[part], taps[part], rows[part], [(room, levels) for room in rooms[part]], sizes)
-            if not trees:
-                return [], None
-            grown += trees
-        return grown, None
+        return self._trees.grow(feeds, rows, rooms, growth, self._preparing(taps)), None
 
-    def _grow(
-        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], limits: Sequence[tuple[int, int]],
-        sizes: TreeSizes,
-    ) -> list[GrownTree]:  # fmt: skip
-        """Grow trees of as many sequences as a graph has; the limits of each are its nodes and its levels."""
-        if sizes not in self._growing:
-            pool = self._target.pool
-            trees = GrowingTrees(sizes, pool.page_size, (pool.pages - 1) * pool.page_size, self._target.device)
-            network = DeviceNetwork(f"EAGLE's trees of {sizes.levels} levels", self._target, partial(self._levels, trees=trees))
-            self._growing[sizes] = trees, network
-        trees, network = self._growing[sizes]
-        max_tokens, idle = sizes.levels + 1, [0] * (sizes.batch - len(feeds))
-        ordered, tap_rows = self._newest_first(feeds, taps, sizes.batch, max_tokens)
-        rooms, levels = zip(*limits, strict=True)
-        numbers = [*rooms, *idle, *levels, *idle]
-        finished = network(tap_rows, ordered, rows, sizes.batch * max_tokens, numbers).cpu()
-        return [GrownTree(*tree, []) for tree in trees.read(finished, len(feeds))]
+    def launches_trees(self, rows: int, count: int, growth: Growth) -> bool:
+        """Whether `launch_trees` takes so many trees, for a forward of the target of so many rows."""
+        if self._target.decoder.spec.recurrent:  # the host lays out along which branch its states go
+            return False
+        return rows <= self._target.options.max_graph_rows and takes_at_once(count, growth)
 
-    def _levels(self, taps: Tensor, meta: AttentionMetadata, trees: GrowingTrees) -> Tensor:
-        """The finished trees of all levels; rows 0..batch-1 are the newest tokens."""
-        trees.begin(meta)
-        features, levels = self.head.fuse(taps, self._ops), trees.sizes.levels
+    @torch.inference_mode()
+    def launch_trees(
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], places: Sequence[tuple[int, int]],
+        growth: Growth,
+    ) -> PendingTrees:  # fmt: skip
+        """What `grow` does, without waiting: see `Trees.launch`."""
+        return self._trees.launch(feeds, rows, places, growth, self._preparing(taps))
+
+    def _preparing(self, taps: Sequence[Tensor]) -> Prepare:
+        """What runs the head on early tokens, and puts the taps of the others where a graph reads them."""
+
+        def prepare(part: slice, early: Sequence[Feed], sizes: TreeSizes) -> None:
+            some, batch, max_tokens = taps[part], sizes.batch, sizes.levels + 1
+            self._read_early(early, some)
+            recent, buffer = [rows_of_seq[-max_tokens:] for rows_of_seq in some], self._tap_rows(sizes)
+            newest, older = torch.cat([part[-1:] for part in recent]), torch.cat([part[:-1] for part in recent])
+            buffer[: len(newest)].copy_(newest)
+            buffer[batch : batch + len(older)].copy_(older)
+
+        return prepare
+
+    def _tap_rows(self, sizes: TreeSizes) -> Tensor:
+        """The taps of the rows that trees of these sizes begin with."""
+        if sizes not in self._taps:
+            rows, width = text_rows(sizes), self.head.config.target_hidden * len(self.head.config.taps)
+            self._taps[sizes] = torch.zeros(rows, width, device=self._target.device)
+        return self._taps[sizes]
+
+    def _levels(self, trees: GrowingTrees, meta: AttentionMetadata) -> None:
+        """All levels of trees; the first rows are the newest tokens."""
+        features, levels = self.head.fuse(self._tap_rows(trees.sizes), self._ops), trees.sizes.levels
         for level in range(levels):
-            rows = trees.rows(level) if level else meta
-            hidden = self._run(features, rows)[: len(trees.rows(level).tokens)]
-            trees.add(level, self.scores(hidden, trees.rows(level)), self._ids)
+            rows = trees.rows(level)
+            hidden = self._run(features, rows if level else meta)[: len(rows.tokens)]
+            trees.add(level, self.scores(hidden, rows), self._ids)
             if level + 1 < levels:
                 features = hidden.index_select(0, trees.expand(level))
-        return trees.finish()
 
     def _chain(self, taps: Tensor, meta: AttentionMetadata, batch: int, length: int) -> Tensor:
         """Tokens and chances (2, length, batch) of a draft; rows 0..batch-1 are the newest tokens."""
-        k, device = self._kernels, taps.device
-        integers = torch.empty(6 + length, batch, dtype=torch.int32, device=device)
-        tokens, sequences, positions, roots, slots, ancestors = integers[:6].unbind()
-        temperatures, prefixes = torch.empty(batch, device=device), torch.empty(batch, dtype=torch.int64, device=device)
-        firsts = meta.firsts[:batch].clone()
-        after = AttentionMetadata(
-            tokens, sequences, positions, roots, firsts, slots, meta.table, ancestors[:, None], temperatures, prefixes
-        )
-        drawn, probs = integers[6:], torch.empty(length, batch, device=device)
-        before, features = meta, self.head.fuse(taps, self._ops)
-        for step in range(length):
-            features = self._run(features, before)[:batch]
-            newest = before.rows(slice(0, batch))
-            chosen = k.choose(self._over_target_vocab(self.scores(features, newest)), newest)
-            k.next_rows(chosen, before, after, (drawn, probs), step)
-            before = after
-        return torch.stack((drawn.float(), probs))  # ids below 2^24 are exact
+        features = self.head.fuse(taps, self._ops)
+
+        def logits_after(rows: AttentionMetadata) -> Tensor:
+            nonlocal features
+            features = self._run(features, rows)[:batch]
+            return self.scores(features, rows.rows(slice(0, batch)))
+
+        drawn = self._target.future_tokens[: length * batch].view(length, batch)
+        return draw_chain(self._kernels, meta, drawn, logits_after, self._ids)
 
     def scores(self, hidden: Tensor, rows: AttentionMetadata) -> Tensor:  # noqa: ARG002 (a benchmark plants what rows guess)
         """Logits (N, outputs) of what the head gives for some rows."""
         return self.head.logits(hidden, self._ops)
-
-    def _over_target_vocab(self, logits: Tensor) -> Tensor:
-        """The logits over the target's vocabulary, -inf for tokens the head does not have."""
-        if self._ids is None:
-            return logits
-        all_logits = torch.full((len(logits), self.head.config.shape.vocab), float("-inf"), device=logits.device)
-        return all_logits.index_copy_(1, self._ids, logits)
 
     def _run(self, features: Tensor, meta: AttentionMetadata) -> Tensor:
         """The head's forward by kernels; `EagleHead.forward` is the reference."""

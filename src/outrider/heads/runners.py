@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.heads.eagle import EagleHead
 from outrider.heads.medusa import MedusaHeads
-from outrider.model import Feed, Runner, lay_out
+from outrider.model import Feed, Growth, PendingChains, Runner, lay_out
 from outrider.model.load import INT8
 from outrider.model.stack import lay_out_rows, layer_stack, logit_epilogue, lossless_kind, norm_weights
 from outrider.ops import (
@@ -38,12 +38,12 @@ from outrider.sampling.noise import token_words
 
 if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
+    from outrider.model.cuda_trees import PendingTrees
 
 __all__ = [
     "DraftedChains",
     "EagleNetwork",
     "EagleRunner",
-    "Growth",
     "MedusaNetwork",
     "MedusaRunner",
     "eagle_network",
@@ -62,16 +62,6 @@ class DraftedChains(NamedTuple):
     chances: npt.NDArray[np.float64]  # (sequences, length)
 
 
-class Growth(NamedTuple):
-    """How trees grow: at each of `levels` the `beam` best nodes are run and get `branch` children each."""
-
-    levels: int
-    beam: int
-    branch: int
-    floor: float = 0.0  # growth ends where the survival of every node to run is below it
-    is_fixed: bool = True  # the levels are the same in every round
-
-
 class EagleNetwork(Protocol):
     """What the drafter asks of an EAGLE head; the logits are on the host."""
 
@@ -85,10 +75,23 @@ class EagleNetwork(Protocol):
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains: ...
 
+    def launches_chains(self, count: int) -> bool:
+        """Whether `launch_chains` takes so many."""
+
+    def launch_chains(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> PendingChains: ...
+
     def grow(
         self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], rooms: Sequence[int],
         draft_temperatures: Sequence[float], growth: Growth,
     ) -> tuple[list[GrownTree], Tensor | None]: ...  # fmt: skip
+
+    def launches_trees(self, rows: int, count: int, growth: Growth) -> bool:
+        """Whether `launch_trees` takes so many trees, for a forward of the target of so many rows."""
+
+    def launch_trees(
+        self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], places: Sequence[tuple[int, int]],
+        growth: Growth,
+    ) -> PendingTrees: ...  # fmt: skip
 
     def fuse(self, taps: Tensor) -> Tensor: ...
 
@@ -176,6 +179,18 @@ class EagleRunner:
 
     def draft(self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], length: int) -> DraftedChains:
         raise NotImplementedError("drafts_chains is 0")
+
+    def launches_chains(self, count: int) -> bool:  # noqa: ARG002
+        return False  # what a processor drafts is known at once
+
+    def launch_chains(self, *_: Any, **__: Any) -> PendingChains:
+        raise NotImplementedError("launches_chains is False")
+
+    def launches_trees(self, rows: int, count: int, growth: Growth) -> bool:  # noqa: ARG002
+        return False  # what a processor grows is known at once
+
+    def launch_trees(self, *_: Any, **__: Any) -> PendingTrees:
+        raise NotImplementedError("launches_trees is False")
 
     def grow(
         self, feeds: Sequence[Feed], taps: Sequence[Tensor], rows: Sequence[Row], rooms: Sequence[int],

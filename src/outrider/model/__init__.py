@@ -13,13 +13,14 @@ from outrider.model.load import (
     write_config,
 )
 from outrider.model.rotary import Rope
-from outrider.model.runner import Feed, PendingChains, Rows, Runner, lay_out
+from outrider.model.runner import Feed, Growth, PendingChains, Rows, Runner, lay_out
 from outrider.model.spec import ModelSpec
 
 __all__ = [
     "Attend",
     "Decoder",
     "Feed",
+    "Growth",
     "Hidden",
     "LlamaShape",
     "LoadOptions",

@@ -18,6 +18,7 @@ from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_states import RowRoom
 from outrider.model.runner import Feed, Round
+from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.sampling import choose, rows_of
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ class Graph(NamedTuple):
     chosen: Tensor  # on the device, in the future-token buffer
     touched: Tensor  # experts read by each layer that has some, on the device
 
-    def start(self, side: Side) -> None:
-        """Send a side's inputs, run the forward, and bring its choices back."""
+    def start(self, side: Side, place: Callable[[AttentionMetadata], None] | None = None) -> None:
+        """Send a side's inputs, run the forward, and bring its choices back. `place` changes inputs on the device."""
         side.inputs.send()
+        if place is not None:
+            place(side.inputs.meta)
         self.replay()
         side.choices.copy_(self.chosen, non_blocking=True)
         if len(self.touched):
@@ -131,7 +134,8 @@ class DecodeRounds:
         """Launch a round of roots and draft nodes."""
         graph, side = self._take(self._size(laid.feeds), taps)
         self._runner.fill(side.inputs, laid.feeds)
-        return self._start(graph, side, batch, drafts.per_sequence, laid.roots)
+        place = drafts.place if isinstance(drafts, PendingDrafts) else None
+        return self._start(graph, side, batch, drafts.per_sequence, laid.roots, place)
 
     def feed(self, feeds: Sequence[Feed]) -> None:
         """Run rows for the keys and values that they write."""
@@ -176,10 +180,13 @@ class DecodeRounds:
         side.wait()
         return graph, side
 
-    def _start(self, graph: Graph, side: Side, batch: Batch, trees: Sequence[Tree], roots: list[int]) -> LaunchedRound:
+    def _start(
+        self, graph: Graph, side: Side, batch: Batch, trees: Sequence[Tree], roots: list[int],
+        place: Callable[[AttentionMetadata], None] | None = None,
+    ) -> LaunchedRound:  # fmt: skip
         rows = sum(1 + len(tree.tokens) for tree in trees)
         by_host = self._sampling.fill(side.inputs, batch, trees, roots)
-        graph.start(side)
+        graph.start(side, place)
         logits, tapped = graph.outputs
         tapped = None if tapped is None else tapped[:rows].flatten(1).clone()  # the next replay overwrites them
         self.last = LaunchedRound(self, batch, trees, roots, side, logits[:rows], tapped, by_host)

@@ -6,9 +6,11 @@ of a draft model. Rounds with fewer rows are padded with rows that write to the 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -22,6 +24,7 @@ from outrider.cache import KVPool
 from outrider.core import Batch, Computed, Drafts, InFlight, PendingDrafts, Scores, Tree
 from outrider.errors import InvalidParameter
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
+from outrider.model.cuda_early import EarlyExits
 from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_logits import RowLogits, choose_in_parts
@@ -30,12 +33,14 @@ from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
 from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom
 from outrider.model.cuda_tree_growth import TreeGrower
+from outrider.model.cuda_trees import Trees, fixed_growth, grow_by_model
 from outrider.model.decoder import Decoder, Hidden
 from outrider.model.memory import StateSizes
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
 from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, TreeGrowth, Verified
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
+from outrider.ops.cuda.matrix import matrix_of
 from outrider.ops.forwards import device_work
 from outrider.sampling import Row
 
@@ -62,7 +67,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits that drafters read are copied to the host."""
 
-    separate_prefill = grows_trees = True
+    separate_prefill = True
     drafts_by_temperature = True  # other parameters would cost the launches of a forward for each token
 
     def __init__(
@@ -100,7 +105,11 @@ class CudaRunner(Runner):
         self.drawn: object = None  # stands for the draft that is in the future-token buffer
         self.weights_on_host, self.streams_weights = options.placement is not None, self.cuda.streams
         self.chains = Chains(self, target or self)
+        self.exits = EarlyExits(self)
+        self.drafts_early = not c.recurrent and options.placement is None
+        self.grows_trees = not c.recurrent  # states go along one path
         self.trees = TreeGrower(self)
+        self.fixed_trees = Trees("draft model", self, partial(grow_by_model, self))
         self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
         self.later: deque[Capture] = deque()  # captures for idle moments
@@ -292,8 +301,20 @@ class CudaRunner(Runner):
         parts = [self.cuda.logits(part).cpu() for part in torch.split(last[list(rows)], LOGIT_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def run(self, *_: Any, **__: Any) -> Hidden:
-        raise InvalidParameter("method", "early exit runs some of the target's layers, which the GPU path does not do yet")
+    def logits_leaving(self, x: Tensor) -> Tensor:
+        return self.logits(self.cuda.kernels.norm(x.float().contiguous(), self.cuda.norm), range(len(x)))
+
+    @torch.inference_mode()
+    def draft_early(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], length: int, layers: tuple[int, ...],
+        adapt: Callable[[Tensor], Tensor] | None = None,
+    ) -> PendingChains:  # fmt: skip
+        return self.exits.launch(feeds, rows, length, layers, adapt)
+
+    @property
+    def read_bytes(self) -> tuple[float, float]:
+        output = sum(tensor.numel() * tensor.element_size() for tensor in matrix_of(self.cuda.output).tensors)
+        return (self.weight_bytes - output) / len(self.cuda.layers), output
 
     # --- drafts of a draft model -------------------------------------------------------------------------------------
 
@@ -323,7 +344,14 @@ class CudaRunner(Runner):
     def grow(
         self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
     ) -> list[tuple[list[int], list[int], list[float]]]:
-        return self.trees.grow(feeds, rows, rooms, growth)
+        """Trees of a fixed beam by one replay, others step by step."""
+        fixed = None if growth.beam is None else fixed_growth(growth.levels, growth.beam, growth.branch, max(rooms))
+        if fixed is None:
+            return self.trees.grow(feeds, rows, rooms, growth)
+        grown = self.fixed_trees.grow(
+            feeds, rows, rooms, fixed, lambda _, early, __: self.catch_up([feed for feed in early if feed.tokens])
+        )
+        return [tree[:3] for tree in grown]
 
     def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Write the KV of text the model has missed: few rows by a round's graph, many as prompts."""
@@ -393,7 +421,7 @@ class CudaRunner(Runner):
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             passes = self.cuda.passes
-            with torch.cuda.graph(graph, pool=self._memory):
+            with _no_collection(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 work()
             replay = self.cuda.around(graph.replay, self.cuda.passes - passes)
         self._memory = self._memory or graph.pool()
@@ -431,6 +459,18 @@ class CudaRunner(Runner):
         if self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No cyclic garbage is collected meanwhile: to free a graph or an event would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _likeliest(count: int, most: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from outrider.model.decoder import Decoder, RopeTable, finished_logits
 from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
 from outrider.ops.cuda.experts_launch import ExpertKernels
-from outrider.ops.cuda.launch import Kernels, Shape
+from outrider.ops.cuda.launch import Kernels, RowNorm, Shape
 from outrider.ops.cuda.matrix import Matrix, Rows, matrix_of
 
 __all__ = ["EXTRA_POSITIONS", "CudaPool", "CudaStack", "Forward", "kernel_shape"]
@@ -192,6 +192,22 @@ class CudaStack:
         kept[len(self.layers)] = stream
         assert isinstance(read, Tensor)
         return Forward(read, torch.stack([kept[i] for i in taps], 1) if taps else None)
+
+    def run_some(self, rows: CudaRows, pool: KVPool, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The stream that leaves the last of some layers, run in order, and that stream after the last norm."""
+        rows, layers = rows.for_forward(pool), [self.layers[i] for i in numbers]
+        read: Rows
+        stream, read = self.kernels.embed(rows.meta, self.embedding, layers[0].norm_in, self.spec.embedding_scale, self._learned)
+        followers = [*((layer.norm_in, layer.reads) for layer in layers[1:]), (self.norm, None)]
+        for i, layer, (after, form) in zip(numbers, layers, followers, strict=True):
+            read = layer.forward_to(form, read, stream, after, rows, (pool.keys[i], pool.values[i]))
+        assert isinstance(read, Tensor)
+        return stream, read
+
+    @property
+    def norm(self) -> RowNorm | None:
+        """The norm before the output matrix."""
+        return self._afters[-1]
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
         """Float32 logits (N, V) of rows after the last norm."""

@@ -72,6 +72,7 @@ class LoadOptions:
     dtype: str = "auto"
     load_format: str = "safetensors"
     seed: int = 0
+    maps: bool = False  # the layers of a model that does not fit the memory may lie in a mapped file
     widen: bool = False  # hold bf16 weights in float32, where this process must not multiply bf16
 
     def __post_init__(self) -> None:
@@ -157,7 +158,8 @@ def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, Checkpoin
     refuse_foreign(directory)
     config = served_spec(directory, options)
     held = torch.float32 if options.widen else DTYPES.get(config.dtype, torch.float32)
-    _check_memory(config, _weight_bytes(directory, config, held, options.dtype == "auto"))
+    if not options.maps:
+        _check_memory(config, _weight_bytes(directory, config, held, options.dtype == "auto"))
     checkpoint = None if options.load_format == "dummy" else Checkpoint.of(directory, config)
     with torch.device("meta"):
         decoder = Decoder(config if checkpoint is None else checkpoint.spec, held)

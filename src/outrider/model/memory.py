@@ -44,6 +44,7 @@ class MemoryPlan(NamedTuple):
     pages: int
     states: int = 0  # at the ends of pages
     pool: StateSizes = StateSizes()  # of recurrent states on a GPU
+    kept: int | None = None  # bytes of layers that stay in memory, where the others are read from a file; None: all do
     placement: Placement | None = None  # of weights that a GPU streams from host memory; None: all lie where they are used
     int8: bool = False  # keys and values are integers
 

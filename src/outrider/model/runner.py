@@ -42,9 +42,21 @@ from outrider.sampling.choice import noise_along, shape_of
 from outrider.sampling.noise import token_words_at
 
 if TYPE_CHECKING:
+    from outrider.ops.file_arena import FileArena
     from outrider.ops.group import Group
 
-__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "TreeGrowth", "Verified", "kv_value_bytes", "lay_out"]
+__all__ = [
+    "Feed",
+    "Growth",
+    "PendingChains",
+    "Round",
+    "Rows",
+    "Runner",
+    "TreeGrowth",
+    "Verified",
+    "kv_value_bytes",
+    "lay_out",
+]
 
 Tokens = list[list[int]]
 Chances = list[list[float]]
@@ -67,6 +79,16 @@ class Feed(NamedTuple):
     rotary_start: int = 0  # the first row of the rotary table that its request uses; see Decoder.rotary_start
     adapter: int = 0  # number of the LoRA adapter that its rows go through; 0: none
     state: SequenceState | None = None  # of recurrent layers; None: rows from position 0, and nothing is kept
+
+
+class Growth(NamedTuple):
+    """How trees grow: at each of `levels` the `beam` best nodes are run and get `branch` children each."""
+
+    levels: int
+    beam: int
+    branch: int
+    floor: float = 0.0  # growth ends where the survival of every node to run is below it
+    is_fixed: bool = True  # the levels are the same in every round
 
 
 class PendingChains(NamedTuple):
@@ -178,6 +200,7 @@ class Runner:
     weights_on_host = False  # a GPU reads some of them from host memory
     streams_weights = False  # and layers of them in every forward: many rows cost what one costs
     grows_trees = False  # has `grow`
+    drafts_early = False  # has `draft_early`, and its first layers cannot be run in any other way
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     ranks = 1  # processes that share the model
@@ -187,7 +210,13 @@ class Runner:
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, ops: Ops | None = None, group: Group | None = None, states: int = _STATES
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        ops: Ops | None = None,
+        group: Group | None = None,
+        states: int = _STATES,
+        weights_file: FileArena | None = None,  # where the native core's layers lie, if not in memory
     ) -> None:
         """With a `group` the decoder is one rank's share: rows enter its first layer as `x`, and logits are its share's.
 
@@ -204,7 +233,8 @@ class Runner:
             raise InvalidParameter("dtype", f"{config.dtype} needs the native core, which is not in use: {find_core()[1]}")
         if core is None:
             decoder.materialise()
-        self.stack = None if core is None else decoder_stack(decoder, pool, core, group)
+        self.stack = None if core is None else decoder_stack(decoder, pool, core, group, weights_file)
+        self._weights_file = weights_file
         self.adapters = AdapterSlots(decoder, self.ops, self.stack)
         self._distinct_windows = frozenset(config.windows)
         self._kv_layer = {layer: place for place, layer in enumerate(config.kv_layers)}
@@ -213,7 +243,9 @@ class Runner:
         self._expert_layers = config.expert_layers
 
     def close(self) -> None:
-        """End what computes elsewhere."""
+        """End what computes elsewhere, or reads files."""
+        if self._weights_file is not None:
+            self._weights_file.close()
 
     @property
     def bus_bytes(self) -> int:
@@ -408,6 +440,25 @@ class Runner:
     ) -> list[tuple[list[int], list[int], list[float]]]:
         """Grow a tree of at most `rooms` nodes after each feed: tokens, parents and survival; none where no choice is left."""
         raise NotImplementedError("grows_trees is False")
+
+    @property
+    def read_bytes(self) -> tuple[float, float] | None:
+        """Bytes of a layer and of the output matrix, where the time of a forward goes by them."""
+        return None
+
+    def logits_leaving(self, x: Tensor) -> Tensor:
+        """Logits of rows that leave a layer, as if it were the last."""
+        return self.logits(self.decoder.last(x, self.ops), range(len(x)))
+
+    def draft_early(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], length: int, layers: tuple[int, ...],
+        adapt: Callable[[Tensor], Tensor] | None = None,
+    ) -> PendingChains:  # fmt: skip
+        """Draft a chain after each feed, which is a newest token, by some of the layers, by temperature and noise alone.
+
+        `adapt` is what an adapter on the device makes of the rows that leave them.
+        """
+        raise NotImplementedError("drafts_early is False")
 
     def resume(self, layer: int, hidden: Tensor, counts: Sequence[int]) -> Resume:
         """Keep rows that this runner's layers before `layer` have computed, for its next `score`. It accepts no other rows."""

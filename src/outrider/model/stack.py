@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.model.decoder import Decoder, Layer, RopeTable
 from outrider.model.load import INT4
+from outrider.model.mapped_stack import MappedStack, in_file
 from outrider.model.rotary import Rope
 from outrider.model.shard import lazy_layers
 from outrider.model.spec import Attention, FeedForward, ModelSpec, Norm
@@ -21,6 +23,7 @@ from outrider.ops.experts import ExpertRouter, PackedExperts
 
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
+    from outrider.ops.file_arena import FileArena
     from outrider.ops.group import Group
 
 __all__ = ["decoder_stack", "lay_out_rows", "layer_stack", "logit_epilogue", "lossless_kind", "norm_weights"]
@@ -44,10 +47,12 @@ def lay_out_rows(feeds: Sequence[Feed]) -> array[int]:
     return array("i", [len(feeds), len(tokens), *heads, *tokens, *pages, *parents])
 
 
-def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | None = None) -> Stack:
+def decoder_stack(
+    decoder: Decoder, pool: KVPool, core: Core, group: Group | None = None, weights_file: FileArena | None = None
+) -> Stack:
     """The decoder's layers over a pool. The pool switches to the core's layout: bf16, unless the weights are float32.
 
-    With a `group` the decoder is one rank's share, and rows enter as features.
+    With a `group` the decoder is one rank's share, and rows enter as features. With a file the layers lie there.
     """
     s = decoder.spec
     output = _output(decoder, core)
@@ -58,6 +63,7 @@ def decoder_stack(decoder: Decoder, pool: KVPool, core: Core, group: Group | Non
         pool, core, s, _kind(s.dtype),
         decoder.read_layers(grouped=True) if group is None else lazy_layers(decoder),
         decoder.ropes,  # type: ignore[arg-type]
+        weights_file,
         embedding=_embedding(decoder, core, output) if group is None else None,
         embedding_scale=float(s.embedding_scale),
         learned=learned,
@@ -109,17 +115,26 @@ def lossless_kind(weight: Tensor) -> str:
 
 
 def layer_stack(
-    pool: KVPool, core: Core, spec: ModelSpec, kind: str, layers: Iterable[Layer], ropes: Iterable[RopeTable], **around: Any
+    pool: KVPool,
+    core: Core,
+    spec: ModelSpec,
+    kind: str,
+    layers: Iterable[Layer],
+    ropes: Iterable[RopeTable],
+    weights_file: FileArena | None = None,
+    **around: Any,
 ) -> Stack:
     """Layers of a spec over a pool of KV, with the rotary tables of `ModelSpec.ropes`. `around` are fields of StackWeights."""
     pool.keep_words(bf16=kind != "float32")
     tables: dict[Rope | None, RotaryRows] = {None: RotaryRows()}
     tables |= {rope: RotaryRows(table.cos, table.sin, table.growth) for rope, table in zip(spec.ropes, ropes, strict=True)}
-    packed = [_layer_weights(layer, tables, core, kind) for layer in layers]
+    pack = partial(_layer_weights, tables=tables, core=core, kind=kind, arena=weights_file)
+    packed = list(map(pack, layers) if weights_file is None else in_file(weights_file, layers, pack))
     sizes = {name: getattr(spec, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")}
     rows = min((len(table.cos) for table in tables.values() if table.cos is not None), default=spec.context)
     weights = StackWeights(packed, len(packed), rotary_rows=rows, **sizes | around)
-    return Stack(core, weights, pool.keys, pool.values, pool.page_size)
+    stack = core, weights, pool.keys, pool.values, pool.page_size
+    return Stack(*stack) if weights_file is None else MappedStack(weights_file, *stack)
 
 
 def logit_epilogue(spec: ModelSpec) -> Epilogue:
@@ -135,7 +150,9 @@ def norm_weights(norm: Norm | None, weight: Tensor | None, bias: Tensor | None =
     return NormWeights(weight, bias, norm.kind == "layer", float(norm.eps))
 
 
-def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core: Core, kind: str) -> LayerWeights:
+def _layer_weights(
+    layer: Layer, tables: Mapping[Rope | None, RotaryRows], core: Core, kind: str, arena: FileArena | None
+) -> LayerWeights:
     s, a, m = layer.spec, layer.spec.attention, layer.spec.mlp
     norms = {name: norm_weights(getattr(s, name), getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _NORMS}
     if s.parallel and s.norm_mlp is None:
@@ -144,14 +161,12 @@ def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core:
     q_heads, k_heads = (a.heads, a.kv_heads) if qk is not None and qk.one_head else (1, 1)
     # a norm after a part scales its result; without one, the part's last product does
     after_attention, after_mlp = (Epilogue(scale=1.0 if norm else s.residual_scale) for norm in (s.norm_attn_out, s.norm_mlp_out))
-    dense, groups = m.router is None, layer.grouped
+    dense, groups, linear = m.router is None, layer.grouped, partial(PackedLinear, core, kind, arena=arena)
     return LayerWeights(
-        qkv=PackedLinear(core, kind, groups.get("qkv", layer.qkv), layer.qkv_bias, order=_by_head(a)),
-        out=PackedLinear(core, kind, groups.get("out", layer.out), layer.out_bias, after_attention),
-        gate_up=PackedLinear(core, kind, groups.get("gate_up", layer.gate_up), layer.gate_up_bias, _after_up(m))
-        if dense
-        else None,
-        down=PackedLinear(core, kind, groups.get("down", layer.down), layer.down_bias, after_mlp) if dense else None,
+        qkv=linear(groups.get("qkv", layer.qkv), layer.qkv_bias, order=_by_head(a)),
+        out=linear(groups.get("out", layer.out), layer.out_bias, after_attention),
+        gate_up=linear(groups.get("gate_up", layer.gate_up), layer.gate_up_bias, _after_up(m)) if dense else None,
+        down=linear(groups.get("down", layer.down), layer.down_bias, after_mlp) if dense else None,
         **norms,
         q_norm=norm_weights(qk_norm, layer.q_norm, layer.q_norm_bias, q_heads),
         k_norm=norm_weights(qk_norm, layer.k_norm, layer.k_norm_bias, k_heads),
@@ -163,7 +178,7 @@ def _layer_weights(layer: Layer, tables: Mapping[Rope | None, RotaryRows], core:
         soft_cap=float(a.soft_cap or 0.0),
         residual_scale=float(s.residual_scale),
         sinks=None if layer.sinks is None else _floats(layer.sinks),
-        experts=None if dense else _experts(layer, core, kind),
+        experts=None if dense else _experts(layer, core, linear),
     )
 
 
@@ -174,7 +189,7 @@ def _after_up(m: FeedForward) -> Epilogue:
     return Epilogue(m.activation, paired=m.gated)
 
 
-def _experts(layer: Layer, core: Core, kind: str) -> PackedExperts:
+def _experts(layer: Layer, core: Core, linear: Callable[..., PackedLinear]) -> PackedExperts:
     """A layer's mixture. Its router is float32, because it chooses."""
     m, r = layer.spec.mlp, layer.spec.mlp.router
     assert r is not None
@@ -184,11 +199,11 @@ def _experts(layer: Layer, core: Core, kind: str) -> PackedExperts:
     correction = None if layer.correction is None else _floats(layer.correction)
     numbers = (r.experts, r.chosen, r.scores, r.groups, r.chosen_groups, r.normalised, float(r.scale), float(r.closeness))
     products = [layer.expert_products(expert) for expert in range(r.experts)]
-    gate_up = [PackedLinear(core, kind, *opened, _after_up(m)) for opened, _ in products]
-    down = [PackedLinear(core, kind, *closing) for _, closing in products]
+    gate_up = [linear(*opened, _after_up(m)) for opened, _ in products]
+    down = [linear(*closing) for _, closing in products]
     shared = None
     if layer.shared_gate_up is not None and layer.shared_down is not None:
-        shared = PackedLinear(core, kind, layer.shared_gate_up, None, _after_up(m)), PackedLinear(core, kind, layer.shared_down)
+        shared = linear(layer.shared_gate_up, None, _after_up(m)), linear(layer.shared_down)
     return PackedExperts(ExpertRouter(matrix, correction, *numbers), gate_up, down, shared)
 
 

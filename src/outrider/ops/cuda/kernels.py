@@ -197,11 +197,22 @@ def _run(
     x_at, w_at, row_in, column_in, SPAN: tl.constexpr, SPLIT_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the inner dimension one after the other, and their sum. One loop, so that loads continue across parts."""
+    """Parts of the inner dimension one after the other, and their sum.
+
+    Few rows wait for memory: one loop, so that loads continue across parts. Many wait for the tensor cores, which run ahead only
+    in a loop that does nothing else with their sums.
+    """
     k = tl.arange(0, BK)
     STEPS: tl.constexpr = (SPAN + BK - 1) // BK
     acc = tl.zeros((BM, BN), tl.float32)
     total = tl.zeros((BM, BN), tl.float32)
+    if SPLIT_K > 1 and BM >= 128:
+        for part in range(0, SPLIT_K):
+            acc = tl.zeros((BM, BN), tl.float32)
+            for step in range(0, STEPS):
+                acc = _step(x_at + part * SPAN, w_at + part * SPAN, step * BK + k, row_in, column_in, acc, SPAN, BK, PRECISION)
+            total = _add(total, acc)
+        return total
     for step in range(0, SPLIT_K * STEPS):
         if SPLIT_K == 1:
             acc = _step(x_at, w_at, step * BK + k, row_in, column_in, acc, SPAN, BK, PRECISION)

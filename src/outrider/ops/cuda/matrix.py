@@ -12,11 +12,12 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import kernels
-from outrider.ops.cuda.tiles import ANY_WIDTH, MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
+from outrider.ops.cuda.tiles import ANY_WIDTH, MAX_SPLIT_K_ROWS, WIDE, Tile, split_tile_for, tile_for
 
 __all__ = ["DenseMatrix", "Epilogue", "Matrix", "QuantisedRows", "RowForm", "Rows", "matrix_of", "pair_qkv", "pair_rows"]
 
-_SPLIT_K = 4  # parts of every inner dimension of a dense matrix, summed in order
+_FLOAT32_COLUMNS = 128  # of a tile of float32, which takes twice the registers
+_SPLIT_K = 4  # parts of the inner dimension of a dense matrix, summed in order
 _MIN_COLUMNS = 16  # that the tensor cores compute together
 
 
@@ -138,7 +139,8 @@ class DenseMatrix:
 
     @property
     def parts(self) -> int:
-        return _SPLIT_K if self.values.shape[1] % 64 == 0 else 1
+        columns, inner = self.values.shape
+        return _SPLIT_K if inner % 64 == 0 and columns < WIDE else 1  # wide ones have programs enough without
 
     @property
     def min_columns(self) -> int:
@@ -158,6 +160,8 @@ class DenseMatrix:
         w, rows, (columns, inner), split_k = self.values, len(x), self.shape, then.form == "split_k"
         if tile is None:
             tile = split_tile_for(rows, columns, inner) if split_k else tile_for(rows, columns, inner, then.max_columns)
+        if w.dtype == torch.float32 and tile.columns > _FLOAT32_COLUMNS:
+            tile = tile._replace(columns=_FLOAT32_COLUMNS)
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), self.parts if split_k else 1)
         kernels.linear[grid](
             x, w, w if then.bias is None else then.bias, out, *(then.placed or (out,) * 6), rows, columns,

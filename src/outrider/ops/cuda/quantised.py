@@ -144,7 +144,7 @@ def product(
     PARTS: tl.constexpr, JOIN: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORM: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
     PAGE: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, WARPS: tl.constexpr,
-    FAST: tl.constexpr,
+    STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """x (rows, INNER) times w (columns, INNER) transposed, and what follows it in the FORMs of `kernels.linear`.
 
@@ -160,7 +160,7 @@ def product(
     if FORM == "split_k" or JOIN:
         part = tl.program_id(2)
         acc = _part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP, PARTS,
-                    SWAPPED, BM, BN, BK, WARPS, FAST)  # fmt: skip
+                    SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
         at = _by_row(row, SWAPPED).to(tl.int64) * columns + _by_column(column, SWAPPED)
         inside = _by_row(row_in, SWAPPED) & _by_column(column_in, SWAPPED)
         step = rows.to(tl.int64) * columns
@@ -182,12 +182,12 @@ def product(
     else:
         if PARTS == 1:
             total = _part(0, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP,
-                          PARTS, SWAPPED, BM, BN, BK, WARPS, FAST)  # fmt: skip
+                          PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
         else:
             total = _zeros(BM, BN, SWAPPED, tl.float32)
             for part in range(0, PARTS):
                 total += _part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET,
-                               GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, FAST)  # fmt: skip
+                               GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
         _close(
             total, bias, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, column_in, columns,
             SWAPPED, BM, BN, FORM, HAS_BIAS, HEADS, KV_HEADS, HEAD, PAGE, ACTIVATION, SCALE, CAP,
@@ -216,13 +216,13 @@ def _close(
 def _part(
     part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The sum of one part with its scales, (BN, BM) where operands are swapped and (BM, BN) otherwise."""
     SPAN: tl.constexpr = WIDTH // PARTS
     if KIND == "int4" and GROUP % 64 == 0:
         return _int4_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP, SPAN,
-                          BM, BN, WARPS, FAST)  # fmt: skip
+                          BM, BN, WARPS, STAGES, FAST)  # fmt: skip
     elif KIND == "int4":
         return _small_groups_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP,
                                   SPAN // 2, SWAPPED, BM, BN, BK, FAST)  # fmt: skip
@@ -231,7 +231,7 @@ def _part(
                           SWAPPED, BM, BN, BK)  # fmt: skip
     elif KIND == "fp8_blocks" or KIND == "fp8_block_weights":
         return _block_part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, INNER, WIDTH, KIND == "fp8_block_weights", SPAN,
-                           SWAPPED, BM, BN, FAST)  # fmt: skip
+                           SWAPPED, BM, BN, STAGES, FAST)  # fmt: skip
     else:
         k = part * SPAN + tl.arange(0, BK)
         x_at = x + _by_row(x_row * (INNER if KIND == "fp8_weights" else WIDTH), SWAPPED) + _by_input(k, SWAPPED)
@@ -252,7 +252,8 @@ def _part(
 @triton.jit
 def _block_part(
     part, x, x_scale, w, w_scale, block_of, x_row, w_row, INNER: tl.constexpr, WIDTH: tl.constexpr, DECODED: tl.constexpr,
-    SPAN: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr,
+    SPAN: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """FP8 with scales for every 128 inputs; DECODED to bf16, or times rows in FP8."""
     BLOCKS: tl.constexpr = WIDTH // 128
@@ -263,20 +264,14 @@ def _block_part(
     w_scales = w_scale + tl.load(block_of + w_row).to(tl.int64) * BLOCKS + part * (SPAN // 128)
     acc = _zeros(BM, BN, SWAPPED, tl.float32)
     none = _zeros(BM, BN, SWAPPED, tl.float32)
-    STEPS: tl.constexpr = SPAN // 128
-    scale = _by_column(tl.load(w_scales), SWAPPED)
-    row_scale = scale if DECODED else _by_row(tl.load(x_scales), SWAPPED)
-    for step in range(0, STEPS):
-        ahead = tl.minimum(step + 1, STEPS - 1)  # so that no step waits for its scales
-        next_scale = _by_column(tl.load(w_scales + ahead), SWAPPED)
-        next_row_scale = next_scale if DECODED else _by_row(tl.load(x_scales + ahead), SWAPPED)
-        b = tl.load(w_at + step * 128)
+    for step in tl.range(0, SPAN // 128, num_stages=STAGES):  # scales are read as far ahead as weights
+        b, scale = tl.load(w_at + step * 128), _by_column(tl.load(w_scales + step), SWAPPED)
         if DECODED:
             a = _rows(x_at, part * SPAN + step * 128, step * 128, INNER, WIDTH, SWAPPED, 128)
             acc = tl.fma(_dot(decoded_fp8(b, FAST), a, none, SWAPPED), scale, acc)
         else:
-            acc = tl.fma(_dot(b, tl.load(x_at + step * 128), none, SWAPPED), scale * row_scale, acc)
-        scale, row_scale = next_scale, next_row_scale
+            scale = scale * _by_row(tl.load(x_scales + step), SWAPPED)
+            acc = tl.fma(_dot(b, tl.load(x_at + step * 128), none, SWAPPED), scale, acc)
     return acc
 
 
@@ -284,7 +279,7 @@ def _block_part(
 def _int4_part(
     part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr,
     OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
-    FAST: tl.constexpr,
+    STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Four-bit integers in groups of 64 or of multiples of 128, weights as the wide operand.
 
@@ -300,18 +295,17 @@ def _int4_part(
     w_at = w + (w_row * (WIDTH // 2) + part * (SPAN // 2))[:, None] + k[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
     none = tl.zeros((BN, BM), tl.float32)
-    scale, zero, high_scale, high_zero = _group_values(w_scale, w_zero, part * SPAN, columns, w_own, WIDTH, ZERO, GROUP)
-    for start in range(0, SPAN, 128):
+    for start in tl.range(0, SPAN, 128, num_stages=STAGES):  # scales are read as far ahead as weights
         packed = _as_fragments(tl.load(w_at + start // 2), BN, WARPS)
         at = part * SPAN + start
-        # of the next step, so that no step waits for them
-        ahead = _group_values(w_scale, w_zero, at + 128, columns, w_own, WIDTH, ZERO, GROUP)
-        if ZERO == "integer":
-            low = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16)[:, None], packed.shape)
-            high = tl.broadcast_to((-128.0 - high_zero).to(tl.bfloat16)[:, None], packed.shape)
+        group = at // GROUP * columns + w_own
+        scale, low = _scale_and_offset(w_scale, group, OFFSET)
+        if GROUP == 64:
+            high_scale, high = _scale_and_offset(w_scale, group + columns, OFFSET)
         else:
-            low = tl.full(packed.shape, -128.0 - OFFSET, tl.float32).to(tl.bfloat16)
-            high = low
+            high_scale, high = scale, low
+        low = tl.broadcast_to(low[:, None], packed.shape)
+        high = tl.broadcast_to(high[:, None], packed.shape)
         first, second = decoded_int4(packed, low, high, FAST)
         a = _rows(x_at, at, start, INNER, WIDTH, True, 64)
         b = _rows(x_at, at + 64, start + 64, INNER, WIDTH, True, 64)
@@ -322,9 +316,10 @@ def _int4_part(
             acc = tl.fma(tl.dot(second, b, tl.dot(first, a, none)), scale[:, None], acc)
         if ZERO == "value":
             ones = tl.full(packed.shape, 1.0, tl.float32).to(tl.bfloat16)
+            zero = tl.load(w_zero + group)
+            high_zero = tl.load(w_zero + group + columns) if GROUP == 64 else zero
             acc = tl.fma(tl.dot(ones, a, none), -zero[:, None], acc)
             acc = tl.fma(tl.dot(ones, b, none), -high_zero[:, None], acc)
-        scale, zero, high_scale, high_zero = ahead
     acc = tl.reshape(acc, (BN // (16 * WARPS), WARPS, 2, 8, BM))
     return tl.reshape(tl.permute(acc, (0, 2, 1, 3, 4)), (BN, BM))
 
@@ -337,21 +332,16 @@ def _as_fragments(packed, BN: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _group_values(
-    w_scale, w_zero, at, columns, w_own, WIDTH: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
-    """Scales and zeros of the groups of inputs at .. at + 128: of the first half and of the second."""
-    group = tl.minimum(at, WIDTH - 128) // GROUP * columns + w_own
-    scale = tl.load(w_scale + group).to(tl.float32)
-    zero, high_scale, high_zero = scale, scale, scale
-    if ZERO != "":
-        zero = tl.load(w_zero + group).to(tl.float32)
-        high_zero = zero
-    if GROUP == 64:
-        high_scale = tl.load(w_scale + group + columns).to(tl.float32)
-        if ZERO != "":
-            high_zero = tl.load(w_zero + group + columns).to(tl.float32)
-    return scale, zero, high_scale, high_zero
+def _scale_and_offset(w_scale, group, OFFSET: tl.constexpr):
+    """Scales in float32, and -128 less the zero points in bf16. Words have the float16 of a scale below the bf16 of an offset;
+    scales in float32 have the OFFSET of all codes.
+    """
+    word = tl.load(w_scale + group)
+    if w_scale.dtype.element_ty == tl.int32:
+        scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return scale, ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return word, tl.full(word.shape, -128.0 - OFFSET, tl.float32).to(tl.bfloat16)
 
 
 @triton.jit

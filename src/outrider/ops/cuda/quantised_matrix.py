@@ -106,7 +106,7 @@ class QuantisedMatrix:
             self.scale if then.bias is None else then.bias, out, partial, self.counts if join else out,
             *(then.placed or (out,) * 6), rows, columns, self.inner, self.width, self.kind, self._zero_kind,
             self.offset, self.group, parts, join, tile.swapped, tile.rows, tile.columns, self._step(tile),
-            then.form, then.bias is not None, *then.heads, then.activation, then.scale, then.cap, tile.warps, fast,
+            then.form, then.bias is not None, *then.heads, then.activation, then.scale, then.cap, tile.warps, tile.stages, fast,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -181,10 +181,25 @@ def grouped_matrix(stored: Grouped, device: torch.device) -> QuantisedMatrix | N
     inputs = None if stored.inputs is None else stored.inputs.to(device, torch.int64)
     if stored.bits == 4:
         codes = _in_fragments(codes) if group % 64 == 0 else codes[:, : width // 2] | codes[:, width // 2 :] << 4
-    return _counted(QuantisedMatrix(
-        "int4" if stored.bits == 4 else "bytes", inner, codes.contiguous(), _narrowest(scale).T.contiguous(), zero, inputs, group,
-        stored.offset if zero is None else 0,
-    ))  # fmt: skip
+    kept = _narrowest(scale)
+    if stored.bits == 4 and group % 64 == 0:
+        kept, zero = _scale_words(kept, zero, stored.offset)
+    offset = stored.offset if zero is None else 0
+    kind = "int4" if stored.bits == 4 else "bytes"
+    return _counted(QuantisedMatrix(kind, inner, codes.contiguous(), kept.T.contiguous(), zero, inputs, group, offset))
+
+
+def _scale_words(scale: Tensor, zero: Tensor | None, offset: int) -> tuple[Tensor, Tensor | None]:
+    """Float16 scales (columns, groups) below the bf16 of -128 less the zero points, and no zeros; or scales in float32, and zeros
+    in float32 (groups, columns) where there are some.
+    """
+    if scale.dtype != torch.float16 or (zero is not None and zero.dtype != torch.uint8):
+        if zero is not None and zero.dtype == torch.uint8:
+            zero = (scale.float().T * zero).contiguous()
+        return scale.float(), None if zero is None else zero.float()
+    points = torch.full_like(scale, offset) if zero is None else zero.T
+    words = (-128.0 - points.float()).bfloat16().view(torch.int16).int() << 16
+    return words | (scale.view(torch.int16).int() & 0xFFFF), None
 
 
 def _in_fragments(codes: Tensor) -> Tensor:

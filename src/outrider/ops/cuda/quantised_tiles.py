@@ -34,19 +34,21 @@ class _Entry(NamedTuple):
 # The first entry that fits is used.
 _EIGHT_BITS = (
     _Entry(16, 12000, QuantisedTile(16, 128, 128, 8, 4)),
-    _Entry(16, 0, QuantisedTile(16, 64, 256, 4, 4)),
+    _Entry(16, 0, QuantisedTile(16, 64, 256, 4, 3)),
     _Entry(32, 12000, QuantisedTile(32, 128, 128, 8, 4)),
-    _Entry(32, 0, QuantisedTile(32, 64, 256, 4, 4)),
-    _Entry(64, 12000, QuantisedTile(64, 128, 128, 8, 4)),
-    _Entry(64, 0, QuantisedTile(64, 64, 128, 4, 4)),
+    _Entry(32, 0, QuantisedTile(32, 64, 256, 4, 3)),
+    _Entry(64, 12000, QuantisedTile(64, 128, 128, 8, 3, swapped=False)),
+    _Entry(64, 0, QuantisedTile(64, 64, 256, 4, 3)),
     _Entry(128, 12000, QuantisedTile(128, 128, 128, 8, 3, swapped=False)),
     _Entry(128, 0, QuantisedTile(64, 64, 128, 4, 4)),
     _Entry(_ANY, 0, QuantisedTile(128, 128, 128, 8, 3, swapped=False)),
 )
 _BLOCKS = (
-    _Entry(16, 0, QuantisedTile(16, 64, 128, 4, 5)),
-    _Entry(32, 0, QuantisedTile(32, 64, 128, 4, 5)),
-    _Entry(64, 0, QuantisedTile(64, 64, 128, 4, 4)),
+    _Entry(16, 12000, QuantisedTile(16, 128, 128, 8, 4)),
+    _Entry(16, 0, QuantisedTile(16, 64, 128, 8, 4)),
+    _Entry(32, 12000, QuantisedTile(32, 128, 128, 4, 4)),
+    _Entry(32, 0, QuantisedTile(32, 64, 128, 4, 4)),
+    _Entry(64, 0, QuantisedTile(64, 128, 128, 4, 4, swapped=False)),
     _Entry(_ANY, 0, QuantisedTile(64, 128, 128, 8, 3)),
 )
 _DECODED = (
@@ -56,11 +58,11 @@ _DECODED = (
     _Entry(_ANY, 0, QuantisedTile(128, 128, 64, 8, 3)),
 )
 _GROUPS = (
-    _Entry(16, 12000, QuantisedTile(16, 128, 128, 4, 5)),
-    _Entry(16, 0, QuantisedTile(16, 64, 128, 4, 6)),
-    _Entry(32, 12000, QuantisedTile(32, 128, 128, 4, 4)),
-    _Entry(32, 0, QuantisedTile(32, 64, 128, 4, 5)),
-    _Entry(64, 12000, QuantisedTile(64, 128, 128, 8, 4)),
+    _Entry(16, 12000, QuantisedTile(16, 128, 128, 8, 4)),
+    _Entry(16, 0, QuantisedTile(16, 64, 128, 4, 4)),
+    _Entry(32, 12000, QuantisedTile(32, 128, 128, 8, 4)),
+    _Entry(32, 0, QuantisedTile(32, 128, 128, 4, 4)),
+    _Entry(64, 12000, QuantisedTile(64, 128, 128, 4, 4)),
     _Entry(64, 0, QuantisedTile(64, 64, 128, 4, 4)),
     _Entry(_ANY, 12000, QuantisedTile(128, 128, 128, 8, 3)),
     _Entry(_ANY, 0, QuantisedTile(64, 128, 128, 8, 3)),

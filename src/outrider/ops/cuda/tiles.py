@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ANY_WIDTH", "MAX_SPLIT_K_ROWS", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
+__all__ = ["ANY_WIDTH", "MAX_SPLIT_K_ROWS", "WIDE", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
 
 
 class Tile(NamedTuple):
@@ -29,23 +29,26 @@ class _Entry(NamedTuple):
 
 
 _ANY = ANY_WIDTH = 1 << 30
+WIDE = 12000  # columns from which on a product sums its inner dimension in one part
 # The first entry that fits is used.
 _TABLE = (
-    _Entry(16, 65536, 0, Tile(16, 32, 128, 4, 3)),
-    _Entry(16, 12000, 0, Tile(16, 64, 64, 4, 3)),
+    _Entry(16, 65536, 0, Tile(16, 64, 128, 4, 4)),
+    _Entry(16, WIDE, 0, Tile(16, 32, 128, 4, 3)),
     _Entry(16, 2560, 2048, Tile(16, 32, 64, 2, 4)),
     _Entry(16, 0, 0, Tile(16, 32, 64, 4, 4)),
     _Entry(32, 65536, 0, Tile(32, 64, 128, 8, 4)),
-    _Entry(32, 12000, 0, Tile(32, 128, 64, 4, 4)),
+    _Entry(32, WIDE, 0, Tile(32, 128, 64, 4, 4)),
     _Entry(32, 0, 0, Tile(32, 32, 128, 4, 5)),
-    _Entry(64, 12000, 0, Tile(64, 128, 64, 4, 4)),
+    _Entry(64, WIDE, 0, Tile(64, 128, 64, 4, 4)),
     _Entry(64, 5000, 0, Tile(64, 64, 128, 4, 4)),
     _Entry(64, 0, 0, Tile(64, 32, 128, 4, 5)),
-    _Entry(128, 12000, 0, Tile(128, 128, 64, 8, 4)),
-    _Entry(128, 5000, 0, Tile(128, 64, 128, 8, 3)),
+    _Entry(128, 24000, 0, Tile(128, 256, 64, 8, 4)),
+    _Entry(128, WIDE, 0, Tile(128, 128, 64, 8, 3)),
+    _Entry(128, 5000, 0, Tile(128, 64, 64, 8, 5)),
     _Entry(128, 0, 0, Tile(64, 64, 128, 4, 4)),
-    _Entry(192, 12000, 0, Tile(64, 128, 64, 4, 4)),
-    _Entry(192, 0, 0, Tile(128, 128, 64, 8, 4)),
+    _Entry(_ANY, 24000, 0, Tile(128, 256, 64, 8, 4)),
+    _Entry(_ANY, WIDE, 0, Tile(128, 128, 64, 8, 3)),
+    _Entry(256, 5000, 0, Tile(128, 128, 128, 8, 3)),
     _Entry(_ANY, 0, 0, Tile(128, 128, 64, 8, 4)),
 )
 # The entries of products by split-K programs.

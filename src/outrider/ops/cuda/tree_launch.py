@@ -34,10 +34,14 @@ class GrowingTrees:
         self.finished = integers(batch * (3 * sizes.kept + 1))  # see `finish`
 
     def begin(self, roots: AttentionMetadata) -> None:
-        """Start trees after the rows `roots`; their first parameters are the nodes that a tree may keep, then its levels."""
+        """Start trees after the rows `roots`.
+
+        Their first parameters are the nodes that each tree may keep, then its levels, then its root's row for `place` or -1.
+        """
         batch, beam = self.sizes.batch, self.sizes.beam
         assert roots.param_rows is not None
         self._roots, self._rooms, self._limits = roots.rows(slice(0, batch)), *roots.param_rows[: 2 * batch].view(2, batch)
+        self._params = roots.param_rows
         self._counters.zero_()
         self._temperatures, self._prefixes = (
             part[:, None].expand(batch, beam).flatten().contiguous() for part in (self._roots.temperatures, self._roots.prefixes)
@@ -90,6 +94,16 @@ class GrowingTrees:
             nodes, most, _NODES_AT_ONCE,
         )  # fmt: skip
         return self.finished
+
+    def place(self, rows: AttentionMetadata) -> None:
+        """Lay the finished trees out over the rows of the target's forward, which were filled for chains of as many nodes."""
+        batch, most = self.sizes.batch, self.sizes.kept
+        tokens, parents, _, counts = torch.split(self.finished, [batch * most] * 3 + [batch])
+        trees.place_tree[(batch,)](
+            tokens, parents, counts, self._params, rows.tokens, rows.sequences, rows.positions, rows.roots, rows.firsts,
+            rows.slots, rows.table, rows.ancestors, most, rows.table.shape[1], rows.ancestors.shape[1], self._scratch,
+            self._page, self.sizes.levels, _power(most),
+        )  # fmt: skip
 
     def read(self, finished: Tensor, count: int) -> list[tuple[list[int], list[int], list[float]]]:
         """Tokens, parents and survival of the first `count` trees, from a copy on the host; none at all after a fault."""

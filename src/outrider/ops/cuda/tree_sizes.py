@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MAX_BRANCH", "MAX_CHILDREN", "MAX_LEVELS", "TreeSizes"]
+__all__ = ["MAX_BRANCH", "MAX_CHILDREN", "MAX_KEPT", "MAX_LEVELS", "TreeSizes"]
 
 MAX_LEVELS = 16
 MAX_BRANCH = 32
 MAX_CHILDREN = 256  # that a level adds to a tree
-_MAX_KEPT = 256  # nodes of a finished tree
+MAX_KEPT = 256  # nodes of a finished tree
 
 
 class TreeSizes(NamedTuple):
@@ -28,4 +28,4 @@ class TreeSizes(NamedTuple):
     @property
     def kept(self) -> int:
         """Nodes of a finished tree, at most."""
-        return min(self.nodes, _MAX_KEPT)
+        return min(self.nodes, MAX_KEPT)

@@ -15,7 +15,9 @@ import triton.language as tl
 
 from outrider.ops.cuda.choice import best_of, score_of
 
-__all__ = ["add_children", "keep_best", "next_level", "number_kept", "put_best", "put_tree", "rank_tiles"]
+__all__ = [
+    "add_children", "keep_best", "next_level", "number_kept", "place_tree", "put_best", "put_tree", "rank_tiles",
+]  # fmt: skip
 
 _NONE = tl.constexpr(2147483647)
 
@@ -213,3 +215,40 @@ def put_tree(
     tl.store(tokens + put, tl.load(node_tokens + at, mask=is_kept, other=0), mask=inside)
     tl.store(parents + put, above, mask=inside)
     tl.store(chances + put, tl.load(survival + at, mask=is_kept, other=0.0).to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["most", "table_width", "depth", "scratch"])
+def place_tree(
+    tree_tokens, tree_parents, counts, limits, tokens, sequences, positions, roots, firsts, slots, table, ancestors,
+    most, table_width, depth, scratch, PAGE: tl.constexpr, LEVELS: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Lay finished trees out as rows of the target's forward: node i in row root + 1 + i and in the slot after that many.
+
+    One program for each tree; `limits` are the nodes that each may keep, its levels, and its root's row, -1 for none. Its rows
+    were filled for a chain of as many nodes as it may keep; those that it lacks read slot 0 of their sequence and write to the
+    scratch slot.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    first, room = tl.load(limits + 2 * tl.num_programs(0) + b), tl.load(limits + b)
+    if first >= 0:
+        root, sequence = tl.load(positions + first), tl.load(sequences + first)
+        node = tl.arange(0, NODES)
+        real, filled = node < room, node < tl.minimum(tl.load(counts + b), room)
+        row, pages = first + 1 + node, table + sequence.to(tl.int64) * table_width
+        above, level = tl.where(filled, node, -1), tl.zeros((NODES,), tl.int32)
+        for _ in range(LEVELS):
+            level += (above >= 0).to(tl.int32)
+            above = tl.load(tree_parents + b * most + above, mask=above >= 0, other=-1)
+        above = tl.where(filled, node, -1)
+        for step in range(LEVELS):
+            place = root + 1 + above
+            page = tl.load(pages + place // PAGE, mask=above >= 0, other=0)
+            at = row.to(tl.int64) * depth + level - 1 - step
+            tl.store(ancestors + at, page * PAGE + place % PAGE, mask=above >= 0)
+            above = tl.load(tree_parents + b * most + above, mask=above >= 0, other=-1)
+        tl.store(tokens + row, tl.load(tree_tokens + b * most + node, mask=filled, other=0), mask=real)
+        tl.store(positions + row, tl.where(filled, root + level, 0), mask=real)
+        tl.store(roots + row, tl.where(filled, root, 0), mask=real)
+        lacking = real & (node >= tl.load(counts + b))
+        tl.store(firsts + row, tl.zeros_like(node), mask=lacking)
+        tl.store(slots + row, tl.zeros_like(node) + scratch, mask=lacking)
