@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_choice import measure_choice
+from benchmarks.gpu_formats import PLAIN, Sizes, measure_form
 from benchmarks.gpu_rounds import measure_beside, measure_memory, measure_start, measure_steady
 from benchmarks.synthetic import (
     Synthetic,
@@ -21,6 +22,7 @@ from benchmarks.synthetic import (
     measure_shapes,
     measure_transformers,
 )
+from benchmarks.synthetic_forms import FORMS
 from outrider.bench.environment import environment
 from outrider.bench.workloads import find_prompts
 from outrider.engine.acceptance import loops, read_prompts
@@ -61,10 +63,19 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     yield "256 sequences with a limit of 64k", measure_memory
     yield "start-up", measure_start
     _free()
+    yield "quantised 8B", _forms
+    _free()
     yield "contexts, batch 1", measure_contexts
     _free()
     if transformers:
         yield "transformers", lambda: measure_transformers(perm, _AGREEMENT, _TOKENS, prompt)
+
+
+def _forms() -> Iterator[dict[str, Any]]:
+    """The 8B shape in every quantised form, beside bf16."""
+    for form in (PLAIN, *FORMS):
+        yield from measure_form("8b", form, Sizes(("1b",), (4,), (1, 32, 64), _TOKENS))
+        _free()
 
 
 def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,7 @@ from benchmarks.gpu import gpu_environment, measure_everything
 ROOT = Path(__file__).parents[1]
 _FAMILIES = ("llama", "gemma or glm", "phi or falcon", "qwen or olmo or ministral", "gpt or star or cohere")
 PIECES = {  # of long files, by pytest's -k
+    "test_attention.py": ("alone", "ratios or widths", "tree or chunks", "not (alone or ratios or widths or tree or chunks)"),
     "test_kernels.py": ("same_bits", "not same_bits"),
     "test_chains.py": ("not fit", "fit"),
     "test_families.py": (*_FAMILIES, f"not ({' or '.join(_FAMILIES)})"),
@@ -36,6 +37,7 @@ PIECES = {  # of long files, by pytest's -k
         "not (float32 or bfloat16 or plain_decoder or ratios)",
     ),
     "test_overlapped_rounds.py": ("next_round", "not next_round"),
+    "test_quantised.py": ("fp8", "int4", "not (fp8 or int4)"),
     "test_same_tokens.py": ("auto", "draft_model", "trees", "bit_for_bit", "none or suffix"),
 }
 ALONE = [("test_chains.py", "fit")]

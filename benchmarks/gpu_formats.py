@@ -27,12 +27,12 @@ from outrider.model.decoder import RopeTable
 from outrider.model.placement import weights_on_gpu
 from outrider.options import numbers
 
-__all__ = ["Sizes", "compile_all", "compile_products", "measure_form"]
+__all__ = ["PLAIN", "Sizes", "compile_all", "compile_products", "measure_form"]
 
 _PROMPT, _PAGES = 64, 8  # pages of each sequence of a single forward
-_PLAIN = "bf16"
+PLAIN = "bf16"
 # Bytes of a weight in the files of such a checkpoint: scales are float16 for 128 inputs, zero points take four bits.
-_STORED = {_PLAIN: 2.0, "fp8": 1.0, "fp8_blocks": 1.0, "int8": 1.0, "int4": 0.516, "int4_zeros": 0.52}
+_STORED = {PLAIN: 2.0, "fp8": 1.0, "fp8_blocks": 1.0, "int8": 1.0, "int4": 0.516, "int4_zeros": 0.52}
 
 
 class Sizes(NamedTuple):
@@ -49,7 +49,7 @@ def measure_form(shape: str, form: str, sizes: Sizes) -> Iterator[dict[str, Any]
     """Memory of the weights, single forwards of several rows, and plain decoding and draft models at batch 1."""
     about, begun = {"shape": shape, "form": form}, torch.cuda.memory_allocated()
     pages = 64 + _PAGES * max(sizes.batches)
-    bench = Synthetic(layers=sizes.layers, pages=pages, shape=shape, form="" if form == _PLAIN else form)
+    bench = Synthetic(layers=sizes.layers, pages=pages, shape=shape, form="" if form == PLAIN else form)
     kv = bench.target.pool.keys.nbytes + bench.target.pool.values.nbytes
     yield about | {
         "what": "memory", "weights_gb": (torch.cuda.memory_allocated() - begun - kv) / 1e9, "kv_gb": kv / 1e9,
@@ -77,8 +77,9 @@ def compile_products(shape: str, form: str, rows: int, device_name: str = "cuda"
     k, upload = Kernels(kernel_shape(spec, 64), torch.bfloat16), Upload(device, torch.bfloat16)
 
     def matrix(columns: int, inner: int, kind: str = form) -> Any:
-        plain = torch.randn(columns, inner, device=device) if kind == _PLAIN else random_matrix(kind, columns, inner, device=device_name)
-        return upload.matrix(plain)
+        if kind == PLAIN:
+            return upload.matrix(torch.randn(columns, inner, device=device))
+        return upload.matrix(random_matrix(kind, columns, inner, device=device_name))
 
     def some(width: int) -> Tensor:
         return torch.randn(rows, width, device=device).bfloat16()
@@ -93,7 +94,7 @@ def compile_products(shape: str, form: str, rows: int, device_name: str = "cuda"
     read = k.finish_as(gate_up.reads, parts, None, torch.zeros(rows, spec.hidden, device=device), None)
     k.parts(k.activated(read, gate_up, None, m.activation, m.gated), matrix(spec.hidden, m.width))
     output = matrix(
-        spec.vocab, spec.hidden, form if form == _PLAIN or (form.startswith("fp8") and "block" not in form) else "int8"
+        spec.vocab, spec.hidden, form if form == PLAIN or (form.startswith("fp8") and "block" not in form) else "int8"
     )
     k.linear(some(spec.hidden), output, None, torch.empty(rows, spec.vocab, device=device))
 
@@ -104,7 +105,7 @@ def compile_all(shape: str, forms: Sequence[str], sizes: Sizes) -> None:
     jobs = [(name, form, rows) for name, form, rows in jobs if name == shape or rows == 1]
     command = [sys.executable, "-m", "benchmarks.gpu_formats", "--part"]
     processes = [subprocess.Popen([*command, f"{name},{form},{rows}"]) for name, form, rows in jobs]
-    for _ in measure_form(shape, _PLAIN, sizes._replace(layers=1, tokens=8, drafted=sizes.drafted[:1])):
+    for _ in measure_form(shape, PLAIN, sizes._replace(layers=1, tokens=8, drafted=sizes.drafted[:1])):
         pass
     gc.collect()
     torch.cuda.empty_cache()
@@ -119,7 +120,7 @@ def _planned(shape: str, form: str, layers: int | None) -> int:
 
 
 def main(
-    forms: Annotated[str, typer.Option(help=f"Comma-separated: {_PLAIN}, {', '.join(FORMS)}.")] = ",".join((_PLAIN, *FORMS)),
+    forms: Annotated[str, typer.Option(help=f"Comma-separated: {PLAIN}, {', '.join(FORMS)}.")] = ",".join((PLAIN, *FORMS)),
     shape: Annotated[str, typer.Option(help="8b or 70b.")] = "8b",
     drafts: Annotated[str, typer.Option(help="Comma-separated shapes of drafts, in the target's form.")] = "1b",
     batches: Annotated[str, typer.Option(help="Comma-separated rows of single forwards.")] = "1,32,64",

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -163,15 +164,27 @@ def measure_prompts(bench: Hybrid, tokens: int = 2048) -> Iterator[Row]:
         inputs.fill(feeds)
         inputs.send()
         state, buffers = inputs.layer(0)
-        for tile in SCAN_TILES:
-            launch = lambda: run_paths(inputs.paths, state.memories, states.shapes[0], buffers, tile)  # noqa: E731, B023
-            scans[f"{rows} rows, {tile.values} values, {tile.warps} warps"] = _device_ms(launch, 5)
+        for tile in SCAN_TILES[:2]:
+            scan = partial(run_paths, inputs.paths, state.memories, states.shapes[0], buffers, tile)
+            scans[f"{rows} rows, {tile.values} values, {tile.warps} warps"] = _captured_ms(scan)
     yield {
         "what": f"prompt of {tokens} tokens",
         "tok_s": tokens / statistics.median(seconds),
         "ms": statistics.median(seconds) * 1e3,
     }
     yield {"what": "recurrence of one layer, ms", "layers": len(states.layers), "ms": scans}
+
+
+def measure_kernels(bench: Hybrid, context: int = 4096) -> Iterator[Row]:
+    """The kernels of a replay of one row, those that take most first: launches, and microseconds of each."""
+    bench.replay_ms(1, context)
+    replay = bench.target.rounds.graph(1).replay
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        replay()
+        torch.cuda.synchronize()
+    kernels = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)[:16]
+    rows = {event.key[:60]: [event.count, round(event.device_time_total / event.count, 2)] for event in kernels}
+    yield {"what": "kernels of a replay, microseconds", "kernels": rows}
 
 
 def _best(bench: Hybrid, engine: Engine) -> Row:
@@ -193,6 +206,17 @@ def _device_ms(call: Callable[[], object], repeats: int = 20) -> float:
     return float(begin.elapsed_time(end)) / repeats
 
 
+def _captured_ms(call: Callable[[], object], repeats: int = 10) -> float:
+    """Milliseconds of a call on the device, as a CUDA graph repeats it."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return _device_ms(graph.replay, 3) / repeats
+
+
 def main(
     agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens the head guesses right.")] = 0.8,
     drafted: Annotated[str, typer.Option(help="Comma-separated numbers of draft tokens.")] = "3,2",
@@ -207,6 +231,7 @@ def main(
         lambda: measure_contexts(bench, (4096, 16384, 65536)),
         lambda: measure_prompts(bench),
         lambda: measure_batches(bench, (8, 64)),
+        lambda: measure_kernels(bench),
     )
     for part in parts:
         begun = time.perf_counter()

@@ -301,9 +301,8 @@ def test_shared_segments_are_read_once() -> None:
     scene, rows = mixed_batch()
     meta = scene.metadata(rows).for_forward()
     scene.attend(rows, meta=meta)
-    ((slots, alone, together),) = meta.work.values()
+    (((tile, _), (slots, alone, together)),) = meta.work.items()
     singles, tiles = (items[1 : 1 + 4 * int(items[0])].view(-1, 4).tolist() for items in (alone, together))
-    tile = scene.kernels._attention._rows
     assert tiles[0][:3] == [0, 0, 1]
     assert len({slot for *_, slot in singles}) == len(singles)
     covered = []
@@ -317,6 +316,16 @@ def test_shared_segments_are_read_once() -> None:
     covered += [(row, s) for row, first, end, _ in singles for s in range(first, end)]
     assert sorted(covered) == [(r, s) for r, row in enumerate(rows) for s in range(row.position // SEGMENT + 1)]
     assert slots[0].tolist() == [sum(row.position // SEGMENT + 1 for row in rows[:r]) for r in range(len(rows))]
+
+
+def test_a_few_rows_share_segments_in_a_narrow_tile() -> None:
+    scene = Scene()
+    rows = [At(0, 2 * SEGMENT + 20), At(0, 2 * SEGMENT + 21)]
+    meta = scene.metadata(rows).for_forward()
+    made = scene.attend(rows, meta=meta)
+    (((tile, _), (_, _, together)),) = meta.work.items()
+    assert (tile, int(together[0])) == (16 // (scene.kernels.shape.heads // scene.kernels.shape.kv_heads), 2)
+    assert torch.equal(made, scene.alone(rows))
 
 
 def test_work_is_listed_again_for_rows_that_changed() -> None:

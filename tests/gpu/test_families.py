@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.model import load_decoder
+from outrider.errors import InvalidParameter
+from outrider.model import load_decoder, read_spec
+from outrider.model.backends import CUDA
 from tests.support.families import CASES, PROMPT, assert_agreement, assert_greedy, build_reference, expected, greedy_text
 
 INTERPRETED = True
@@ -18,8 +20,12 @@ ON_GPU = torch.cuda.is_available()
 def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
-    reference = build_reference(name, tmp_path)
-    runner = CudaRunner(load_decoder(tmp_path), 40, 16, "cuda" if ON_GPU else "cpu", CudaOptions(graphs=False))
+    reference, device = build_reference(name, tmp_path), "cuda" if ON_GPU else "cpu"
+    if CUDA.missing(read_spec(tmp_path)):
+        with pytest.raises(InvalidParameter, match="an NVIDIA GPU has no"):
+            CudaRunner(load_decoder(tmp_path), 40, 16, device)
+        return
+    runner = CudaRunner(load_decoder(tmp_path), 40, 16, device, CudaOptions(graphs=False))
     assert_agreement(runner, reference, PROMPT if ON_GPU else 5, bits=ON_GPU)  # numpy sums products of other sizes otherwise
     if ON_GPU:
         text = greedy_text(runner, name)

@@ -17,6 +17,7 @@ import torch
 from outrider.core import RoundReport
 from outrider.core import Sequence as Generation
 from outrider.engine.llm import LLM
+from outrider.model.cuda_capture import wait_for_device
 from outrider.ops.forwards import logging_to
 
 __all__ = ["ProfiledRound", "Profiler", "decode_rounds", "profiling"]
@@ -117,7 +118,7 @@ class Profiler:
     def read_events(self) -> None:
         """Add the time on the GPU to the rounds that launched the work."""
         if self._unread and any(events for _, events in self._unread):
-            torch.cuda.synchronize()
+            wait_for_device()
             for round_, events in self._unread:
                 round_.alone += sum(begin.elapsed_time(end) for begin, end in events) / 1e3
         self._unread.clear()

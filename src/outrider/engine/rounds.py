@@ -93,7 +93,7 @@ class Round:
         return scores
 
     def can_be_followed(self, running: int) -> bool:
-        """Whether the next round's rows are known but for tokens that the target chooses: no text, mask or state decides more."""
+        """Whether the next round's rows are known but for tokens that the target chooses: no text or mask decides more."""
         if self.plan.rule != "match" or len(self.batch.sequences) != running or self.load.emitting != self.load.rows:
             return False
         return all(map(_depends_on_choices_alone, self.batch.sequences))
@@ -158,7 +158,7 @@ def depends_on_no_text(batch: Batch) -> bool:
 
 def _depends_on_choices_alone(seq: Sequence) -> bool:
     params = seq.request.params
-    return not params.adjusts and params.logprobs is None and seq.guide is None and seq.state is None
+    return not params.adjusts and params.logprobs is None and seq.guide is None
 
 
 def _tokens(drafts: Drafts | PendingDrafts) -> list[list[int]]:

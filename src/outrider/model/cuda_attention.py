@@ -49,37 +49,39 @@ class CudaAttention:
     def __init__(self, layer: Layer, kernels: Kernels, upload: Upload, turns: Turns | None) -> None:
         self._spec, self._kernels, self._device = layer.spec.attention, kernels, upload.device
         a = self._spec
-        pairs, qkv_bias = partial(pair_qkv, turned_heads=a.heads + a.kv_heads, head=a.head_dim), upload.bias(layer.qkv_bias)
+        pairs: Callable[[Tensor], Tensor] = partial(pair_qkv, turned_heads=a.heads + a.kv_heads, head=a.head_dim)
+        qkv_bias = upload.bias(layer.qkv_bias)
         self._sinks = None if layer.sinks is None else layer.sinks.detach().to(upload.device, torch.float32)
-        queries = a.heads * a.head_dim
-        gate = range(queries, 2 * queries if a.gate else queries)  # columns of the output gate, after the queries
-        fused, without = upload.matrix(layer.stored("qkv")), partial(_without, columns=gate)
-        self.gate = fused.reordered(lambda rows: rows[gate.start : gate.stop].clone()) if a.gate else None
-        self._gate_bias = qkv_bias[gate.start : gate.stop].clone() if a.gate and qkv_bias is not None else None
-        self.qkv = fused.reordered(lambda rows: pairs(without(rows)))
-        upload.release(layer.stored("qkv"))
-        self.out = upload.matrix(layer.stored("out"))
-        self._qkv_bias = None if qkv_bias is None else pairs(without(qkv_bias))
+        if a.gate:  # the output gate lies behind v there
+            pairs = partial(_gate_last, order=pairs, queries=a.q_width)
+        self.qkv, self.out = upload.reordered(layer.stored("qkv"), pairs), upload.matrix(layer.stored("out"))
+        self._qkv_bias = None if qkv_bias is None else pairs(qkv_bias)
         self.bias = upload.bias(layer.out_bias)
         self._form = self._head_form(layer, turns)
 
     @property
     def reads(self) -> RowForm | None:
-        return self.qkv.reads if self.gate is None or self.gate.reads == self.qkv.reads else None
+        return self.qkv.reads
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return (self.qkv, self.out) if self.gate is None else (self.gate, self.qkv, self.out)
+        return self.qkv, self.out
 
     def replace_matrices(self, change: Callable[[Matrix], Matrix]) -> None:
-        self.gate = None if self.gate is None else change(self.gate)
         self.qkv, self.out = change(self.qkv), change(self.out)
 
     def forward(self, read: Rows, rows: CudaRows, kv: tuple[Tensor, Tensor] | None) -> Tensor:
         """What attention gives for normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
         assert kv is not None
-        gate = None if self.gate is None else self._kernels.parts(read, self.gate)
-        return self.attend(self.place(read, rows.meta, kv), rows, kv, gate)
+        if not self._spec.gate:
+            return self.attend(self.place(read, rows.meta, kv), rows, kv)
+        k = self._kernels
+        product = k.parts(read, self.qkv)
+        q = torch.empty(product.shape[1], self._spec.q_width, device=self._device, dtype=k.dtype)
+        k.place(product, self._qkv_bias, self._form, q, kv, rows.meta)
+        mixed = self._mixed(q, rows, kv)
+        gate_heads(mixed, product, self._qkv_bias)
+        return k.parts(mixed, self.out)
 
     def place(self, read: Rows, meta: AttentionMetadata, kv: tuple[Tensor, Tensor]) -> Tensor:
         """The queries of normed rows (N, heads * head_dim), with keys and values written."""
@@ -87,12 +89,9 @@ class CudaAttention:
         self._kernels.qkv(read, self.qkv, self._qkv_bias, self._form, q, kv, meta)
         return q
 
-    def attend(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor], gate: Tensor | None = None) -> Tensor:
-        """What `forward` gives, from queries; `gate` is the product of the output gate, (parts, N, heads * head_dim)."""
-        mixed = self._mixed(q, rows, kv)
-        if gate is not None:
-            gate_heads(mixed, gate, self._gate_bias)
-        return self._kernels.parts(mixed, self.out)
+    def attend(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """What `forward` gives, from queries."""
+        return self._kernels.parts(self._mixed(q, rows, kv), self.out)
 
     def _mixed(self, q: Tensor, rows: CudaRows, kv: tuple[Tensor, Tensor]) -> Tensor:
         """Values mixed for every row (N, heads * head_dim)."""
@@ -132,9 +131,10 @@ class CudaAttention:
         return HeadForm(turns, (norms[0], norms[1]), qk.over == "width", qk.one_head, scale)
 
 
-def _without(rows: Tensor, columns: range) -> Tensor:
-    """A tensor without some of its rows."""
-    return torch.cat((rows[: columns.start], rows[columns.stop :])) if columns else rows
+def _gate_last(rows: Tensor, order: Callable[[Tensor], Tensor], queries: int) -> Tensor:
+    """Rows of q, the output gate, k and v: those of q, k and v in their order, then the gate's."""
+    gate = rows[queries : 2 * queries]
+    return torch.cat((order(torch.cat((rows[:queries], rows[2 * queries :]))), gate))
 
 
 def turns_of(table: RopeTable, device: torch.device, lag: int = 0) -> Turns:

@@ -6,11 +6,9 @@ of a draft model. Rounds with fewer rows are padded with rows that write to the 
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -23,6 +21,7 @@ from torch import Tensor
 from outrider.cache import KVPool
 from outrider.core import Batch, Computed, Drafts, InFlight, PendingDrafts, Scores, Tree
 from outrider.errors import InvalidParameter
+from outrider.model.cuda_capture import capture_graph, wait_for_device
 from outrider.model.cuda_chains import CHAIN_LENGTHS, MAX_CHAIN_TOKENS, Chains
 from outrider.model.cuda_early import EarlyExits
 from outrider.model.cuda_inputs import DEPTH, GRAPH_ROWS, GraphInputs, bucket
@@ -383,7 +382,7 @@ class CudaRunner(Runner):
 
     def free_memory(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            wait_for_device()
             torch.cuda.empty_cache()
 
     def capture_next(self) -> bool:
@@ -391,10 +390,8 @@ class CudaRunner(Runner):
             return False
         try:
             self.later.popleft()()
-        except torch.OutOfMemoryError:
-            _log.warning(
-                "no memory for %d graphs that might be used: each will be captured when it is needed", 1 + len(self.later)
-            )
+        except RuntimeError as error:  # no memory, or another library's thread disturbed the capture
+            _log.warning("%d graphs will be captured when they are needed: one could not be now (%s)", 1 + len(self.later), error)
             self.later.clear()
         return True
 
@@ -418,14 +415,10 @@ class CudaRunner(Runner):
             future_tokens = self.future_tokens.clone()
             work()  # compiles kernels that are not compiled yet
             self.future_tokens.copy_(future_tokens)  # the next launch may read those of a round in flight
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
             passes = self.cuda.passes
-            with _no_collection(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                work()
+            graph = capture_graph(work, self._memory)
             replay = self.cuda.around(graph.replay, self.cuda.passes - passes)
         self._memory = self._memory or graph.pool()
-        torch.cuda.synchronize()
         self.capture_seconds[name] = perf_counter() - begun
         return device_work(replay)
 
@@ -459,18 +452,6 @@ class CudaRunner(Runner):
         if self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No cyclic garbage is collected meanwhile: to free a graph or an event would end a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _likeliest(count: int, most: int) -> list[int]:
@@ -546,9 +527,9 @@ def _tree_rows(feed: Feed, pool: KVPool, ancestors: NDArray[Any], first: int) ->
 
 def _replay_seconds(replay: Any, repeats: int) -> float:
     replay()
-    torch.cuda.synchronize()
+    wait_for_device()
     begun = perf_counter()
     for _ in range(repeats):
         replay()
-    torch.cuda.synchronize()
+    wait_for_device()
     return (perf_counter() - begun) / repeats

@@ -67,13 +67,9 @@ class Upload:
     def reordered(self, weight: Tensor | Grouped | ScaledFloats, order: Callable[[Tensor], Tensor]) -> Matrix:
         """A matrix with its rows in another order. A weight that lies on the device is moved, not copied."""
         matrix = self.matrix(weight).reordered(order)
-        self.release(weight)
-        return matrix
-
-    def release(self, weight: Tensor | Grouped | ScaledFloats) -> None:
-        """Empty a weight that lies on the device, once its rows are there in another order."""
         if isinstance(weight, Tensor) and weight.is_cuda:
             weight.data = weight.new_empty(0)
+        return matrix
 
     def _quantised(self, stored: Grouped | ScaledFloats) -> Matrix | None:
         if isinstance(stored, ScaledFloats):

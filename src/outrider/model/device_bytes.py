@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outrider.gguf import Gguf, find_gguf
 from outrider.model.files import Header, stored_tensors
-from outrider.model.formats import format_in
+from outrider.model.formats import Format, format_in
 from outrider.model.formats.awq import AWQ
 from outrider.model.formats.compressed_tensors import CompressedTensors
 from outrider.model.formats.fp8 import FP8
@@ -18,7 +18,8 @@ from outrider.model.spec import ModelSpec
 
 __all__ = ["with_layer_bytes"]
 
-_KEPT = (AWQ, CompressedTensors, FP8, GPTQ)  # formats that products take as they are stored; others are decoded
+_GROUPS = (16, 32, 64)  # sizes that products take, beside multiples of a block
+_BLOCK = 128
 # Bytes of a weight: codes of four bits or a byte, and the scales and values of their groups.
 _GGUF = {
     "Q4_0": 0.5625, "Q4_1": 0.6875, "Q2_K": 1.0, "Q3_K": 0.75, "Q4_K": 0.75, "Q8_0": 1.0625, "Q5_0": 1.0625, "Q5_1": 1.1875,
@@ -36,9 +37,26 @@ def with_layer_bytes(spec: ModelSpec, directory: Path) -> ModelSpec:
             if name.startswith("blk.") and len(tensor.shape) > 1:
                 count = tensor.nbytes / tensor.kind.nbytes * tensor.kind.values
                 stored += count * _GGUF.get(tensor.kind.name, _DECODED)
-    elif isinstance(format_in(directory), _KEPT):
+    elif any(directory.glob("*.safetensors")) and _is_kept(format_in(directory)):
         stored = sum(_bytes(header) for name, header in stored_tensors(directory).items() if ".layers." in name)
     return replace(spec, layer_bytes=min(stored / weights, _DECODED)) if stored and weights else spec
+
+
+def _is_kept(stored: Format | None) -> bool:
+    """Whether products take a format as it is stored; matrices of others are decoded."""
+    if isinstance(stored, FP8):
+        return _fits(stored.block)
+    if isinstance(stored, AWQ | GPTQ):
+        return _fits((1, stored.group_size))
+    if not isinstance(stored, CompressedTensors):
+        return False
+    are_eight_bits = all(scheme.kind == "int" or scheme.bits == 8 for scheme in stored.schemes)
+    return are_eight_bits and all(_fits(scheme.block) and _fits((1, scheme.group_size)) for scheme in stored.schemes)
+
+
+def _fits(block: tuple[int, int] | None) -> bool:
+    """Whether products take a scale for so many rows and inputs; a size of 0 or less is all inputs."""
+    return block is None or block[1] <= 0 or block[1] % _BLOCK == 0 or (block[0] == 1 and block[1] in _GROUPS)
 
 
 def _bytes(header: Header) -> float:

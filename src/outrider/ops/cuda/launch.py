@@ -213,7 +213,9 @@ class Kernels:
     def place(
         self, parts: Tensor, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata
     ) -> None:
-        """What follows a q, k and v product: norms of heads, rotary and scale; k and v go to their slots."""
+        """What follows a q, k and v product: norms of heads, rotary and scale; k and v go to their slots. An output gate may lie
+        behind v; it is left alone.
+        """
         s, rows, turns = self.shape, parts.shape[1], form.turns
         cos, sin, growth, variants = turns or (parts, parts, None, False)
         starts = meta.sequences if meta.starts is None else meta.starts
@@ -227,7 +229,8 @@ class Kernels:
             parts, parts if bias is None else bias, *weights, q, *pool, meta.slots, meta.positions, meta.sequences, starts,
             cos, sin, cos if growth is None else growth, rows, form.scale, eps,
             len(parts), bias is not None, *kind, form.shared, form.wide, turns is not None, growth is not None, variants,
-            s.heads, s.kv_heads, s.head, s.page, tile, self._padded, num_warps=min(max(tile * self._padded // 512, 1), 16),
+            s.heads, s.kv_heads, parts.shape[2] // s.head, s.head, s.page, tile, self._padded,
+            num_warps=min(max(tile * self._padded // 512, 1), 16),
         )  # fmt: skip
 
     # --- attention ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from outrider.ops.cuda import kernels
-from outrider.ops.cuda.tiles import ANY_WIDTH, MAX_SPLIT_K_ROWS, WIDE, Tile, split_tile_for, tile_for
+from outrider.ops.cuda.tiles import ANY_WIDTH, WIDE, Tile, split_tile_for, splits_inner, tile_for
 
 __all__ = ["DenseMatrix", "Epilogue", "Matrix", "QuantisedRows", "RowForm", "Rows", "matrix_of", "pair_qkv", "pair_rows"]
 
@@ -153,7 +153,7 @@ class DenseMatrix:
         return DenseMatrix(order(self.values))
 
     def splits(self, rows: int) -> bool:
-        return rows <= MAX_SPLIT_K_ROWS and self.parts > 1
+        return self.parts > 1 and splits_inner(rows, self.shape[1])
 
     def multiply(self, x: Rows, out: Tensor, then: Epilogue, tile: Tile | None = None) -> None:
         assert isinstance(x, Tensor)

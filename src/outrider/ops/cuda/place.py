@@ -22,13 +22,14 @@ def place(
     rows, scale, eps,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr, SHARED: tl.constexpr,
     WIDE: tl.constexpr, TURN: tl.constexpr, GROWTH: tl.constexpr, VARIANTS: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """What follows a q, k and v product that was stored: parts in order, bias, norms of heads, rotary, scale; q goes to out,
     k and v to the slots of their rows. A program has TILE heads of q, of k or of v.
 
-    WIDE: a norm over all heads together. VARIANTS: a sequence's rotary table begins at row starts[sequence]. GROWTH: queries
-    are scaled by position.
+    A row of the product has ALL_HEADS heads; those after v are an output gate. WIDE: a norm over all heads together. VARIANTS:
+    a sequence's rotary table begins at row starts[sequence]. GROWTH: queries are scaled by position.
     """
     row = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
@@ -45,7 +46,7 @@ def place(
         head = program * TILE + tl.arange(0, TILE)
         inside = (head < HEADS)[:, None] & (d < HEAD)[None, :]
         w, b = _head_weights(q_norm, q_bias, head, d, inside, HEAD, NORM, NORM_BIAS, SHARED)
-        x = _heads(parts, bias, row, rows, head, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
+        x = _heads(parts, bias, row, rows, head, d, inside, PARTS, HAS_BIAS, ALL_HEADS, HEAD)
         x = _normed_heads(x, w, b, inside, eps, HEADS * HEAD if WIDE else HEAD, NORM, NORM_BIAS, WIDE)
         x = _turned(x, c, s, TURN, TILE, PADDED) * scale
         if GROWTH:
@@ -58,13 +59,13 @@ def place(
         kv_at = held + head[:, None] * (PAGE * HEAD) + d[None, :]
         if program < Q + KV:
             w, b = _head_weights(k_norm, k_bias, head, d, inside, HEAD, NORM, NORM_BIAS, SHARED)
-            x = _heads(parts, bias, row, rows, HEADS + head, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
+            x = _heads(parts, bias, row, rows, HEADS + head, d, inside, PARTS, HAS_BIAS, ALL_HEADS, HEAD)
             x = _normed_heads(x, w, b, inside, eps, KV_HEADS * HEAD if WIDE else HEAD, NORM, NORM_BIAS, WIDE)
             x = _turned(x, c, s, TURN, TILE, PADDED)
             tl.store(keys + kv_at, x.to(keys.dtype.element_ty), mask=inside)
         else:
             v = HEADS + KV_HEADS + head
-            x = _heads(parts, bias, row, rows, v, d, inside, PARTS, HAS_BIAS, HEADS + 2 * KV_HEADS, HEAD)
+            x = _heads(parts, bias, row, rows, v, d, inside, PARTS, HAS_BIAS, ALL_HEADS, HEAD)
             tl.store(values + kv_at, x.to(values.dtype.element_ty), mask=inside)
 
 

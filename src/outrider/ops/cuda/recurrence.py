@@ -104,14 +104,14 @@ def _input(
 def scan(
     queries, keys, values, left, rate, memories, pasts, firsts, steps, out, replays,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, SPLIT: tl.constexpr,
-    KEPT: tl.constexpr, BV: tl.constexpr,
+    KEPT: tl.constexpr, BV: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The recurrence along paths of rows, by tiles of BV values of a head. Path p has steps firsts[p] up to firsts[p + 1].
 
     A step is a pair: twice a row's number, plus one where the row's result is wanted (at its place among rows that are fed); and
     the state that the memory after it goes to, or -1. A path begins with the memory of state pasts[p], or with zeros where that
     is -1. Memories are (states, HEADS, HEAD_DIM, KEY_DIM). Keys are tiled (SPLIT, KEPT), so that most of a sum over them stays
-    within a thread.
+    within a thread. What steps read is loaded AHEAD of them.
     """
     path = tl.program_id(1)
     TILES: tl.constexpr = (HEAD_DIM + BV - 1) // BV
@@ -121,46 +121,33 @@ def scan(
     if first < last:
         # values first: the compiler then gives a thread all SPLIT keys, and four threads the KEPT ones beside each other
         k = tl.arange(0, SPLIT)[None, :, None] * KEPT + tl.arange(0, KEPT)[None, None, :]
-        k = tl.broadcast_to(k, (BV, SPLIT, KEPT))  # loads of keys have the memory's layout, and are not moved between threads
         v = tl.program_id(0) % TILES * BV + tl.arange(0, BV)
         in_k, in_v = k < KEY_DIM, v < HEAD_DIM
         at = head * (HEAD_DIM * KEY_DIM) + v[:, None, None] * KEY_DIM + k
         inside = in_k & in_v[:, None, None]
         key_at = head // (HEADS // KEY_HEADS) * KEY_DIM + k
         value_at = head * HEAD_DIM + v
+        one = tl.arange(0, 1)
         SIZE: tl.constexpr = HEADS * HEAD_DIM * KEY_DIM
         past = tl.load(pasts + path).to(tl.int64)
         memory = tl.load(memories + past * SIZE + at, mask=inside & (past >= 0), other=0.0)
-        step = tl.load(steps + 2 * first)
-        state = tl.load(steps + 2 * first + 1)
-        row = (step >> 1).to(tl.int64)
-        key = tl.load(keys + row * (KEY_HEADS * KEY_DIM) + key_at, mask=in_k, other=0.0)
-        query = tl.load(queries + row * (KEY_HEADS * KEY_DIM) + key_at, mask=in_k, other=0.0)
-        value = tl.load(values + row * (HEADS * HEAD_DIM) + value_at, mask=in_v, other=0.0)
-        decay = tl.load(left + row * HEADS + head)
-        share = tl.load(rate + row * HEADS + head)
-        ahead = tl.load(steps + 2 * (first + 1), mask=first + 1 < last, other=0)
-        ahead_state = tl.load(steps + 2 * (first + 1) + 1, mask=first + 1 < last, other=-1)
-        for i in range(first, last):
-            # what the next two steps need is asked for before this step's sums, which take about as long
-            next_row = (ahead >> 1).to(tl.int64)
-            next_key = tl.load(keys + next_row * (KEY_HEADS * KEY_DIM) + key_at, mask=in_k, other=0.0)
-            next_query = tl.load(queries + next_row * (KEY_HEADS * KEY_DIM) + key_at, mask=in_k, other=0.0)
-            next_value = tl.load(values + next_row * (HEADS * HEAD_DIM) + value_at, mask=in_v, other=0.0)
-            next_decay = tl.load(left + next_row * HEADS + head)
-            next_share = tl.load(rate + next_row * HEADS + head)
-            later = tl.load(steps + 2 * (i + 2), mask=i + 2 < last, other=0)
-            later_state = tl.load(steps + 2 * (i + 2) + 1, mask=i + 2 < last, other=-1)
-            memory = memory * decay
+        for i in tl.range(first, last, num_stages=AHEAD):
+            step = tl.load(steps + 2 * i)
+            row = (step >> 1).to(tl.int64)
+            key = tl.load(keys + row * (KEY_HEADS * KEY_DIM) + key_at, mask=in_k, other=0.0)
+            query = tl.load(queries + row * (KEY_HEADS * KEY_DIM) + key_at, mask=in_k, other=0.0)
+            value = tl.load(values + row * (HEADS * HEAD_DIM) + value_at, mask=in_v, other=0.0)
+            decay = tl.load(left + row * HEADS + head + one)
+            share = tl.load(rate + row * HEADS + head + one)
+            memory = memory * decay[:, None, None]
             added = (value - tl.sum(tl.sum(memory * key, 1), 1)) * share
-            memory = tl.fma(key, tl.broadcast_to(added[:, None, None], key.shape), memory)
+            memory = tl.fma(tl.broadcast_to(key, memory.shape), tl.broadcast_to(added[:, None, None], memory.shape), memory)
             if step % 2 == 1:
                 result = tl.sum(tl.sum(memory * query, 1), 1)
-                tl.store(out + ((step >> 1) - replays).to(tl.int64) * (HEADS * HEAD_DIM) + value_at, result, mask=in_v)
+                tl.store(out + (row - replays) * (HEADS * HEAD_DIM) + value_at, result, mask=in_v)
+            state = tl.load(steps + 2 * i + 1).to(tl.int64)
             if state >= 0:
-                tl.store(memories + state.to(tl.int64) * SIZE + at, memory, mask=inside)
-            step, state, ahead, ahead_state = ahead, ahead_state, later, later_state
-            key, query, value, decay, share = next_key, next_query, next_value, next_decay, next_share
+                tl.store(memories + state * SIZE + at, memory, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -249,16 +236,19 @@ def _summed(parts, bias, row, rows, column, inside, WIDTH: tl.constexpr, PARTS: 
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_heads(
-    mixed, parts, bias, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    mixed, parts, bias, rows, WIDTH: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What attention gives (rows, WIDTH), in place, times the sigmoid of a product (PARTS, rows, WIDTH) and its bias."""
+    """What attention gives (rows, WIDTH), in place, times the sigmoid of columns FIRST and after of a product with its bias,
+    (PARTS, rows, COLUMNS).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    gate = tl.load(parts + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(parts + row * COLUMNS + FIRST + column, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        gate = gate + tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        gate = gate + tl.load(parts + (part * rows + row) * COLUMNS + FIRST + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        gate = gate + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        gate = gate + tl.load(bias + FIRST + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(mixed + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(mixed + row * WIDTH + column, (x / (1.0 + tl.exp(-gate))).to(mixed.dtype.element_ty), mask=inside)

@@ -18,6 +18,7 @@ __all__ = [
 
 _L2_EPS = 1e-6  # of the norm of queries and keys
 _KEPT = 16  # keys side by side
+_AHEAD = 5  # stages of the loads of steps: rows come from memory that may be far, and a step takes a third of such a way
 
 
 class ScanTile(NamedTuple):
@@ -136,7 +137,7 @@ def run_paths(
     split = triton.cdiv(int(triton.next_power_of_2(s.key_dim)), _KEPT)
     recurrence.scan[(s.heads * triton.cdiv(s.head_dim, values), len(paths.pasts))](
         *buffers[:5], memories, paths.pasts, paths.firsts, paths.steps, buffers.out, len(paths.kept) - len(buffers.out),
-        s.heads, s.head_dim, s.key_heads, s.key_dim, split, _KEPT, values, num_warps=tile.warps,
+        s.heads, s.head_dim, s.key_heads, s.key_dim, split, _KEPT, values, _AHEAD, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -173,9 +174,10 @@ def short_convolution(
 
 
 def gate_heads(mixed: Tensor, parts: Tensor, bias: Tensor | None) -> None:
-    """Multiply what attention gives (N, width), in place, by the sigmoid of a product (parts, N, width) and its bias."""
-    count, rows, width = parts.shape
-    block, unused = min(1024, int(triton.next_power_of_2(width))), parts
+    """Multiply what attention gives (N, width), in place, by the sigmoid of the last columns of a product (parts, N, columns)."""
+    (count, rows, columns), width = parts.shape, mixed.shape[1]
+    block = min(1024, int(triton.next_power_of_2(width)))
     recurrence.gate_heads[(rows, triton.cdiv(width, block))](
-        mixed, parts, unused if bias is None else bias, rows, width, count, bias is not None, block, num_warps=4
-    )
+        mixed, parts, parts if bias is None else bias, rows, width, columns - width, columns, count, bias is not None, block,
+        num_warps=4,
+    )  # fmt: skip

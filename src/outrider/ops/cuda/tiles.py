@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ANY_WIDTH", "MAX_SPLIT_K_ROWS", "WIDE", "Tile", "every_split_tile", "every_tile", "split_tile_for", "tile_for"]
+__all__ = [
+    "ANY_WIDTH",
+    "MAX_SPLIT_K_ROWS",
+    "WIDE",
+    "Tile",
+    "every_split_tile",
+    "every_tile",
+    "split_tile_for",
+    "splits_inner",
+    "tile_for",
+]
 
 
 class Tile(NamedTuple):
@@ -62,13 +72,15 @@ _SPLIT = (
     _Entry(32, 0, 0, Tile(32, 32, 128, 4, 3)),
     _Entry(64, 2048, 0, Tile(64, 64, 64, 4, 5)),
     _Entry(64, 0, 0, Tile(64, 32, 128, 4, 3)),
-    _Entry(128, 2048, 0, Tile(128, 128, 64, 8, 4)),
+    _Entry(128, 2048, 0, Tile(64, 128, 64, 4, 4)),
     _Entry(128, 0, 0, Tile(64, 64, 128, 4, 4)),
     _Entry(256, 4096, 0, Tile(128, 256, 64, 8, 3)),
     _Entry(256, 2048, 0, Tile(128, 128, 64, 8, 4)),
     _Entry(256, 0, 0, Tile(64, 64, 128, 4, 4)),
+    _Entry(512, 0, 0, Tile(128, 128, 64, 8, 3)),
 )
-MAX_SPLIT_K_ROWS = _SPLIT[-1].max_rows
+MAX_SPLIT_K_ROWS = 256
+_DEEP, _MAX_DEEP_ROWS = 8192, 512  # an inner dimension so long is worth programs for each part longer
 
 
 def tile_for(rows: int, columns: int, inner: int, max_columns: int = ANY_WIDTH) -> Tile:
@@ -77,8 +89,13 @@ def tile_for(rows: int, columns: int, inner: int, max_columns: int = ANY_WIDTH) 
     return tile._replace(columns=min(tile.columns, max_columns))
 
 
+def splits_inner(rows: int, inner: int) -> bool:
+    """Whether each part of the inner dimension has programs of its own."""
+    return rows <= (_MAX_DEEP_ROWS if inner >= _DEEP else MAX_SPLIT_K_ROWS)
+
+
 def split_tile_for(rows: int, columns: int, inner: int) -> Tile:
-    """The tile of a split-K product of at most MAX_SPLIT_K_ROWS rows."""
+    """The tile of a split-K product."""
     return _look_up(_SPLIT, rows, columns, inner)
 
 
