@@ -54,12 +54,13 @@ class Bench:
 
     def __init__(self, shape: Shape, rows: int) -> None:
         from outrider.ops.cuda.experts_launch import ExpertKernels, ExpertRouter, ExpertWeights, Opening
+        from outrider.ops.cuda.matrix import DenseMatrix
 
         torch.manual_seed(rows)
         self.shape, self.opening = shape, Opening("silu", True)
         opened = torch.empty(shape.experts * 2 * shape.width, shape.hidden, dtype=torch.bfloat16, device="cuda").normal_()
         closing = torch.empty(shape.experts * shape.hidden, shape.width, dtype=torch.bfloat16, device="cuda").normal_()
-        self.weights = ExpertWeights(opened, closing)
+        self.weights = ExpertWeights(DenseMatrix(opened), DenseMatrix(closing))
         matrix = torch.randn(shape.experts, shape.hidden, device="cuda")
         self.router = ExpertRouter(matrix, None, None, shape.experts, shape.chosen, "softmax", 1, 1, True, 1.0, 0.0)
         self.kernels = ExpertKernels(torch.bfloat16, torch.device("cuda"), 1)
@@ -67,35 +68,37 @@ class Bench:
         self.slots = torch.arange(rows, dtype=torch.int32, device="cuda")
         self.out = torch.empty(shape.chosen, rows, shape.hidden, device="cuda")
 
-    def route(self, x: Tensor, tiles: tuple[Tile, Tile] | None) -> Any:
-        return self.kernels.route(x, self.router, self.slots, 1 << 30, 0, tiles)
+    def route(self, x: Tensor, item_rows: int = 16) -> Any:
+        return self.kernels.route(x, self.router, self.slots, 1 << 30, 0, item_rows)
 
-    def seconds(self, tiles: tuple[Tile, Tile] | None, second: bool) -> float:
-        """Of one of the products of one launch, or of the router without tiles."""
-        if tiles is None:
-            return device_seconds(lambda: [self.route(x, None) for x in self.rows]) / _TURNS
-        routes = [self.route(x, tiles) for x in self.rows]
+    def seconds(self, tile: Tile | None, second: bool) -> float:
+        """Of one of the products of one launch, or of the router without a tile."""
+        if tile is None:
+            return device_seconds(lambda: [self.route(x) for x in self.rows]) / _TURNS
+        routes = [self.route(x, tile.rows) for x in self.rows]
         inner = [self.kernels.open(x, one, self.weights, self.opening) for x, one in zip(self.rows, routes, strict=True)]
 
         def work() -> None:
             for x, one, held in zip(self.rows, routes, inner, strict=True):
                 if second:
-                    self.kernels.close(held, one, self.weights, self.out)
+                    self.kernels.close(held, one, self.weights, self.out, tile)
                 else:
-                    self.kernels.open(x, one, self.weights, self.opening)
+                    self.kernels.open(x, one, self.weights, self.opening, tile)
 
         return device_seconds(work) / _TURNS
 
     def touched_bytes(self, second: bool) -> float:
         """Mean bytes of the experts that one product reads."""
-        counts = [len(set(self.route(x, None).experts.flatten().tolist())) for x in self.rows]
+        counts = [len(set(self.route(x).experts.flatten().tolist())) for x in self.rows]
         return statistics.mean(counts) * self.shape.hidden * self.shape.width * 2 * (1 if second else 2)
 
 
 def _compiled(name: str, tile: Tile) -> None:
     """Bring the kernels of a tile into Triton's cache."""
     bench = Bench(SHAPES[name], rows=1)
-    bench.kernels.parts(bench.rows[0], bench.route(bench.rows[0], (tile, tile)), bench.weights, bench.opening, bench.out)
+    routes = bench.route(bench.rows[0], tile.rows)
+    inner = bench.kernels.open(bench.rows[0], routes, bench.weights, bench.opening, tile)
+    bench.kernels.close(inner, routes, bench.weights, bench.out, tile)
     torch.cuda.synchronize()
 
 
@@ -108,7 +111,7 @@ def measure(name: str, counts: list[int], tiles_of: dict[int, list[Tile]]) -> It
             timed, read = [], bench.touched_bytes(second)
             for tile in tiles_of[rows]:
                 try:
-                    timed.append((bench.seconds((tile, tile), second), tile))
+                    timed.append((bench.seconds(tile, second), tile))
                 except (RuntimeError, ValueError, AssertionError) as error:
                     yield {"what": "error", "tile": tile, "error": str(error)[:200]}
             timed.sort()

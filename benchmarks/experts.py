@@ -11,33 +11,58 @@ import gc
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
 from benchmarks.command import run
 from benchmarks.synthetic import Synthetic, cycles, timed
+from outrider import checks
 from outrider.bench.bandwidth import gpu_bandwidth
 from outrider.engine.device import Device
 from outrider.model import Feed, ModelSpec
+from outrider.ops import FourBitFloats
 from outrider.options import numbers
 
-__all__ = ["plant_experts", "touched_bytes"]
+if TYPE_CHECKING:
+    from outrider.ops.cuda.matrix import Matrix
+
+__all__ = ["plant_experts", "store_in_mxfp4", "touched_bytes"]
 
 _STRENGTH = 8.0  # of a planted expert in an embedding of standard deviation one
 _TOKENS, _PAIRS = 56, 3  # a text repeats after 64 tokens, and lookups would hit
 
 
-def touched_bytes(spec: ModelSpec, experts: float, width: int = 2) -> float:
-    """Bytes of the matrices that a forward reads where each layer reads so many experts; routers are float32."""
-    read = spec.vocab * spec.hidden * width
+_BYTES = {"bf16": 2.0, "mxfp4": 0.5 + 1 / 32}  # of a weight of an expert
+
+
+def touched_bytes(spec: ModelSpec, experts: float, form: str = "bf16") -> float:
+    """Bytes of the matrices that a forward reads where each layer reads so many experts; routers are float32, the rest bf16."""
+    width, read = 2, spec.vocab * spec.hidden * 2.0
     for layer in spec.layers:
         a, m = layer.attention, layer.mlp
         dense = spec.hidden * (a.qkv_width + a.q_width) + spec.hidden * (m.shared_up_width + m.shared)
-        each = spec.hidden * (m.up_width + m.width)
-        read += int(width * (dense + each * (experts if m.router else 1)) + 4 * spec.hidden * m.router_width)
-    return float(read)
+        each = spec.hidden * (m.up_width + m.width) * (_BYTES[form] * experts if m.router else width)
+        read += width * dense + each + 4 * spec.hidden * m.router_width
+    return read
+
+
+@torch.no_grad()
+def store_in_mxfp4(bench: Synthetic) -> None:
+    """Experts in four-bit floats instead: random first matrices, zeros as second ones."""
+    from outrider.model.cuda_experts import CudaExperts  # needs Triton
+    from outrider.ops.cuda.quantised_matrix import mxfp4_matrix
+
+    def stored(matrix: Matrix, low: int, high: int) -> Matrix:
+        (columns, inner), device = matrix.shape, bench.target.device
+        codes = torch.randint(low, high, (columns, inner // 2), dtype=torch.uint8, device=device)
+        scale = torch.full((columns, inner // 32), 118, dtype=torch.uint8, device=device)
+        return mxfp4_matrix(FourBitFloats(codes, scale), device)
+
+    for layer in bench.target.cuda.layers:
+        assert isinstance(layer.mlp, CudaExperts)
+        layer.mlp.gate_up, layer.mlp.down = stored(layer.mlp.gate_up, 0, 256), stored(layer.mlp.down, 0, 1)
 
 
 @torch.no_grad()
@@ -67,7 +92,7 @@ def plant_experts(bench: Synthetic, seed: int = 1) -> None:
         layer.mlp.router.matrix.copy_(matrix)
 
 
-def measure_plain(bench: Synthetic, batches: Sequence[int], bandwidth: float) -> Iterator[dict[str, Any]]:
+def measure_plain(bench: Synthetic, batches: Sequence[int], bandwidth: float, form: str) -> Iterator[dict[str, Any]]:
     """Plain rounds, and their forwards alone, as shares of the speed that the touched bytes allow."""
     spec, engine = bench.target.decoder.spec, bench.engine()
     for batch in batches:
@@ -81,10 +106,10 @@ def measure_plain(bench: Synthetic, batches: Sequence[int], bandwidth: float) ->
         bench.target.fill(inputs, [Feed([2 * b, 2 * b + 1], 64, [token]) for b, token in enumerate(tokens)])
         inputs.send()
         forward, experts = timed(graph.replay, 20), bench.target.cuda.experts_read
-        floor, wall = touched_bytes(spec, experts) / bandwidth, best.seconds / best.rounds
+        floor, wall = touched_bytes(spec, experts, form) / bandwidth, best.seconds / best.rounds
         yield {
             "what": f"plain, batch {batch}", "tok_s": best.tok_s, "round_ms": wall * 1e3, "forward_ms": forward * 1e3,
-            "experts": experts, "touched_gb": touched_bytes(spec, experts) / 1e9, "of_bytes": floor / wall,
+            "experts": experts, "touched_gb": touched_bytes(spec, experts, form) / 1e9, "of_bytes": floor / wall,
             "forward_of_bytes": floor / forward, "right": all(one.right for one in runs),
         }  # fmt: skip
 
@@ -112,6 +137,7 @@ def main(
     shape: Annotated[str, typer.Option(help="qwen3-30b-a3b or gpt-oss-20b.")] = "qwen3-30b-a3b",
     batches: Annotated[str, typer.Option(help="Comma-separated, of plain decoding.")] = "1,8,32",
     drafted: Annotated[str, typer.Option(help="Comma-separated batches of `auto`; empty: none.")] = "1,4,16,64",
+    form: Annotated[str, typer.Option(help="Of experts: bf16 or mxfp4.")] = "bf16",
     agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens the draft guesses right.")] = 0.8,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has.")] = None,
     shared: Annotated[bool, typer.Option(help="Then tokens that have half of the experts of the token before.")] = True,
@@ -121,21 +147,23 @@ def main(
     bandwidth = gpu_bandwidth()
     print(json.dumps({"what": "reads", "tb_s": bandwidth / 1e12, "device": torch.cuda.get_device_name()}), flush=True)
     bench = Synthetic(agreement, layers=layers, shape=shape, draft="two layers")
+    if checks.choice("form", form, tuple(_BYTES)) == "mxfp4":
+        store_in_mxfp4(bench)
 
     def show(rows: Iterator[dict[str, Any]], **about: Any) -> None:
         try:
             for row in rows:
-                print(json.dumps({"shape": shape} | about | row), flush=True)
+                print(json.dumps({"shape": shape, "experts_in": form} | about | row), flush=True)
         except (RuntimeError, ValueError, AssertionError) as error:  # what follows is measured all the same
-            print(json.dumps({"shape": shape} | about | {"error": str(error)[:500]}), flush=True)
+            print(json.dumps({"shape": shape, "experts_in": form} | about | {"error": str(error)[:500]}), flush=True)
 
     sizes = numbers("--drafted", drafted, int) if drafted else []
-    show(measure_plain(bench, numbers("--batches", batches, int), bandwidth))
+    show(measure_plain(bench, numbers("--batches", batches, int), bandwidth, form))
     if sizes:
         show(measure_auto(bench, sizes))
     if shared:
         plant_experts(bench)
-        show(measure_plain(bench, [1], bandwidth), router="half shared")
+        show(measure_plain(bench, [1], bandwidth, form), router="half shared")
         if sizes:
             show(measure_auto(bench, [1, *sizes[1:2]]), router="half shared")
 

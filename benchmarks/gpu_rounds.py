@@ -34,6 +34,7 @@ __all__ = ["measure_beside", "measure_memory", "measure_start", "measure_steady"
 
 _STEADY = ((1, 256), (8, 256), (32, 256), (64, 256), (128, 256), (256, 256), (64, 2048))  # sequences and context
 _PAGE = 64
+_CONTEXT = 20_480  # of the model where prompts of 16k are read
 
 
 class _Tokens:
@@ -78,7 +79,7 @@ def measure_beside(
     prompts: int = 2,
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds between the tokens of running sequences while prompts are read beside them, by the rows a round may read."""
-    bench = bench or Synthetic(pages=4000)
+    bench = bench or Synthetic(pages=4000, context=_CONTEXT)
     for rows in row_budgets:
         engine, tokens = bench.engine(max_batch_rows=rows), _Tokens()
         short = [bench.scattered(256, 5 + i) for i in range(running)]
@@ -169,7 +170,7 @@ def _drain(engine: Engine) -> None:
 
 def measure_final() -> Iterator[dict[str, Any]]:
     """The figures that matter most, in one process."""
-    bench = Synthetic(pages=4000)
+    bench = Synthetic(pages=4000, context=_CONTEXT)
     torch.cuda.synchronize()
     began = time.perf_counter()
     Device("cuda").warm_up(bench.target, [], (), EngineConfig(page_size=_PAGE, max_num_seqs=256), 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +16,25 @@ from outrider.config import EngineConfig
 from outrider.control import FixedLength
 from outrider.core import Batch, Drafts, Sequence
 from outrider.draft import Drafter
-from outrider.engine import commit
-from outrider.engine.commit import advance
 from outrider.engine.engine import Engine
-from outrider.model import Decoder, ModelSpec
+from outrider.model import Decoder, Feed, LoadOptions, ModelSpec, open_decoder
 from outrider.model.experts import activated, routes_of
 from outrider.model.spec import Clamp, FeedForward, Router
 from outrider.ops import Plain
+from outrider.quantize.folder import quantise_folder
+from outrider.quantize.scheme import Scheme
 from outrider.sampling import SamplingParams
 from tests.support import NoDrafter, Oracle, make_request
-from tests.support.engines import keeping_logits
+from tests.support.engines import assert_same_bits, run_recorded
+from tests.support.families import build_reference
+from tests.support.mxfp4 import quantise_experts
 
 INTERPRETED = True
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 LIMIT = 1000  # slots from here on are those of padding
 ROUTERS = {
+    "sigmoid with a correction": Router(6, 2, "sigmoid", correction=True),
     "softmax of the chosen": Router(6, 3),
     "softmax of all, a gate": Router(7, 2, normalised=False),
     "sigmoid, groups, a correction": Router(8, 3, "sigmoid", correction=True, groups=4, chosen_groups=2, scale=2.5),
@@ -82,7 +87,7 @@ def assert_sorted(routes: Any, experts: int, padding: int) -> None:
     assert all(e == experts for e, _, _ in listed[items[0] :])
     for e, first, count in listed[: items[0]]:
         assert {pairs[p][0] for p in routes.order[first : first + count].tolist()} == {e}
-        assert 0 < count <= routes.tiles[0].rows
+        assert 0 < count <= routes.item_rows
     assert items[1] <= routes.max_items
 
 
@@ -151,17 +156,17 @@ FORMS = {
 
 
 def weights_of(launch: Any, m: FeedForward, experts: int, dtype: torch.dtype = torch.float32, hidden: int = HIDDEN) -> Any:
-    from outrider.ops.cuda.launch import pair_rows
+    from outrider.ops.cuda.matrix import DenseMatrix, pair_rows
 
     opened = random(experts * m.up_width, hidden, seed=5, scale=hidden**-0.5).to(dtype)
     closing = random(experts * hidden, m.width, seed=6, scale=m.width**-0.5).to(dtype)
     biases = (random(experts * m.up_width, seed=7), random(experts * hidden, seed=8)) if m.bias else (None, None)
     biases = tuple(None if b is None else b.to(dtype) for b in biases)
-    paired = launch.ExpertWeights(opened, closing, *biases)
-    if m.gated:
-        bias = None if biases[0] is None else pair_rows(biases[0], experts)
-        paired = launch.ExpertWeights(pair_rows(opened, experts), closing, bias, biases[1])
-    return paired, launch.ExpertWeights(opened, closing, *biases)
+    plain = launch.ExpertWeights(DenseMatrix(opened), DenseMatrix(closing), *biases)
+    if not m.gated:
+        return plain, plain
+    bias = None if biases[0] is None else pair_rows(biases[0], experts)
+    return plain._replace(open=DenseMatrix(pair_rows(opened, experts)), open_bias=bias), plain
 
 
 def opening_of(launch: Any, m: FeedForward) -> Any:
@@ -172,7 +177,7 @@ def opening_of(launch: Any, m: FeedForward) -> Any:
 def plain_parts(x: Tensor, routes: Any, w: Any, m: FeedForward, experts: int) -> Tensor:
     """What `parts` gives, in float64."""
     chosen, hidden = routes.experts.shape[1], x.shape[1]
-    opened, closing = w.open.double().chunk(experts), w.close.double().chunk(experts)
+    opened, closing = (part.tensors[0].double().chunk(experts) for part in (w.open, w.close))
     out = torch.zeros(chosen, len(x), hidden, dtype=torch.float64, device=x.device)
     for row in range(len(x)):
         for k, e in enumerate(routes.experts[row].tolist()):
@@ -206,17 +211,15 @@ def test_what_experts_give(launch: Any, form: str) -> None:
 def test_rows_keep_their_bits_whatever_the_tile_and_the_rows_beside_them(
     launch: Any, experts: int, chosen: int, hidden: int, width: int
 ) -> None:
-    from outrider.ops.cuda.tiles import every_expert_tile
-
     r, m = Router(experts, chosen, bias=True), FeedForward(width, bias=True)
     router, dtype = router_of(launch, r, hidden), torch.bfloat16
     x, (paired, _) = random(300, hidden).to(dtype), weights_of(launch, m, experts, dtype, hidden)
     kernels, opening = launch.ExpertKernels(dtype, x.device, 1), opening_of(launch, m)
     slots = torch.arange(300, dtype=torch.int32, device=DEVICE)
 
-    def given(rows: slice, tiles: Any = None) -> tuple[Tensor, Tensor]:
+    def given(rows: slice, item_rows: int = 0) -> tuple[Tensor, Tensor]:
         part = x[rows].clone()
-        routes = kernels.route(part, router, slots[rows], LIMIT, 0, tiles)
+        routes = kernels.route(part, router, slots[rows], LIMIT, 0, item_rows or paired.item_rows(len(part), router))
         out = torch.full((chosen, *part.shape), float("nan"), device=DEVICE)
         kernels.parts(part, routes, paired, opening, out)
         return out, routes.weights
@@ -227,9 +230,65 @@ def test_rows_keep_their_bits_whatever_the_tile_and_the_rows_beside_them(
         part, part_weights = given(slice(first, first + count))
         assert torch.equal(part_weights, weights[first : first + count])
         assert torch.equal(part, out[:, first : first + count]), (first, count)
-    for tiles in every_expert_tile():
-        part, _ = given(slice(20, 90), tiles)
-        assert torch.equal(part, out[:, 20:90]), tiles
+    for item_rows in (16, 32, 64, 128):
+        part, _ = given(slice(20, 90), item_rows)
+        assert torch.equal(part, out[:, 20:90]), item_rows
+
+
+KINDS = ["mxfp4", "fp8_weights", "fp8_block_weights", "int4 in groups of 32", "int4 in groups of 128", "bytes"]
+
+
+def quantised(kind: str, values: Tensor) -> tuple[Any, Tensor]:
+    """A matrix of experts in a quantised form, and its values."""
+    from outrider.ops import FourBitFloats, Grouped, ScaledFloats
+    from outrider.ops.cuda import quantised_matrix as forms
+
+    if kind == "mxfp4":
+        codes = torch.randint(0, 256, (len(values), values.shape[1] // 2), dtype=torch.uint8, device=values.device)
+        scale = torch.randint(118, 124, (len(values), values.shape[1] // 32), dtype=torch.uint8, device=values.device)
+        stored: Any = FourBitFloats(codes, scale)
+        return forms.mxfp4_matrix(stored, values.device), stored.values()
+    if kind.startswith("fp8"):
+        stored = ScaledFloats.of(values)
+        if kind == "fp8_block_weights":
+            rows, inner = -(-len(values) // 128), -(-values.shape[1] // 128)
+            scale = torch.rand(rows, inner, device=values.device) * 1e-3
+            stored = ScaledFloats.stored(stored.codes.view(torch.float8_e4m3fn), scale, (128, 128))
+            stored = stored._replace(block=stored.block.to(values.device))
+        return forms.fp8_matrix(stored, values.device, False), stored.values()
+    stored = Grouped.of(values, 128 if "128" in kind else 32, 8 if kind == "bytes" else 4)
+    return forms.grouped_matrix(stored, values.device), stored.values()
+
+
+@pytest.mark.usefixtures("products_of_fixed_order")
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_experts(launch: Any, kind: str) -> None:
+    """They give what their values give, and rows keep their bits."""
+    from outrider.ops.cuda.matrix import DenseMatrix, pair_rows
+
+    torch.manual_seed(0)
+    experts, chosen, hidden, width = (8, 3, 768, 320) if ON_GPU else (3, 2, 128, 96)
+    r, m, count = Router(experts, chosen), FeedForward(width), 150 if ON_GPU else 5
+    router, dtype = router_of(launch, r, hidden), torch.bfloat16
+    opened, open_values = quantised(kind, random(experts * m.up_width, hidden, seed=5, scale=hidden**-0.5))
+    closing, close_values = quantised(kind, random(experts * hidden, width, seed=6, scale=width**-0.5))
+    paired = launch.ExpertWeights(opened.reordered(lambda rows: pair_rows(rows, experts)), closing)
+    plain = launch.ExpertWeights(DenseMatrix(open_values), DenseMatrix(close_values))
+    x, kernels = random(count, hidden).to(dtype), launch.ExpertKernels(dtype, torch.device(DEVICE), 1)
+    slots = torch.arange(count, dtype=torch.int32, device=DEVICE)
+
+    def given(rows: slice, item_rows: int) -> tuple[Tensor, Any]:
+        part = x[rows].clone()
+        routes = kernels.route(part, router, slots[rows], LIMIT, 0, item_rows)
+        out = torch.full((chosen, *part.shape), float("nan"), device=DEVICE)
+        kernels.parts(part, routes, paired, opening_of(launch, m), out)
+        return out, routes
+
+    out, routes = given(slice(count), 16)
+    want = plain_parts(x[:20], routes, plain, m, experts)
+    assert (out[:, :20] - want).norm() / want.norm() < 2e-2
+    for first, rows, item_rows in ((0, 1, 16), (7, 30, 32), (3, 100, 64), (0, 150, 64)) if ON_GPU else ():
+        assert torch.equal(given(slice(first, first + rows), item_rows)[0], out[:, first : first + rows])
 
 
 def wide(name: str) -> Decoder:
@@ -246,49 +305,66 @@ SPECS = [name for name in FEATURE_SPECS if name.startswith("experts")]
 
 @pytest.mark.usefixtures("products_of_fixed_order")
 @pytest.mark.parametrize("name", SPECS if ON_GPU else SPECS[2:3])
-def test_drafts_trees_and_batches_change_no_logit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_trees_and_batches_change_no_logit(name: str) -> None:
     """Logits of every emitted position are equal alone and in a batch with chains and trees, bit for bit."""
     from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
     decoder = wide(name) if ON_GPU else random_decoder(FEATURE_SPECS[name])
     runner = CudaRunner(decoder, 60, 16, DEVICE, CudaOptions(graphs=ON_GPU, max_graph_rows=64))
-    seen: dict[str, list[Tensor]] = {}
-
-    def recording(writer: Any, emitted: Any, rows: Any, scores: Any) -> Any:
-        settled = advance(writer, emitted, rows, scores)
-        kept = [scores.logits[row].detach().clone().cpu() for row in rows[: settled.kept]]
-        seen.setdefault(writer.seq.request.id, []).extend(kept)
-        return settled
-
-    monkeypatch.setattr(commit, "advance", recording)
+    vocab = decoder.spec.vocab
     lengths, tokens = ([3, 40, 17, 64, 90], 24) if ON_GPU else ([3, 6], 3)
-    params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=tokens) for i in range(len(lengths))]
-    prompts = [[(7 * i + n) % decoder.spec.vocab for i in range(n)] for n in lengths]
+    params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=tokens, ignore_eos=True) for i in range(len(lengths))]
+    prompts = [[(7 * i + n) % vocab for i in range(n)] for n in lengths]
     requests = [make_request(prompt, p, f"r{i}") for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
 
-    def run(drafter: Drafter, length: int, together: int, chunk: int) -> tuple[dict[str, list[int]], dict[str, list[Tensor]]]:
+    def recorded(drafter: Drafter, length: int, together: int, chunk: int) -> Any:
         config = EngineConfig(page_size=16, max_num_seqs=together, max_batch_rows=chunk, prefix_cache=False)
-        engine = keeping_logits(Engine(runner, None, drafter, FixedLength(length), config))
-        seen.clear()
-        writers = [engine.submit(request, "test") for request in requests]
-        while engine.has_work:
-            engine.round()
-        return {writer.seq.request.id: writer.seq.tokens for writer in writers}, dict(seen)
+        return run_recorded(Engine(runner, None, drafter, FixedLength(length), config), requests)
 
-    texts, logits = run(NoDrafter(), 0, 1, 512)
-    vocab = decoder.spec.vocab
+    plain = recorded(NoDrafter(), 0, 1, 512)
+    texts = {writer.seq.request.id: writer.seq.tokens for writer in plain[0]}
     drafters = [(Oracle(texts, 5, branches=3, seed=1, vocab=vocab), 8 if ON_GPU else 4, 2, 40)]
     if ON_GPU:
-        drafters += [
-            (NoDrafter(), 0, 5, 37),
-            (Oracle(texts, 7, vocab=vocab), 7, 1, 512),
-            (Oracle(texts, 9, 6, 2, vocab=vocab), 15, 5, 64),
-        ]
+        drafters += [(Oracle(texts, 7, vocab=vocab), 7, 1, 512), (Oracle(texts, 9, 6, 2, vocab=vocab), 15, 5, 64)]
+        assert_same_bits(plain, recorded(NoDrafter(), 0, 5, 37))
     for drafter, length, together, chunk in drafters:
-        got, bits = run(drafter, length, together, chunk)
-        assert got == texts
-        for request, rows in logits.items():
-            assert all(torch.equal(a, b) for a, b in zip(rows, bits[request], strict=True)), (request, length)
+        assert_same_bits(plain, recorded(drafter, length, together, chunk))
+
+
+STORED = {"mxfp4": "mxfp4", "fp8": "fp8_weights", "int4": "int4", "int8": ""}
+
+
+@pytest.mark.usefixtures("products_of_fixed_order")
+@pytest.mark.parametrize("stored", STORED if ON_GPU else ["mxfp4", "int4"])
+def test_quantised_experts_stay_as_they_are_stored(tmp_path: Path, stored: str) -> None:
+    """Where products take them; their logits are those of the checkpoint whose weights are what they decode to."""
+    from outrider.model.cuda_experts import CudaExperts
+    from outrider.model.cuda_runner import CudaOptions, CudaRunner
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    if stored == "mxfp4":
+        build_reference("gpt-oss", tmp_path, **sizes)
+        quantise_experts(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+        quantised, plain = tmp_path, tmp_path / "plain"
+    else:
+        build_reference("qwen3-moe", None, **sizes, head_dim=16).bfloat16().save_pretrained(tmp_path / "source")
+        quantised, plain = tmp_path / "quantised", tmp_path / "quantised"
+        quantise_folder(tmp_path / "source", quantised, Scheme(stored, 32 if stored == "int4" else 0))
+
+    def logits(path: Path, dtype: str) -> tuple[Tensor, set[str]]:
+        runner = CudaRunner(open_decoder(path, LoadOptions(dtype)), 9, 16, DEVICE, CudaOptions(graphs=False))
+        part = runner.cuda.layers[0].mlp
+        assert isinstance(part, CudaExperts)
+        rows = runner.forward([Feed([0, 1], 0, [i * 11 % 96 for i in range(6)])]).last
+        return runner.logits(rows, range(6)), {matrix.kind for matrix in (part.gate_up, part.down)}
+
+    got, kinds = logits(quantised, "auto")
+    want, plain_kinds = logits(plain, "float32")
+    assert kinds == {STORED[stored]}
+    assert plain_kinds == {""}
+    assert (got - want).norm() / want.norm() < 0.03
 
 
 def test_scores_count_the_experts_that_were_read() -> None:

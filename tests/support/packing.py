@@ -178,7 +178,8 @@ def decoded(directory: Path, settings: Mapping[str, Any], tensors: Mapping[str, 
     assert form is not None
     source = QuantisedSource(directory, form)
     matrix, floats = source.tensor(name), source.floats(name)
-    assert floats is None or torch.equal(floats.values(), matrix)
+    stored = matrix if matrix.dim() == 2 else matrix.mT.flatten(0, 1)  # of experts, one below the other
+    assert floats is None or torch.equal(floats.values(), stored)
     source.close()
     assert source.headers()[name].shape == tuple(matrix.shape)
     return matrix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from outrider.model.cuda_attention import CudaRows
 from outrider.model.cuda_weights import Upload
 from outrider.model.decoder import Layer
 from outrider.model.spec import FeedForward
+from outrider.ops import FourBitFloats, Grouped, ScaledFloats
 from outrider.ops.cuda.experts_launch import ExpertKernels, ExpertRouter, ExpertWeights, Opening
 from outrider.ops.cuda.launch import Kernels
-from outrider.ops.cuda.matrix import DenseMatrix, Matrix, Rows, pair_rows
+from outrider.ops.cuda.matrix import Matrix, Rows, pair_rows
 
 __all__ = ["CudaExperts"]
 
@@ -29,24 +31,18 @@ class CudaExperts:
         self._kernels, self._experts, self._layer = kernels, experts, experts.add_layer()
         self.router = _router(layer, upload.device)
         self._opening = _opening(m)
-        self.gate_up = self._opened(layer.gate_up, m.experts, upload)
-        self.down: Matrix = DenseMatrix(upload.tensor(layer.down))
+        self.gate_up = self._opened(layer.stored("gate_up"), m.experts, upload)
+        self.down = upload.experts(layer.stored("down"))
         gate_up_bias = upload.bias(layer.gate_up_bias)
         self._gate_up_bias = pair_rows(gate_up_bias, m.experts) if gate_up_bias is not None and m.gated else gate_up_bias
         self._down_bias = upload.bias(layer.down_bias)
         self._shared: tuple[Matrix, ...] = ()
         if layer.shared_gate_up is not None and layer.shared_down is not None:
-            self._shared = self._opened(layer.shared_gate_up, 1, upload), DenseMatrix(upload.tensor(layer.shared_down))
+            self._shared = self._opened(layer.shared_gate_up, 1, upload), upload.experts(layer.shared_down)
 
-    def _opened(self, weight: Tensor, experts: int, upload: Upload) -> Matrix:
-        """A first matrix in floating point, whatever other parts are rounded to."""
-        values = upload.tensor(weight)
-        if not self._spec.gated:
-            return DenseMatrix(values)
-        paired = pair_rows(values, experts)
-        if weight.is_cuda:
-            weight.data = weight.new_empty(0)
-        return DenseMatrix(paired)
+    def _opened(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats, experts: int, upload: Upload) -> Matrix:
+        """First matrices, whose rows are pairs of gate and up where there are gates."""
+        return upload.experts(weight, partial(pair_rows, groups=experts) if self._spec.gated else None)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -61,10 +57,11 @@ class CudaExperts:
         assert rows is not None
         assert isinstance(read, Tensor)
         m, k, router = self._spec, self._kernels, self.router
-        routes = self._experts.route(read, router, rows.meta.slots, rows.padding, self._layer)
+        weights = ExpertWeights(self.gate_up, self.down, self._gate_up_bias, self._down_bias)
+        routes = self._experts.route(
+            read, router, rows.meta.slots, rows.padding, self._layer, weights.item_rows(len(read), router)
+        )
         parts = torch.empty(router.chosen + (m.shared > 0), *read.shape, device=read.device)
-        (opened,), (closing,) = self.gate_up.tensors, self.down.tensors
-        weights = ExpertWeights(opened, closing, self._gate_up_bias, self._down_bias)
         self._experts.parts(read, routes, weights, self._opening, parts)
         if self._shared:
             gate_up, down = self._shared

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from outrider.model.spec import Norm
-from outrider.ops import Grouped, ScaledFloats
+from outrider.ops import FourBitFloats, Grouped, ScaledFloats
 from outrider.ops.cuda.launch import RowNorm
 from outrider.ops.cuda.matrix import DenseMatrix, Matrix, RowForm
-from outrider.ops.cuda.quantised_matrix import fp8_matrix, grouped_matrix, int4_of, int8_of
+from outrider.ops.cuda.quantised_matrix import fp8_matrix, grouped_matrix, int4_of, int8_of, mxfp4_matrix
 
 __all__ = ["DevicePart", "Upload", "norm_on"]
 
@@ -53,7 +53,7 @@ class Upload:
     def bias(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else self.tensor(bias)
 
-    def matrix(self, weight: Tensor | Grouped | ScaledFloats) -> Matrix:
+    def matrix(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats) -> Matrix:
         """A matrix as it is stored, where products take that."""
         if not isinstance(weight, Tensor):
             made = self._quantised(weight) if self.dtype == torch.bfloat16 else None
@@ -64,14 +64,38 @@ class Upload:
         values = self.tensor(weight)
         return self._rounded(values) if self.rounds else DenseMatrix(values)
 
-    def reordered(self, weight: Tensor | Grouped | ScaledFloats, order: Callable[[Tensor], Tensor]) -> Matrix:
+    def reordered(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats, order: Callable[[Tensor], Tensor]) -> Matrix:
         """A matrix with its rows in another order. A weight that lies on the device is moved, not copied."""
         matrix = self.matrix(weight).reordered(order)
-        if isinstance(weight, Tensor) and weight.is_cuda:
-            weight.data = weight.new_empty(0)
+        _release(weight)
         return matrix
 
-    def _quantised(self, stored: Grouped | ScaledFloats) -> Matrix | None:
+    def experts(
+        self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats, order: Callable[[Tensor], Tensor] | None = None
+    ) -> Matrix:
+        """Matrices of experts one below the other, as they are stored where their products take that; never rounded."""
+        matrix = self._of_experts(weight)
+        if order is None:
+            return matrix
+        ordered = matrix.reordered(order)
+        _release(weight)
+        return ordered
+
+    def _of_experts(self, weight: Tensor | Grouped | ScaledFloats | FourBitFloats) -> Matrix:
+        if isinstance(weight, Tensor):
+            return DenseMatrix(self.tensor(weight))
+        made = None
+        if self.dtype == torch.bfloat16:
+            # rows stay in bf16: those of an expert would be quantised by a launch of their own
+            made = fp8_matrix(weight, self.device, False) if isinstance(weight, ScaledFloats) else self._quantised(weight)
+        if made is not None and made.reads is None:
+            return made
+        self.decoded += 1
+        return DenseMatrix(self.tensor(weight.values()))
+
+    def _quantised(self, stored: Grouped | ScaledFloats | FourBitFloats) -> Matrix | None:
+        if isinstance(stored, FourBitFloats):
+            return mxfp4_matrix(stored, self.device)
         if isinstance(stored, ScaledFloats):
             return fp8_matrix(stored, self.device, self._fp8_rows)
         return grouped_matrix(stored, self.device)
@@ -82,6 +106,12 @@ class Upload:
             assert made is not None
             return made
         return int8_of(values) if self.rounds == "int8" else int4_of(values)
+
+
+def _release(weight: object) -> None:
+    """Empty a weight that lies on the device, once its rows are there in another order."""
+    if isinstance(weight, Tensor) and weight.is_cuda:
+        weight.data = weight.new_empty(0)
 
 
 def norm_on(device: torch.device, norm: Norm | None, weight: Tensor | None, bias: Tensor | None) -> RowNorm | None:

@@ -19,7 +19,7 @@ from outrider.model.experts import activated, mixed_experts
 from outrider.model.recurrence import Mixer, Recur
 from outrider.model.rotary import Rope, RotaryVariant
 from outrider.model.spec import LayerSpec, ModelSpec, Norm
-from outrider.ops import Grouped, Ops, ScaledFloats, StoredBlocks
+from outrider.ops import FourBitFloats, Grouped, Ops, ScaledFloats, StoredBlocks
 
 __all__ = [
     "Attend",
@@ -70,7 +70,7 @@ class WeightSource(Protocol):
     def grouped(self, name: str) -> Grouped | StoredBlocks | None:
         """A matrix as groups of integers; None where it is to be read in floating point."""
 
-    def packed(self, name: str) -> Grouped | ScaledFloats | None:
+    def packed(self, name: str) -> Grouped | ScaledFloats | FourBitFloats | None:
         """A matrix as it is stored, integers or FP8, for devices; None where it is to be read in floating point."""
 
     def fill(self, name: str, target: Tensor) -> None:
@@ -152,7 +152,7 @@ class Layer(nn.Module):
         self.q_norm, self.q_norm_bias = norm_weights(qk_norm, q_width)
         self.k_norm, self.k_norm_bias = norm_weights(qk_norm, k_width)
         self.grouped: dict[str, Grouped | StoredBlocks] = {}  # matrices that are integers, while they are read
-        self.packed: dict[str, Grouped | ScaledFloats] = {}  # the same for devices
+        self.packed: dict[str, Grouped | ScaledFloats | FourBitFloats] = {}  # the same for devices
         self._query_scale = a.scale * math.sqrt(a.head_dim)
 
     def _add_router(self, hidden: int, dtype: torch.dtype) -> None:
@@ -227,13 +227,17 @@ class Layer(nn.Module):
         out = self._product("down", activated(self._product("gate_up", x, ops, deltas), m, ops), ops, deltas)
         return out if m.out_scale == 1.0 else out.float() * m.out_scale
 
-    def stored(self, name: str) -> Tensor | Grouped | ScaledFloats:
+    def stored(self, name: str) -> Tensor | Grouped | ScaledFloats | FourBitFloats:
         """A matrix as a device takes it: as it is stored, or in floating point."""
         return self.packed.get(name) or getattr(self, name)
 
     def is_product(self, name: str) -> bool:
         """Whether a parameter is the matrix of one product. Those of experts lie one below the other in one parameter."""
         return name in ("qkv", "out") or (name in ("gate_up", "down") and self.spec.mlp.router is None)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter holds matrices of all experts."""
+        return name in ("gate_up", "down") and self.spec.mlp.router is not None
 
     def expert_products(self, expert: int) -> tuple[Product, Product]:
         """Matrix and bias of both products of an expert. Views of fixed matrices are kept: ops prepare each at its first use."""
@@ -301,7 +305,7 @@ class Decoder(nn.Module):
         absent = self.source is not None and self.get_parameter(name).is_meta
         return self.source.grouped(name) if absent and self.source is not None else None
 
-    def packed(self, name: str) -> Grouped | ScaledFloats | None:
+    def packed(self, name: str) -> Grouped | ScaledFloats | FourBitFloats | None:
         """A matrix as its source has it stored, for devices; None where it is to be read in floating point."""
         absent = self.source is not None and self.get_parameter(name).is_meta
         return self.source.packed(name) if absent and self.source is not None else None
@@ -319,7 +323,7 @@ class Decoder(nn.Module):
                 place = f"layers.{i}.{name}"
                 if grouped and layer.is_product(name) and (matrix := self.grouped(place)) is not None:
                     layer.grouped[name] = matrix
-                elif packed and layer.is_product(name) and (stored := self.packed(place)) is not None:
+                elif packed and (layer.is_product(name) or layer.is_expert(name)) and (stored := self.packed(place)) is not None:
                     layer.packed[name] = stored
                 else:
                     _set_parameter(layer, name, nn.Parameter(self.weight(place), requires_grad=False))

@@ -20,7 +20,7 @@ from outrider.model.formats import Format, format_in
 from outrider.model.formats.parts import PartHeader, Parts
 from outrider.model.gguf_source import GgufSource
 from outrider.model.spec import ModelSpec
-from outrider.ops import Grouped, ScaledFloats, StoredBlocks
+from outrider.ops import FourBitFloats, Grouped, ScaledFloats, StoredBlocks
 
 __all__ = ["PlainSource", "QuantisedSource", "TensorSource", "open_source"]
 
@@ -42,8 +42,8 @@ class TensorSource(Protocol):
     def blocks(self, name: str) -> StoredBlocks | None:
         """The same in blocks that the native core reads; None where there are none."""
 
-    def floats(self, name: str) -> ScaledFloats | None:
-        """A matrix as the FP8 values that it is stored in; None where it is stored otherwise."""
+    def floats(self, name: str) -> ScaledFloats | FourBitFloats | None:
+        """A matrix as the FP8 or four-bit values that it is stored in; None where it is stored otherwise."""
 
     def close(self) -> None:
         """Close the files. Reading opens them again."""
@@ -117,8 +117,8 @@ class QuantisedSource:
         grouped: Grouped | None = None if integers is None else integers.grouped()
         return grouped
 
-    def floats(self, name: str) -> ScaledFloats | None:
-        floats: ScaledFloats | None = self._checked(name, self._format.floats) if name in self._parts else None
+    def floats(self, name: str) -> ScaledFloats | FourBitFloats | None:
+        floats: ScaledFloats | FourBitFloats | None = self._checked(name, self._format.floats) if name in self._parts else None
         return floats
 
     def blocks(self, name: str) -> None:

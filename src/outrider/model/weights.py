@@ -21,7 +21,7 @@ from outrider.model.families import Place, names_of, places_of
 from outrider.model.files import Header
 from outrider.model.source import TensorSource, open_source
 from outrider.model.spec import ModelSpec
-from outrider.ops import Grouped, ScaledFloats, StoredBlocks
+from outrider.ops import FourBitFloats, Grouped, ScaledFloats, StoredBlocks
 
 __all__ = ["Checkpoint", "StoredWeights", "known_name"]
 
@@ -189,13 +189,34 @@ class StoredWeights:
             return Grouped.of(self.read(name), _INT4_GROUP)
         return stored
 
-    def packed(self, name: str) -> Grouped | ScaledFloats | None:
-        """A matrix as it is stored, integers or FP8, for devices; None where it is to be read in floating point."""
+    def packed(self, name: str) -> Grouped | ScaledFloats | FourBitFloats | None:
+        """A matrix as it is stored, integers, FP8 or four-bit floats, for devices; None where it is to be read as floats."""
+        stacked = self._stacked(name) if self._keeps_groups else None
+        if stacked is not None:
+            return stacked
         parts = self._plain_parts(name) if self._keeps_groups else []
-        source = self._checkpoint.source
-        joined = _joined(parts, source.grouped, Grouped.joined) or _joined(parts, source.floats, ScaledFloats.joined)
+        joined = _joined(parts, self._checkpoint.source.grouped, Grouped.joined) or _joined(parts, self._fp8, ScaledFloats.joined)
         self._advance_parts(parts if joined is not None else ())
         return joined
+
+    def _fp8(self, stored: str) -> ScaledFloats | None:
+        floats = self._checkpoint.source.floats(stored)
+        return floats if isinstance(floats, ScaledFloats) else None
+
+    def _stacked(self, name: str) -> FourBitFloats | None:
+        """Matrices of all experts in four-bit floats, whose outputs lie one below the other as they are stored."""
+        parts = self._places.get(name, ())
+        if len(parts) != 1 or not (parts[0][1].experts and parts[0][1].transposed):
+            return None
+        stored, place = parts[0]
+        floats = self._checkpoint.source.floats(stored)
+        if not isinstance(floats, FourBitFloats):
+            return None
+        self._advance_parts(parts)
+        if place.order is None:
+            return floats
+        first = torch.arange(0, floats.shape[0], floats.shape[0] // place.experts)
+        return floats.rows((first[:, None] + place.order()).flatten())
 
     def _plain_parts(self, name: str) -> list[tuple[str, Place]]:
         """The stored tensors of a matrix from top to bottom; none where a place changes values."""

@@ -7,7 +7,7 @@ ops/cpu, where it was built. `serving_ops` chooses between the two.
 
 from outrider.ops.attention import AttentionPlan, Segment, paged_attention, plan_attention
 from outrider.ops.blocks import BLOCK_FORMS, StoredBlocks
-from outrider.ops.floats import ScaledFloats
+from outrider.ops.floats import FourBitFloats, ScaledFloats
 from outrider.ops.groups import GROUP_STEP, Grouped
 from outrider.ops.native import (
     BESIDE,
@@ -54,6 +54,7 @@ __all__ = [
     "ChainParams",
     "Core",
     "Epilogue",
+    "FourBitFloats",
     "Grouped",
     "GrownTree",
     "GrowthParams",

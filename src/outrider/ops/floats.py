@@ -1,4 +1,4 @@
-"""Matrices of FP8 values (e4m3) with scales, as checkpoints store them."""
+"""Matrices of FP8 values (e4m3) with scales, and of four-bit floats, as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ScaledFloats"]
+__all__ = ["FourBitFloats", "ScaledFloats"]
 
 _LARGEST = 448.0
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class ScaledFloats(NamedTuple):
@@ -60,3 +61,29 @@ class ScaledFloats(NamedTuple):
         return ScaledFloats(
             torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]), torch.cat(blocks), parts[0].size
         )
+
+
+class FourBitFloats(NamedTuple):
+    """A matrix (columns, inner) of e2m1 values with a power of two for each group of inputs (MXFP4)."""
+
+    codes: Tensor  # (columns, inner / 2) uint8, two inputs to a byte, the first in the low bits
+    scale: Tensor  # (columns, groups) uint8, the exponents with 127 added
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.codes.shape[0], 2 * self.codes.shape[1])
+
+    @property
+    def size(self) -> int:
+        """Inputs of a group."""
+        return self.shape[1] // self.scale.shape[1]
+
+    def values(self) -> Tensor:
+        """The matrix in float32."""
+        codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
+        scale = (self.scale.int() << 23).view(torch.float32).repeat_interleave(self.size, 1)
+        return torch.tensor(_E2M1, device=codes.device)[codes.int()] * scale
+
+    def rows(self, which: Tensor) -> FourBitFloats:
+        """Some of the columns, in another order."""
+        return FourBitFloats(self.codes[which], self.scale[which])

@@ -22,7 +22,7 @@ from outrider.model.formats.fp8 import FP8
 from outrider.model.formats.gptq import GPTQ
 from outrider.model.formats.mxfp4 import MXFP4
 from outrider.model.formats.parts import Integers, Parts
-from outrider.ops import ScaledFloats
+from outrider.ops import FourBitFloats, ScaledFloats
 
 __all__ = ["FORMATS", "Format", "format_in", "format_of"]
 
@@ -55,8 +55,8 @@ class Format(Protocol):
     def integers(self, parts: Parts) -> Integers | None:
         """A matrix as it is stored; None where its values are no integers. ValueError where its tensors do not fit together."""
 
-    def floats(self, parts: Parts) -> ScaledFloats | None:
-        """A matrix as the FP8 values that are stored; None where there are none. ValueError where its tensors do not fit."""
+    def floats(self, parts: Parts) -> ScaledFloats | FourBitFloats | None:
+        """A matrix as its FP8 or four-bit values; None where there are none. ValueError where its tensors do not fit."""
 
     def decode(self, parts: Parts) -> Tensor:
         """A matrix in floating point. ValueError where its tensors do not fit together."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.model.fields import Fields
 from outrider.model.formats.bits import E2M1, fields
 from outrider.model.formats.parts import Parts
+from outrider.ops import FourBitFloats
 
 __all__ = ["MXFP4", "powers_of_two"]
 
@@ -41,8 +42,10 @@ class MXFP4:
     def integers(self, parts: Parts) -> None:
         """Its values are no integers."""
 
-    def floats(self, parts: Parts) -> None:
-        """Its values are no FP8."""
+    def floats(self, parts: Parts) -> FourBitFloats:
+        """The outputs of all experts one below the other."""
+        experts, inputs, outputs = self.shape(parts)
+        return FourBitFloats(parts["_blocks"].view(experts * outputs, inputs // 2), parts["_scales"].flatten(0, 1))
 
     def decode(self, parts: Parts) -> Tensor:
         """In bfloat16, which holds the values as they are."""

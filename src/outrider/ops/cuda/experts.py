@@ -16,21 +16,24 @@ import triton
 import triton.language as tl
 
 from outrider.ops.cuda.kernels import _activated, _add, _run, _run_in_register
+from outrider.ops.cuda.quantised import part_of_product
 
 __all__ = ["close_experts", "open_experts"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_columns"])
 def open_experts(
-    x, w, bias, order, items, out, COLUMNS: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATE_SCALE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr, SPLIT_K: tl.constexpr,
-    IN_REGISTER: tl.constexpr,
+    x, w, w_scale, w_zero, bias, order, items, out, all_columns, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, GATE_SCALE: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first product of every pair and its activation, to the pair's place (pairs, width).
 
-    w is (experts * COLUMNS, INNER); where experts are gated its rows are pairs of gate and up. With ALPHA the activation is
-    (up + 1) * gate * sigmoid(ALPHA * gate), both cut at LIMIT.
+    w is (experts * COLUMNS, INNER), of a KIND of `quantised.product` or, where that is "", in floating point. Where experts are
+    gated its rows are pairs of gate and up. With ALPHA the activation is (up + 1) * gate * sigmoid(ALPHA * gate), both cut at
+    LIMIT.
     """
     item = tl.program_id(0)
     if item < tl.load(items):
@@ -38,9 +41,10 @@ def open_experts(
         i, column = tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
         inside = i < count
         row = tl.load(order + first + i, mask=inside, other=0) // CHOSEN
-        x_at = x + row.to(tl.int64)[:, None] * INNER
-        w_at = w + (expert.to(tl.int64) * COLUMNS + column)[None, :] * INNER
-        acc = _product(x_at, w_at, inside, column < COLUMNS, INNER, SPLIT_K, IN_REGISTER, BM, BN, BK, PRECISION)
+        acc = _product(
+            x, w, w_scale, w_zero, row, inside, expert, column, all_columns, COLUMNS, INNER, KIND, WIDTH, ZERO, OFFSET, GROUP,
+            PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST, PRECISION,
+        )  # fmt: skip
         if HAS_BIAS:
             acc = _biased(acc, bias + expert * COLUMNS + column, column < COLUMNS)
         place = (first + i).to(tl.int64)[:, None]
@@ -65,11 +69,12 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.co
         return _activated(gate, ACTIVATION) * up
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "all_columns"])
 def close_experts(
-    x, w, bias, weights, order, items, out, rows, COLUMNS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, SPLIT_K: tl.constexpr, IN_REGISTER: tl.constexpr,
+    x, w, w_scale, w_zero, bias, weights, order, items, out, rows, all_columns, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr,
+    ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The second product of every pair, times its weight, to out (CHOSEN, rows, COLUMNS): zeros for rows of padding."""
     item = tl.program_id(0)
@@ -81,9 +86,11 @@ def close_experts(
         at = out + (pair % CHOSEN * rows + pair // CHOSEN).to(tl.int64)[:, None] * COLUMNS + column[None, :]
         stored = inside[:, None] & column_in[None, :]
         if expert < EXPERTS:
-            w_at = w + (expert.to(tl.int64) * COLUMNS + column)[None, :] * INNER
-            x_at = x + (first + i).to(tl.int64)[:, None] * INNER
-            acc = _product(x_at, w_at, inside, column_in, INNER, SPLIT_K, IN_REGISTER, BM, BN, BK, PRECISION)
+            place = first + tl.minimum(i, count - 1)  # what lies beyond is computed twice and not stored
+            acc = _product(
+                x, w, w_scale, w_zero, place, inside, expert, column, all_columns, COLUMNS, INNER, KIND, WIDTH, ZERO, OFFSET,
+                GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST, PRECISION,
+            )  # fmt: skip
             if HAS_BIAS:
                 acc = _biased(acc, bias + expert * COLUMNS + column, column_in)
             tl.store(at, acc * tl.load(weights + pair, mask=inside, other=0.0)[:, None], mask=stored)
@@ -93,14 +100,36 @@ def close_experts(
 
 @triton.jit
 def _product(
-    x_at, w_at, row_in, column_in, INNER: tl.constexpr, SPLIT_K: tl.constexpr, IN_REGISTER: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    x, w, w_scale, w_zero, row, row_in, expert, column, all_columns, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows times columns, (BM, BN)."""
-    if SPLIT_K == 4 and IN_REGISTER:
-        return _run_in_register(x_at, w_at, row_in, column_in, INNER // SPLIT_K, BM, BN, BK, PRECISION)
+    """Rows of x times columns of an expert, (BM, BN)."""
+    if KIND == "":
+        x_at = x + row.to(tl.int64)[:, None] * INNER
+        w_at = w + (expert.to(tl.int64) * COLUMNS + column)[None, :] * INNER
+        if PARTS == 4 and BM <= 16:
+            return _run_in_register(x_at, w_at, row_in, column < COLUMNS, INNER // PARTS, BM, BN, BK, PRECISION)
+        else:
+            return _run(x_at, w_at, row_in, column < COLUMNS, INNER // PARTS, PARTS, BM, BN, BK, PRECISION)
     else:
-        return _run(x_at, w_at, row_in, column_in, INNER // SPLIT_K, SPLIT_K, BM, BN, BK, PRECISION)
+        first = expert * COLUMNS + tl.program_id(1) * BN
+        last = expert * COLUMNS + COLUMNS - 1
+        w_row = tl.minimum(expert * COLUMNS + column, last).to(tl.int64)
+        x_row = row.to(tl.int64)
+        total = part_of_product(
+            0, x, x, w, w_scale, w_zero, x_row, w_row, first, last, all_columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP, PARTS,
+            SWAPPED, BM, BN, BK, WARPS, STAGES, FAST,
+        )  # fmt: skip
+        for part in range(1, PARTS):
+            total += part_of_product(
+                part, x, x, w, w_scale, w_zero, x_row, w_row, first, last, all_columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP,
+                PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST,
+            )  # fmt: skip
+        if SWAPPED:
+            total = tl.trans(total)
+        return total
 
 
 @triton.jit

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from outrider.ops.cuda import experts as kernels
 from outrider.ops.cuda import router
-from outrider.ops.cuda.tiles import Tile, expert_tiles_for
+from outrider.ops.cuda.matrix import Matrix
+from outrider.ops.cuda.quantised_matrix import QuantisedMatrix, interpreted
+from outrider.ops.cuda.quantised_tiles import QuantisedTile, quantised_tile_for
+from outrider.ops.cuda.tiles import Tile, expert_tile_for, item_rows_for
 
 __all__ = ["ExpertKernels", "ExpertRouter", "ExpertWeights", "Opening", "Routes"]
 
@@ -18,6 +21,8 @@ _BLOCK = 32  # rows of a block of `route`
 _ROWS = 8  # that are chosen for together
 _TILE, _SPAN = 8, 512  # experts and inner values of one of its programs
 _MAX_ROWS = 1 << 16
+_MAX_QUANTISED_ROWS = 64  # of a work item of quantised experts
+AnyTile = Tile | QuantisedTile
 
 
 class ExpertRouter(NamedTuple):
@@ -49,10 +54,15 @@ class Opening(NamedTuple):
 class ExpertWeights(NamedTuple):
     """Matrices of all experts one below the other, and their biases; gates and ups in pairs."""
 
-    open: Tensor  # (experts * columns, hidden)
-    close: Tensor  # (experts * hidden, width)
+    open: Matrix  # (experts * columns, hidden)
+    close: Matrix  # (experts * hidden, width)
     open_bias: Tensor | None = None
     close_bias: Tensor | None = None
+
+    def item_rows(self, rows: int, r: ExpertRouter) -> int:
+        """Pairs of a work item, for so many rows."""
+        wanted = item_rows_for(rows * r.chosen / r.experts)
+        return wanted if self.open.kind == self.close.kind == "" else min(wanted, _MAX_QUANTISED_ROWS)
 
 
 class Routes(NamedTuple):
@@ -63,7 +73,7 @@ class Routes(NamedTuple):
     gates: Tensor  # (rows,) float32, of the shared expert
     order: Tensor  # (pairs,) int32, the pairs by expert
     items: Tensor  # work items; see ops/cuda/router.py
-    tiles: tuple[Tile, Tile]  # of the products, whose rows are those of an item
+    item_rows: int  # pairs of an item, at most
     max_items: int
 
 
@@ -82,21 +92,18 @@ class ExpertKernels:
         self._layers += 1
         return self._layers - 1
 
-    def route(
-        self, x: Tensor, r: ExpertRouter, slots: Tensor, limit: int, layer: int, tiles: tuple[Tile, Tile] | None = None
-    ) -> Routes:
+    def route(self, x: Tensor, r: ExpertRouter, slots: Tensor, limit: int, layer: int, item_rows: int = 16) -> Routes:
         """The experts of rows. Rows whose KV goes to slot `limit` or behind are padding."""
         rows, hidden = x.shape
         columns, pairs = len(r.matrix), rows * r.chosen
         blocks, spans = triton.cdiv(rows, _BLOCK), triton.cdiv(hidden, _SPAN)
-        tiles = tiles or expert_tiles_for(pairs / r.experts)
-        max_items = min(pairs, r.experts) + pairs // tiles[0].rows + 1  # one more for padding
+        max_items = min(pairs, r.experts) + pairs // item_rows + 1  # one more for padding
         partial, weights, gates = (
             torch.empty(size, device=x.device) for size in (spans * rows * columns, (rows, r.chosen), rows)
         )
         sizes = (blocks * r.experts, pairs, pairs, 2 + 3 * max_items)
         counts, chosen, order, items = (torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
-        padded, numbers = _power(r.experts), (rows, limit, layer, tiles[0].rows)
+        padded, numbers = _power(r.experts), (rows, limit, layer, item_rows)
         router.route[(blocks, triton.cdiv(columns, _TILE), spans)](
             x, r.matrix, r.matrix if r.bias is None else r.bias, r.matrix if r.correction is None else r.correction, slots,
             partial, self._ended, counts, chosen, weights, gates, order, items, self.touched, *numbers, r.scale, r.closeness,
@@ -109,38 +116,81 @@ class ExpertKernels:
                 chosen, counts, slots, order, items, self.touched, *numbers, r.experts, padded, r.chosen, _power(r.chosen),
                 _BLOCK, _ROWS, num_warps=4,
             )  # fmt: skip
-        return Routes(chosen.view(rows, r.chosen), weights, gates, order, items, tiles, max_items)
+        return Routes(chosen.view(rows, r.chosen), weights, gates, order, items, item_rows, max_items)
 
     def parts(self, x: Tensor, routes: Routes, w: ExpertWeights, opening: Opening, out: Tensor) -> None:
         """What every expert of every row gives, weighted, to out (chosen, rows, hidden)."""
         self.close(self.open(x, routes, w, opening), routes, w, out)
 
-    def open(self, x: Tensor, routes: Routes, w: ExpertWeights, opening: Opening) -> Tensor:
+    def open(self, x: Tensor, routes: Routes, w: ExpertWeights, opening: Opening, tile: AnyTile | None = None) -> Tensor:
         """The first product of every pair and its activation, in the order of `Routes.order`: (pairs, width)."""
-        (rows, hidden), chosen, tile = x.shape, routes.experts.shape[1], routes.tiles[0]
-        columns = len(w.open) // (len(w.close) // hidden)
-        out = torch.empty(rows * chosen, w.close.shape[1], dtype=self._dtype, device=x.device)
-        kernels.open_experts[(routes.max_items, triton.cdiv(columns, tile.columns))](
-            x, w.open, w.open if w.open_bias is None else w.open_bias, routes.order, routes.items, out, columns, hidden, chosen,
-            tile.rows, tile.columns, tile.inner, w.open_bias is not None, opening.gated, opening.activation, opening.gate_scale,
-            opening.limit, opening.alpha, **self._product(tile, hidden),
+        (rows, hidden), chosen, width = x.shape, routes.experts.shape[1], w.close.shape[1]
+        columns = w.open.shape[0] // (w.close.shape[0] // hidden)
+        operand = _Operand.of(w.open, columns, routes.item_rows, False, tile)
+        out = torch.empty(rows * chosen, width, dtype=self._dtype, device=x.device)
+        bias = operand.tensors[0] if w.open_bias is None else w.open_bias
+        kernels.open_experts[(routes.max_items, triton.cdiv(columns, operand.tile.columns))](
+            operand.inputs_of(x), *operand.tensors, bias, routes.order, routes.items, out, w.open.shape[0],
+            columns, hidden, chosen, w.open_bias is not None, opening.gated, opening.activation,
+            opening.gate_scale, opening.limit, opening.alpha, **operand.options,
         )  # fmt: skip
         return out
 
-    def close(self, x: Tensor, routes: Routes, w: ExpertWeights, out: Tensor) -> None:
+    def close(self, x: Tensor, routes: Routes, w: ExpertWeights, out: Tensor, tile: AnyTile | None = None) -> None:
         """The second product of what `open` gave, weighted, to out (chosen, rows, hidden); what lies behind stays as it is."""
-        (_, rows, hidden), chosen, width, tile = out.shape, routes.experts.shape[1], x.shape[1], routes.tiles[1]
-        kernels.close_experts[(routes.max_items, triton.cdiv(hidden, tile.columns))](
-            x, w.close, w.close if w.close_bias is None else w.close_bias, routes.weights, routes.order, routes.items, out, rows,
-            hidden, width, len(w.close) // hidden, chosen, tile.rows, tile.columns, tile.inner, w.close_bias is not None,
-            **self._product(tile, width),
+        (_, rows, hidden), chosen, width = out.shape, routes.experts.shape[1], x.shape[1]
+        operand = _Operand.of(w.close, hidden, routes.item_rows, True, tile)
+        bias = operand.tensors[0] if w.close_bias is None else w.close_bias
+        kernels.close_experts[(routes.max_items, triton.cdiv(hidden, operand.tile.columns))](
+            operand.inputs_of(x), *operand.tensors, bias, routes.weights, routes.order, routes.items, out, rows,
+            w.close.shape[0], hidden, width, w.close.shape[0] // hidden, chosen,
+            w.close_bias is not None, **operand.options,
         )  # fmt: skip
 
-    def _product(self, tile: Tile, inner: int) -> dict[str, object]:
-        return {
-            "PRECISION": self._precision, "SPLIT_K": 4 if inner % 64 == 0 else 1, "IN_REGISTER": tile.rows <= 16,
-            "num_warps": tile.warps, "num_stages": tile.stages,
+
+class _Operand(NamedTuple):
+    """A matrix of experts as the kernels take it."""
+
+    matrix: Matrix
+    tensors: tuple[Tensor, Tensor, Tensor]  # values or codes, scales, zeros
+    tile: AnyTile
+    options: dict[str, object]
+
+    @classmethod
+    def of(cls, w: Matrix, columns: int, rows: int, second: bool, tile: AnyTile | None) -> _Operand:
+        if isinstance(w, QuantisedMatrix):
+            chosen = tile or quantised_tile_for(w.kind, rows, columns)
+            return cls(w, *_quantised(w, chosen._replace(rows=rows)))
+        (values,), chosen = w.tensors, tile or expert_tile_for(rows, second)
+        options = {
+            "KIND": "", "WIDTH": w.shape[1], "ZERO": "", "OFFSET": 0, "GROUP": 0, "PARTS": _parts_of(w.shape[1]),
+            "SWAPPED": False, "BM": chosen.rows, "BN": chosen.columns, "BK": chosen.inner, "WARPS": chosen.warps,
+            "STAGES": chosen.stages, "FAST": False, "PRECISION": "ieee" if values.dtype == torch.float32 else "tf32",
+            "num_warps": chosen.warps, "num_stages": chosen.stages,
         }  # fmt: skip
+        return cls(w, (values, values, values), chosen, options)
+
+    def inputs_of(self, x: Tensor) -> Tensor:
+        """Rows in the order of the matrix's inputs."""
+        order = self.matrix.inputs if isinstance(self.matrix, QuantisedMatrix) else None
+        return x if order is None else x[:, order]
+
+
+def _parts_of(inner: int) -> int:
+    """Parts of a sum in floating point: as of other products that are not wide, since those of one expert are not."""
+    return 4 if inner % 64 == 0 else 1
+
+
+def _quantised(w: QuantisedMatrix, tile: AnyTile) -> tuple[tuple[Tensor, Tensor, Tensor], AnyTile, dict[str, object]]:
+    assert isinstance(tile, QuantisedTile)
+    codes = w.codes if interpreted() or not w.kind.endswith("weights") else w.codes.view(torch.uint8)
+    options = {
+        "KIND": w.kind, "WIDTH": w.width, "ZERO": w.zero_kind, "OFFSET": w.offset, "GROUP": w.group, "PARTS": w.parts,
+        "SWAPPED": tile.swapped, "BM": tile.rows, "BN": tile.columns, "BK": w.step(tile), "WARPS": tile.warps,
+        "STAGES": tile.stages, "FAST": not interpreted(), "PRECISION": "tf32", "num_warps": tile.warps, "num_stages": tile.stages,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    return (codes, w.scale, w.scale if w.zero is None else w.zero), tile, options
 
 
 def _power(size: int) -> int:

@@ -6,7 +6,7 @@ operand of the tensor cores and weights the wide one ("swapped"), because a tile
 
 Kinds: "fp8" and "int8" multiply rows that were quantised too, with a scale for each row and column. "fp8_blocks" has a scale for
 each row and 128 inputs, and for blocks of weights, applied to every 128 inputs. "fp8_weights" and "fp8_block_weights" decode FP8
-to bf16. "int4" and "bytes" decode integers to bf16 and scale each group.
+to bf16. "int4" and "bytes" decode integers to bf16 and scale each group, and so does "mxfp4" with four-bit floats.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from outrider.ops.cuda.kernels import finish_tile, store_codes
 
-__all__ = ["decoded_fp8", "decoded_int4", "decoded_mxfp4", "product", "quantise_rows"]
+__all__ = ["decoded_fp8", "decoded_int4", "decoded_mxfp4", "part_of_product", "product", "quantise_rows"]
 
 
 @triton.jit
@@ -159,8 +159,8 @@ def product(
     w_row = tl.minimum(column, columns - 1).to(tl.int64)
     if FORM == "split_k" or JOIN:
         part = tl.program_id(2)
-        acc = _part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP, PARTS,
-                    SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
+        acc = part_of_product(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, first, columns - 1, columns, INNER, WIDTH, KIND,
+                              ZERO, OFFSET, GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
         at = _by_row(row, SWAPPED).to(tl.int64) * columns + _by_column(column, SWAPPED)
         inside = _by_row(row_in, SWAPPED) & _by_column(column_in, SWAPPED)
         step = rows.to(tl.int64) * columns
@@ -181,13 +181,15 @@ def product(
                 )  # fmt: skip
     else:
         if PARTS == 1:
-            total = _part(0, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET, GROUP,
-                          PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
+            total = part_of_product(0, x, x_scale, w, w_scale, w_zero, x_row, w_row, first, columns - 1, columns, INNER, WIDTH,
+                                    KIND, ZERO, OFFSET, GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
         else:
             total = _zeros(BM, BN, SWAPPED, tl.float32)
             for part in range(0, PARTS):
-                total += _part(part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, ZERO, OFFSET,
-                               GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST)  # fmt: skip
+                total += part_of_product(
+                    part, x, x_scale, w, w_scale, w_zero, x_row, w_row, first, columns - 1, columns, INNER, WIDTH, KIND, ZERO,
+                    OFFSET, GROUP, PARTS, SWAPPED, BM, BN, BK, WARPS, STAGES, FAST,
+                )  # fmt: skip
         _close(
             total, bias, out, keys, values, slots, positions, cos, sin, row, column, first, row_in, column_in, columns,
             SWAPPED, BM, BN, FORM, HAS_BIAS, HEADS, KV_HEADS, HEAD, PAGE, ACTIVATION, SCALE, CAP,
@@ -213,18 +215,25 @@ def _close(
 
 
 @triton.jit
-def _part(
-    part, x, x_scale, w, w_scale, w_zero, x_row, w_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+def part_of_product(
+    part, x, x_scale, w, w_scale, w_zero, x_row, w_row, first, last, columns, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """The sum of one part with its scales, (BN, BM) where operands are swapped and (BM, BN) otherwise."""
+    """The sum of one part with its scales, (BN, BM) where operands are swapped and (BM, BN) otherwise.
+
+    w_row are the rows of w of the tile's columns: first, first + 1, ..., but none after `last`.
+    """
     SPAN: tl.constexpr = WIDTH // PARTS
     if KIND == "int4" and GROUP % 64 == 0:
-        return _int4_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP, SPAN,
-                          BM, BN, WARPS, STAGES, FAST)  # fmt: skip
+        return _int4_part(part, x, w, w_scale, w_zero, x_row, w_row, first, last, columns, INNER, WIDTH, ZERO, OFFSET, GROUP,
+                          SPAN, BM, BN, WARPS, STAGES, FAST)  # fmt: skip
     elif KIND == "int4":
         return _small_groups_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP,
+                                  SPAN // 2, SWAPPED, BM, BN, BK, FAST)  # fmt: skip
+    elif KIND == "mxfp4":
+        return _small_groups_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, KIND, OFFSET, GROUP,
                                   SPAN // 2, SWAPPED, BM, BN, BK, FAST)  # fmt: skip
     elif KIND == "bytes":
         return _byte_part(part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER, WIDTH, ZERO, OFFSET, GROUP, SPAN,
@@ -277,9 +286,9 @@ def _block_part(
 
 @triton.jit
 def _int4_part(
-    part, x, w, w_scale, w_zero, x_row, w_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr,
-    OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
-    STAGES: tl.constexpr, FAST: tl.constexpr,
+    part, x, w, w_scale, w_zero, x_row, w_row, first_row, last_row, columns, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    ZERO: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Four-bit integers in groups of 64 or of multiples of 128, weights as the wide operand.
 
@@ -289,7 +298,7 @@ def _int4_part(
     """
     row = tl.arange(0, BN)
     own = ((row // (16 * WARPS)) * 2 + row // 8 % 2) * (8 * WARPS) + row // 16 % WARPS * 8 + row % 8  # place in the tile
-    w_own = tl.minimum(tl.program_id(1) * BN + own, columns - 1)
+    w_own = tl.minimum(first_row + own, last_row)
     k = tl.arange(0, 64)
     x_at = x + (x_row * INNER + part * SPAN)[None, :] + k[:, None]
     w_at = w + (w_row * (WIDTH // 2) + part * (SPAN // 2))[:, None] + k[None, :]
@@ -350,7 +359,10 @@ def _small_groups_part(
     OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Four-bit integers in groups of 16 or 32: byte j of a row holds inputs j and j + WIDTH / 2. SPAN bytes make a part."""
+    """Four-bit integers, or e2m1 values ("mxfp4"), in groups of 16 or 32: byte j of a row holds inputs j and j + WIDTH / 2.
+
+    SPAN bytes make a part.
+    """
     HALF: tl.constexpr = WIDTH // 2
     k = part * SPAN + tl.arange(0, BK)
     x_at = x + _by_row(x_row * INNER, SWAPPED) + _by_input(k, SWAPPED)
@@ -362,24 +374,37 @@ def _small_groups_part(
         at = part * SPAN + start
         low_at = (at // GROUP) * columns + w_row
         high_at = ((HALF + at) // GROUP) * columns + w_row
-        if ZERO == "integer":
-            low = -128.0 - tl.load(w_zero + low_at).to(tl.float32)
-            high = -128.0 - tl.load(w_zero + high_at).to(tl.float32)
-            low = tl.broadcast_to(_by_column(low.to(tl.bfloat16), SWAPPED), packed.shape)
-            high = tl.broadcast_to(_by_column(high.to(tl.bfloat16), SWAPPED), packed.shape)
+        if ZERO == "mxfp4":
+            first, second = decoded_mxfp4(packed, FAST)
         else:
-            low = tl.full(packed.shape, -128.0 - OFFSET, tl.float32).to(tl.bfloat16)
-            high = low
-        first, second = decoded_int4(packed, low, high, FAST)
+            if ZERO == "integer":
+                low = -128.0 - tl.load(w_zero + low_at).to(tl.float32)
+                high = -128.0 - tl.load(w_zero + high_at).to(tl.float32)
+                low = tl.broadcast_to(_by_column(low.to(tl.bfloat16), SWAPPED), packed.shape)
+                high = tl.broadcast_to(_by_column(high.to(tl.bfloat16), SWAPPED), packed.shape)
+            else:
+                low = tl.full(packed.shape, -128.0 - OFFSET, tl.float32).to(tl.bfloat16)
+                high = low
+            first, second = decoded_int4(packed, low, high, FAST)
         a = _rows(x_at, at, start, INNER, WIDTH, SWAPPED, BK)
         b = _rows(x_at, HALF + at, HALF + start, INNER, WIDTH, SWAPPED, BK)
-        acc = tl.fma(_dot(first, a, none, SWAPPED), _by_column(tl.load(w_scale + low_at).to(tl.float32), SWAPPED), acc)
-        acc = tl.fma(_dot(second, b, none, SWAPPED), _by_column(tl.load(w_scale + high_at).to(tl.float32), SWAPPED), acc)
+        low_scale, high_scale = _scale(tl.load(w_scale + low_at), ZERO), _scale(tl.load(w_scale + high_at), ZERO)
+        acc = tl.fma(_dot(first, a, none, SWAPPED), _by_column(low_scale, SWAPPED), acc)
+        acc = tl.fma(_dot(second, b, none, SWAPPED), _by_column(high_scale, SWAPPED), acc)
         if ZERO == "value":
             ones = tl.full(packed.shape, 1.0, tl.float32).to(tl.bfloat16)
             acc = tl.fma(_dot(ones, a, none, SWAPPED), -_by_column(tl.load(w_zero + low_at).to(tl.float32), SWAPPED), acc)
             acc = tl.fma(_dot(ones, b, none, SWAPPED), -_by_column(tl.load(w_zero + high_at).to(tl.float32), SWAPPED), acc)
     return acc
+
+
+@triton.jit
+def _scale(stored, ZERO: tl.constexpr):
+    """The scale of a group. Those of e2m1 values are exponents of two, stored with 127 added."""
+    if ZERO == "mxfp4":
+        return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
 
 
 @triton.jit

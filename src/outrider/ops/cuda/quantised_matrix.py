@@ -13,14 +13,15 @@ from torch import Tensor
 from outrider.ops.cuda.matrix import Epilogue, RowForm, Rows
 from outrider.ops.cuda.quantised import product, quantise_rows
 from outrider.ops.cuda.quantised_tiles import JOINED_ROWS, QuantisedTile, parts_of, quantised_tile_for
-from outrider.ops.floats import ScaledFloats
+from outrider.ops.floats import FourBitFloats, ScaledFloats
 from outrider.ops.groups import Grouped
 
-__all__ = ["QuantisedMatrix", "fp8_matrix", "grouped_matrix", "int4_of", "int8_of"]
+__all__ = ["QuantisedMatrix", "fp8_matrix", "grouped_matrix", "int4_of", "int8_of", "mxfp4_matrix"]
 
 _BLOCK = 128  # inputs that share a scale of activations in products by blocks
 _FILLED = 256  # inputs that rows of weights are filled up to a multiple of
 _SMALL_GROUPS = (16, 32, 64)
+_HALVED = ("int4", "mxfp4")
 _BYTE_OFFSET = 128
 _LIMITS = {"fp8": 448.0, "fp8_blocks": 448.0, "int8": 127.0}  # the largest codes of activations
 _LOADED = 128  # inputs of a group that is made here
@@ -32,7 +33,7 @@ class QuantisedMatrix:
 
     kind: str
     inner: int
-    codes: Tensor  # (columns, width): uint8, int8 or FP8; two inputs to a byte in "int4"
+    codes: Tensor  # (columns, width): uint8, int8 or FP8; two inputs to a byte in "int4" and "mxfp4"
     scale: Tensor  # (columns,), (blocks, width / 128), or of groups (groups, columns)
     zero: Tensor | None = None  # of groups (groups, columns); of blocks the block of each column (columns,) int32
     inputs: Tensor | None = None  # (inner,) the input that each code is of; None: in order
@@ -47,7 +48,7 @@ class QuantisedMatrix:
     @property
     def width(self) -> int:
         """The inner dimension filled up."""
-        return self.codes.shape[1] * (2 if self.kind == "int4" else 1)
+        return self.codes.shape[1] * (2 if self.kind in _HALVED else 1)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -55,6 +56,8 @@ class QuantisedMatrix:
 
     @property
     def parts(self) -> int:
+        if self.kind == "mxfp4":
+            return 1
         return parts_of(self.shape[0], self.width, _FILLED if self.kind == "int4" and self.group % 64 else _BLOCK)
 
     @property
@@ -104,21 +107,21 @@ class QuantisedMatrix:
         product[grid](
             x, x_scale, codes, self.scale, self.scale if self.zero is None else self.zero,
             self.scale if then.bias is None else then.bias, out, partial, self.counts if join else out,
-            *(then.placed or (out,) * 6), rows, columns, self.inner, self.width, self.kind, self._zero_kind,
-            self.offset, self.group, parts, join, tile.swapped, tile.rows, tile.columns, self._step(tile),
+            *(then.placed or (out,) * 6), rows, columns, self.inner, self.width, self.kind, self.zero_kind,
+            self.offset, self.group, parts, join, tile.swapped, tile.rows, tile.columns, self.step(tile),
             then.form, then.bias is not None, *then.heads, then.activation, then.scale, then.cap, tile.warps, tile.stages, fast,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
 
     @property
-    def _zero_kind(self) -> str:
+    def zero_kind(self) -> str:
         if self.zero is None or self.kind not in ("int4", "bytes"):
             return ""
         return "integer" if self.zero.dtype == torch.uint8 else "value"
 
-    def _step(self, tile: QuantisedTile) -> int:
+    def step(self, tile: QuantisedTile) -> int:
         """Inputs, or bytes of two, of a step. Where groups are scaled it is fixed, because every step ends with a rounding."""
-        if self.kind in ("int4", "bytes"):
+        if self.kind in ("int4", "bytes", "mxfp4"):
             return min(self.group, _BLOCK)
         span = self.width // self.parts
         step = tile.inner
@@ -200,6 +203,17 @@ def _scale_words(scale: Tensor, zero: Tensor | None, offset: int) -> tuple[Tenso
     points = torch.full_like(scale, offset) if zero is None else zero.T
     words = (-128.0 - points.float()).bfloat16().view(torch.int16).int() << 16
     return words | (scale.view(torch.int16).int() & 0xFFFF), None
+
+
+def mxfp4_matrix(stored: FourBitFloats, device: torch.device) -> QuantisedMatrix:
+    """Four-bit floats on the device. The first half of a row's inputs is in the low bits, the second in the high ones."""
+    columns, inner = stored.shape
+    codes, scale, group = stored.codes.to(device), stored.scale.to(device), stored.size
+    width = -(-inner // (2 * group)) * 2 * group
+    values = F.pad(torch.stack((codes & 15, codes >> 4), -1).view(columns, inner), (0, width - inner))
+    scale = F.pad(scale, (0, width // group - scale.shape[1]))
+    packed = values[:, : width // 2] | values[:, width // 2 :] << 4
+    return QuantisedMatrix("mxfp4", inner, packed, scale.T.contiguous(), group=group)
 
 
 def _in_fragments(codes: Tensor) -> Tensor:

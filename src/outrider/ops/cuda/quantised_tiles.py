@@ -69,7 +69,7 @@ _GROUPS = (
 )
 _TABLES = {
     "fp8": _EIGHT_BITS, "int8": _EIGHT_BITS, "fp8_blocks": _BLOCKS, "fp8_weights": _DECODED, "fp8_block_weights": _DECODED,
-    "int4": _GROUPS, "bytes": _GROUPS,
+    "int4": _GROUPS, "bytes": _GROUPS, "mxfp4": _GROUPS,
 }  # fmt: skip
 
 

@@ -93,13 +93,9 @@ def _choose(
         at = partial + row[:, None] * COLUMNS + e[None, :]
         inside = (row < rows)[:, None] & exists
         logits = tl.zeros((ROWS, PADDED), tl.float32)
-        gate = tl.zeros((ROWS,), tl.float32)
         for s in tl.static_range(SPANS):
             step = s * rows * COLUMNS
             logits += tl.load(at + step, mask=inside, other=0.0, cache_modifier=".cg")
-            if COLUMNS > EXPERTS:
-                last = partial + step + row * COLUMNS + EXPERTS
-                gate += tl.load(last, mask=row < rows, other=0.0, cache_modifier=".cg")
         if HAS_BIAS:
             logits += tl.load(bias + e, mask=e < EXPERTS, other=0.0)[None, :]
         logits = _comparable(logits)
@@ -115,9 +111,19 @@ def _choose(
         tl.store(experts + place, tl.broadcast_to(e[None, :], (ROWS, PADDED)), mask=stored)
         tl.store(weights + place, made, mask=stored)
         if COLUMNS > EXPERTS:
-            tl.store(gates + row, 1.0 / (1.0 + tl.exp(-gate)), mask=row < rows)
+            _open_gates(partial, gates, row, rows, COLUMNS, SPANS)
         counted += tl.sum((chosen & real[:, None]).to(tl.int32), 0)
     tl.store(counts + block * EXPERTS + e, counted, mask=e < EXPERTS)
+
+
+@triton.jit
+def _open_gates(partial, gates, row, rows, COLUMNS: tl.constexpr, SPANS: tl.constexpr):
+    """The sigmoid of the last column of some rows."""
+    gate = tl.zeros(row.shape, tl.float32)
+    for s in range(SPANS):
+        at = partial + (s * rows + row) * COLUMNS + COLUMNS - 1
+        gate += tl.load(at, mask=row < rows, other=0.0, cache_modifier=".cg")
+    tl.store(gates + row, 1.0 / (1.0 + tl.exp(-gate)), mask=row < rows)
 
 
 @triton.jit

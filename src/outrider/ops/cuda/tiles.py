@@ -114,20 +114,21 @@ def every_tile() -> list[Tile]:
     return sorted({entry.tile for entry in _TABLE})
 
 
-# Of the first and the second product of experts, by the most pairs of an expert on average.
-_EXPERTS = (
-    (8.0, Tile(16, 64, 64, 4, 4), Tile(16, 32, 64, 4, 4)),
-    (24.0, Tile(32, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4)),
-    (96.0, Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
-    (float("inf"), Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
-)
+# Of the first and the second product of experts, by the rows of a work item.
+_EXPERTS = {
+    16: (Tile(16, 32, 64, 2, 4), Tile(16, 32, 64, 2, 4)),
+    32: (Tile(32, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4)),
+    64: (Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+    128: (Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
+}
+_PAIRS = ((8.0, 16), (24.0, 32), (96.0, 64))  # that an expert has at most on average, and the rows of a work item
 
 
-def expert_tiles_for(pairs: float) -> tuple[Tile, Tile]:
-    """The tiles of both products of experts which so many pairs have on average. Both have as many rows."""
-    return next((first, second) for most, first, second in _EXPERTS if pairs <= most)
+def item_rows_for(pairs: float) -> int:
+    """Rows of a work item where experts have so many pairs on average."""
+    return next((rows for most, rows in _PAIRS if pairs <= most), 128)
 
 
-def every_expert_tile() -> list[tuple[Tile, Tile]]:
-    """All tiles of products of experts."""
-    return [(first, second) for _, first, second in _EXPERTS]
+def expert_tile_for(rows: int, second: bool) -> Tile:
+    """The tile of a product of experts in floating point, for work items of so many rows."""
+    return _EXPERTS[rows][second]
