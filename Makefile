@@ -58,7 +58,7 @@ $(EMULATED): setup.py tests/ops/emulated_tiles.h $(CORE)
 	$(COMPILE) -O2 -include tests/ops/emulated_tiles.h -o $@
 
 emulate: $(STAMP) $(EMULATED)
-	OUTRIDER_CORE=$(CURDIR)/$(EMULATED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_groups.py tests/ops/test_columns.py tests/ops/test_blocks.py tests/ops/test_adapters.py \
+	OUTRIDER_CORE=$(CURDIR)/$(EMULATED) $(BIN)/python -m pytest -n0 tests/ops/test_builds_agree.py tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_groups.py tests/ops/test_columns.py tests/ops/test_blocks.py tests/ops/test_adapters.py \
 	  tests/model/test_features.py tests/model/test_experts.py
 
 # The native core for ARM, cross-built, and its tests under qemu-user: about 15 minutes, and a download of 300 MB at first. Needs

@@ -58,6 +58,7 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     yield "choice", measure_choice
     yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64, 128, 256), 96)
     _free()
+    yield "heads beside 8B, batch 1", _measure_heads
     yield "steady decoding by batch", measure_steady
     yield "prompts beside decoding", measure_beside
     yield "256 sequences with a limit of 64k", measure_memory
@@ -89,6 +90,12 @@ def _numerics(bench: Synthetic) -> Iterator[dict[str, Any]]:
     for b, seconds in forwards.items():
         other = fast.forward_seconds(b, 300, b)
         yield {"what": f"forward at batch {b}", "exact_ms": seconds * 1e3, "fast_ms": other * 1e3, "cost": seconds / other - 1}
+
+
+def _measure_heads() -> Iterator[dict[str, Any]]:
+    from benchmarks.synthetic_heads import SyntheticHeads, measure_heads  # needs Triton
+
+    return measure_heads(SyntheticHeads(), 160, 120.0)
 
 
 def measure_bundled(

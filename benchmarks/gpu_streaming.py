@@ -35,6 +35,7 @@ from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, Feed, ModelSpec
 from outrider.model.placement import LOGIT_ROWS, embedding_on_host, sizes_of
+from outrider.options import numbers
 from outrider.sampling import SamplingParams
 
 PLANTED = (0.70, 0.12, 0.05, 0.03)  # chances that a draft's candidates are the target's choice
@@ -228,7 +229,7 @@ class Limited:
             for part in torch.split(last, LOGIT_ROWS):
                 self.target.cuda.logits(part)
 
-        return _timed(verify, 3)
+        return _timed(verify, 2)
 
     def growth_seconds(self, branch: int) -> float:
         """The graphs of the last trees, one behind the other."""
@@ -262,12 +263,12 @@ def measure(limit: int, batches: Sequence[int], nodes: Sequence[int], tokens: in
         for batch in batches:
             engine = bench.engine()
             bench.decode(engine, batch, 3)  # captures the graph
-            plain[batch] = bench.decode(engine, batch, 9)
+            plain[batch] = bench.decode(engine, batch, 8)
             yield plain[batch] | {"of_bus": plain[batch]["bus_gb_s"] / max(bus.values())}
 
     def with_trees(batch: int, count: int) -> Iterator[dict[str, Any]]:
         engine = bench.engine(DraftModel(bench.draft, TreeShape(branch=len(PLANTED))), count)
-        bench.decode(engine, batch, 12)
+        bench.decode(engine, batch, 8)
         run = bench.decode(engine, batch, tokens)
         alone = bench.verify_seconds(batch, count), bench.growth_seconds(len(PLANTED))
         yield run | {
@@ -291,7 +292,10 @@ def measure(limit: int, batches: Sequence[int], nodes: Sequence[int], tokens: in
 def main(
     limit: Annotated[str, typer.Option(help="What everything may take of the GPU.")] = "6000000000",
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of a text with trees.")] = 150,
-    quick: Annotated[bool, typer.Option("--quick", help="Batch 1 and trees of 256 alone.")] = False,
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of sequences.")] = "1,4",
+    nodes: Annotated[
+        str, typer.Option(help="Comma-separated sizes of trees; all but the first at the first batch alone.")
+    ] = "256,512",
 ) -> None:
     """Plain streamed decoding and large trees, beside the bus of the same run; one JSON line per number."""
     Device.resolve("cuda")
@@ -300,7 +304,7 @@ def main(
     size = memory_limit("--limit", limit)
     assert isinstance(size, int), "the limit is a size"
     gc.freeze()
-    for name, part in measure(size, (1,) if quick else (1, 4), (256,) if quick else (256, 512), tokens):
+    for name, part in measure(size, numbers("--batches", batches, int), numbers("--nodes", nodes, int), tokens):
         begun = time.perf_counter()
         try:
             for row in part():

@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.release.arm import run_on_arm
 from recipes.release.check import check_wheel
 from recipes.release.dockerfile import run_steps
-from recipes.release.wheel import build_wheel
+from recipes.release.wheel import CROSS, build_wheel
 
 
 def main() -> None:
@@ -16,6 +16,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     wheel = commands.add_parser("wheel", help="build the sdist and the wheel")
     wheel.add_argument("--out", type=Path, default=Path("dist"))
+    wheel.add_argument("--machine", default="", choices=list(CROSS), help="cross-build for this one")
     check = commands.add_parser("check", help="install the wheel where there is no compiler, and run it")
     check.add_argument("--wheel", type=Path, help="default: the newest in dist")
     steps = commands.add_parser("dockerfile", help="run the steps of the Dockerfile in order, without docker")
@@ -25,7 +26,7 @@ def main() -> None:
     arm.add_argument("tests", nargs="*", help="default: the tests of the native core")
     flags = parser.parse_args()
     if flags.command == "wheel":
-        print(build_wheel(flags.out))
+        print(build_wheel(flags.out, flags.machine))
     elif flags.command == "check":
         check_wheel(flags.wheel or max(Path("dist").glob("*.whl"), key=lambda path: path.stat().st_mtime))
     elif flags.command == "arm":

@@ -15,7 +15,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from recipes.release.wheel import run
+from recipes.release.wheel import CROSS, run
 
 __all__ = ["build_for_arm", "run_on_arm"]
 
@@ -33,20 +33,18 @@ _NEEDED = (
 _WHEELS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
 _PROCESSORS = ("neoverse-n1", "max")  # with dot products alone, and with i8mm and bf16
 _TESTS = (
-    "tests/ops/test_native.py", "tests/ops/test_native_calls.py", "tests/ops/test_int8_kv.py", "tests/ops/test_groups.py",
-    "tests/ops/test_columns.py", "tests/ops/test_blocks.py", "tests/ops/test_adapters.py", "tests/ops/test_packing.py",
-    "tests/ops/test_scan.py", "tests/sampling/test_choice.py", "tests/draft/test_grown_trees.py",
+    "tests/ops/test_builds_agree.py", "tests/ops/test_native.py", "tests/ops/test_native_calls.py", "tests/ops/test_int8_kv.py",
+    "tests/ops/test_groups.py", "tests/ops/test_columns.py", "tests/ops/test_blocks.py", "tests/ops/test_adapters.py",
+    "tests/ops/test_packing.py", "tests/ops/test_scan.py", "tests/sampling/test_choice.py", "tests/draft/test_grown_trees.py",
 )  # fmt: skip
 _WHO = "from outrider.ops import find_core; core, reason = find_core(); assert core, reason; print(reason)"
 
 
 def build_for_arm(out: Path) -> Path:
     """Build the package with its libraries into a folder. Returns the folder to put on Python's path."""
-    compiler = "aarch64-linux-gnu-gcc"
-    cross = {"CC": compiler, "CXX": "aarch64-linux-gnu-g++", "LDSHARED": f"{compiler} -shared"}
-    environment = os.environ | cross | {"_PYTHON_HOST_PLATFORM": "linux-aarch64"}
     library = out / "lib"
-    run([sys.executable, "setup.py", "-q", "build", "--build-lib", library, "--build-temp", out / "temp"], environment)
+    build: list[str | Path] = [sys.executable, "setup.py", "-q", "build", "--build-lib", library, "--build-temp", out / "temp"]
+    run(build, os.environ | CROSS["aarch64"])
     built = sorted(path.name for path in library.glob("outrider/ops/cpu/*.so"))
     assert built == ["_core_neon.so", "_core_neonbf16.so"], f"not built: {built}"
     return library

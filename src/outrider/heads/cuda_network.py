@@ -14,12 +14,13 @@ from outrider.model.cuda_readback import Readback
 from outrider.model.cuda_runner import CudaRunner
 from outrider.ops import Plain
 from outrider.ops.cuda.launch import AttentionMetadata, Kernels, RowNorm
-from outrider.ops.cuda.matrix import Matrix
+from outrider.ops.cuda.matrix import Matrix, matrix_of
 from outrider.sampling import Row
 
 __all__ = ["DeviceNetwork", "KernelOps", "adapter_on_device", "move_to_target"]
 
 Run = Callable[[Sequence[Feed], Sequence[Row], Sequence[int]], None]
+_FEW_COLUMNS = 8192  # of a product whose programs would be too few: its parts are summed by programs of their own
 
 
 class KernelOps(Plain):
@@ -29,6 +30,9 @@ class KernelOps(Plain):
         self._kernels = kernels
 
     def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] <= _FEW_COLUMNS and matrix_of(weight).splits(len(x)):
+            out = self._kernels.parts(x.to(self._kernels.dtype).contiguous(), weight).sum(0)
+            return out if bias is None else out + bias
         out = torch.empty(len(x), weight.shape[0], device=x.device)
         self._kernels.linear(x.to(self._kernels.dtype).contiguous(), weight, bias, out)
         return out

@@ -23,6 +23,7 @@ MAX_PASS_ROWS = 2048  # of one pass over streamed weights; their activations lie
 LOGIT_ROWS = 64  # rows whose logits are computed at once where such a pass has more
 BUFFERS = 2  # units that fit the device beside the resident weights: one is read while the next one arrives
 ALIGNMENT = 256  # bytes; of tensors in a unit
+_OF_MIXER = 2  # matrices of a layer, before those of its feed-forward part
 _ROUNDED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes of a weight of a layer that was rounded at load
 
 
@@ -100,11 +101,11 @@ def sizes_of(spec: ModelSpec) -> ModelSizes:
 
 
 def _layer_sizes(spec: ModelSpec, layer: LayerSpec) -> tuple[int, ...]:
-    """Bytes of a layer's matrices. Experts are held in bf16."""
-    held, wide = _layer_bytes(spec), 4 if spec.dtype == "float32" else 2
-    of_mixer = 3 if layer.recurrent is None and layer.attention.gate else 2
+    """Bytes of a layer's matrices. Experts are held as they are stored, and never rounded."""
+    held = _layer_bytes(spec)
+    of_experts = 2.0 if spec.dtype in _ROUNDED and layer.mlp.router is not None else held
     return tuple(
-        math.ceil(spec.hidden * width * (held if place < of_mixer or layer.mlp.router is None else wide))
+        math.ceil(spec.hidden * width * (held if place < _OF_MIXER else of_experts))
         for place, width in enumerate(matrices_of(layer).values())
     )
 
@@ -149,8 +150,6 @@ def matrices_of(layer: LayerSpec) -> dict[str, int]:
     a, m, recurrent = layer.attention, layer.mlp, layer.recurrent
     if recurrent is not None:
         mixer = {"mixer in": recurrent.width, "mixer out": recurrent.inner}
-    elif a.gate:
-        mixer = {"gate of attention": a.q_width, "qkv": a.qkv_width - a.q_width, "out": a.q_width}
     else:
         mixer = {"qkv": a.qkv_width, "out": a.q_width}
     shared = {"shared gate/up": m.shared_up_width, "shared down": m.shared} if m.shared else {}

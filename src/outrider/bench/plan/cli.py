@@ -75,7 +75,9 @@ def plan(
             "would be streamed from host memory, and how fast that is. Nothing is loaded."
         ),
     ] = None,
-    draft: Annotated[Path | None, typer.Option(help="With --memory: the draft model beside it, which stays on the GPU.")] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="With --memory: the draft model beside it, which stays on the GPU.")
+    ] = None,
     bus: Annotated[
         float | None, typer.Option(help="With --memory: GB/s from host memory. Default: measured; 25 without a GPU.")
     ] = None,
@@ -275,7 +277,7 @@ def _plan_memory(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from outrider.model import locate
 
     bus = options["bus"] and options["bus"] * 1e9
-    planned = plan_memory_of(locate(model_name(options["model"])), options["draft"], options["memory"], bus)
+    planned = plan_memory_of(locate(model_name(options["model"])), options["draft_model"], options["memory"], bus)
     show_memory(planned, console)
     return planned.as_dict()
 
