@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+import torch
+
 from outrider.config import EngineConfig
-from outrider.engine.device import share_memory
+from outrider.engine.device import Device, share_memory
 from outrider.model import LlamaShape, Rope
 from outrider.model.memory import StateSizes, border_states, plan_states
 from outrider.ops.cuda.segments import MAX_SLOTS, SEGMENT, scratch_slots
@@ -46,6 +49,19 @@ def test_a_hybrid_has_pages_for_its_attention_and_a_pool_of_states() -> None:
     tight = plan_states(spec, sizes, pool.bytes(spec))
     assert 14 <= tight.sequences <= 16, "half of what is left is for KV"
     assert plan_states(spec, sizes, 0).sequences == 1
+
+
+def test_a_plan_leaves_room_for_states_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = family_config("qwen3.5")
+    sizes = EngineConfig(max_num_seqs=64, max_model_len=128, page_size=16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 * GIB, 8 * GIB))
+    plan = Device("cuda").plan(sizes, [spec])
+    assert (plan.pages, plan.pool) == (64 * 8, StateSizes(4 * 64 + 2, 64 * 8, 16 * 64))
+    short = share_memory([spec], 0, 16, 128).reserve + 4 * 2**20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (short, short))
+    tight = Device("cuda", memory=1.0).plan(sizes, [spec])
+    assert 1 <= tight.pool.sequences < 64
+    assert tight.pages >= 8
 
 
 def test_what_drafters_take_is_missing_for_sequences() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from outrider.model import Decoder, Feed
 from outrider.model.memory import StateSizes
 from outrider.ops import Blocked
 from outrider.sampling import SamplingParams
-from tests.support import NoDrafter, Oracle, make_request, run
+from tests.support import NoDrafter, Oracle, make_request, run, write_family
 from tests.support.engines import assert_same_bits, run_recorded
 
 INTERPRETED = True
@@ -167,6 +169,25 @@ def test_a_module_of_the_checkpoint_drafts_beside_it() -> None:
     fast = run(Engine(target, None, drafter, FixedLength(3), EngineConfig(page_size=SIZE, max_num_seqs=4)), requests)
     assert [writer.seq.tokens for writer in fast] == plain
     assert all(writer.seq.stats.drafted > 0 and writer.seq.stats.fallback_reason is None for writer in fast)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="loads a model onto a GPU")
+def test_a_loaded_hybrid_drafts_and_finds_prefixes(tmp_path: Path) -> None:
+    """Loading, the plan of memory, graphs and calibration, as a user has them."""
+    from outrider import LLM
+
+    write_family(tmp_path, "qwen3.5", dtype="bfloat16")
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompt = [i % 7 for i in range(90)]
+    sizes: dict[str, Any] = {"device": "cuda", "load_format": "dummy", "max_num_seqs": 4, "max_model_len": 256, "memory": 0.2}
+    with LLM(tmp_path, speculation="none", **sizes) as llm:
+        plain = llm.generate(prompt, params)[0].outputs[0].token_ids
+    with LLM(tmp_path, speculation="ngram:6", **sizes) as llm:
+        for cached in (0, 64):
+            request = llm.generate(prompt, params)[0]
+            assert request.outputs[0].token_ids == plain
+            assert request.outputs[0].speculation["fallback_reason"] is None
+            assert request.outputs[0].cached_tokens == cached
 
 
 def test_rows_without_a_state_are_not_computed() -> None:
