@@ -13,6 +13,7 @@ from outrider.errors import InvalidParameter, UnknownMethod
 __all__ = [
     "ALIASES",
     "FIELDS",
+    "GPU_SEQUENCES",
     "KV_DTYPES",
     "METHODS",
     "RULES",
@@ -31,6 +32,7 @@ KV_DTYPES = ("auto", "int8")
 DEFAULT_DRAFT_TOKENS = 5
 MAX_DRAFT_TOKENS = 256
 MAX_TREE_TOKENS = 1024  # of a draft model that grows trees
+GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
 _MAX_SEQUENCES = 2**16
 _MAX_PAGE = 2**12
 _MAX_RANKS = 64

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider import checks
-from outrider.config import EngineConfig
+from outrider.config import GPU_SEQUENCES, EngineConfig
 from outrider.control import Costs
 from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
@@ -23,14 +23,13 @@ from outrider.model.placement import weights_on_gpu
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
-__all__ = ["GPU_SEQUENCES", "GPU_SIZES", "Device", "Share", "missing_gpu", "share_memory"]
+__all__ = ["GPU_SIZES", "Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
 _SWITCH = ("on", "off")
 _GIB = 2**30
 _log = logging.getLogger("outrider")
-GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
 GPU_SIZES: Mapping[str, Any] = {"max_num_seqs": GPU_SEQUENCES, "max_mixed_rows": 320}
 _START_SECONDS = 8.0  # for capturing graphs before anything is served
 _LEAST_CAPTURES = 2  # one sequence, and the largest round: it must fit

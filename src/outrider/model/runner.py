@@ -207,6 +207,7 @@ class Runner:
     fault: EngineDead | None = None  # why nothing can be computed any more
     states = StateCache()  # of recurrent layers at the ends of pages
     _expert_layers = 0  # of the decoder, where this runner counts the experts that they read
+    _weights_file: FileArena | None = None  # where the native core's layers lie, if not in memory
     _resumable: Resume | None = None  # rows from which the next `score` may resume
 
     def __init__(

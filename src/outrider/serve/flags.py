@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from outrider.checks import nearest
-from outrider.engine.device import GPU_SEQUENCES, Device
+from outrider.config import GPU_SEQUENCES
 from outrider.errors import InvalidParameter
 from outrider.options import with_parameters
 from outrider.serve.settings import ServerSettings, flag
@@ -153,6 +153,8 @@ class ServeFlags(ServerSettings):
     @property
     def slots(self) -> int:
         """The sequences that run at once."""
+        from outrider.engine.device import Device  # which loads torch
+
         return self.max_num_seqs or (GPU_SEQUENCES if Device.resolve(self.device).is_gpu else CPU_SEQUENCES)
 
 
