@@ -12,7 +12,7 @@ COMPILE = $(CXX) -march=native -std=c++17 -ffp-contract=off -fPIC -shared -pthre
 # Both workers begin with one half of the tests each, so that servers and models are made once; whoever is done first takes over.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-fast test-all check demo doctor oracles sanitize emulate notebooks packages dockerfile-steps docs clean
+.PHONY: test test-fast test-all check demo doctor oracles sanitize emulate arm notebooks packages dockerfile-steps docs clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
@@ -48,7 +48,7 @@ $(SANITIZED): setup.py $(CORE)
 
 sanitize: $(STAMP) $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_groups.py tests/ops/test_columns.py tests/ops/test_blocks.py tests/ops/test_adapters.py tests/ops/test_scan.py \
+	  ASAN_OPTIONS=detect_leaks=0 OUTRIDER_CORE=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_groups.py tests/ops/test_columns.py tests/ops/test_blocks.py tests/ops/test_adapters.py tests/ops/test_scan.py tests/ops/test_int8_kv.py \
 	  tests/model/test_features.py tests/model/test_experts.py tests/engine/test_same_windows.py tests/sampling/test_choice.py tests/draft/test_draft_model.py tests/draft/test_grown_trees.py \
 	  tests/heads/test_block.py tests/draft/test_dflash.py
 
@@ -60,6 +60,11 @@ $(EMULATED): setup.py tests/ops/emulated_tiles.h $(CORE)
 emulate: $(STAMP) $(EMULATED)
 	OUTRIDER_CORE=$(CURDIR)/$(EMULATED) $(BIN)/python -m pytest -n0 tests/ops/test_native.py tests/ops/test_native_calls.py tests/ops/test_groups.py tests/ops/test_columns.py tests/ops/test_blocks.py tests/ops/test_adapters.py \
 	  tests/model/test_features.py tests/model/test_experts.py
+
+# The native core for ARM, cross-built, and its tests under qemu-user: about 15 minutes, and a download of 300 MB at first. Needs
+# g++-aarch64-linux-gnu and qemu-user-static.
+arm: $(STAMP)
+	$(BIN)/python -m recipes.release arm
 
 # The notebooks of examples/ from top to bottom; `make test` runs them too.
 notebooks: $(STAMP)

@@ -5,7 +5,7 @@ with ctypes and know nothing of Python, so one wheel serves every version of it.
 """
 
 import hashlib
-import platform
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -31,7 +31,11 @@ FLAGS = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 BF16 = [*AVX512, "-mavx512vnni", "-mavx512bf16"]
-BUILDS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16, "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
+X86 = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16, "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
+ARM = {"neon": ["-march=armv8.2-a+dotprod"], "neonbf16": ["-march=armv8.2-a+dotprod+i8mm+bf16"]}
+MACHINES = {"x86_64": X86, "amd64": X86, "aarch64": ARM}
+# the machine that Python says it is for: where it is told another one, the compiler in CXX builds for that
+BUILDS = MACHINES.get(sysconfig.get_platform().rpartition("-")[2], {})
 
 
 class BuildLibraries(build_ext):
@@ -60,6 +64,5 @@ setup(
             optional=True,
         )
         for name, flags in BUILDS.items()
-        if platform.machine() in ("x86_64", "AMD64")
     ],
 )

@@ -202,6 +202,7 @@ def _switches() -> int:
 
 def _runner(core: Core | None, model: str, dtype: str, setting: ForwardSetting) -> Runner:
     pages = -(-(setting.context + max(setting.rows)) // _PAGE) + 1
+    dtype, _, kv = dtype.partition("/")
     options = LoadOptions(dtype)
     with tempfile.TemporaryDirectory() as folder:
         if model in RANDOM_MODELS:
@@ -219,14 +220,16 @@ def _runner(core: Core | None, model: str, dtype: str, setting: ForwardSetting) 
             raise InvalidParameter("--models", f"unknown {model!r}; a directory, or one of: {known}")
     c = decoder.spec
     ops = None if core is None else Native(core)
-    return Runner(decoder, KVPool(c.depth, pages, c.kv_heads, _PAGE, c.head_dim), ops)
+    return Runner(decoder, KVPool(c.depth, pages, c.kv_heads, _PAGE, c.head_dim, kv == "int8"), ops)
 
 
 def main(
     models: Annotated[
         str, typer.Option(help="Comma-separated: pyrite, draft, random models 40m, 150m, 1.1b, moe-1b, or directories.")
     ] = "pyrite,draft,150m",
-    dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, int8, float32.")] = "bfloat16,int8",
+    dtypes: Annotated[
+        str, typer.Option(help="Comma-separated: bfloat16, int8, float32; bfloat16/int8 keeps keys and values in int8.")
+    ] = "bfloat16,int8",
     rows: Annotated[str, typer.Option(help="Comma-separated row counts.")] = "1,2,4,8,16,32",
     context: Annotated[int, typer.Option(min=1, help="Positions before the rows.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Times each row count runs, interleaved; medians are shown.")] = 40,

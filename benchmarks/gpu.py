@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_choice import measure_choice
+from benchmarks.gpu_rounds import measure_beside, measure_memory, measure_start, measure_steady
 from benchmarks.synthetic import (
     Synthetic,
     measure_batches,
@@ -53,7 +54,12 @@ def measure_everything(transformers: bool = True) -> Iterator[tuple[str, Part]]:
     yield "exact and fast numerics", lambda: _numerics(bench)
     yield "bundled model", measure_bundled
     yield "choice", measure_choice
-    yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64), 96)
+    yield "synthetic 8B, batches", lambda: measure_batches(bench, (1, 2, 4, 8, 16, 32, 64, 128, 256), 96)
+    _free()
+    yield "steady decoding by batch", measure_steady
+    yield "prompts beside decoding", measure_beside
+    yield "256 sequences with a limit of 64k", measure_memory
+    yield "start-up", measure_start
     _free()
     yield "contexts, batch 1", measure_contexts
     _free()

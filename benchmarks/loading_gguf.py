@@ -21,20 +21,22 @@ from benchmarks.loading import load_in_a_process
 from outrider.bench.environment import environment
 from outrider.options import Threads, set_threads
 
-__all__ = ["SHAPES", "bench_loading", "write_file"]
+__all__ = ["KINDS", "SHAPES", "bench_loading", "write_file"]
 
 SHAPES = {  # hidden, layers, heads, KV heads, feed-forward, vocabulary
     "40m": (512, 12, 8, 4, 1536, 8192),
     "1.1b": (2048, 22, 32, 4, 5632, 32000),
     "8b": (4096, 32, 32, 8, 14336, 128256),
 }
-_BLOCK_BYTES = {"Q4_K": 144, "Q6_K": 210}
-_SCALES = {"Q4_K": {0: 0.0004, 2: 0.003}, "Q6_K": {208: 0.00005}}  # float16 fields of a block, and usual values
-_BLOCK = 256  # values
+KINDS = ("Q4_K_M", "Q4_0", "Q8_0")  # of files
+_BLOCKS = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}  # values and bytes of a block
+_SCALES = {  # float16 fields of a block, and usual values
+    "Q4_0": {0: 0.004}, "Q8_0": {0: 0.0003}, "Q4_K": {0: 0.0004, 2: 0.003}, "Q6_K": {208: 0.00005},
+}  # fmt: skip
 
 
-def write_file(path: Path, shape: str) -> int:
-    """A Llama of a shape in the types that llama.cpp gives Q4_K_M; its size in bytes."""
+def write_file(path: Path, shape: str, kind: str = "Q4_K_M") -> int:
+    """A Llama of a shape in the types that llama.cpp gives a kind of file; its size in bytes."""
     import gguf
 
     hidden, layers, heads, kv_heads, ffn, vocab = SHAPES[shape]
@@ -47,26 +49,29 @@ def write_file(path: Path, shape: str) -> int:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(vocab)
+    writer.add_tokenizer_model("no_vocab")
+    most = "Q4_K" if kind == "Q4_K_M" else kind
     made: dict[tuple[int, int, str], Any] = {}
 
-    def add(name: str, rows: int, columns: int, kind: str = "Q4_K") -> None:
-        key = (rows, columns, kind)
+    def add(name: str, rows: int, columns: int, of: str = most) -> None:
+        key = (rows, columns, of)
         made[key] = made[key] if key in made else _blocks(*key)
-        writer.add_tensor(name, made[key], raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(name, made[key], raw_dtype=gguf.GGMLQuantizationType[of])
 
     add("token_embd.weight", vocab, hidden)
     for layer in range(layers):
-        more = "Q6_K" if layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2 else "Q4_K"
-        for part, rows, columns, kind in (
-            ("attn_q", hidden, hidden, "Q4_K"), ("attn_k", kv_heads * hidden // heads, hidden, "Q4_K"),
-            ("attn_v", kv_heads * hidden // heads, hidden, more), ("attn_output", hidden, hidden, "Q4_K"),
-            ("ffn_gate", ffn, hidden, "Q4_K"), ("ffn_up", ffn, hidden, "Q4_K"), ("ffn_down", hidden, ffn, more),
+        wider = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+        more = "Q6_K" if kind == "Q4_K_M" and wider else most
+        for part, rows, columns, of in (
+            ("attn_q", hidden, hidden, most), ("attn_k", kv_heads * hidden // heads, hidden, most),
+            ("attn_v", kv_heads * hidden // heads, hidden, more), ("attn_output", hidden, hidden, most),
+            ("ffn_gate", ffn, hidden, most), ("ffn_up", ffn, hidden, most), ("ffn_down", hidden, ffn, more),
         ):  # fmt: skip
-            add(f"blk.{layer}.{part}.weight", rows, columns, kind)
+            add(f"blk.{layer}.{part}.weight", rows, columns, of)
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(hidden, np.float32))
     writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
-    add("output.weight", vocab, hidden, "Q6_K")
+    add("output.weight", vocab, hidden, "Q8_0" if kind == "Q8_0" else "Q6_K")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,8 +81,9 @@ def write_file(path: Path, shape: str) -> int:
 
 def _blocks(rows: int, columns: int, kind: str) -> Any:
     """Blocks of random bits whose scales are of a usual size."""
-    random, count = np.random.default_rng(rows + columns), rows * columns // _BLOCK
-    blocks = random.integers(0, 256, (count, _BLOCK_BYTES[kind]), dtype=np.uint8)
+    values, size = _BLOCKS[kind]
+    random, count = np.random.default_rng(rows + columns), rows * columns // values
+    blocks = random.integers(0, 256, (count, size), dtype=np.uint8)
     for at, value in _SCALES[kind].items():
         scales = (value * random.uniform(0.5, 1.5, count)).astype(np.float16)
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)

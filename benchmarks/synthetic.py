@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from outrider.model.cuda_runner import CudaRunner
 
 __all__ = [
-    "SHAPES", "Synthetic", "SyntheticRun", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder", "timed",
+    "SHAPES", "Synthetic", "SyntheticRun", "cycles", "measure_contexts", "measure_shapes", "permutations", "synthetic_decoder",
+    "timed",
 ]  # fmt: skip
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0)}
@@ -60,6 +61,27 @@ SHAPES: dict[str, ModelSpec] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336,
         "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256, "dtype": "bfloat16",
     }),
+    "qwen3-30b-a3b": compile_spec({
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "max_position_embeddings": 4096,
+        "rope_theta": 1e6, "dtype": "bfloat16", "tie_word_embeddings": False,
+    }),
+    "gpt-oss-20b": compile_spec({
+        "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 4096, "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }),
+    "two layers": LlamaShape(hidden=1024, layers=2, heads=16, kv_heads=4, head_dim=64, ffn=3072, dtype="bfloat16",
+                             **_LLAMA).spec(),
+    "qwen3.5-4b": compile_spec({  # untied, so that a token is followed by another: the bytes of a round are the same
+        "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 248320, "hidden_size": 2560, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216,
+        "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "tie_word_embeddings": False, "dtype": "bfloat16",
+    }),
 }  # fmt: skip
 _PAGE = 64
 _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
@@ -68,14 +90,19 @@ _CYCLE = 64  # tokens after which the text repeats, so that a lookup hits
 def permutations(vocab: int, agreement: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The target's next token of every token, in cycles of 64, and the draft's, which agrees on a share of them."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(vocab, generator=generator)
-    order = order[: vocab - vocab % _CYCLE].view(-1, _CYCLE)
+    order = cycles(vocab, generator)
     target = torch.arange(vocab)
     target[order] = order.roll(-1, 1)
     draft = target.clone()
     odd = torch.randperm(vocab, generator=generator)[: round((1 - agreement) * vocab)]
     draft[odd] = target[odd.roll(1)]
     return target, draft
+
+
+def cycles(vocab: int, generator: torch.Generator) -> Tensor:
+    """Tokens in cycles of 64, one to a row; a few belong to none."""
+    order = torch.randperm(vocab, generator=generator)
+    return order[: vocab - vocab % _CYCLE].view(-1, _CYCLE)
 
 
 @torch.no_grad()
@@ -88,7 +115,9 @@ def synthetic_decoder(config: ModelSpec, perm: Tensor, device: str = "cuda") -> 
         if parameter.dim() == 2:
             kind = name.rsplit(".", 1)[-1]
             wide = kind == "embedding" and not config.tied
-            parameter.zero_() if kind in ("out", "down") else parameter.normal_(std=1.0 if wide else 0.02)
+            parameter.zero_() if kind in ("out", "down", "write") else parameter.normal_(std=1.0 if wide else 0.02)
+        elif parameter.dim() == 3:  # the convolution of a recurrent layer
+            parameter.normal_(std=0.3)
     if decoder.output is not None:
         decoder.output[perm.to(device)] = decoder.embedding
     return decoder
@@ -111,7 +140,7 @@ class SyntheticRun:
 
 
 class Synthetic:
-    """A target of one of SHAPES, a 1B-shaped draft for the 8B-shaped one, and engines over them.
+    """A target of one of SHAPES, a draft of another with the target's vocabulary, and engines over them.
 
     `form` is one of `synthetic_forms.FORMS`: what the matrices of both are quantised to.
     """
@@ -125,10 +154,11 @@ class Synthetic:
         shape: str = "8b",
         context: int | None = None,
         form: str = "",
+        draft: str = "1b",
     ) -> None:
         from outrider.model.cuda_runner import CudaOptions  # needs Triton
 
-        self._layers, self._pages, self._context, self._form, self._draft = layers, pages, context, form, "1b"
+        self._layers, self._pages, self._context, self._form, self._draft = layers, pages, context, form, draft
         self.perm, self._drafted = permutations(SHAPES[shape].vocab, agreement)
         if SHAPES[shape].tied:
             self.perm = torch.arange(len(self.perm))
@@ -147,7 +177,7 @@ class Synthetic:
     def _runner(self, shape: str, perm: Tensor, target: CudaRunner | None = None) -> CudaRunner:
         from outrider.model.cuda_runner import CudaRunner
 
-        spec = self._shortened(SHAPES[shape])
+        spec = replace(self._shortened(SHAPES[shape]), vocab=len(perm))
         decoder = quantised_decoder(spec, perm, self._form) if self._form else synthetic_decoder(spec, perm)
         return CudaRunner(decoder, self._pages, _PAGE, "cuda", self.options, target)
 
@@ -173,8 +203,6 @@ class Synthetic:
         drafters: list[Drafter] = [SuffixDrafter(), DraftModel(self.draft)]
         sizes = EngineConfig(page_size=_PAGE, max_num_seqs=batch, max_batch_rows=2048)
         costs = Device("cuda").warm_up(self.target, [self.draft], (), sizes, 12)
-        while self.target.capture_next():
-            pass
         engine = self.engine(AutoDrafter(drafters), policy=Controller(arms, costs))
         calibrate(engine, (1, 8, batch))
         return engine

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.platform import amx_state, cpu_flags, cpuid, memory_bytes
+from outrider.cores import NEEDED
+from outrider.platform import amx_state, arm_flags, cpu_flags, cpuid, memory_bytes
 
 AMX = frozenset({"amx_tile", "amx_bf16", "avx512f", "hypervisor"})
 PALETTE = (0x04002000, 0x00080040, 0x10, 0)
@@ -103,3 +104,17 @@ def test_memory_is_what_a_container_may_take(tmp_path: Path, membership: str, li
         (tmp_path / "cgroups" / name).write_text(text + "\n")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert memory_bytes(tmp_path / "cgroups", tmp_path / "membership") == (share or machine)
+
+
+@pytest.mark.parametrize(
+    ("entries", "builds"),
+    [
+        ({16: 0, 26: 0}, []),  # Cortex-A72
+        ({16: 0x119FFB, 26: 0}, ["neon"]),  # Neoverse N1, Cortex-A76
+        ({16: 0x119FFB, 26: 1 << 13}, ["neon"]),
+        ({16: 0x119FFB, 26: 3 << 13}, ["neonbf16", "neon"]),  # Neoverse V1, N2
+    ],
+)
+def test_builds_for_arm_processors(entries: dict[int, int], builds: list[str]) -> None:
+    flags = arm_flags(entries.__getitem__)
+    assert [name for name, needed in NEEDED.items() if needed <= flags] == builds

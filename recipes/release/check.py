@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import tempfile
 import venv
@@ -14,7 +15,7 @@ from recipes.release.wheel import run
 
 __all__ = ["check_wheel"]
 
-_BUILDS = ("amx", "avx512bf16", "avx512", "avx2")
+_BUILDS = ("neonbf16", "neon") if platform.machine() == "aarch64" else ("amx", "avx512bf16", "avx512", "avx2")
 _MAX_MIB = 60  # of the wheel; the bundled model takes 46
 _MAIN = """
 from outrider import LLM, SamplingParams

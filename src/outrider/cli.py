@@ -91,6 +91,9 @@ class DecodingFlags:
     numerics: Annotated[
         str, typer.Option(help="exact: the same tokens whatever is drafted; fast: other GPU kernels, whose tokens may differ.")
     ] = "exact"
+    fp8_activations: Annotated[
+        str, typer.Option(help="on: a GPU multiplies weights in FP8 with activations in FP8; off: it decodes the weights.")
+    ] = "on"
     memory: Annotated[
         str | None,
         typer.Option(
@@ -334,7 +337,7 @@ def _load(flags: DecodingFlags, rule: str = "match") -> LLM:
     set_threads(flags.threads)
     method = flags.method or _default_method(flags, rule)
     speculation = speculation_of_flags(method, flags.draft_model, flags.draft_tokens, rule)
-    names = ("dtype", "load_format", "device", "numerics", "memory", "kv_memory", "corpus")
+    names = ("dtype", "load_format", "device", "numerics", "fp8_activations", "memory", "kv_memory", "corpus")
     return LLM(flags.model, speculation=speculation, **{name: getattr(flags, name) for name in names})
 
 

@@ -13,6 +13,7 @@ from outrider.errors import InvalidParameter, UnknownMethod
 __all__ = [
     "ALIASES",
     "FIELDS",
+    "KV_DTYPES",
     "METHODS",
     "RULES",
     "SPELLINGS",
@@ -26,8 +27,10 @@ __all__ = [
 ]
 
 RULES = ("match", "rejection", "block", "lossy_typical")
+KV_DTYPES = ("auto", "int8")
 DEFAULT_DRAFT_TOKENS = 5
 MAX_DRAFT_TOKENS = 256
+MAX_TREE_TOKENS = 1024  # of a draft model that grows trees
 _MAX_SEQUENCES = 2**16
 _MAX_PAGE = 2**12
 _MAX_RANKS = 64
@@ -78,8 +81,10 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_batch_rows: int = 512  # prompt rows read in one round, shared by all sequences
+    max_mixed_rows: int | None = None  # of these, in a round in which others decode; as many where it is not set
     page_size: int = 64
     kv_bytes: int | None = None
+    kv_dtype: str = "auto"  # of keys and values of the target: as it computes, or int8 on the native core
     prefix_cache: bool = True  # full pages stay findable by their tokens until their memory is needed
     max_queue: int | None = None  # requests that may wait; more are refused
     calibration_s: float = 3.0  # seconds to time rounds and drafts at the first start of a model and its drafter; 0: none
@@ -92,9 +97,10 @@ class EngineConfig:
             checks.integer(name, getattr(self, name), 1, _MAX_SEQUENCES)
         checks.integer("page_size", self.page_size, 1, _MAX_PAGE)
         checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_RANKS)
-        for name, low in (("max_model_len", 2), ("kv_bytes", 1), ("max_queue", 0)):
+        for name, low in (("max_model_len", 2), ("kv_bytes", 1), ("max_queue", 0), ("max_mixed_rows", 1)):
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), low, _MAX_SIZE)
+        checks.choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         checks.boolean("prefix_cache", self.prefix_cache)
         checks.real("calibration_s", self.calibration_s, 0.0)
 
@@ -127,8 +133,9 @@ class SpeculationConfig:
             checks.text("model", self.model)
         if self.rule not in RULES:
             raise UnknownMethod("rule", checks.text("rule", self.rule), list(RULES))
-        checks.integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
-        checks.integer("min_draft_tokens", self.min_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        most = MAX_TREE_TOKENS if self.grows_trees else MAX_DRAFT_TOKENS
+        checks.integer("draft_tokens", self.draft_tokens, 0, most)
+        checks.integer("min_draft_tokens", self.min_draft_tokens, 0, most)
         if self.disable_by_batch_size is not None:
             checks.integer("disable_by_batch_size", self.disable_by_batch_size, 1, _MAX_SEQUENCES)
         words = {"false": False, "true": True, 0: False, 1: True}  # as one word of a command line spells it
@@ -136,6 +143,12 @@ class SpeculationConfig:
         object.__setattr__(self, "adaptive", checks.boolean("adaptive", adaptive))
         if self.method == "auto" and not self.adaptive:
             raise InvalidParameter("adaptive", "'auto' chooses how far to draft; name a drafter to pin its length")
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether a draft model is to grow trees, which may have more nodes than other drafts."""
+        branch = self.options.get("branch", 1)
+        return self.method == "draft_model" and isinstance(branch, int) and branch > 1
 
     @property
     def is_pinned(self) -> bool:

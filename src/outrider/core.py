@@ -237,6 +237,7 @@ class Needs:
     follows: bool = False  # can also guess after a path that is not text yet: draft.protocol.Lookup
     keeps: bool = False  # keeps texts of finished requests: draft.protocol.Keeper
     overlaps: bool = False  # can draft on the device while the round before is in flight: draft.protocol.Overlapping
+    branches: bool = False  # drafts large trees: they may have more nodes than a text has tokens left
 
 
 class Arm(NamedTuple):
@@ -245,6 +246,7 @@ class Arm(NamedTuple):
     name: str
     max_nodes: int
     can_overlap: bool = False  # the target's forward can start before the host has seen what it drafts
+    unit: int = 1  # nodes by which lengths are told apart, at least: large trees are planned in multiples of it
 
 
 class Plan(NamedTuple):
@@ -551,6 +553,7 @@ class RoundReport(NamedTuple):
     began: float  # on the clock of time.perf_counter
     tokens_at: float  # when the tokens came
     experts: float = 0.0  # see Scores
+    bus_bytes: int = 0  # of weights that crossed the bus since the round before: see Runner.bus_bytes
 
 
 class Listener(Protocol):

@@ -16,6 +16,8 @@ NEEDED: dict[str, frozenset[str]] = {
     "avx512bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
     "avx512": _AVX512,
     "avx2": frozenset({"avx2", "fma"}),
+    "neonbf16": frozenset({"asimddp", "i8mm", "bf16"}),
+    "neon": frozenset({"asimddp"}),
 }
 _FOLDER = Path(__file__).parent / "ops" / "cpu"
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -95,7 +96,18 @@ def _cpuinfo(*names: str) -> str:
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
     """The processor's feature flags as the kernel names them."""
+    if platform.machine() == "aarch64" and sys.platform == "linux":
+        return arm_flags(ctypes.CDLL(None).getauxval)
     return frozenset(_cpuinfo("flags", "Features").split())
+
+
+_HWCAP, _HWCAP2 = 16, 26  # entries of the auxiliary vector
+_ARM_FLAGS = {"asimddp": (_HWCAP, 20), "i8mm": (_HWCAP2, 13), "bf16": (_HWCAP2, 14)}
+
+
+def arm_flags(entry: Callable[[int], int]) -> frozenset[str]:
+    """The flags of an ARM processor that matter here, by entries of the auxiliary vector that the kernel gives every process."""
+    return frozenset(name for name, (number, bit) in _ARM_FLAGS.items() if entry(number) >> bit & 1)
 
 
 @lru_cache(maxsize=1)

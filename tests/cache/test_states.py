@@ -29,6 +29,21 @@ def test_rows_go_on_where_the_last_forward_began_or_from_its_root_on() -> None:
     assert (float(later.states[0].window[0, 0]), later.inputs[0].flatten().tolist()) == (2.0, [0.0, 1.0])
 
 
+def test_a_forward_before_a_verdict_leaves_the_way_back() -> None:
+    state = SequenceState()
+    state.keep(0, Past(), Pending(4, states(1.0), states(2.0)))
+    first = state.at(5)
+    assert first is not None
+    state.keep(5, first, Pending(5, (), states(3.0)))
+    second = state.at(6)
+    assert second is not None
+    state.keep(6, second, Pending(6, (), states(4.0)), overlaps=True)
+    assert state.at(5) is first, "the verdict on it is not known yet"
+    assert state.at(6) is second
+    state.keep(6, second, Pending(6, (), states(4.0)))
+    assert state.at(5) is None
+
+
 def test_accepted_nodes_are_replayed_in_the_order_of_the_path() -> None:
     state = SequenceState()
     state.keep(0, Past(), Pending(4, states(1.0), states(2.0), nodes(5)))

@@ -122,3 +122,24 @@ def test_a_pruned_draft_teaches_only_what_was_judged() -> None:
         acceptance.observe("text", [0])
         acceptance.learn()
     assert acceptance.predict("text", 0, 4, (CHAIN, [0.9, 0.8, 0.7, 0.6]), learn=False)[0] > 0.95
+
+
+def test_large_trees_are_learnt_in_larger_steps() -> None:
+    """A tree of 320 nodes, the first 40 of which bring as much as all others."""
+    arms = [Arm("tree", 1024, unit=32)]
+    acceptance = Acceptance(arms)
+    parents, survival = [-1] * 320, [0.05] * 40 + [0.05 / 7] * 280
+    for _ in range(40):
+        acceptance.now += 1
+        acceptance.predict("text", 0, 320, (parents, survival))
+        acceptance.observe("text", [])
+        acceptance.learn()
+    nodes, curve = acceptance.nodes("text", 0), acceptance.curve("text", 0)
+    assert nodes[:8] == pytest.approx([32, 64, 96, 128, 160, 192, 256, 320], rel=0.05)
+    assert all(low <= high for low, high in pairwise(curve))
+    assert curve[7] - curve[1] < 0.6 * curve[7], "most of it is in the first 64 nodes"
+    kept, other = Acceptance(arms), Acceptance([Arm("tree", 32)])
+    kept.restore(acceptance.as_dict())
+    other.restore(acceptance.as_dict())
+    assert kept.nodes("text", 0)[3] == pytest.approx(nodes[3], rel=1e-3)
+    assert other.rounds("text", 0) == 0.0, "a record of other steps says nothing"

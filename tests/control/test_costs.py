@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from outrider.bench.costs import show_costs
 from outrider.control import Costs
 from outrider.control.curve import Curve, Typical
 
@@ -158,3 +161,16 @@ def test_times_that_changed_for_good_are_followed_at_once() -> None:
     assert typical.mean < 0.0013
     typical.observe(0.003)
     assert typical.mean == pytest.approx(0.003)
+
+
+def test_bytes_over_the_bus_are_kept_and_shown() -> None:
+    costs = Costs()
+    for _ in range(4):
+        costs.observe_forward(1, 0, 0.25)
+    assert "bus" not in costs.as_dict()
+    costs.bus_bytes = 10 * 2**30
+    assert costs.as_dict()["bus"] == {"bytes": 10 * 2**30, "bytes_per_s": pytest.approx(40 * 2**30, rel=1e-3)}
+    assert Costs.from_dict(costs.as_dict()).bus_bytes == 10 * 2**30
+    console = Console(record=True, width=120, file=io.StringIO())
+    show_costs(costs, console)
+    assert "10.00 GiB of weights cross the bus in every forward" in " ".join(console.export_text().split())

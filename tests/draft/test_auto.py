@@ -10,7 +10,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import SpeculationConfig
 from outrider.control import Load, RoundStats
 from outrider.core import Drafts, Plan, Sequence
-from outrider.draft.auto import AutoDrafter, resolve_auto
+from outrider.draft.auto import AutoDrafter, arms_of, resolve_auto, with_large_trees
 from outrider.draft.growth import TreeShape
 from outrider.errors import InvalidParameter
 
@@ -150,3 +150,21 @@ def test_on_a_gpu_one_head_is_a_member(tmp_path: Path) -> None:
     TreeShape(**gpu[2].options).require_device()
     with pytest.raises(InvalidParameter, match="choose a smaller beam"):
         TreeShape(beam=64, branch=8).require_device()
+
+
+def test_a_draft_model_grows_large_trees_where_rows_cost_nothing() -> None:
+    members = (SpeculationConfig("suffix", draft_tokens=32), SpeculationConfig("draft_model", draft_tokens=12))
+    chains = arms_of(members, on_gpu=True)
+    assert [(arm.max_nodes, arm.can_overlap, arm.unit) for arm in chains] == [(32, False, 1), (12, True, 1)]
+    config = with_large_trees(SpeculationConfig("auto", draft_tokens=256, options={"members": members}))
+    trees = arms_of(config.nested(), on_gpu=True)
+    assert [(arm.max_nodes, arm.can_overlap, arm.unit) for arm in trees] == [(32, False, 1), (1024, False, 32)]
+    fewer = with_large_trees(SpeculationConfig("auto", draft_tokens=100, options={"members": members}))
+    assert arms_of(fewer.nested(), on_gpu=True)[1].max_nodes == 100, "as far as the user allows"
+
+
+def test_only_draft_models_with_trees_may_draft_hundreds() -> None:
+    assert SpeculationConfig.parse("draft_model:1024:branch=8").draft_tokens == 1024
+    for wrong in ("draft_model:1025:branch=8", "draft_model:257", "eagle:512:branch=8", "ngram:300"):
+        with pytest.raises(InvalidParameter, match="draft_tokens"):
+            SpeculationConfig.parse(wrong)

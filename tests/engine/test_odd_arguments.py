@@ -71,7 +71,7 @@ def typed(call: Any, *arguments: Any, **named: Any) -> Any:
 
 
 _SIZES = ["max_model_len", "max_num_seqs", "max_batch_rows", "page_size", "kv_bytes", "prefix_cache", "max_queue", "unheard_of"]
-_SETTINGS = ["dtype", "load_format", "revision", "device", "numerics", "memory", "speculation"]
+_SETTINGS = ["dtype", "load_format", "revision", "device", "numerics", "fp8_activations", "memory", "speculation"]
 _VLLM = ["speculative_config", "speculative_model", "num_speculative_tokens"]
 
 

@@ -50,6 +50,17 @@ def test_prompt_rows_are_shared_and_decode_rows_always_run() -> None:
     assert [batch.samples(b) for b in range(3)] == [True, True, False]
 
 
+def test_fewer_prompt_rows_are_read_while_others_decode() -> None:
+    work = scheduler(pages=100, rows=16, prefix_cache=False, max_mixed_rows=6)
+    first, long = sequence(3, 9), sequence(40)
+    submit(work, first)
+    play(work)
+    submit(work, long)
+    assert work.next().batch.feeds == [1, 6]
+    work.remove(first)
+    assert work.next().batch.feeds == [16]
+
+
 def test_a_sequence_without_budget_waits_a_round() -> None:
     work = scheduler(pages=100, rows=12, prefix_cache=False)
     long, longer = sequence(12), sequence(40)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.config import EngineConfig
 from outrider.control import FixedLength
-from outrider.core import Request, Verdict
+from outrider.core import Request, RoundReport, Verdict
 from outrider.draft import Drafter
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.growth import TreeShape
@@ -22,9 +23,9 @@ from outrider.draft.suffix import SuffixDrafter, SuffixOptions
 from outrider.engine import engine as rounds
 from outrider.engine.engine import Engine
 from outrider.model import Decoder, Runner
-from outrider.model.memory import kv_pool
+from outrider.model.memory import kv_pool, sequence_bytes
 from outrider.sampling import SamplingParams
-from tests.support import HYBRIDS, VOCAB, make_engine, make_pool, make_request, random_decoder, run, write_family
+from tests.support import HYBRIDS, VOCAB, Oracle, make_engine, make_pool, make_request, random_decoder, run, write_family
 from tests.support.engines import assert_same_bits, run_recorded
 
 SIZE = 8
@@ -136,3 +137,39 @@ def test_a_row_that_waits_for_its_choice_is_read_again(decoder: Decoder, monkeyp
     writer = run(engine_of(decoder, NGramDrafter(NGramOptions(1, 3)), 4), [request])[0]
     assert writer.seq.tokens == want
     assert writer.seq.stats.fallback_reason is None
+
+
+def test_states_of_many_sequences_stay_within_the_plan(root: Path) -> None:
+    """64 sequences with 16 nodes each: tensors are counted once, whoever refers to them."""
+    decoder = random_decoder(write_family(root / "many", "qwen3.5"), seed=2)
+    requests = [
+        make_request([(i + j) % 5 for j in range(3)], SamplingParams(temperature=0.0, max_tokens=10), f"r{i}") for i in range(64)
+    ]
+    answers = {
+        writer.seq.request.id: writer.seq.tokens for writer in run(engine_of(decoder, NoDrafter(), 0, 700, 0, 64), requests)
+    }
+    engine = engine_of(decoder, Oracle(answers, 16, branches=8, seed=1), 16, 700, 0, 64)
+    held: list[int] = []
+
+    def observe(report: RoundReport) -> None:
+        tensors = {
+            (part.data_ptr(), part.nbytes)
+            for seq in report.batch.sequences
+            if seq.state is not None and seq.state.pending is not None
+            for pending in [seq.state.pending]
+            for layer in (*seq.state.past.states, *pending.before, *pending.after)
+            for part in layer
+            if part is not None
+        }
+        nodes = sum(
+            x.nbytes for seq in report.batch.sequences if seq.state and seq.state.pending for x in seq.state.pending.nodes
+        )
+        held.append(nodes + sum(size for _, size in tensors))
+
+    engine.listen(SimpleNamespace(observe=observe))
+    for request in requests:
+        engine.submit(request, "test")
+    while engine.has_work:
+        engine.round()
+    assert len(held) > 1
+    assert 32 * decoder.spec.state_bytes < max(held) <= 64 * sequence_bytes(decoder.spec)

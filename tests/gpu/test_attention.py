@@ -55,6 +55,7 @@ class Scene:
         from outrider.ops.cuda import launch
 
         self.launch, self.page, self.lengths = launch, page, lengths
+        self.sinks: Tensor | None = None
         self.kernels = launch.Kernels(launch.Shape(heads, kv_heads, head, page), dtype)
         if not ON_GPU:
             self.kernels._attention._merged = 2
@@ -99,7 +100,7 @@ class Scene:
     def attend(self, rows: list[At], window: int | None = None, soft_cap: float | None = None, meta: Any = None) -> Tensor:
         q = torch.stack([self.queries[row.sequence][row.position] for row in rows]).to(DEVICE)
         out = torch.full_like(q, float("nan"))
-        self.kernels.attend_rows(q, self.on_device(), meta or self.metadata(rows), out, window, soft_cap)
+        self.kernels.attend_rows(q, self.on_device(), meta or self.metadata(rows), out, window, soft_cap, self.sinks)
         return out.cpu()
 
     def alone(self, rows: list[At], window: int | None = None, soft_cap: float | None = None) -> Tensor:
@@ -116,7 +117,7 @@ class Scene:
             row += tokens
         out = torch.full_like(q, float("nan"))
         listed = torch.tensor(chunks, dtype=torch.int32, device=DEVICE)
-        self.kernels.attend_chunks(q, self.on_device(), self.table.to(DEVICE), listed, out, window, soft_cap)
+        self.kernels.attend_chunks(q, self.on_device(), self.table.to(DEVICE), listed, out, window, soft_cap, self.sinks)
         return out.cpu()
 
     def reference(self, rows: list[At], window: int | None = None, soft_cap: float | None = None) -> Tensor:
@@ -128,6 +129,9 @@ class Scene:
             scores = torch.einsum("kgh,nkh->kgn", q, keys) * keys.shape[2] ** -0.5
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
+            if self.sinks is not None:
+                sinks = self.sinks.cpu().double().view(*scores.shape[:2], 1)
+                scores, values = torch.cat((scores, sinks), -1), torch.cat((values, torch.zeros_like(values[:1])))
             outs.append(torch.einsum("kgn,nkh->kgh", scores.softmax(-1), values).flatten())
         return torch.stack(outs)
 
@@ -164,6 +168,20 @@ def test_ratios_of_query_to_kv_heads(heads: int, kv_heads: int) -> None:
 @pytest.mark.parametrize("head", WIDTHS)
 def test_head_widths(head: int) -> None:
     check_shape(Scene(2, 1, head))
+
+
+@pytest.mark.parametrize("window", WINDOWS[::2])
+def test_sinks(window: int | None) -> None:
+    """Each head's sink joins the sum once, after all segments: alone, in a tile, in a prompt and as a node of a tree."""
+    scene, seen = Scene(), Scene()
+    scene.sinks = torch.linspace(-2.0, 3.0, scene.queries[0].shape[1] // 32, device=DEVICE)
+    rows = [At(0, position) for position in POSITIONS]
+    want = scene.alone(rows, window)
+    assert_near(want, scene.reference(rows, window))
+    assert not torch.allclose(want, seen.alone(rows, window), atol=1e-2)
+    assert torch.equal(scene.attend(rows, window), want)
+    got = scene.prompt(chunked(LENGTH, scene.kernels.chunk_tokens), window)
+    assert torch.equal(got[list(POSITIONS)], want)
 
 
 def check_shape(scene: Scene) -> None:

@@ -139,6 +139,15 @@ def test_gate_and_up_are_multiplied_in_the_kernel(kind: str) -> None:
         assert torch.equal(k.activated(x[:count], w, pair_rows(bias, 1), "silu", True), got[:count])
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8_blocks", "int8", "int4"])
+def test_rows_may_come_in_the_form_that_a_product_reads(kind: str) -> None:
+    w, k = on_device(kind, stored_matrix(kind, COLUMNS, INNER)), kernels()
+    stream, parts = torch.randn(20, INNER, device=DEVICE), torch.randn(2, 20, INNER, device=DEVICE)
+    read = k.finish(parts, None, stream.clone(), None)
+    assert torch.equal(k.parts(k.finish_as(w.reads, parts, None, stream.clone(), None), w), k.parts(read, w))
+    assert (w.reads is None) == (kind == "int4")
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8_blocks", "int4"])
 def test_storage_may_be_replaced(kind: str) -> None:
     first, second = (on_device(kind, stored_matrix(kind, COLUMNS, INNER, seed)) for seed in (1, 2))

@@ -89,6 +89,9 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, kind: str) ->
     path, reference = written(tmp_path, kind)
     runner = runner_of(path)
     assert kinds_of(runner) == {FORMS[kind][0]}
+    taken = sum(tensor.nbytes for layer in runner.cuda.layers for matrix in layer.matrices for tensor in matrix.tensors)
+    weights = sum(layer.parameters(SIZES["hidden_size"]) for layer in runner.decoder.spec.layers)
+    assert taken / weights == pytest.approx(runner.decoder.spec.layer_bytes or 2.0, rel=0.1), "what is planned"
     text = [i * 37 % VOCAB for i in range(40 if ON_GPU else 6)]
     logits = runner.logits(runner.forward([Feed(range(3), 0, text)]).last, range(len(text)))
     with torch.no_grad():
@@ -112,6 +115,19 @@ def test_a_model_may_be_rounded_at_load(tmp_path: Path, dtype: str) -> None:
         want = reference(torch.tensor([text])).logits[0]
     assert float((logits - want).norm() / want.norm()) < {"int8": 0.05, "int4": 0.3, "fp8": 0.1}[dtype]
     assert_drafts_change_nothing(runner)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the bundled model is too large for the interpreter")
+def test_target_and_draft_model_have_their_own_precision() -> None:
+    from outrider import LLM
+
+    params, prompts = SamplingParams(max_tokens=64, ignore_eos=True), ["def fibonacci(n):\n", "class Stack:\n"]
+    plain = LLM(device="cuda", dtype="int8", speculation="none").generate(prompts, params)
+    for dtype in ("int4", "bfloat16"):
+        settings = {"method": "draft_model", "dtype": dtype, "draft_tokens": 4}
+        drafted = LLM(device="cuda", dtype="int8", speculation=settings).generate(prompts, params)
+        assert [out.outputs[0].token_ids for out in drafted] == [out.outputs[0].token_ids for out in plain]
+        assert all(out.outputs[0].speculation["fallback_reason"] is None for out in drafted)
 
 
 def test_activations_stay_in_bfloat16_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

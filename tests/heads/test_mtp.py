@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.cache import KVPool
+from outrider.config import SpeculationConfig
+from outrider.draft.auto import resolve_auto
 from outrider.errors import ModelError, OutriderError
 from outrider.heads import EagleHead, EagleRunner, SaveOptions, holds_mtp, load_mtp, save_mtp
 from outrider.model import Decoder, Feed, LoadOptions, Rope, load_decoder
@@ -56,11 +58,13 @@ def test_the_plain_formula() -> None:
 
 
 def checkpoint(directory: Path, layout: str) -> tuple[Any, Any]:
-    """A GLM with a module behind its layers, or a Qwen3 with one under `mtp.`, by Transformers: the model and the module."""
+    """A GLM with a module behind its layers, or a Qwen with one under `mtp.`, by Transformers: the model and the module."""
     from transformers.modeling_layers import MtpModel
 
-    model = build_reference("glm4-moe" if layout == "appended" else "qwen3-moe", directory)
-    model.config.num_mtp_layers = 1
+    kinds = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]} if layout == "of a hybrid" else {}
+    name = {"appended": "glm4-moe", "under mtp": "qwen3-moe", "of a hybrid": "qwen3.5"}[layout]
+    model = build_reference(name, directory, **kinds)
+    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"] if kinds else None
     module = MtpModel(model, 1)
     layer = module.layers[0].eval()
     with torch.no_grad():
@@ -91,11 +95,14 @@ def stored(tensors: dict[str, Tensor], layout: str, model: Any) -> dict[str, Ten
     return named | ({f"{block}{name}.weight": x.detach().clone() for name, x in copies.items()} if layout == "appended" else {})
 
 
-@pytest.mark.parametrize("layout", ["appended", "under mtp"])
+@pytest.mark.parametrize("layout", ["appended", "under mtp", "of a hybrid"])
 def test_a_module_in_the_targets_own_checkpoint(layout: str, tmp_path: Path) -> None:
     """By Transformers: the module reads the last hidden row after the final norm, and feeds its own output back."""
     reference, module = checkpoint(tmp_path, layout)
     assert holds_mtp(tmp_path)
+    for on_gpu in (False, True):
+        members = resolve_auto(SpeculationConfig("auto"), tmp_path, on_gpu).nested()
+        assert "mtp" in [member.method for member in members]
     target = load_decoder(tmp_path, FULL)
     head = load_mtp(tmp_path, target, FULL)
     assert head.config.shape.layers[0] == target.spec.layers[-1]

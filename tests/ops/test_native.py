@@ -16,15 +16,12 @@ from outrider.model.load import DTYPES
 from outrider.model.spec import ACTIVATIONS
 from outrider.ops import Core, Epilogue, NormWeights, PackedLinear, Plain, find_core, serving_ops
 from outrider.ops.native import Threads
-from tests.support.native import SERVED, make_decoder, make_runner
+from tests.support.native import LONG, PAGES, SERVED, TREE, assert_rows_agree, make_decoder, make_runner
 
 pytestmark = pytest.mark.skipif(find_core()[0] is None, reason=find_core()[1])
 
 KINDS = ("float32", "bfloat16", "int8")
 SHAPES = [(16, 16), (1, 1), (77, 33), (60, 100), (130, 257), (512, 704), (2048, 96)]  # inner, columns
-LONG = 70
-PAGES = [3, 9, 1, 7, 4, 12, 0, 5, 8, 11]
-TREE = [(5, -1), (17, -1), (8, 0), (31, 0), (2, 2), (40, 1), (77, 4), (9, 6), (9, 4), (3, -1)]
 
 
 def test_the_core_is_built_where_it_can_be() -> None:
@@ -300,33 +297,7 @@ def test_the_quicker_number_of_threads_is_taken(core: Core, monkeypatch: pytest.
 @pytest.mark.parametrize("variant", [*VARIANTS, *SERVED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_decode_chunks_and_trees_agree(core: Core, kind: str, variant: str, page_size: int) -> None:
-    decoder = decoder_of(variant, kind)
-    vocab = decoder.spec.vocab
-    text = [i * 37 % vocab for i in range(LONG)]
-    runner = make_runner(core, decoder, page_size)
-
-    def logits(*feeds: Feed) -> Tensor:
-        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
-        return runner.logits(runner.forward(list(feeds)).last, range(rows))
-
-    whole = logits(Feed(PAGES, 0, text))
-    for size in (1, 5, 16, 33):
-        parts = [logits(Feed(PAGES, at, text[at : at + size])) for at in range(0, LONG, size)]
-        assert torch.equal(torch.cat(parts), whole), f"chunks of {size}"
-
-    tokens, parents = zip(*[(token % vocab, parent) for token, parent in TREE], strict=True)
-    other = Feed([13, 10], 0, text[:7])
-    tree = logits(other, Feed(PAGES, LONG - 3, text[-3:], tokens, parents))[7 + 2 :]
-    assert torch.equal(tree[0], whole[-1]), "the root beside its tree"
-    grown = [logits(Feed(PAGES, LONG, (), tokens[known : known + 2], parents[: known + 2], known)) for known in range(0, 10, 2)]
-    assert torch.equal(torch.cat(grown), tree[1:]), "a tree grown level by level"
-    for node in range(len(TREE)):
-        path, here = [], node
-        while here >= 0:
-            path.insert(0, tokens[here])
-            here = parents[here]
-        alone = logits(Feed(PAGES, LONG, path))[-1]
-        assert torch.equal(tree[node + 1], alone), f"node {node} decoded alone"
+    assert_rows_agree(make_runner(core, decoder_of(variant, kind), page_size))
 
 
 @pytest.mark.parametrize("kind", KINDS)

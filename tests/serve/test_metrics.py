@@ -134,6 +134,15 @@ def test_experts_per_round_are_measured() -> None:
     assert 'outrider:experts_per_round_sum{model_name="mixture"} 50.0' in text
 
 
+def test_bytes_over_the_bus_are_measured() -> None:
+    metrics = Metrics("streamed")
+    assert b"bus_bytes_per_round" not in generate_latest(metrics.registry)
+    metrics.snapshot = Snapshot(tally=Tally(streamed_rounds=4, bus_bytes=4 * 10**9))
+    text = generate_latest(metrics.registry).decode()
+    assert 'outrider:bus_bytes_per_round_count{model_name="streamed"} 4.0' in text
+    assert 'outrider:bus_bytes_per_round_sum{model_name="streamed"} 4e+09' in text
+
+
 def test_stats_has_the_dashboard_s_fields(server: Running) -> None:
     server.post("/v1/completions", prompt="def main(", max_tokens=16, temperature=0)
     stats = server.http.get("/stats").json()

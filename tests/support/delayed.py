@@ -96,15 +96,16 @@ class DelayedRunner(Runner):
     def launch(self, batch: Batch, drafts: Drafts | PendingDrafts, taps: tuple[int, ...] = ()) -> InFlight:
         laid = self._lay_out_round(batch, drafts)
         decoding = min(laid.roots) >= 0 and all(len(feed.tokens) == 1 for feed in laid.feeds) and not laid.prompt_rows
-        if not decoding or any(seq.request.params.adjusts or seq.guide for seq in batch.sequences):
+        if not decoding or any(seq.guide for seq in batch.sequences):
             self.stream.finish()
             self.last = None
-            assert isinstance(drafts, Drafts)
-            return super().launch(batch, drafts, taps)
+            trees = [tree._replace(tokens=self.stream.tokens(tree.tokens)) for tree in drafts.per_sequence]
+            return super().launch(batch, Drafts(trees), taps)
         counts = [1 + len(feed.nodes) for feed in laid.feeds]
         feeds = [feed._replace(pages=list(feed.pages)) for feed in laid.feeds]  # the pages may have other owners later
         launched = self.last = _Launched(self, batch, drafts, counts)
         requests = [seq.request for seq in batch.sequences]
+        texts = [tuple(seq.tokens) for seq in batch.sequences]
         self.overlapped += bool(batch.future)
 
         def work() -> None:
@@ -113,10 +114,10 @@ class DelayedRunner(Runner):
             hidden = self.forward(known, taps, laid.wanted)
             assert hidden.logits is not None
             positions = [at for feed in known for at in _positions(feed)]
-            owners = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
+            owners = [pair for *pair, count in zip(requests, texts, counts, strict=True) for _ in range(count)]
             rows = [
-                Row(request.params, request.seed, request.index, at, len(request.prompt_ids), (), request.stop_ids)
-                for request, at in zip(owners, positions, strict=True)
+                Row(request.params, request.seed, request.index, at, len(request.prompt_ids), text, request.stop_ids)
+                for (request, text), at in zip(owners, positions, strict=True)
             ]
             choices = choose(hidden.logits, rows)
             self.stream.buffer |= {_DRAWN + i: token for i, token in enumerate(choices)}

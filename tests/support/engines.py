@@ -29,7 +29,7 @@ def make_engine(
     decoder: Decoder, drafter: Drafter | None = None, length: int = 0, rule: str = "match", pages: int = 160, **sizes: Any
 ) -> Engine:
     config = EngineConfig(**({"page_size": 16, "max_num_seqs": 8, "max_batch_rows": 40} | sizes))
-    runner = Runner(decoder, make_pool(decoder, config.page_size, pages))
+    runner = Runner(decoder, make_pool(decoder, config.page_size, pages, config.kv_dtype == "int8"))
     return Engine(runner, None, drafter or NoDrafter(), FixedLength(length, rule), config)
 
 

@@ -101,8 +101,8 @@ def random_decoder(directory: Path, seed: int = 0) -> Decoder:
     return decoder
 
 
-def make_pool(decoder: Decoder, page_size: int = 16, pages: int = 160) -> KVPool:
-    return kv_pool(decoder.spec, pages, page_size)
+def make_pool(decoder: Decoder, page_size: int = 16, pages: int = 160, int8: bool = False) -> KVPool:
+    return kv_pool(decoder.spec, pages, page_size, int8)
 
 
 def write_tokenizer(directory: Path, vocab: int = 300, extra: tuple[str, ...] = ()) -> Path:

@@ -177,7 +177,8 @@ def decoded(directory: Path, settings: Mapping[str, Any], tensors: Mapping[str, 
     form = format_of({"quantization_config": dict(settings)}, "config.json")
     assert form is not None
     source = QuantisedSource(directory, form)
-    matrix = source.tensor(name)
+    matrix, floats = source.tensor(name), source.floats(name)
+    assert floats is None or torch.equal(floats.values(), matrix)
     source.close()
     assert source.headers()[name].shape == tuple(matrix.shape)
     return matrix

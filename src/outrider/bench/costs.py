@@ -22,7 +22,9 @@ def measured_costs(model: str | None) -> Costs:
     """The cost table of a new calibration, which is also kept for later starts."""
     llm = LLM(model, speculation="auto", calibration_s=0)
     assert isinstance(llm.engine.policy, Controller)
-    llm.engine.policy.costs = Costs(llm.engine.policy.costs.sizes)
+    known = llm.engine.policy.costs
+    llm.engine.policy.costs = Costs(known.sizes)
+    llm.engine.policy.costs.bus_bytes = known.bus_bytes
     llm.measure_costs()
     return llm.engine.policy.costs
 
@@ -35,6 +37,11 @@ def show_costs(costs: Costs, console: Console) -> None:
     for rows, seconds in table["forward"].items():
         shown.add_row(rows, f"{1e3 * seconds:.2f}", "\u2588" * max(round(_BAR * seconds / longest), 1))
     console.print(shown)
+    if bus := table.get("bus"):
+        console.print(
+            f"{bus['bytes'] / 2**30:.2f} GiB of weights cross the bus in every forward, however many rows it has: "
+            f"{bus['bytes_per_s'] / 1e9:.1f} GB/s\n"
+        )
     for name, counts in table.get("experts", {}).items():
         shown = Table("rows", "experts", title=f"experts that a round reads, {_WHOSE.get(name, name)}", title_justify="left")
         for rows, count in counts.items():

@@ -40,6 +40,7 @@ from outrider.platform import cpu_flags, cpu_name, guard
 
 __all__ = ["Check", "attention_is_invariant", "diagnose", "gpu_attention", "gpu_linear_is_invariant", "linear_is_invariant"]
 
+_INSTRUCTIONS = ("amx_tile", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "i8mm", "asimddp")
 _SHAPES = ((1536, 512), (512, 1408), (384, 2048), (77, 100))  # columns, inner
 _ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48)
 _GPU_SHAPES = ((1024, 512), (512, 1408), (6144, 4096), (4096, 14336))
@@ -77,7 +78,7 @@ def _versions() -> list[Check]:
 
 def _machine() -> list[Check]:
     state = guard()
-    wide = [name for name in ("amx_tile", "avx512_bf16", "avx512_vnni", "avx512f", "avx2") if name in cpu_flags()]
+    wide = [name for name in _INSTRUCTIONS if name in cpu_flags()]
     return [
         Check("machine", "processor", cpu_name()),
         Check("machine", "instructions", ", ".join(wide) or "baseline"),

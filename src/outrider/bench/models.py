@@ -72,7 +72,7 @@ def features_table() -> str:
     for name in _features():
         support = _support(name)
         rows.setdefault((support[CPU.name], support[CUDA.name]), []).append(name)
-    lines = ["| | CPU, native core (x86-64) | CPU, torch | NVIDIA GPU (8.0 and newer) |", "|---|---|---|---|"]
+    lines = ["| | CPU, native core (x86-64, ARM) | CPU, torch | NVIDIA GPU (8.0 and newer) |", "|---|---|---|---|"]
     lacking = sorted((support for support in rows if not all(support)), reverse=True)
     lines.append(f"| layers of all {len(FAMILIES)} families{', but for what follows' if lacking else ''} | yes | yes | yes |")
     for cpu, cuda in lacking:

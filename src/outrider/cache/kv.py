@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["KVPool", "Slots"]
+from outrider.errors import InvalidParameter
 
+__all__ = ["KVPool", "Slots", "in_int8"]
+
+_INT8_SLOTS = 16  # the native core widens whole vectors of slots
 Slots = tuple[Tensor, Tensor] | tuple[int, int]  # pages and offsets, of several rows or of one
 
 
@@ -20,9 +23,15 @@ class KVPool:
     They are float32 so that attention reads pages in place without widening a copy of the context. The width is head_dim
     padded with zeros to a multiple of 16: matrix libraries treat rows differently at odd widths. Slot s lies in page
     s // page_size at offset s % page_size. The native core has another layout inside a page and head: see `keep_words`.
+
+    With `int8` keys and values become integers with a scale for each token and head as they are written. The layout of torch
+    holds their products, the core's the integers.
     """
 
-    def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int) -> None:
+    def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, int8: bool = False) -> None:
+        if int8 and page_size % _INT8_SLOTS:
+            raise InvalidParameter("page_size", f"{page_size} is not a multiple of {_INT8_SLOTS}, which KV in int8 needs")
+        self.int8 = int8
         self.page_size = page_size
         self.pages = pages
         self.head_dim = head_dim
@@ -33,15 +42,16 @@ class KVPool:
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, value_bytes: int = 4) -> int:
-        """Bytes of a slot in all layers; see `value_bytes`."""
-        return 2 * value_bytes * layers * kv_heads * _filled(head_dim)
+        """Bytes of a slot in all layers; see `value_bytes`. Values of one byte have a scale of four for each head."""
+        scale = 4 if value_bytes == 1 else 0
+        return 2 * layers * kv_heads * (value_bytes * _filled(head_dim) + scale)
 
     @staticmethod
-    def value_bytes(bf16: bool, page_size: int) -> int:
+    def value_bytes(bf16: bool, page_size: int, int8: bool = False) -> int:
         """Bytes of one value in the native core's layout. Two slots of bf16 values share a word, so pages of odd size stay
         float32.
         """
-        return 2 if bf16 and page_size % 2 == 0 else 4
+        return 1 if int8 else 2 if bf16 and page_size % 2 == 0 else 4
 
     @property
     def token_bytes(self) -> int:
@@ -50,17 +60,19 @@ class KVPool:
 
     def keep_words(self, bf16: bool) -> None:
         """Switch to the layout of ops/cpu/attention.h: keys as [width][slot], values as [slot][width], in words of one
-        float32 or of two bf16 values. The pool must be empty, or have that layout already.
+        float32, of two bf16 or of four int8 values, and behind the latter a word for the scale of each slot. The pool must be
+        empty, or have that layout already.
         """
-        per_word = 4 // self.value_bytes(bf16, self.page_size)
+        per_word = 4 // self.value_bytes(bf16, self.page_size, self.int8)
         if self._per_word == per_word:
             return
         assert self._per_word == 0, "a pool has one layout"
         layers, pages, kv_heads, size, width = self.keys.shape
         outer, self._per_word = (layers, pages, kv_heads), per_word
-        dtype = torch.bfloat16 if per_word == 2 else torch.float32
-        self.keys = _zeros((*outer, width // per_word, size, per_word), dtype)
-        self.values = _zeros((*outer, size // per_word, width, per_word), dtype)
+        dtype = {1: torch.float32, 2: torch.bfloat16, 4: torch.int8}[per_word]
+        scales = 1 if self.int8 else 0
+        self.keys = _zeros((*outer, width // per_word + scales, size, per_word), dtype)
+        self.values = _zeros((*outer, size * width + scales * size * per_word), dtype)
         self._layers = list(zip(self.keys, self.values, strict=True))
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -82,6 +94,8 @@ class KVPool:
         if not math.isfinite((keys.sum() + values.sum()).item()):
             sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
             keys, values = keys.where(sound, torch.nan), values.where(sound, 0.0)
+        if self.int8:
+            keys, values = in_int8(keys), in_int8(values)
         for pool, rows in zip(self._layers[layer], (keys, values), strict=True):
             pool[page, :, offset, : self.head_dim] = rows
 
@@ -95,15 +109,26 @@ class KVPool:
                 pool[:, dst // size, :, dst % size] = pool[:, src // size, :, src % size]
             return
         self.keys[:, dst // size, :, :, dst % size] = self.keys[:, src // size, :, :, src % size]
-        to, at = dst % size, src % size
-        moved = self.values[:, src // size, :, at // per_word, :, at % per_word]
-        self.values[:, dst // size, :, to // per_word, :, to % per_word] = moved
+        to, at, codes = dst % size, src % size, size * _filled(self.head_dim)
+        outer = self.values.shape[:-1]
+        values = self.values[..., :codes].view(*outer, size // per_word, -1, per_word)
+        values[:, dst // size, :, to // per_word, :, to % per_word] = values[:, src // size, :, at // per_word, :, at % per_word]
+        if self.int8:
+            scales = self.values[..., codes:].view(*outer, size, per_word)
+            scales[:, dst // size, :, to] = scales[:, src // size, :, at]
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero the pages, so that a NaN in them cannot reach a later owner through a masked product."""
         index = torch.tensor(list(pages), dtype=torch.int64)
-        self.keys[:, index] = 0.0
-        self.values[:, index] = 0.0
+        self.keys[:, index] = 0
+        self.values[:, index] = 0
+
+
+def in_int8(x: Tensor) -> Tensor:
+    """Rows (..., d) as the integers of the native core, times their scales. Rows of NaN stay so."""
+    scale = x.abs().amax(-1, keepdim=True) / 127.0
+    units = torch.where(scale > 0.0, 1.0 / scale, 0.0)
+    return (x * units).round() * scale
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from outrider.cache.device_states import Places
 from outrider.cache.pages import Key
 
 __all__ = ["LayerState", "Past", "Pending", "SequenceState", "StateCache", "States"]
@@ -25,14 +26,15 @@ class LayerState(NamedTuple):
     memory: Tensor | None = None  # (heads, key_dim, head_dim)
 
 
-States = Sequence[LayerState]  # of every recurrent layer; empty: nothing was read yet
+# A LayerState of every recurrent layer, or the one Place of all layers' states on a device; empty: nothing was read yet.
+States = Sequence[Any]
 
 
 class Past(NamedTuple):
     """Where rows go on: states after some tokens, and of every layer the inputs of tokens after them, to be replayed."""
 
     states: States = ()
-    inputs: Sequence[Tensor] = ()  # (rows, width) of every recurrent layer
+    inputs: Sequence[Any] = ()  # (rows, width) of every recurrent layer, or the StoredRows of all layers on a device
 
     @property
     def rows(self) -> int:
@@ -49,7 +51,7 @@ class Pending(NamedTuple):
     root: int  # position of the last fed token
     before: States
     after: States
-    nodes: Sequence[Tensor] = ()  # (nodes, width) of every recurrent layer
+    nodes: Sequence[Any] = ()  # (nodes, width) of every recurrent layer, or the StoredRows of all layers on a device
 
 
 _NOTHING = Past()
@@ -57,11 +59,15 @@ _NOTHING = Past()
 
 @dataclass(eq=False, repr=False, slots=True)
 class SequenceState:
-    """The recurrent state of one sequence. Rows may go on from where the last forward began, or from its root on."""
+    """The recurrent state of one sequence. Rows may go on from where the last forward began, or from its root on.
+
+    They may also go on from where the one before began, where the last was launched before that one's verdict.
+    """
 
     position: int = 0  # tokens that the past holds
     past: Past = _NOTHING
     pending: Pending | None = None
+    earlier: tuple[int, Past] | None = None  # position and past of the forward before, until its verdict is known
     borders: dict[int, States] | None = None  # by page index: states after the last slot of a page, where they are kept
 
     def at(self, start: int) -> Past | None:
@@ -70,19 +76,20 @@ class SequenceState:
             return self.past
         after = -1 if self.pending is None else start - self.pending.root
         if self.pending is None or after < 0:
-            return None
+            return self.earlier[1] if self.earlier is not None and self.earlier[0] == start else None
         if after == 0:
             return Past(self.pending.before)
         nodes = Past(self.pending.after, self.pending.nodes)
         return nodes.cut(after - 1) if after - 1 <= nodes.rows else None
 
-    def keep(self, start: int, past: Past, pending: Pending) -> None:
-        """Record a forward of rows from `start` on."""
+    def keep(self, start: int, past: Past, pending: Pending, overlaps: bool = False) -> None:
+        """Record a forward of rows from `start` on, which may have been launched before the verdict on the one before."""
+        self.earlier = (self.position, self.past) if overlaps else None
         self.position, self.past, self.pending = start, past, pending
 
     def restart(self) -> None:
         """Forget everything: rows begin at 0."""
-        self.position, self.past, self.pending = 0, _NOTHING, None
+        self.position, self.past, self.pending, self.earlier = 0, _NOTHING, None, None
 
     def accept(self, path: Sequence[int]) -> None:
         """These nodes of the last forward became text, in this order."""
@@ -95,16 +102,28 @@ class StateCache:
     """States after full pages by the pages' keys, at most `capacity` of them; the least recently used one is dropped first.
 
     With a capacity of None the model has no recurrent layers: sequences have no state, and rows may go on after any page.
+    `nodes` are places for the inputs of draft nodes, and `sequences` how many can run, where they are limited.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int | None = None, nodes: Places | None = None, sequences: int | None = None) -> None:
+        self.capacity, self.sequences = capacity, sequences
+        self._nodes = nodes
         self._kept: OrderedDict[Key, States] = OrderedDict()
 
     @property
     def kept(self) -> int:
         """States that are kept."""
         return len(self._kept)
+
+    def fitting(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Draft lengths, cut to the nodes whose inputs can be kept until their verdict."""
+        if self._nodes is None or sum(lengths) <= self._nodes.free:
+            return tuple(lengths)
+        left, cut = self._nodes.free, []
+        for length in lengths:
+            cut.append(min(length, left))
+            left -= cut[-1]
+        return tuple(cut)
 
     def usable(self, keys: Sequence[Key]) -> int:
         """How many of these leading pages a sequence can start after."""
@@ -130,7 +149,14 @@ class StateCache:
             self._kept[keys[index]] = state.borders.pop(index)
             self._kept.move_to_end(keys[index])
             while len(self._kept) > self.capacity:
-                self._kept.popitem(last=False)
+                self.drop_oldest()
+
+    def drop_oldest(self) -> bool:
+        """Drop the state that was used least recently; False where there is none."""
+        if self._kept:
+            self._kept.popitem(last=False)
+            return True
+        return False
 
     def forget(self, keys: Sequence[Key]) -> None:
         """Drop states that must not be trusted."""

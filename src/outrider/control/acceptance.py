@@ -13,18 +13,14 @@ from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
+from outrider.control.ladder import LENGTHS, Ladder, ladder
 from outrider.core import ROOT, Arm
 
 __all__ = ["LENGTHS", "Acceptance"]
 
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # of drafts, in nodes; from one to the next is a step
-_SPANS = [slice(*ends) for ends in pairwise((0, *LENGTHS))]  # nodes of each step, the likeliest first
-_WIDTHS = [span.stop - span.start for span in _SPANS]
-_DISTANCES = [1.0, *((before + width) / 2 for before, width in pairwise(_WIDTHS))]  # nodes between the middles of two steps
-_PRIOR = [sum(0.6**place for place in range(span.start + 1, span.stop + 1)) for span in _SPANS]
 _BOUND = 6  # log odds beyond which confidences are alike
 _EDGES = [1 / (1 + math.exp(0.5 - odds)) for odds in range(1 - _BOUND, _BOUND + 1)]  # chances between whole log odds
 _BUCKETS = ("0", "1", "2", "3", "4")  # of temperatures, as a file spells them
@@ -43,17 +39,22 @@ _BEYOND = 0.15  # how readily the curve moves at lengths that were not drafted
 class _Estimate:
     """What is known about an arm at one temperature, from all sequences."""
 
-    gains: list[float] = field(default_factory=_PRIOR.copy)  # accepted tokens that every step adds
-    nodes: list[float] = field(default_factory=lambda: list(map(float, _WIDTHS)))  # proposed in every step
+    ladder: Ladder
+    gains: list[float] = field(default_factory=list)  # accepted tokens that every step adds
+    nodes: list[float] = field(default_factory=list)  # proposed in every step
     rounds: float = 0.0
     judged: dict[int, list[float]] = field(default_factory=dict)  # by confidence, in log odds: [nodes judged, nodes accepted]
     at: int = 0  # the round it was used in last
     curves: dict[int, list[float]] = field(default_factory=dict)  # by difficulty, until something is learnt
 
+    def __post_init__(self) -> None:
+        self.gains = self.gains or list(self.ladder.prior)
+        self.nodes = self.nodes or list(map(float, self.ladder.widths))
+
     def curve(self, difficulty: int) -> list[float]:
         """Accepted tokens to expect from drafts of each length, for texts of this difficulty."""
         if difficulty not in self.curves:
-            self.curves[difficulty] = list(accumulate(_shifted(self.gains, math.exp(difficulty / _FINEST))))
+            self.curves[difficulty] = list(accumulate(_shifted(self.ladder, self.gains, math.exp(difficulty / _FINEST))))
         return self.curves[difficulty]
 
     def fade(self, share: float) -> None:
@@ -65,17 +66,18 @@ class _Estimate:
     def recalled(self, rounds: float) -> _Estimate:
         """A copy that counts for at most so many rounds."""
         judged = {confidence: [count / 2 for count in counts] for confidence, counts in self.judged.items()}
-        return _Estimate(self.gains.copy(), self.nodes.copy(), min(self.rounds, rounds), judged, self.at)
+        return _Estimate(self.ladder, self.gains.copy(), self.nodes.copy(), min(self.rounds, rounds), judged, self.at)
 
     def as_dict(self) -> dict[str, Any]:
         judged = {str(confidence): [round(n, 3) for n in counts] for confidence, counts in self.judged.items()}
         gains, nodes = ([round(value, 5) for value in values] for values in (self.gains, self.nodes))
-        return {"rounds": self.rounds, "gains": gains, "nodes": nodes, "judged": judged}
+        of_trees = {} if self.ladder.unit == 1 else {"unit": self.ladder.unit}
+        return {"rounds": self.rounds, "gains": gains, "nodes": nodes, "judged": judged} | of_trees
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> _Estimate:
+    def from_dict(cls, data: Mapping[str, Any], steps: Ladder) -> _Estimate:
         gains, nodes = (list(map(float, data[name])) for name in ("gains", "nodes"))
-        if len(gains) != len(LENGTHS) or len(nodes) != len(LENGTHS):
+        if len(gains) != len(LENGTHS) or len(nodes) != len(LENGTHS) or data.get("unit", 1) != steps.unit:
             raise ValueError("of other steps")
         judged = {int(confidence): [float(seen), float(true)] for confidence, (seen, true) in data["judged"].items()}
         rounds, counts = float(data["rounds"]), [count for pair in judged.values() for count in pair]
@@ -83,7 +85,7 @@ class _Estimate:
             raise ValueError("counts are finite, and not negative")
         if any(abs(confidence) > _BOUND or true > seen for confidence, (seen, true) in judged.items()):
             raise ValueError("of other confidences")
-        return cls(gains, nodes, rounds, judged).recalled(MEMORY / 8)
+        return cls(steps, gains, nodes, rounds, judged).recalled(MEMORY / 8)
 
 
 @dataclass(slots=True)
@@ -117,6 +119,7 @@ class Acceptance:
 
     def __init__(self, arms: Seq[Arm]) -> None:
         self._names = [arm.name for arm in arms]
+        self._ladders = [ladder(arm.unit) for arm in arms]
         self._estimates: dict[int, list[_Estimate]] = {}  # by temperature bucket
         self._buckets: dict[Hashable, int] = {}
         self._evidence: dict[Hashable, dict[int, _Evidence]] = {}
@@ -136,8 +139,8 @@ class Acceptance:
         """The upper confidence bound of the curve: `bonus` standard deviations above it, as few rounds as it was seen in."""
         estimate = self._of(key)[arm]
         bonus /= math.sqrt(self.rounds(key, arm) + 1.0)
-        gains = [gain + bonus * usual for gain, usual in zip(estimate.gains, _PRIOR, strict=True)]
-        return list(accumulate(_shifted(gains, math.exp(self._difficulty(key, arm) / _FINEST))))
+        gains = [gain + bonus * usual for gain, usual in zip(estimate.gains, estimate.ladder.prior, strict=True)]
+        return list(accumulate(_shifted(estimate.ladder, gains, math.exp(self._difficulty(key, arm) / _FINEST))))
 
     def rounds(self, key: Hashable, arm: int) -> float:
         """In which an arm was seen at such a temperature; long ago counts for less."""
@@ -189,7 +192,8 @@ class Acceptance:
     def learn(self) -> None:
         """From the verdicts observed so far."""
         for pending in self._heard:
-            estimate, asked = pending.estimate, min(pending.asked, LENGTHS[-1])
+            estimate, steps = pending.estimate, pending.estimate.ladder
+            asked = min(pending.asked, steps.longest)
             if self.now > estimate.at:
                 estimate.fade(_STALE ** (self.now - estimate.at))
             _count(pending)
@@ -197,10 +201,10 @@ class Acceptance:
             estimate.rounds = min(estimate.rounds + 1.0, MEMORY)
             estimate.at = self.now
             gains = sorted(pending.usual, reverse=True)[:asked]
-            drafted = bisect(LENGTHS, asked)
-            _move(estimate.gains, _extended(gains, asked), drafted, 1.0 / estimate.rounds)
+            drafted, share = bisect(steps.lengths, asked), 1.0 / estimate.rounds
+            _move(steps, estimate.gains, _extended(gains, asked, steps.longest), drafted, share)
             whole = len(pending.parents) >= asked  # beyond what was asked for it would go on as before it
-            _move(estimate.nodes, [1.0] * (LENGTHS[-1] if whole else len(pending.parents)), drafted, 1.0 / estimate.rounds)
+            _move(steps, estimate.nodes, [1.0] * (steps.longest if whole else len(pending.parents)), drafted, share)
             estimate.curves.clear()
         self._heard.clear()
 
@@ -222,7 +226,7 @@ class Acceptance:
             for arm, name in enumerate(self._names) if bucket in _BUCKETS else ():
                 # Where it is of another version, or damaged, the arm learns anew.
                 with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
-                    self._bucket(int(bucket))[arm] = _Estimate.from_dict(kept[name])
+                    self._bucket(int(bucket))[arm] = _Estimate.from_dict(kept[name], self._ladders[arm])
 
     def _of(self, key: Hashable) -> list[_Estimate]:
         return self._bucket(self._buckets.get(key, 0))
@@ -233,7 +237,7 @@ class Acceptance:
         """
         if bucket not in self._estimates:
             like = max((other for other in self._estimates if other < bucket), default=None)
-            lower = [_Estimate() for _ in self._names] if like is None else self._estimates[like]
+            lower = [_Estimate(steps) for steps in self._ladders] if like is None else self._estimates[like]
             self._estimates[bucket] = [estimate.recalled(0.0) for estimate in lower]
         return self._estimates[bucket]
 
@@ -274,28 +278,28 @@ def _count(pending: _Pending) -> None:
             counts[1] += true
 
 
-def _extended(gains: list[float], asked: int) -> list[float]:
+def _extended(gains: list[float], asked: int, longest: int) -> list[float]:
     """Gains by node, going on beyond those asked for as the last ones did, so that longer drafts are tried some time."""
     if len(gains) == asked:
         last, before = gains[-1], gains[-2] if asked > 1 else 1.0
         ratio = min(last / before, 0.9) if before > 0 else 0.0
-        gains = gains + [last * ratio**place for place in range(1, LENGTHS[-1] - asked + 1)]
+        gains = gains + [last * ratio**place for place in range(1, longest - asked + 1)]
     return gains
 
 
-def _move(steps: list[float], nodes: list[float], drafted: int, share: float) -> None:
+def _move(steps: Ladder, values: list[float], nodes: list[float], drafted: int, share: float) -> None:
     """Move the value of every step towards what the nodes show; readily up to the steps that were drafted."""
-    for i, span in enumerate(_SPANS):
-        steps[i] += (sum(nodes[span]) - steps[i]) * (share if i < drafted else share * _BEYOND)
+    for i, span in enumerate(steps.spans):
+        values[i] += (sum(nodes[span]) - values[i]) * (share if i < drafted else share * _BEYOND)
 
 
-def _shifted(gains: Seq[float], odds: float) -> list[float]:
+def _shifted(steps: Ladder, gains: Seq[float], odds: float) -> list[float]:
     """Gains by step where the odds of every node, given those before it, are multiplied."""
     if odds == 1.0:
-        return [min(gain, width) for gain, width in zip(gains, _WIDTHS, strict=True)]
+        return [min(gain, width) for gain, width in zip(gains, steps.widths, strict=True)]
     shifted: list[float] = []
     before = survival = 1.0
-    for gain, width, distance in zip(gains, _WIDTHS, _DISTANCES, strict=True):
+    for gain, width, distance in zip(gains, steps.widths, steps.distances, strict=True):
         mean = min(gain / width, before)
         chance = (mean / before) ** (1.0 / distance) if before > 0.0 else 0.0
         chance = chance * odds / (1.0 - chance + chance * odds)

@@ -18,8 +18,9 @@ from operator import ge, is_
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.control.acceptance import LENGTHS, Acceptance
+from outrider.control.acceptance import Acceptance
 from outrider.control.costs import Costs
+from outrider.control.ladder import ladder
 from outrider.control.policy import Load, RoundStats
 from outrider.core import Arm, Drafts, Plan
 
@@ -77,7 +78,8 @@ class Controller:
         self.arms = arms
         self.costs = costs
         self._named = named  # the user named the arms: they are believed in until they have been seen
-        self._min_step = bisect_left(LENGTHS, min_length)
+        self._lengths = [ladder(arm.unit).lengths for arm in arms]
+        self._min_steps = [bisect_left(lengths, min_length) for lengths in self._lengths]
         self._disable_at = math.inf if disable_at is None else disable_at
         self._acceptance = Acceptance(arms)
         self._acceptance.restore(costs.accepted)
@@ -202,7 +204,8 @@ class Controller:
         settings = [chosen.get(b, _NOBODY) for b in range(len(load.keys))]
         if all(step < 0 for _, step in settings):
             return _nothing(len(load.keys))
-        lengths = tuple(min(LENGTHS[step], room) if step >= 0 else 0 for (_, step), room in zip(settings, load.room, strict=True))
+        rooms = zip(settings, load.room, strict=True)
+        lengths = tuple(min(self._lengths[arm][step], room) if step >= 0 else 0 for (arm, step), room in rooms)
         return self._flagged(load, Plan(lengths, arms=tuple(arm for arm, _ in settings)))
 
     def _flagged(self, load: Load, plan: Plan) -> Plan:
@@ -211,9 +214,10 @@ class Controller:
             return plan
         ((arm, drafting),) = users.items()
         name = self.arms[arm].name
-        few, more = self.costs.proposals(name, len(drafting), (2, 8), load.context)
-        short, long = (self.costs.forward(load.rows + n * len(drafting), load.context, name) for n in (2, 8))
-        node = (more - few + long - short) / (6 * len(drafting))  # seconds to draw and to verify one more
+        ends = 2 * self.arms[arm].unit, 8 * self.arms[arm].unit
+        few, more = self.costs.proposals(name, len(drafting), ends, load.context)
+        short, long = (self.costs.forward(load.rows + n * len(drafting), load.context, name) for n in ends)
+        node = (more - few + long - short) / ((ends[1] - ends[0]) * len(drafting))  # seconds to draw and to verify one more
         return plan._replace(verify_all=self.arms[arm].can_overlap, confidence_threshold=min(self._rate * node, 0.7))
 
     def _note_users(self, load: Load) -> None:
@@ -286,7 +290,7 @@ class Controller:
         curves = [self._curve(load.keys[b], arm) for b in group]
         prices = [self._rate * seconds for seconds in self._each(load, arm, len(group))]
         gains = curves[0] if len(group) == 1 else [sum(gains) / len(group) for gains in zip(*curves, strict=True)]
-        step = max(range(self._min_step, len(prices)), key=lambda step: gains[step] - prices[step], default=-1)
+        step = max(range(self._min_steps[arm], len(prices)), key=lambda step: gains[step] - prices[step], default=-1)
         total, users = 0.0, []
         for b, curve in zip(group, curves, strict=True) if step >= 0 else ():
             value = curve[step] - prices[step]
@@ -346,7 +350,7 @@ class Controller:
         bucket = load.temperature_buckets[0] if load.temperature_buckets else 0
         place = (arm, users, load.rows, len(load.keys), load.context.bit_length(), bucket)
         if place not in self._prices:
-            nodes = self._acceptance.nodes(load.keys[0], arm)[: bisect(LENGTHS, self.arms[arm].max_nodes)]
+            nodes = self._acceptance.nodes(load.keys[0], arm)[: bisect(self._lengths[arm], self.arms[arm].max_nodes)]
             name = self.arms[arm].name
             drafts = self.costs.proposals(name, users, nodes, load.context)
             fixed = self._thinking(len(load.keys))
@@ -377,7 +381,7 @@ class Controller:
         uppers = [self._acceptance.upper(load.keys[b], arm, BONUS) for b in users]
         gains = [sum(gains) for gains in zip(*uppers, strict=True)]
         seconds = self._each(load, arm, len(users))
-        steps = range(min(self._min_step, len(seconds) - 1), len(seconds))
+        steps = range(min(self._min_steps[arm], len(seconds) - 1), len(seconds))
         step = max(steps, key=lambda step: gains[step] - self._usual * seconds[step] * len(users))
         switch = sum(self._switch(load, b, arm) for b in users)
         return self._two_rounds(load, arm, chosen | dict.fromkeys(users, (arm, step)), switch)
@@ -387,8 +391,8 @@ class Controller:
         shift = self._turn % 3 - 1
         varied: dict[int, tuple[int, int]] = {}
         for b, (arm, step) in chosen.items():
-            last = bisect(LENGTHS, self.arms[arm].max_nodes) - 1
-            varied |= {b: (arm, min(max(step + shift, self._min_step), last))} if shift else {}
+            last = bisect(self._lengths[arm], self.arms[arm].max_nodes) - 1
+            varied |= {b: (arm, min(max(step + shift, self._min_steps[arm]), last))} if shift else {}
         return self._two_rounds(load, -1, varied)
 
     def _two_rounds(self, load: Load, budget: int, chosen: dict[int, tuple[int, int]], switch: float = 0.0) -> _Exploration:

@@ -48,6 +48,7 @@ class Costs:
         self._timed: dict[str, int] = {}  # observations of each drafter
         self._switch: dict[str, Typical] = {}  # by drafter: seconds per token of the text that a sequence begins with it after
         self.accepted: dict[str, Any] = {}  # a controller's record, kept beside them
+        self.bus_bytes = 0  # of weights that cross the bus in a forward, however many rows it has
 
     def observe_forward(self, rows: int, context: int, seconds: float, experts: float = 0.0, drafter: str | None = None) -> None:
         """`experts` are the distinct ones that it read, in a round for which a drafter drafted; "" in a plain one."""
@@ -136,17 +137,28 @@ class Costs:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON: seconds by rows, by context, by batch, and by drafter, batch and length."""
-        return {
-            "forward": self._forward.as_dict(),
-            "context": {str(_CONTEXTS[bucket]): seconds for bucket, seconds in sorted(self._context.items())},
-            "rest": self._rest.as_dict(),
-            "propose": {
-                name: {str(batch): curve.as_dict() for batch, curve in sorted(curves.items())}
-                for name, curves in sorted(self._propose.items())
-            },
-            "switch": {name: per_token.mean for name, per_token in sorted(self._switch.items())},
-            "accepted": self.accepted,
-        } | ({"experts": counted} if (counted := self.experts.as_dict()) else {})
+        return (
+            {
+                "forward": self._forward.as_dict(),
+                "context": {str(_CONTEXTS[bucket]): seconds for bucket, seconds in sorted(self._context.items())},
+                "rest": self._rest.as_dict(),
+                "propose": {
+                    name: {str(batch): curve.as_dict() for batch, curve in sorted(curves.items())}
+                    for name, curves in sorted(self._propose.items())
+                },
+                "switch": {name: per_token.mean for name, per_token in sorted(self._switch.items())},
+                "accepted": self.accepted,
+            }
+            | ({"experts": counted} if (counted := self.experts.as_dict()) else {})
+            | self._bus()
+        )
+
+    def _bus(self) -> dict[str, Any]:
+        """What crosses the bus in a forward of one row, and how fast: nothing where all weights lie where they are used."""
+        if not self.bus_bytes:
+            return {}
+        seconds = self.forward(1, 0)
+        return {"bus": {"bytes": self.bus_bytes, "bytes_per_s": round(self.bus_bytes / seconds)}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
@@ -161,6 +173,7 @@ class Costs:
         costs._switch = {name: Typical([_seconds(each, 0.0)] * _KEPT) for name, each in data.get("switch", {}).items()}
         costs.experts = ExpertCosts({name: Curve(_checked(curve), _KEPT) for name, curve in data.get("experts", {}).items()})
         costs.accepted = dict(data.get("accepted", {}))
+        costs.bus_bytes = int(data.get("bus", {}).get("bytes", 0))
         return costs
 
     def save(self, path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from outrider.config import SpeculationConfig
+from outrider.config import MAX_DRAFT_TOKENS, MAX_TREE_TOKENS, SpeculationConfig
 from outrider.core import Arm, Batch, Drafts, PendingDrafts, Plan, Scores, Sequence, Tree, Verdict
 from outrider.draft.context import DraftContext
 from outrider.draft.mixture import needs_of, scores_for
@@ -16,10 +16,11 @@ from outrider.draft.protocol import Drafter, Overlapping, kept_by
 from outrider.draft.shared_texts import Kept
 from outrider.errors import InvalidParameter
 from outrider.gguf import find_gguf
+from outrider.heads import drafts_by_mtp
 from outrider.model import locate
 from outrider.model.fields import read_json
 
-__all__ = ["AutoDrafter", "AutoOptions", "arms_of", "method_of_weights", "resolve_auto"]
+__all__ = ["AutoDrafter", "AutoOptions", "arms_of", "method_of_weights", "resolve_auto", "with_large_trees"]
 
 _BESIDE_TARGET = {  # what may come with a target, in the folder of that name
     "draft": SpeculationConfig("draft_model", draft_tokens=12),
@@ -34,6 +35,8 @@ _HEADS_ON_GPU = ("dflash", "eagle", "mtp", "medusa")  # the first there is: ever
 # what the name of a head's architecture contains, and its method
 _NAMED = {"eagle": "eagle", "mtp": "mtp", "medusa": "medusa", "dflash": "dflash", "dspark": "dflash", "assistant": "dflash"}
 _MAX_NODES = 32  # nodes of an arm
+_BRANCH = 8  # candidates of a node in large trees
+_TREE_UNIT = 32  # nodes by which the sizes of large trees differ
 _SHARED_TOKENS = 65536  # of earlier texts, 30 MB
 _SUFFIX = SpeculationConfig(
     "suffix", draft_tokens=_MAX_NODES, options={"shared_tokens": _SHARED_TOKENS, "shared_prompts": True, "edits": True}
@@ -51,6 +54,8 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     given = _given(config)
     able = _BESIDE_TARGET | (_TREES_ON_GPU if on_gpu else {})
     beside = [name for name in able if (directory / name / "config.json").exists()]
+    if "mtp" not in beside and drafts_by_mtp(directory):  # among the model's own weights
+        beside.append("mtp")
     if on_gpu:
         heads = [name for name in _HEADS_ON_GPU if name in beside]
         beside = [name for name in beside if name not in heads[1:]]
@@ -60,6 +65,18 @@ def resolve_auto(config: SpeculationConfig, directory: Path, on_gpu: bool = Fals
     lookups = (_SUFFIX, _RECYCLE) if on_gpu and not available else (_SUFFIX,)  # its drafts need rows that cost next to nothing
     members = tuple(
         replace(member, draft_tokens=min(member.draft_tokens, config.draft_tokens)) for member in (*lookups, *available.values())
+    )
+    return replace(config, options={**config.options, "members": members})
+
+
+def with_large_trees(config: SpeculationConfig) -> SpeculationConfig:
+    """The same choice for a target whose forward costs the same for one row and for hundreds: a draft model grows trees."""
+    most = MAX_TREE_TOKENS if config.draft_tokens >= MAX_DRAFT_TOKENS else config.draft_tokens
+    members = tuple(
+        replace(member, draft_tokens=most, options={**member.options, "branch": _BRANCH})
+        if member.method == "draft_model" and not member.grows_trees
+        else member
+        for member in config.nested()
     )
     return replace(config, options={**config.options, "members": members})
 
@@ -84,7 +101,13 @@ def method_of_weights(model: str) -> str:
 def arms_of(members: Seq[SpeculationConfig], on_gpu: bool = False) -> list[Arm]:
     """An arm for each member. Two of them beside each other on one sequence gave no more tokens a second than the better one."""
     return [
-        Arm(member.method, min(member.draft_tokens, _MAX_NODES), on_gpu and member.method == "draft_model") for member in members
+        Arm(
+            member.method,
+            member.draft_tokens if member.grows_trees else min(member.draft_tokens, _MAX_NODES),
+            on_gpu and member.method == "draft_model" and not member.grows_trees,
+            _TREE_UNIT if member.grows_trees and member.draft_tokens > _MAX_NODES else 1,
+        )
+        for member in members
     ]
 
 

@@ -20,10 +20,12 @@ from outrider.draft.vocabulary import WAYS, SameTokens, Vocabulary
 from outrider.draft.window import limit_reason
 from outrider.errors import DrafterFault
 from outrider.model import Runner
-from outrider.model.runner import PendingChains
+from outrider.model.runner import PendingChains, TreeGrowth
 from outrider.sampling import CORRUPTED, Row
 
 __all__ = ["DraftModel", "DraftModelOptions"]
+
+_DEEPEST = 32  # levels of a tree that a runner grows
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class DraftModel:
     Options = DraftModelOptions
 
     def __init__(self, runner: Runner, shape: TreeShape = TreeShape(), vocabulary: Vocabulary | None = None) -> None:  # noqa: B008 (frozen)
-        self.needs = Needs(kv_bytes_per_token=runner.pool.token_bytes, overlaps=runner.overlaps_drafts)
+        self.needs = Needs(kv_bytes_per_token=runner.pool.token_bytes, overlaps=runner.overlaps_drafts, branches=shape.branch > 1)
         self._vocabulary = vocabulary or SameTokens()
         self._reader = Reader(runner, self._vocabulary.foreign)
         self._shape = shape
@@ -91,6 +93,8 @@ class DraftModel:
             return self._drawn(batch, texts, rooms)
         if self._in_one_call(texts):
             return self._chains(batch, plan, texts, rooms)
+        if self._grows_on_device(plan, texts):
+            return self._grown(batch, texts, rooms)
         by_sequence = {text.seq: text for text in texts}
 
         def start(active: Seq[Growing]) -> Tensor:
@@ -135,6 +139,23 @@ class DraftModel:
         return self._is_chain and (
             self._reader.runner.drafts_by_temperature or not any(text.seq.request.params.adjusts for text in texts)
         )
+
+    def _grows_on_device(self, plan: Plan, texts: Seq[Text]) -> bool:
+        """Whether the runner can grow trees: of the target's ids, by temperature and noise."""
+        runner = self._reader.runner
+        if not runner.grows_trees or self._shape.branch == 1 or self._vocabulary.foreign or plan.rule != "match":
+            return False
+        return runner.drafts_by_temperature or not any(text.seq.request.params.adjusts for text in texts)
+
+    def _grown(self, batch: Batch, texts: Seq[Text], rooms: Seq[int]) -> Drafts:
+        """Trees of the likeliest nodes, of which the device sees all logits and the host some tokens and chances."""
+        shape = self._shape
+        growth = TreeGrowth(shape.depth or _DEEPEST, shape.branch, shape.beam if shape.beam > 1 else None)
+        self._draft_temperature.last.clear()
+        trees = self._reader.grow(texts, rooms, growth)
+        if not trees:
+            raise DrafterFault("the draft's logits are not finite")
+        return drafts_for(batch, {text.seq: tree for text, tree in zip(texts, trees, strict=True)})
 
     def _chains(self, batch: Batch, plan: Plan, texts: Seq[Text], rooms: Seq[int]) -> Drafts | PendingDrafts:
         """What `grow` gives for chains, by one call instead of one for each token."""

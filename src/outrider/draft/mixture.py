@@ -39,6 +39,7 @@ def needs_of(members: Seq[Drafter], attached: Iterable[int]) -> Needs:
     return Needs(
         taps=tuple(sorted({tap for need in needs for tap in need.taps})),
         scores=any(need.scores for need in needs),
+        branches=any(need.branches for need in needs),
         kv_bytes_per_token=sum(member.needs.kv_bytes_per_token for member in members),
         keeps=any(member.needs.keeps for member in members),
         overlaps=any(need.overlaps for need in needs),

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.cache import OutOfPages, PageTable, SequenceState
-from outrider.core import FutureTokens, Sequence, Verdict
+from outrider.core import FutureTokens, Sequence, Tree, Verdict
 from outrider.draft.window import AHEAD
 from outrider.model import Feed, Runner
-from outrider.model.runner import Chances, PendingChains, Tokens, Verified
+from outrider.model.runner import Chances, PendingChains, Tokens, TreeGrowth, Verified
 from outrider.sampling import Row
 
 __all__ = ["Chains", "Held", "PageBook", "Reader", "Text", "committed_rows"]
@@ -226,6 +226,13 @@ class Reader:
     def knows(self, seq: Sequence) -> bool:
         """Whether a sequence has begun and not ended."""
         return seq in self._states
+
+    def grow(self, texts: Seq[Text], rooms: Seq[int], growth: TreeGrowth) -> list[Tree]:
+        """A tree after each text, from a runner that grows trees; none where its logits leave no choice."""
+        feeds = self._feeds(texts)
+        grown = self.runner.grow(feeds, [Row.at(text.seq) for text in texts], rooms, growth)
+        self._fill(texts, feeds)
+        return [Tree(*tree) for tree in grown]
 
     def extend(self, seq: Sequence, feed: Feed) -> None:
         """Remember nodes about to be fed, as far as they lie where they would as text."""

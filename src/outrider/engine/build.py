@@ -16,7 +16,7 @@ from outrider.cache import PageTable
 from outrider.config import METHODS, EngineConfig, SpeculationConfig
 from outrider.control import Controller, Costs, FixedLength, Policy
 from outrider.draft import DraftContext, build_drafter
-from outrider.draft.auto import AutoDrafter, arms_of
+from outrider.draft.auto import AutoDrafter, arms_of, with_large_trees
 from outrider.draft.chains_only import ChainsOnly
 from outrider.draft.context import LoadedDraft
 from outrider.draft.corpus import SEARCH_CORPUS, Corpus, open_corpus
@@ -27,10 +27,12 @@ from outrider.engine.device import Device
 from outrider.engine.engine import Engine
 from outrider.engine.ranks import Sharing, check_parallel, start_parallel
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder, read_spec
+from outrider.model import Decoder, LoadOptions, ModelSpec, Runner, locate, open_decoder
+from outrider.model.backends import cpu_ops
 from outrider.model.listing import loaded_line
-from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, usable_ids, weight_bytes
+from outrider.model.load import INT8, describe_decoder, generation_defaults, is_int8, served_spec, usable_ids, weight_bytes
 from outrider.model.memory import MemoryPlan, kv_pool, plan_memory
+from outrider.model.placement import embedding_on_host, sizes_of
 from outrider.model.runner import kv_value_bytes
 from outrider.ops import find_core, missing_core
 from outrider.platform import guard, memory_bytes
@@ -107,6 +109,7 @@ def load_target(settings: Settings) -> Target:
     if tokenizer is not None and tokenizer.eos_id is not None:
         eos |= usable_ids({tokenizer.eos_id}, config, directory / "tokenizer_config.json")
     speculation = resolve_drafters(settings.speculation, directory, device.is_gpu)
+    _check_kv(sizes, device, config)
     memory = _memory(device, sizes, config, speculation, directory, options)
     pages = memory.pages
     if memory.placement is not None:
@@ -128,6 +131,8 @@ def load_target(settings: Settings) -> Target:
 def build_engine(target: Target, speculation: SpeculationConfig, pages: PageTable | None = None) -> Built:
     """An engine for the target. With `pages` it shares the KV memory of another, whose graphs are captured already."""
     speculation = resolve_drafters(speculation, target.directory, target.device.is_gpu)
+    if target.runner.streams_weights and speculation.method == "auto":
+        speculation = with_large_trees(speculation)
     draft_runners: list[Runner] = []
     read_as = partial(_weight_options, target, speculation.options)
 
@@ -202,17 +207,30 @@ def _draft_runner(target: Target, directory: Path, options: LoadOptions) -> Runn
     longer = target.max_model_len > decoder.spec.context
     if longer and not target.device.is_gpu and not decoder.spec.recurrent:  # a state cannot leave out what lies before a window
         decoder.make_tables(target.max_model_len)
-    return _runner(decoder, target.device, MemoryPlan(target.pages), target.sizes.page_size, target.runner)
+    is_short = target.device.is_gpu and target.runner.weights_on_host  # then every byte counts
+    placement = embedding_on_host(sizes_of(decoder.spec)) if is_short else None
+    memory = MemoryPlan(target.pages, placement=placement)
+    return _runner(decoder, target.device, memory, target.sizes.page_size, target.runner)
 
 
 def _runner(decoder: Decoder, device: Device, memory: MemoryPlan, page_size: int, target: Runner | None = None) -> Runner:
     """A model and its KV where it runs; a draft model knows its target."""
     if device.is_gpu:
-        runner: Runner = device.runner(decoder, memory.pages, page_size, target, memory.placement)
+        runner: Runner = device.runner(decoder, memory, page_size, target)
     else:  # one page more than the page table knows: rows that fill up a block write there
-        runner = Runner(decoder, kv_pool(decoder.spec, memory.pages + 1, page_size), states=memory.states)
+        pool = kv_pool(decoder.spec, memory.pages + 1, page_size, memory.int8)
+        runner = Runner(decoder, pool, states=memory.states)
     decoder.close()
     return runner
+
+
+def _check_kv(sizes: EngineConfig, device: Device, config: ModelSpec) -> None:
+    """Refuse KV that nothing here keeps."""
+    if sizes.kv_dtype == "auto":
+        return
+    if device.is_gpu or sizes.tensor_parallel_size > 1 or cpu_ops(config).core is None:
+        kept = "is kept by the native core alone, on a processor and in one process"
+        raise InvalidParameter("kv_dtype", f"{sizes.kv_dtype} {kept}; leave it at auto")
 
 
 def _memory(
@@ -231,12 +249,12 @@ def _memory(
         heads = [drafter for drafter in drafters if drafter.method in ("eagle", "mtp", "medusa")]  # a layer each, or less
         models = [
             config,
-            *(read_spec(locate(name)) for name in drafts),
-            *(replace(config, layers=config.layers[:1]) for _ in heads),
+            *(served_spec(locate(name)) for name in drafts),
+            *(replace(config, layers=config.layers[-1:]) for _ in heads),
         ]
         return device.plan(sizes, models)
     budget = sizes.kv_bytes or _kv_budget(device, directory, options)
-    return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size))
+    return plan_memory(config, sizes, budget, kv_value_bytes(config, sizes.page_size, sizes.kv_dtype == "int8"))
 
 
 def _kv_budget(device: Device, directory: Path, options: LoadOptions) -> int:

@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -17,8 +17,8 @@ from outrider.control import Costs
 from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import Decoder, ModelSpec, Runner
-from outrider.model.memory import MemoryPlan
-from outrider.model.placement import Placement
+from outrider.model.memory import MemoryPlan, border_states, plan_states
+from outrider.model.placement import weights_on_gpu
 from outrider.ops.cuda.segments import scratch_slots
 from outrider.platform import memory_bytes
 
@@ -26,6 +26,7 @@ __all__ = ["GPU_SEQUENCES", "Device", "Share", "missing_gpu", "share_memory"]
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NUMERICS = ("exact", "fast")
+_SWITCH = ("on", "off")
 _GIB = 2**30
 _log = logging.getLogger("outrider")
 GPU_SEQUENCES = 256  # that run at once on a GPU, unless the user says otherwise
@@ -49,8 +50,13 @@ class Share:
     page: int  # one page of every model's KV
 
     @property
+    def left(self) -> int:
+        """What is left for KV."""
+        return self.total - self.weights - self.reserve
+
+    @property
     def pages(self) -> int:
-        return (self.total - self.weights - self.reserve) // self.page
+        return self.left // self.page
 
     def sequences(self, tokens: int, page_size: int) -> int:
         """Sequences of so many tokens that fit at once."""
@@ -68,17 +74,21 @@ class Device:
     name: str
     exact: bool = True
     memory: float | int | None = None  # a share (float) or the bytes (int) that everything may take
+    fp8_rows: bool = True  # products of weights in FP8 round rows to FP8 too
 
     @classmethod
-    def resolve(cls, name: str, numerics: str = "exact", memory: float | int | str | None = None) -> Device:
+    def resolve(
+        cls, name: str, numerics: str = "exact", memory: float | int | str | None = None, fp8_activations: str = "on"
+    ) -> Device:
         """From what the user asked for; "auto" is a GPU where torch and Triton find one."""
         checks.choice("device", name, _DEVICES)
         checks.choice("numerics", numerics, _NUMERICS)
+        checks.choice("fp8_activations", fp8_activations, _SWITCH)
         limit = None if memory is None else checks.memory("memory", memory)
         missing = missing_gpu()
         if name == "cuda" and missing:
             raise InvalidParameter("device", f"cuda cannot be used: {missing}")
-        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", limit)
+        return cls("cpu" if name == "cpu" or missing else "cuda", numerics == "exact", limit, fp8_activations == "on")
 
     @property
     def is_gpu(self) -> bool:
@@ -89,16 +99,16 @@ class Device:
         return int(self.memory * total) if isinstance(self.memory, float) else self.memory
 
     def runner(
-        self, decoder: Decoder, pages: int, page_size: int, target: Runner | None = None, placement: Placement | None = None
-    ) -> Runner:
-        """A model on the GPU, its KV in that many pages and one more for padding. A draft model knows its target."""
+        self, decoder: Decoder, memory: MemoryPlan, page_size: int, target: Runner | None = None
+    ) -> Runner:  # fmt: skip
+        """A model on the GPU, its KV in the planned pages and one more for padding. A draft model knows its target."""
         from outrider.model.cuda_runner import CudaOptions, CudaRunner
 
         assert target is None or isinstance(target, CudaRunner)
-        options = CudaOptions(exact=self.exact)
+        options, placement = CudaOptions(self.exact, self.fp8_rows), memory.placement
         if placement is not None:  # the logits of larger graphs would take what weights could, and their passes no less time
-            options = CudaOptions(exact=self.exact, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
-        return CudaRunner(decoder, pages + 1, page_size, self.name, options, target)
+            options = replace(options, placement=placement, max_graph_rows=_STREAMED_GRAPH_ROWS)
+        return CudaRunner(decoder, memory.pages + 1, page_size, self.name, options, target, memory.pool)
 
     def warm_up(self, target: Runner, drafts: Sequence[Runner], taps: tuple[int, ...], sizes: EngineConfig, length: int) -> Costs:
         """Run the largest rounds, capture graphs, the likeliest first, and time the target's: calibration times the drafts.
@@ -122,11 +132,15 @@ class Device:
             captures += 1
         target.later.extend(later)
         costs = Costs(target.sizes)
+        costs.bus_bytes = target.cuda.pass_bytes
         rounds = target.round_seconds()
-        if (max_rows := target.options.max_graph_rows) in rounds:
-            rounds |= {turns * max_rows: turns * rounds[max_rows] for turns in (2, 3, 4)}  # more rows take several replays
-        for rows, seconds in rounds.items():
-            costs.observe_forward(rows, 0, seconds)
+        seconds, experts = rounds.get(max_rows := target.options.max_graph_rows, (0.0, 0.0))
+        if max_rows in rounds and target.cuda.streams:
+            rounds |= dict.fromkeys((256, 1024), (seconds, experts))  # one pass over the weights, however many rows
+        elif max_rows in rounds:  # more rows take several replays
+            rounds |= {turns * max_rows: (turns * seconds, turns * experts) for turns in (2, 3, 4)}
+        for rows, (seconds, experts) in rounds.items():
+            costs.observe_forward(rows, 0, seconds, experts)
         _log.info(
             "%d graphs captured in %.1f s; %d more will be when nothing runs or when they are needed",
             captures, perf_counter() - began, len(later),
@@ -152,7 +166,11 @@ class Device:
         assert engine.max_model_len is not None
         limit = self.limit(total) or int(_SHARE * total)
         room = min(limit, free) if isinstance(self.memory, int) else limit - (total - free)
+        pool = plan_states(models[0], engine, share_memory(models, room, engine.page_size, engine.max_model_len).left)
+        room -= pool.bytes(models[0])
         share = share_memory(models, room, engine.page_size, engine.max_model_len)
+        pool = pool._replace(borders=border_states(models[0], engine, share.left))
+        share = replace(share, total=share.total - pool.borders * models[0].state_bytes)
         pages = share.pages if engine.kv_bytes is None else min(share.pages, engine.kv_bytes // share.page)
         least = -(-engine.max_model_len // engine.page_size)
         if pages >= least:
@@ -160,19 +178,20 @@ class Device:
             beside = f", {alone.sequences(engine.max_model_len, engine.page_size)} without drafters" if len(models) > 1 else ""
             fitting = share.sequences(engine.max_model_len, engine.page_size)
             _log.info("memory for %d sequences of %d tokens at once%s (%s)", fitting, engine.max_model_len, beside, share)
-            return MemoryPlan(min(pages, engine.max_num_seqs * least))
+            return MemoryPlan(min(pages, engine.max_num_seqs * least), pool=pool)
         planned = plan_streaming(engine, models[0], models[1:], Machine(room, memory_bytes()))
-        return MemoryPlan(planned.pages, placement=planned.placement)
+        return MemoryPlan(planned.pages, pool=pool._replace(borders=0), placement=planned.placement)
 
 
 def share_memory(models: Sequence[ModelSpec], total: int, page_size: int, max_model_len: int, rows: int = 256) -> Share:
     """What models, their buffers and a page of their KV take. `rows` is the largest graph's."""
-    weights = sum(2 * model.parameters for model in models)
-    page = sum(2 * 2 * model.depth * model.kv_heads * model.head_dim * page_size for model in models)
+    weights = sum(map(weights_on_gpu, models))
+    page = sum(2 * 2 * len(model.kv_layers) * model.kv_heads * model.head_dim * page_size for model in models)
     slots = scratch_slots(rows, max_model_len)
     reserve = _BASE
     for model in models:
         reserve += 4 * 4 * rows * model.vocab + 4 * slots * model.heads * (model.head_dim + 2) + 16 * rows * model.ffn
+        reserve += 32 * rows * max((recurrent.width for recurrent in model.recurrent), default=0)
     return Share(total, weights, reserve, page)
 
 

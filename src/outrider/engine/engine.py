@@ -79,6 +79,7 @@ class Engine:
         self._unexplained = 0  # rounds in a row that failed before anybody took part in them
         self._suspects: set[Sequence] = set()  # sequences of a round that failed; each runs alone until it has emitted
         self._learning = 0.0  # seconds the controller took to learn from the last round: part of what the next one costs
+        self._bus_bytes = runner.bus_bytes
         self._listeners: tuple[Listener, ...] = ()
         self._profile: RoundProfile | None = None
         self._clock: Callable[[], float] = perf_counter
@@ -194,9 +195,14 @@ class Engine:
         phases = phases_of(marks, waited, self._learning)
         self._publish(RoundReport(
             batch, plan, drafts, verdicts, reports, round_.room, rows, load.rows > len(load.keys), phases, marks[0], tokens_at,
-            scores.experts,
+            scores.experts, self._moved(),
         ), round_)  # fmt: skip
         return [p for p, seq in zip(round_.processors, reports, strict=True) if seq.kept or p.seq.finish_reason]
+
+    def _moved(self) -> int:
+        """Bytes of weights that crossed the bus since the last round. Those of a forward count when it is launched."""
+        before, self._bus_bytes = self._bus_bytes, self.runner.bus_bytes
+        return self._bus_bytes - before
 
     def _begin(self, marks: list[float]) -> Round | None:
         """Choose who runs, plan and draft; None where nobody can run now."""
@@ -330,7 +336,7 @@ class Engine:
         if seq.guide is not None and seq.guide.slow:
             return 0
         left, room = len(request.prompt_ids) + request.max_tokens - size - 1, self.context - size
-        if left < room:
+        if left < room and not (self.drafter.needs.branches and left > 0):
             room = left
         if request.draft_tokens is not None and request.draft_tokens < room:
             room = request.draft_tokens

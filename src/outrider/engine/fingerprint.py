@@ -55,9 +55,10 @@ def fingerprint_of(target: Target) -> Fingerprint:
         core = find_core()[0]
         build += ", no native core" if core is None else f", native core {core.name} {core.sources[:12]}"
         device, threads = cpu_name(), threads_used()
+    kv = "" if target.sizes.kv_dtype == "auto" else f", KV in {target.sizes.kv_dtype}"
     weights, dtype = (
         digest_of_files(target.directory, options.load_format),
-        f"{options.dtype}{', widened' if options.widen else ''}",
+        f"{options.dtype}{', widened' if options.widen else ''}{kv}",
     )
     return Fingerprint(weights, build, device, dtype, threads, target.runner.ranks)
 

@@ -34,6 +34,8 @@ def target_of(model: Any, tokenizer: Any, sizes: EngineConfig, native: bool, pac
     check_causal(model)
     if sizes.tensor_parallel_size > 1:
         raise InvalidParameter("tensor_parallel_size", "a loaded model stays in its process; pass the folder of its files to LLM")
+    if sizes.kv_dtype != "auto":
+        raise InvalidParameter("kv_dtype", "is chosen for models that are read from files; pass the folder to LLM")
     context = context_of(model)
     sizes = sizes.within(context)
     runner = _native_runner(model, sizes, None) if native else None

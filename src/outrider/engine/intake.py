@@ -214,7 +214,7 @@ def model_name(model: object) -> str:
 
 _ONE_DEVICE = ("pipeline_parallel_size", "data_parallel_size")
 _WITHOUT_EFFECT = ("enforce_eager", "use_v2_block_manager", "disable_log_stats", "trust_remote_code")
-_RENAMED = {"enable_prefix_caching": "prefix_cache"}
+_RENAMED = {"enable_prefix_caching": "prefix_cache", "kv_cache_dtype": "kv_dtype"}
 
 
 def vllm_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:

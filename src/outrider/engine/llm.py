@@ -68,7 +68,8 @@ class LLM:
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda". `memory` is what weights, KV and buffers may take of the GPU,
     or of the machine without one: a share (0.9) or a size ("8GiB", or bytes). Weights that do not fit a GPU are streamed
     from host memory (docs/offloading.md). `kv_memory` is the size of the KV alone. `numerics="fast"` gives up the same-tokens
-    promise for other GPU kernels.
+    promise for other GPU kernels. With `fp8_activations="off"` a GPU decodes weights in FP8 in its products, and
+    activations stay in bf16.
     `lora` are adapters by name: {"sql": folder}; `generate(..., lora="sql")` chooses one.
     `corpus` names text files, folders and .jsonl files that lookup drafters search: what outputs are likely to quote.
     Outputs are kept in memory and looked up by later calls, where the drafter does so (`auto` does); `share=False` turns it off.
@@ -90,6 +91,7 @@ class LLM:
         revision: str | None = None,
         device: str = "auto",
         numerics: str = "exact",
+        fp8_activations: str = "on",
         memory: float | int | str | None = None,
         kv_memory: int | str | None = None,
         lora: Mapping[str, str | Path] | None = None,
@@ -105,7 +107,7 @@ class LLM:
         sizes, spellings = split_keywords(keywords)
         wanted = resolve_speculation(speculation, spellings)
         check_speculation(wanted)
-        place = Device.resolve(device, numerics, memory)
+        place = Device.resolve(device, numerics, memory, fp8_activations)
         if place.is_gpu and "max_num_seqs" not in keywords:
             sizes = replace(sizes, max_num_seqs=GPU_SEQUENCES)
         if lora is not None:
@@ -158,7 +160,7 @@ class LLM:
         if not isinstance(policy, Controller) or not seconds:
             return
         if self.device.is_gpu:
-            self.measure_costs()
+            self.measure_costs(seconds if self._target.runner.streams_weights else math.inf)
         elif not policy.costs.knows_forward or not all(map(policy.costs.knows_proposal, (arm.name for arm in policy.arms))):
             _progress.info(
                 "first start of %s on this machine: timing rounds and drafts, %g s at most", self.directory.name, seconds

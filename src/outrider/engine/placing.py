@@ -21,6 +21,11 @@ _BASE = 640 * 2**20  # the driver's context, libraries, graphs and the allocator
 _HOST_BASE = 2 * _GIB  # host memory for the process itself
 _KV_SHARE = 4  # of what the smallest placement leaves, one part in so many is for KV, unless one sequence needs more
 _KV_BYTES = 2  # of a value
+_TARGET_LOGITS = (
+    4 * LOGIT_ROWS
+)  # rows of logits: those of both buffers of captured rounds, of a part of a large round, and its choice
+_DRAFT_ROWS = 256
+_DRAFT_LOGITS = 128 + 3 * 64  # of the largest step of a tree, and of captured rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +89,20 @@ def _host_bytes(plan: DevicePlan) -> int:
 
 def _needs(sizes: EngineConfig, target: ModelSpec, others: Sequence[ModelSpec]) -> _Needs:
     assert sizes.max_model_len is not None
-    weights = sum(sizes_of(model).total for model in others)
-    buffers = _BASE + sum(_buffers(model, sizes) for model in (target, *others))
+    weights = sum(own.total - own.embedding for own in map(sizes_of, others))
+    rows = min(MAX_PASS_ROWS, max(sizes.max_batch_rows, sizes.max_num_seqs * (1 + MAX_DRAFT_TOKENS)))
+    buffers = _BASE + _buffers(target, rows, _TARGET_LOGITS, sizes.max_model_len)
+    buffers += sum(_buffers(model, _DRAFT_ROWS, _DRAFT_LOGITS, sizes.max_model_len) for model in others)
     page = sum(2 * _KV_BYTES * model.depth * model.kv_heads * model.head_dim * sizes.page_size for model in (target, *others))
     least = -(-sizes.max_model_len // sizes.page_size)
     return _Needs(weights, buffers, page, least, sizes.max_num_seqs * least)
 
 
-def _buffers(model: ModelSpec, sizes: EngineConfig) -> int:
-    """Bytes that a forward of many rows takes: activations, the scratch of attention, logits of some rows and the choice."""
-    assert sizes.max_model_len is not None
-    a = model.layers[0].attention
+def _buffers(model: ModelSpec, rows: int, logit_rows: int, max_model_len: int) -> int:
+    """Bytes that a forward of so many rows takes: activations, the scratch of attention, and logits."""
+    a = model.attention
     row = 16 * model.hidden + 2 * model.ffn + 8 * a.q_width
-    rows = min(MAX_PASS_ROWS, max(sizes.max_batch_rows, sizes.max_num_seqs * (1 + MAX_DRAFT_TOKENS)))
-    slots = scratch_slots(rows, sizes.max_model_len)
-    return rows * row + 4 * slots * model.heads * (model.head_dim + 2) + 4 * 4 * LOGIT_ROWS * model.vocab
+    return rows * row + 4 * scratch_slots(rows, max_model_len) * model.heads * (model.head_dim + 2) + 4 * logit_rows * model.vocab
 
 
 def _pages(sizes: EngineConfig, needs: _Needs, spare: int) -> int:

@@ -144,6 +144,7 @@ class Scheduler:
         """Reserve free pages for draft nodes and return how many nodes fit. Drafts never preempt another sequence."""
         if not any(lengths):
             return lengths
+        lengths = self.states.fitting(lengths)
         reserved = []
         for seq, fed, length in zip(batch.sequences, batch.feeds, lengths, strict=True):
             if length:
@@ -196,7 +197,10 @@ class Scheduler:
     def _read_prompts(self, readers: list[Sequence], batch: Batch, stopped: list[Sequence]) -> None:
         """Divide the round's prompt rows. A sequence with a single missing token is a decode row, which always runs."""
         prompts = [seq for seq in readers if len(seq.tokens) - seq.cached > 1]
-        rows = self._queue.divide(prompts, self._config.max_batch_rows)
+        budget = self._config.max_batch_rows
+        if batch.sequences:  # their tokens wait for these rows
+            budget = min(budget, self._config.max_mixed_rows or budget)
+        rows = self._queue.divide(prompts, budget)
         for seq in readers:
             if seq not in stopped:
                 self._feed(seq, rows.get(seq, 1), batch, stopped)

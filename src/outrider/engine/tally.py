@@ -41,6 +41,8 @@ class Tally:
     accepted: int = 0
     expert_rounds: int = 0  # forwards of a model with experts
     experts: float = 0.0  # distinct ones that they read, each the mean over layers
+    streamed_rounds: int = 0  # in which weights crossed the bus
+    bus_bytes: int = 0  # of those weights
     by_source: dict[str, list[int]] = field(default_factory=dict)  # drafted and accepted
     begun: dict[str, list[int]] = field(default_factory=dict)  # drafts, and those of which some token was accepted
     gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS) + 1))  # tokens by the time they took
@@ -58,6 +60,9 @@ class Tally:
         if report.experts:
             self.expert_rounds += 1
             self.experts += report.experts
+        if report.bus_bytes:
+            self.streamed_rounds += 1
+            self.bus_bytes += report.bus_bytes
         gaps: dict[tuple[float, int], int] = {}  # sequences, by when their last tokens came and how many came now
         for seq in report.sequences:
             if not seq.emits:

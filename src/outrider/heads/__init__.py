@@ -9,7 +9,7 @@ from outrider.heads.eagle_files import load_eagle, save_eagle
 from outrider.heads.exit import ExitAdapter, ExitConfig, load_exit, save_exit
 from outrider.heads.medusa import MedusaConfig, MedusaHeads
 from outrider.heads.medusa_files import load_medusa, save_medusa
-from outrider.heads.mtp_files import holds_mtp, load_mtp, save_mtp
+from outrider.heads.mtp_files import drafts_by_mtp, holds_mtp, load_mtp, save_mtp
 from outrider.heads.runners import EagleNetwork, EagleRunner, Growth, MedusaNetwork, MedusaRunner, eagle_network, medusa_network
 from outrider.heads.stored import SaveOptions
 
@@ -40,6 +40,7 @@ __all__ = [
     "SaveOptions",
     "Selector",
     "default_taps",
+    "drafts_by_mtp",
     "eagle_network",
     "holds_mtp",
     "in_block",

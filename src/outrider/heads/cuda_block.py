@@ -118,7 +118,7 @@ class CudaBlockRunner:
         """Write what the layers attend to in the text."""
         features = self.head.fuse(taps, self._ops).to(self._kernels.dtype)
         for i, layer in enumerate(self._layers):
-            layer.mixer.place(features, meta, self._kv(i))
+            layer.attention.place(features, meta, self._kv(i))
         return features
 
     def _guesses(self, taps: Tensor, meta: AttentionMetadata, batch: int, length: int, count: int) -> Tensor:
@@ -157,8 +157,8 @@ class CudaBlockRunner:
             if head.convolutions:
                 read = self._convolved(i, read, stream, after, (features, meta, seen, length))
                 continue
-            q = layer.mixer.place(torch.cat((read, features)), meta, self._kv(i))[: len(read)]
-            read = layer.after_mixer(layer.mixer.attend(q, seen, self._kv(i)), read, stream, after)
+            q = layer.attention.place(torch.cat((read, features)), meta, self._kv(i))[: len(read)]
+            read = layer.after_mixer(layer.attention.attend(q, seen, self._kv(i)), read, stream, after)
         return read
 
     def _convolved(
@@ -169,8 +169,8 @@ class CudaBlockRunner:
         k, layer, dtype = self._kernels, self._layers[i], self._kernels.dtype
         first, second = self.head.convolutions[2 * i], self.head.convolutions[2 * i + 1]
         read, kernels = first.open(read.float(), length, self._ops)  # type: ignore[operator]
-        q = layer.mixer.place(torch.cat((read.to(dtype), features)), meta, self._kv(i))[: len(read)]
-        mixed = _summed(layer.mixer.attend(q, seen, self._kv(i)), layer.mixer.bias)
+        q = layer.attention.place(torch.cat((read.to(dtype), features)), meta, self._kv(i))[: len(read)]
+        mixed = _summed(layer.attention.attend(q, seen, self._kv(i)), layer.mixer.bias)
         stream += first.close(mixed, kernels, length)  # type: ignore[operator]
         read, kernels = second.open(k.norm(stream, layer.norm_mlp).float(), length, self._ops)  # type: ignore[operator]
         made = _summed(layer.mlp.forward(read.to(dtype)), layer.mlp.bias)

@@ -27,7 +27,7 @@ from outrider.model.files import FLOATS
 from outrider.model.load import DTYPES, served_dtype
 from outrider.model.source import open_source
 
-__all__ = ["holds_mtp", "load_mtp", "save_mtp"]
+__all__ = ["drafts_by_mtp", "holds_mtp", "load_mtp", "save_mtp"]
 
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's matrices
 _SAVED_STEPS = 3
@@ -102,6 +102,11 @@ def holds_mtp(directory: Path) -> bool:
     return False
 
 
+def drafts_by_mtp(directory: Path) -> bool:
+    """Whether the checkpoint of a model holds an MTP module that heads run."""
+    return holds_mtp(directory) and not _unfit(_of_last_layer(read_spec(directory)))
+
+
 def save_mtp(head: EagleHead, directory: Path, options: SaveOptions = SaveOptions("speculators")) -> None:  # noqa: B008 (frozen)
     """Write a module whose layer is like a Llama's or Qwen's in the speculators layout."""
     require_layout(options.layout, ("speculators",))
@@ -127,7 +132,7 @@ def _from_folder(directory: Path) -> _Module:
 
 
 def _from_checkpoint(directory: Path) -> _Module:
-    """The first module in a model's checkpoint. Its layer is like the model's last."""
+    """The first module in a model's checkpoint."""
     spec = read_spec(directory)
     source = open_source(directory, spec)
     headers = source.headers()
@@ -141,8 +146,13 @@ def _from_checkpoint(directory: Path) -> _Module:
     floats = FLOATS.values()
     kinds = {name: getattr(torch, headers[name].dtype) if headers[name].dtype in floats else torch.float32 for name in names}
     tensors = {name: Stored(source.tensor(name, kind), headers[name].file) for name, kind in kinds.items()}
-    shape = replace(spec, layers=spec.layers[-1:])
-    return _Module(StoredHead(directory, {}, tensors), layout, shape)
+    return _Module(StoredHead(directory, {}, tensors), layout, _of_last_layer(spec))
+
+
+def _of_last_layer(spec: ModelSpec) -> ModelSpec:
+    """What a module in the checkpoint of a model is: a layer like the model's last with attention."""
+    last = spec.kv_layers[-1]
+    return replace(spec, layers=spec.layers[last : last + 1])
 
 
 def _layout_in(names: Iterable[str], spec: ModelSpec) -> _Layout | None:
@@ -161,6 +171,12 @@ def _check(shape: ModelSpec, target: ModelSpec, fields: Fields) -> None:
     for name, own, wanted in (("hidden_size", shape.hidden, target.hidden), ("vocab_size", shape.vocab, target.vocab)):
         if own != wanted:
             raise fields.error(f"{name} must be the target's, got {own} and {wanted}")
+    if named := _unfit(shape):
+        raise fields.error(f"{', '.join(named)} in the layer of an MTP module is not supported")
+
+
+def _unfit(shape: ModelSpec) -> list[str]:
+    """What the layer of a module has that heads do not run."""
     a = shape.attention
     unfit = {
         "no rotary": a.rope is None,
@@ -170,5 +186,4 @@ def _check(shape: ModelSpec, target: ModelSpec, fields: Fields) -> None:
         "attention sinks": a.sinks,
         "layer norm": shape.norm.kind != "rms",
     }
-    if named := [name for name, present in unfit.items() if present]:
-        raise fields.error(f"{', '.join(named)} in the layer of an MTP module is not supported")
+    return [name for name, present in unfit.items() if present]

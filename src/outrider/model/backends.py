@@ -31,11 +31,6 @@ class Backend(NamedTuple):
         return sorted(self.lacks & spec.features())
 
 
-_MIXTURES = frozenset({
-    "attention sinks", "clamped activation", "gate of the shared expert", "mixture of experts", "router bias",
-    "router correction", "router groups", "shared expert", "sigmoid router", "sparsemixer router",
-})  # fmt: skip
-
 # what comes with recurrent layers, and with the families that have some
 RECURRENT = frozenset({
     *RECURRENT_KINDS, "multipliers of a part", "no MLP", "no mixer", "output gate", "recurrent beside attention",
@@ -43,7 +38,7 @@ RECURRENT = frozenset({
 
 PLAIN = Backend("plain", "torch")
 CPU = Backend("cpu", "the native core", RECURRENT)
-CUDA = Backend("cuda", "an NVIDIA GPU", _MIXTURES | RECURRENT)
+CUDA = Backend("cuda", "an NVIDIA GPU", RECURRENT - {"gated delta rule", "output gate"})
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

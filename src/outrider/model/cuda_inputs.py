@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.sampling import Row
 from outrider.sampling.noise import prefix_of
+
+if TYPE_CHECKING:
+    from outrider.model.cuda_states import RecurrentInputs
 
 __all__ = ["DEPTH", "GRAPH_ROWS", "GraphInputs", "bucket"]
 
@@ -28,10 +32,12 @@ class GraphInputs:
     """
 
     def __init__(
-        self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH, beside: GraphInputs | None = None
-    ) -> None:
+        self, rows: int, sequences: int, width: int, device: torch.device, depth: int = DEPTH,
+        recurrent: RecurrentInputs | None = None, beside: GraphInputs | None = None,
+    ) -> None:  # fmt: skip
         """With `beside` they are sent to the same place on the device as that one's."""
         self.rows = rows
+        self.recurrent = recurrent  # of rows whose model has recurrent layers
         self._sizes = (rows, sequences, width, device, depth)
         shapes = ((rows, 2), (_SECTIONS, rows), (sequences, width), (rows, depth), (sequences, 1))
         words = sum(map(math.prod, shapes))
@@ -56,7 +62,8 @@ class GraphInputs:
 
     def other_side(self) -> GraphInputs:
         """As many integers on the host, for the same place on the device."""
-        return GraphInputs(*self._sizes, beside=self)
+        recurrent = None if self.recurrent is None else self.recurrent.other_side()
+        return GraphInputs(*self._sizes, recurrent, beside=self)
 
     def place(self, b: int, pages: Sequence[int], scratch: int, rotary_start: int = 0) -> None:
         """Set a sequence's row of the page table. Entries past its pages point to the padding's page."""
@@ -82,6 +89,8 @@ class GraphInputs:
 
     def send(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
+        if self.recurrent is not None:
+            self.recurrent.send()
 
 
 def _parts(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:

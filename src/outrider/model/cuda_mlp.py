@@ -7,10 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
+from outrider.model.cuda_attention import CudaRows
 from outrider.model.cuda_weights import Upload
 from outrider.model.decoder import Layer
 from outrider.ops.cuda.launch import Kernels
-from outrider.ops.cuda.matrix import Matrix, pair_rows
+from outrider.ops.cuda.matrix import Matrix, RowForm, Rows, pair_rows
 
 __all__ = ["CudaMlp"]
 
@@ -29,13 +30,17 @@ class CudaMlp:
         self.bias = upload.bias(layer.down_bias)
 
     @property
+    def reads(self) -> RowForm | None:
+        return self.gate_up.reads
+
+    @property
     def matrices(self) -> tuple[Matrix, ...]:
         return self.gate_up, self.down
 
     def replace_matrices(self, change: Callable[[Matrix], Matrix]) -> None:
         self.gate_up, self.down = change(self.gate_up), change(self.down)
 
-    def forward(self, read: Tensor) -> Tensor:
+    def forward(self, read: Rows, _: CudaRows | None = None) -> Tensor:
         """What follows the normed rows, in parts to be added in order and before `bias`: (parts, N, hidden)."""
         m, k = self._spec, self._kernels
         return k.parts(k.activated(read, self.gate_up, self._gate_up_bias, m.activation, m.gated), self.down)

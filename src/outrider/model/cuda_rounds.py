@@ -16,6 +16,7 @@ from outrider.core import Batch, Drafts, FutureTokens, PendingDrafts, Scores, Tr
 from outrider.model.cuda_inputs import GRAPH_ROWS, GraphInputs, bucket
 from outrider.model.cuda_layer import CudaRows
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
+from outrider.model.cuda_states import RowRoom
 from outrider.model.runner import Feed, Round
 from outrider.sampling import choose, rows_of
 
@@ -30,11 +31,18 @@ class Side(NamedTuple):
 
     inputs: GraphInputs
     choices: Tensor  # int32, in pinned memory
+    touched: Tensor  # experts read by each layer that has some, likewise
     done: Any  # a CUDA event: the launch that used this side last is over
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+    @property
+    def experts(self) -> float:
+        """Distinct experts that the launch has read, the mean over layers that have some; 0 where none has."""
+        touched = self.touched.tolist()
+        return sum(touched) / len(touched) if touched else 0.0
 
 
 class Graph(NamedTuple):
@@ -44,12 +52,15 @@ class Graph(NamedTuple):
     replay: Callable[[], None]
     outputs: list[Any]  # logits and taps (or None) of the last replay; every graph shares their memory
     chosen: Tensor  # on the device, in the future-token buffer
+    touched: Tensor  # experts read by each layer that has some, on the device
 
     def start(self, side: Side) -> None:
         """Send a side's inputs, run the forward, and bring its choices back."""
         side.inputs.send()
         self.replay()
         side.choices.copy_(self.chosen, non_blocking=True)
+        if len(self.touched):
+            side.touched.copy_(self.touched, non_blocking=True)
         if side.done is not None:
             side.done.record()
 
@@ -79,7 +90,7 @@ class LaunchedRound:
         self.side.wait()
         choices = self.side.choices[: len(self.logits)].tolist()
         logits = choose_on_host(self.logits, choices, self.by_host, self.batch, self.trees, self.roots)
-        return Scores(logits, list(self.roots), list(self.roots), self.taps, {}, choices)
+        return Scores(logits, list(self.roots), list(self.roots), self.taps, {}, choices, experts=self.side.experts)
 
 
 class DecodeRounds:
@@ -104,19 +115,27 @@ class DecodeRounds:
             starts, tokens = [start + 1 for start in starts], [-1 - future.first for future in batch.future]
         else:
             tokens = [seq.tokens[-1] for seq in sequences]
-        graph, side = self._take(rows, taps)
+        size, feeds = bucket(rows, GRAPH_ROWS), []
+        if self._runner.decoder.spec.recurrent:
+            feeds = [Feed(seq.pages, start, (0,), state=seq.state) for seq, start in zip(sequences, starts, strict=True)]
+            size = self._size(feeds)
+        if not size:
+            return None
+        graph, side = self._take(size, taps)
         self._fill_plain(side.inputs, batch, starts, tokens)
+        if side.inputs.recurrent is not None:
+            side.inputs.recurrent.fill(feeds, overlaps=bool(batch.future))
         return self._start(graph, side, batch, [Tree([], [], [])] * rows, list(range(rows)))
 
     def launch(self, batch: Batch, drafts: Drafts | PendingDrafts, laid: Round, taps: tuple[int, ...]) -> LaunchedRound:
         """Launch a round of roots and draft nodes."""
-        graph, side = self._take(sum(1 + len(feed.nodes) for feed in laid.feeds), taps)
+        graph, side = self._take(self._size(laid.feeds), taps)
         self._runner.fill(side.inputs, laid.feeds)
         return self._start(graph, side, batch, drafts.per_sequence, laid.roots)
 
     def feed(self, feeds: Sequence[Feed]) -> None:
         """Run rows for the keys and values that they write."""
-        graph, side = self._take(sum(len(feed.tokens) for feed in feeds), ())
+        graph, side = self._take(self._size(feeds), ())
         side.inputs.temperatures[:], side.inputs.sampled = 0.0, None
         self._runner.fill(side.inputs, feeds)
         graph.start(side)
@@ -137,9 +156,21 @@ class DecodeRounds:
     def has(self, rows: int, taps: tuple[int, ...] = ()) -> bool:
         return (rows, taps) in self._graphs
 
-    def _take(self, rows: int, taps: tuple[int, ...]) -> tuple[Graph, Side]:
-        """A graph for so many rows, and its side that was used longer ago."""
-        graph = self.graph(bucket(rows, GRAPH_ROWS), taps)
+    def fits(self, feeds: Sequence[Feed]) -> bool:
+        """Whether a graph holds these rows, with what recurrent layers replay before them."""
+        return self._size(feeds) > 0
+
+    def _size(self, feeds: Sequence[Feed]) -> int:
+        """The rows of the smallest graph that holds these; 0 where none does."""
+        rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
+        if not self._runner.decoder.spec.recurrent:
+            return bucket(rows, GRAPH_ROWS) if rows <= GRAPH_ROWS[-1] else 0
+        need = RowRoom.of_feeds(feeds)
+        return next((size for size in GRAPH_ROWS if RowRoom.of_graph(size).holds(need)), 0)
+
+    def _take(self, size: int, taps: tuple[int, ...]) -> tuple[Graph, Side]:
+        """The graph of so many rows, and its side that was used longer ago."""
+        graph = self.graph(size, taps)
         self._turn = 1 - self._turn
         side = graph.sides[self._turn]
         side.wait()
@@ -173,24 +204,25 @@ class DecodeRounds:
     def _capture(self, rows: int, taps: tuple[int, ...]) -> Graph:
         runner = self._runner
         device, on_gpu = runner.device, runner.device.type == "cuda"
-        inputs = GraphInputs(rows, rows, runner.width, device)
+        recurrent = runner.recurrent_inputs(RowRoom.of_graph(rows))
+        inputs = GraphInputs(rows, rows, runner.width, device, recurrent=recurrent)
         sides = []
         for half in (inputs, inputs.other_side()):
             runner.fill(half, [])
-            host = torch.zeros(rows, dtype=torch.int32, pin_memory=on_gpu)
-            sides.append(Side(half, host, torch.cuda.Event() if on_gpu else None))  # type: ignore[no-untyped-call]
+            host, touched = (torch.zeros(n, dtype=torch.int32, pin_memory=on_gpu) for n in (rows, len(runner.cuda.touched)))
+            sides.append(Side(half, host, touched, torch.cuda.Event() if on_gpu else None))  # type: ignore[no-untyped-call]
         inputs.send()
         chosen = runner.chosen[:rows]
         outputs: list[Any] = []
 
         def work() -> None:
-            forward = runner.cuda.forward(CudaRows(inputs.meta), runner.pool, taps)
+            forward = runner.cuda.forward(CudaRows(inputs.meta, recurrent=recurrent), runner.pool, taps)
             logits = runner.cuda.logits(forward.last)
             self._sampling.table.choose(logits, inputs.meta, chosen)
             outputs[:] = [logits, forward.taps]
 
         replay = runner.capture(f"round of {rows} rows", work)
-        return Graph((sides[0], sides[1]), replay, outputs, chosen)
+        return Graph((sides[0], sides[1]), replay, outputs, chosen, runner.cuda.touched)
 
 
 def choose_on_host(

@@ -28,9 +28,12 @@ from outrider.model.cuda_logits import RowLogits, choose_in_parts
 from outrider.model.cuda_rounds import DecodeRounds, choose_on_host
 from outrider.model.cuda_sampling_metadata import SamplingMetadata
 from outrider.model.cuda_stack import EXTRA_POSITIONS, CudaPool, CudaStack
+from outrider.model.cuda_states import DeviceStates, RecurrentInputs, RowRoom
+from outrider.model.cuda_tree_growth import TreeGrower
 from outrider.model.decoder import Decoder, Hidden
+from outrider.model.memory import StateSizes
 from outrider.model.placement import LOGIT_ROWS, MAX_PASS_ROWS, Placement
-from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, Verified
+from outrider.model.runner import Chances, Feed, PendingChains, Round, Runner, Tokens, TreeGrowth, Verified
 from outrider.ops import Segment, serving_ops
 from outrider.ops.cuda.launch import AttentionMetadata
 from outrider.ops.forwards import device_work
@@ -40,6 +43,8 @@ __all__ = ["Capture", "CudaOptions", "CudaRunner", "split_feeds"]
 
 _log = logging.getLogger("outrider")
 Capture = Callable[[], object]
+_STRIDE = 7919  # between tokens that are made up
+_STATES = StateSizes(running=64, borders=32, nodes=256)
 _MAX_CATCH_UP_ROWS = 2048  # rows of text that a draft model has missed
 
 
@@ -57,7 +62,7 @@ class CudaOptions:
 class CudaRunner(Runner):
     """A decoder on a GPU, behind the runner's interface. Logits that drafters read are copied to the host."""
 
-    separate_prefill = True
+    separate_prefill = grows_trees = True
     drafts_by_temperature = True  # other parameters would cost the launches of a forward for each token
 
     def __init__(
@@ -68,7 +73,10 @@ class CudaRunner(Runner):
         device: str = "cuda",
         options: CudaOptions = CudaOptions(),
         target: CudaRunner | None = None,  # the target it drafts for
+        states: StateSizes = _STATES,  # of recurrent layers, where the model has some
     ) -> None:
+        if target is not None and decoder.spec.recurrent:
+            raise InvalidParameter("model", "a draft model with recurrent layers is not run on a GPU yet; pass another one")
         self.decoder = decoder
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else device
@@ -81,13 +89,18 @@ class CudaRunner(Runner):
             decoder, page_size, self.device, options.exact, self.future_tokens, options.placement, options.fp8_rows
         )
         c = decoder.spec
-        self.pool = CudaPool(self.cuda.kernels, c.depth, pages, self.device)
+        self.pool = CudaPool(self.cuda.kernels, len(c.kv_layers), pages, self.device)
+        self._recurrent = DeviceStates(c.recurrent, page_size, states, self.device) if c.recurrent else None
+        if self._recurrent is not None:
+            self.states = self._recurrent.cache
         self.ops = serving_ops()  # for heads whose shape the kernels do not support: the CPU runs those
         self.stack = self._output = None
         self.options = options
         self._sampling = SamplingMetadata(self.device)
         self.drawn: object = None  # stands for the draft that is in the future-token buffer
+        self.weights_on_host, self.streams_weights = options.placement is not None, self.cuda.streams
         self.chains = Chains(self, target or self)
+        self.trees = TreeGrower(self)
         self.rounds = DecodeRounds(self, self._sampling, MAX_CHAIN_TOKENS)
         self.capture_seconds: dict[str, float] = {}
         self.later: deque[Capture] = deque()  # captures for idle moments
@@ -98,6 +111,10 @@ class CudaRunner(Runner):
 
     def close(self) -> None:
         self.cuda.close()
+
+    @property
+    def bus_bytes(self) -> int:
+        return 0 if self.cuda.streaming is None else self.cuda.streaming.crossed
 
     @property
     def weight_bytes(self) -> int:
@@ -119,10 +136,12 @@ class CudaRunner(Runner):
         laid = self._lay_out_round(batch, drafts)
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in laid.feeds)
         decoding = not laid.prompt_rows and all(len(feed.tokens) == 1 for feed in laid.feeds) and min(laid.roots) >= 0
+        groups = _groups(laid.feeds, self.options.max_graph_rows)
+        decoding = decoding and all(self.rounds.fits(laid.feeds[group]) for group in groups)
         if decoding and rows <= self.options.max_graph_rows:
             return self.rounds.launch(batch, drafts, laid, taps)
         self.rounds.last = None
-        if decoding and (self.cuda.streaming is None or rows > MAX_PASS_ROWS):
+        if decoding and (not self.cuda.streams or rows > MAX_PASS_ROWS):
             return Computed(self._score_by_parts(batch, drafts.per_sequence, laid, taps))
         return Computed(self._score_eagerly(batch, drafts.per_sequence, laid, taps))
 
@@ -137,15 +156,16 @@ class CudaRunner(Runner):
         tapped = None if forward.taps is None else forward.taps[:rows].flatten(1)
         if not laid.wanted:
             self._wait()
-            return Scores(torch.empty(0, self.decoder.spec.vocab), laid.roots, laid.first_rows, tapped, prompt_logits)
+            nothing = torch.empty(0, self.decoder.spec.vocab)
+            return Scores(nothing, laid.roots, laid.first_rows, tapped, prompt_logits, experts=self.cuda.experts_read)
         logits, choices = self._choose(forward.last, batch, trees, laid)
-        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices)
+        return Scores(logits, laid.roots, laid.first_rows, tapped, prompt_logits, choices, experts=self.cuda.experts_read)
 
     def _score_by_parts(self, batch: Batch, trees: list[Tree], laid: Round, taps: tuple[int, ...]) -> Scores:
         """Some of the sequences after the others, where there are more rows than the largest graph or one pass takes."""
         parts: list[Scores] = []
         choices: list[int] = []
-        streams = self.cuda.streaming is not None
+        streams = self.cuda.streams
         for group in _groups(laid.feeds, MAX_PASS_ROWS if streams else self.options.max_graph_rows):
             first = laid.roots[group.start]
             layout = laid._replace(feeds=laid.feeds[group], roots=[root - first for root in laid.roots[group]])
@@ -163,7 +183,8 @@ class CudaRunner(Runner):
         if len({rows.device for rows in logits}) > 1:
             logits = [rows.cpu() for rows in logits]
         tapped = torch.cat([scores.taps for scores in parts if scores.taps is not None]) if taps else None
-        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices)
+        experts = sum(scores.experts for scores in parts)  # every replay reads its own
+        return Scores(torch.cat(logits), laid.roots, laid.first_rows, tapped, {}, choices, experts=experts)
 
     @torch.inference_mode()
     def _choose(self, last: Tensor, batch: Batch, trees: Sequence[Tree], laid: Round) -> tuple[Tensor, list[int]]:
@@ -176,13 +197,17 @@ class CudaRunner(Runner):
                 inputs.fields[2, root : root + 1 + len(tree.tokens)] = segment.positions()
         by_host = self._sampling.fill(inputs, batch, trees, laid.roots)
         inputs.send()
-        if self.cuda.streaming is not None and len(last) > LOGIT_ROWS:
+        if self.cuda.streams and len(last) > LOGIT_ROWS:
             logits: Tensor = RowLogits(self.cuda, last)  # type: ignore[assignment]
             choices = choose_in_parts(self.cuda, last, inputs.meta, self._sampling.table)
         else:
             logits = self.cuda.logits(last)
             choices = self._sampling.table.choose(logits, inputs.meta).tolist()
         return choose_on_host(logits, choices, by_host, batch, trees, laid.roots), choices
+
+    def recurrent_inputs(self, room: RowRoom) -> RecurrentInputs | None:
+        """Inputs of recurrent layers, where the model has some."""
+        return None if self._recurrent is None else RecurrentInputs(self._recurrent, room)
 
     def fill(self, inputs: GraphInputs, feeds: Sequence[Feed]) -> None:
         """Fill the inputs of a forward; rows past those of the feeds are padding."""
@@ -209,6 +234,8 @@ class CudaRunner(Runner):
                 positions += where
                 roots += where
             slots += self.pool.slots(pages, where)
+        if inputs.recurrent is not None:
+            inputs.recurrent.fill(feeds)
         filled = len(tokens)
         inputs.filled = 0
         inputs.param_rows[:] = -1
@@ -230,13 +257,15 @@ class CudaRunner(Runner):
         order = [*runs, *singles]
         rows = sum(len(feed.tokens) + len(feed.nodes) for feed in feeds)
         branched = any(feed.parents for feed in feeds)
-        inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1)
+        recurrent = self.recurrent_inputs(RowRoom.of_feeds(feeds)) if self.decoder.spec.recurrent else None
+        inputs = GraphInputs(rows, len(feeds), self.width, self.device, DEPTH if branched else 1, recurrent)
         self.fill(inputs, [feeds[i] for i in order])
         inputs.send()
         chunks, first = self._chunks([feeds[i] for i in runs])
         single = slice(first, rows) if singles else None
         from_start = len(feeds) == 1 and feeds[0].start == 0 and not feeds[0].nodes
-        outputs = self.cuda.forward(CudaRows(inputs.meta, chunks, single, from_start), self.pool, taps)
+        laid = CudaRows(inputs.meta, chunks, single, from_start, recurrent=recurrent)
+        outputs = self.cuda.forward(laid, self.pool, taps)
         self._wait()  # the host inputs live only as long as this call
         if order == sorted(order):
             return outputs
@@ -291,6 +320,11 @@ class CudaRunner(Runner):
     def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
         return self.chains.draw_next(verified, rows, lengths)
 
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        return self.trees.grow(feeds, rows, rooms, growth)
+
     def catch_up(self, feeds: Sequence[Feed]) -> None:
         """Write the KV of text the model has missed: few rows by a round's graph, many as prompts."""
         for part in split_feeds(feeds, _MAX_CATCH_UP_ROWS):
@@ -336,9 +370,16 @@ class CudaRunner(Runner):
             self.later.clear()
         return True
 
-    def round_seconds(self) -> dict[int, float]:
-        """Device seconds of each captured round, by rows."""
-        return {rows: _replay_seconds(graph.replay) for rows, graph in self.rounds.graphs.items()}
+    def round_seconds(self) -> dict[int, tuple[float, float]]:
+        """Device seconds of each captured round, and the distinct experts that it reads, by rows."""
+        repeats, timed, vocab = 1 if self.cuda.streams else 3, {}, self.decoder.spec.vocab
+        for rows, graph in self.rounds.graphs.items():
+            if self.cuda.experts is not None and not self.decoder.spec.recurrent:  # tokens unlike each other, as experts may tell
+                inputs = graph.sides[0].inputs
+                self.fill(inputs, [Feed([0], 0, [i * _STRIDE % vocab]) for i in range(rows)])
+                inputs.send()
+            timed[rows] = _replay_seconds(graph.replay, repeats), self.cuda.experts_read
+        return timed
 
     def capture(self, name: str, work: Any) -> Any:
         """A callable that repeats the work: a graph's replay, or the work itself where graphs are off."""
@@ -463,7 +504,7 @@ def _tree_rows(feed: Feed, pool: KVPool, ancestors: NDArray[Any], first: int) ->
     return positions, [*positions[:fed], *[root] * (len(positions) - fed)], segment.slots()
 
 
-def _replay_seconds(replay: Any, repeats: int = 3) -> float:
+def _replay_seconds(replay: Any, repeats: int) -> float:
     replay()
     torch.cuda.synchronize()
     begun = perf_counter()

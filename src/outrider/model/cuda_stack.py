@@ -18,8 +18,9 @@ from outrider.model.cuda_weights import Upload
 from outrider.model.decoder import Decoder, RopeTable, finished_logits
 from outrider.model.placement import Placement
 from outrider.model.spec import ModelSpec
+from outrider.ops.cuda.experts_launch import ExpertKernels
 from outrider.ops.cuda.launch import Kernels, Shape
-from outrider.ops.cuda.matrix import Matrix, matrix_of
+from outrider.ops.cuda.matrix import Matrix, Rows, matrix_of
 
 __all__ = ["EXTRA_POSITIONS", "CudaPool", "CudaStack", "Forward", "kernel_shape"]
 
@@ -80,6 +81,8 @@ class CudaStack:
         rounds = s.dtype if s.dtype in ROUNDED else ""
         self.kernels = Kernels(kernel_shape(s, page_size), _DTYPES.get(s.dtype, torch.bfloat16), future_tokens, exact)
         self.device, self.dtype = device, self.kernels.dtype
+        self.experts = ExpertKernels(self.dtype, device, s.expert_layers) if s.expert_layers else None
+        self._no_experts = torch.empty(0, dtype=torch.int32, device=device)
         self._upload = Upload(device, self.dtype, rounds, fp8_rows)
         self.streaming = None if placement is None else WeightStream(placement, device)
         try:
@@ -94,7 +97,8 @@ class CudaStack:
         ropes = [layer.attention.rope for layer in s.layers]
         self.layers: list[CudaLayer] = []
         for i, (layer, rope) in enumerate(zip(decoder.read_layers(packed=True), ropes, strict=True)):
-            self.layers.append(CudaLayer(layer, self.kernels, device, None if rope is None else tables[rope], self._upload))
+            turns = None if rope is None else tables[rope]
+            self.layers.append(CudaLayer(layer, self.kernels, device, turns, self._upload, self.experts))
             if self.streaming is not None:
                 self.streaming.take(i, self.layers[i])
         self.embedding = self._embedding(decoder.weight("embedding"))
@@ -102,6 +106,7 @@ class CudaStack:
         _say_how_served(self)
         self._output_bias = None if decoder.output_bias is None else self._take(decoder.output_bias)
         norm = norm_on(device, s.norm, decoder.norm, decoder.norm_bias)
+        self._kv_place = {layer: place for place, layer in enumerate(s.kv_layers)}  # of each layer with attention
         self._afters = [*(layer.norm_in for layer in self.layers[1:]), norm]  # what follows each layer
         table = decoder.positions
         self._learned = None if s.positions is None or table is None else (self._take(table), s.positions.offset)
@@ -112,6 +117,16 @@ class CudaStack:
         """Give pinned host memory back."""
         if self.streaming is not None:
             self.streaming.close()
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers wait for weights: then a forward costs much more than its rows."""
+        return self.pass_bytes > 0
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that cross the bus in a forward."""
+        return 0 if self.streaming is None else self.streaming.placement.pass_bytes
 
     @property
     def passes(self) -> int:
@@ -149,18 +164,33 @@ class CudaStack:
         """Bytes of the matrices that a forward with logits reads."""
         return sum(tensor.nbytes for matrix in self.matrices for tensor in matrix.tensors)
 
+    @property
+    def touched(self) -> Tensor:
+        """Distinct experts that the last forward read in each layer that has some, on the device."""
+        return self._no_experts if self.experts is None else self.experts.touched
+
+    @property
+    def experts_read(self) -> float:
+        """The mean of `touched` on the host, for which it waits; 0 where no layer has experts."""
+        return 0.0 if self.experts is None else float(self.touched.float().mean())
+
     def forward(self, rows: CudaRows, pool: KVPool, taps: tuple[int, ...] = ()) -> Forward:
         """Run rows through all layers and write their KV."""
-        rows = rows.for_forward()
+        rows = rows.for_forward(pool)
         scale, norm = self.spec.embedding_scale, self.layers[0].norm_in
+        read: Rows
         stream, read = self.kernels.embed(rows.meta, self.embedding, norm, scale, self._learned)
         kept: dict[int, Tensor] = {}
         layers = self.layers if self.streaming is None else self.streaming.run(self.layers)
         for i, (layer, after) in enumerate(zip(layers, self._afters, strict=True)):
             if i in taps:
                 kept[i] = stream.clone()
-            read = layer.forward(read, stream, after, rows, (pool.keys[i], pool.values[i]))
+            place = self._kv_place.get(i)
+            kv = None if place is None else (pool.keys[place], pool.values[place])
+            form = self.layers[i + 1].reads if i + 1 < len(self.layers) else None
+            read = layer.forward_to(form, read, stream, after, rows, kv)
         kept[len(self.layers)] = stream
+        assert isinstance(read, Tensor)
         return Forward(read, torch.stack([kept[i] for i in taps], 1) if taps else None)
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
@@ -179,7 +209,7 @@ def _say_how_served(stack: CudaStack) -> None:
     """One line about quantised matrices: which there are, and what is multiplied with FP8."""
     kinds = sorted({matrix.kind for matrix in stack.matrices if matrix.kind})
     if any(kind in _FP8_ROWS for kind in kinds):
-        _log.info("products of FP8 round activations to FP8 too, by row; fp8_activations=False decodes the weights instead")
+        _log.info("products of FP8 round activations to FP8 too, by row; fp8_activations=off decodes the weights instead")
     elif any(kind.startswith("fp8") for kind in kinds):
         _log.info("FP8 weights are decoded in products; activations stay in bfloat16")
 

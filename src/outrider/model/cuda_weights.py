@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.model.spec import Norm
 from outrider.ops import Grouped, ScaledFloats
 from outrider.ops.cuda.launch import RowNorm
-from outrider.ops.cuda.matrix import DenseMatrix, Matrix
+from outrider.ops.cuda.matrix import DenseMatrix, Matrix, RowForm
 from outrider.ops.cuda.quantised_matrix import fp8_matrix, grouped_matrix, int4_of, int8_of
 
 __all__ = ["DevicePart", "Upload", "norm_on"]
@@ -23,6 +23,10 @@ __all__ = ["DevicePart", "Upload", "norm_on"]
 
 class DevicePart(Protocol):
     """A part of a layer that has matrices: a mixer, or a feed-forward part."""
+
+    @property
+    def reads(self) -> RowForm | None:
+        """The form of the normed rows that it reads; None: the weights' dtype."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -63,9 +67,13 @@ class Upload:
     def reordered(self, weight: Tensor | Grouped | ScaledFloats, order: Callable[[Tensor], Tensor]) -> Matrix:
         """A matrix with its rows in another order. A weight that lies on the device is moved, not copied."""
         matrix = self.matrix(weight).reordered(order)
+        self.release(weight)
+        return matrix
+
+    def release(self, weight: Tensor | Grouped | ScaledFloats) -> None:
+        """Empty a weight that lies on the device, once its rows are there in another order."""
         if isinstance(weight, Tensor) and weight.is_cuda:
             weight.data = weight.new_empty(0)
-        return matrix
 
     def _quantised(self, stored: Grouped | ScaledFloats) -> Matrix | None:
         if isinstance(stored, ScaledFloats):

@@ -322,12 +322,12 @@ class Decoder(nn.Module):
                 elif packed and layer.is_product(name) and (stored := self.packed(place)) is not None:
                     layer.packed[name] = stored
                 else:
-                    setattr(layer, name, nn.Parameter(self.weight(place), requires_grad=False))
+                    _set_parameter(layer, name, nn.Parameter(self.weight(place), requires_grad=False))
             yield layer
             layer.grouped.clear()
             layer.packed.clear()
             for name, parameter in absent.items():
-                setattr(layer, name, parameter)
+                _set_parameter(layer, name, parameter)
 
     def materialise(self, *names: str) -> Decoder:
         """Hold parameters in memory: these, or all without names."""
@@ -336,8 +336,7 @@ class Decoder(nn.Module):
                 continue
             held = torch.empty_like(parameter, device="cpu")
             self.source.fill(name, held)
-            owner, _, last = name.rpartition(".")
-            setattr(self.get_submodule(owner), last, nn.Parameter(held, requires_grad=False))
+            _set_parameter(self, name, nn.Parameter(held, requires_grad=False))
         if not names:
             self.close()
             self.source = None
@@ -445,6 +444,12 @@ def norm_weights(norm: Norm | None, width: int) -> tuple[nn.Parameter | None, nn
     if norm is None:
         return None, None
     return nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)) if norm.bias else None
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replace a parameter of a module or of one inside it."""
+    owner, _, last = name.rpartition(".")
+    setattr(module.get_submodule(owner), last, parameter)
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

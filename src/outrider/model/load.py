@@ -18,6 +18,7 @@ from outrider import checks
 from outrider.errors import InvalidParameter, ModelError
 from outrider.gguf import Gguf, find_gguf
 from outrider.model.decoder import Decoder
+from outrider.model.device_bytes import with_layer_bytes
 from outrider.model.families import places_of, read_spec
 from outrider.model.families.llama import hf_config
 from outrider.model.fields import Fields, read_json
@@ -45,6 +46,7 @@ __all__ = [
     "open_source",
     "save_decoder",
     "served_dtype",
+    "served_spec",
     "usable_ids",
     "weight_bytes",
     "write_config",
@@ -153,10 +155,8 @@ def check_model(directory: Path, options: LoadOptions = LoadOptions()) -> None:
 def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, Checkpoint | None]:
     """A decoder that takes no memory yet, and the files that its weights are stored in."""
     refuse_foreign(directory)
-    config = read_spec(directory)
-    name = served_dtype(options.dtype, config.dtype)
-    held = torch.float32 if options.widen else DTYPES.get(name, torch.float32)
-    config = replace(config, dtype=name)
+    config = served_spec(directory, options)
+    held = torch.float32 if options.widen else DTYPES.get(config.dtype, torch.float32)
     _check_memory(config, _weight_bytes(directory, config, held, options.dtype == "auto"))
     checkpoint = None if options.load_format == "dummy" else Checkpoint.of(directory, config)
     with torch.device("meta"):
@@ -164,6 +164,14 @@ def _skeleton(directory: Path, options: LoadOptions) -> tuple[Decoder, Checkpoin
     if checkpoint is not None:
         checkpoint.check(dict(decoder.named_parameters()))
     return decoder, checkpoint
+
+
+def served_spec(directory: Path, options: LoadOptions = LoadOptions()) -> ModelSpec:
+    """The spec of a model in the dtype that it is served in, with what its layers take on a GPU."""
+    spec = read_spec(directory)
+    spec = replace(spec, dtype=served_dtype(options.dtype, spec.dtype))
+    is_stored = options.dtype == "auto" and options.load_format != "dummy" and spec.dtype == "bfloat16"
+    return with_layer_bytes(spec, directory) if is_stored else spec
 
 
 def _say_how_served(checkpoint: Checkpoint, requested: str, served: str) -> None:

@@ -14,14 +14,15 @@ from typing import NamedTuple
 from outrider.model.spec import LayerSpec, ModelSpec
 
 __all__ = [
-    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MATRICES", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "place", "sizes_of",
-    "smallest_room",
+    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MATRICES", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "embedding_on_host",
+    "place", "sizes_of", "smallest_room", "weights_on_gpu",
 ]  # fmt: skip
 
 MAX_PASS_ROWS = 2048  # of one pass over streamed weights; their activations lie on the device together
-LOGIT_ROWS = 128  # rows whose logits are computed at once where such a pass has more
+LOGIT_ROWS = 64  # rows whose logits are computed at once where such a pass has more
 BUFFERS = 2  # units that fit the device beside the resident weights: one is read while the next one arrives
 ALIGNMENT = 256  # bytes; of tensors in a unit
+_ROUNDED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes of a weight of a layer that was rounded at load
 MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer, in the order of `CudaLayer.matrices`
 
 
@@ -87,14 +88,28 @@ def aligned(size: int) -> int:
 
 
 def sizes_of(spec: ModelSpec, weight_bytes: float | None = None) -> ModelSizes:
-    """Bytes of a model in its own dtype, or with so many bytes for each weight of a layer."""
+    """Bytes of a model as it is served, or with so many bytes for each weight of a layer."""
     item = 4 if spec.dtype == "float32" else 2
-    each = item if weight_bytes is None else weight_bytes
+    each = _layer_bytes(spec) if weight_bytes is None else weight_bytes
     layers = tuple(tuple(int(count * each) for count in _weights(layer, spec.hidden)) for layer in spec.layers)
     table = spec.vocab * spec.hidden * item
+    output = spec.vocab * spec.hidden if spec.dtype in _ROUNDED else table
     small = 4 * spec.hidden * (4 * spec.depth + 1) + 4 * spec.context * spec.head_dim * len(spec.ropes)
     small += item * spec.hidden * (spec.positions.rows if spec.positions else 0)
-    return ModelSizes(layers, table, 0 if spec.tied else table, small)
+    return ModelSizes(layers, output, 0 if spec.tied and output == table else table, small)
+
+
+def weights_on_gpu(spec: ModelSpec) -> int:
+    """Bytes of all matrices of a model as it is served."""
+    layers, item = sum(layer.parameters(spec.hidden) for layer in spec.layers), 4 if spec.dtype == "float32" else 2
+    table = spec.vocab * spec.hidden if spec.dtype in _ROUNDED else 0  # the output matrix beside the embedding
+    beside = (spec.parameters - layers) * item if not table else table + spec.vocab * spec.hidden * item
+    return int(layers * _layer_bytes(spec) + beside)
+
+
+def _layer_bytes(spec: ModelSpec) -> float:
+    """Bytes of a weight of a layer."""
+    return _ROUNDED.get(spec.dtype) or spec.layer_bytes or (4 if spec.dtype == "float32" else 2)
 
 
 def place(sizes: ModelSizes, room: int) -> Placement | None:
@@ -108,6 +123,11 @@ def place(sizes: ModelSizes, room: int) -> Placement | None:
             return _placed(sizes, [()] * len(sizes.layers), on_host)
     candidates = [placed for kept in _subsets(sizes) if (placed := _fill(sizes, room, kept)) is not None]
     return min(candidates, key=lambda placed: (placed.pass_bytes, placed.device), default=None)
+
+
+def embedding_on_host(sizes: ModelSizes) -> Placement | None:
+    """All weights on the device but an embedding of its own; None where there is none."""
+    return place(sizes, sizes.total - sizes.embedding) if sizes.embedding else None
 
 
 def smallest_room(sizes: ModelSizes) -> int:

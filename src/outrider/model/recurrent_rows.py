@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from outrider.ops.scan import Paths
 if TYPE_CHECKING:
     from outrider.model.runner import Feed
 
-__all__ = ["RecurrentRows"]
+__all__ = ["LaidLanes", "Lane", "RecurrentRows", "lay_out_lanes", "open_lane"]
 
 
 @dataclass(slots=True)
-class _Lane:
+class Lane:
     """One sequence's rows, by their numbers. Where nodes are fed alone, the past is that of their root."""
 
     state: SequenceState
@@ -53,22 +53,7 @@ class RecurrentRows:
 
     def __init__(self, feeds: Sequence[Feed], page_size: int, kernel: int) -> None:
         self._page_size = page_size
-        self._lanes = [_lane(feed) for feed in feeds]
-        before: list[int] = []
-        for number, (lane, feed) in enumerate(zip(self._lanes, feeds, strict=True)):
-            for i in range(lane.past.rows):
-                above = feed.parents[i] if lane.nodes_only else i - 1
-                lane.replayed.append(_add(before, lane.replayed[above] if above >= 0 else -1 - number))
-        self._first = len(before)
-        for number, (lane, feed) in enumerate(zip(self._lanes, feeds, strict=True)):
-            root = lane.replayed[-1] if lane.replayed and not lane.nodes_only else -1 - number
-            for _ in feed.tokens:
-                root = _add(before, root)
-                lane.tokens.append(root)
-            known = lane.replayed if lane.nodes_only else []
-            for i in range(feed.known, len(feed.parents)):
-                above = feed.parents[i]
-                lane.nodes.append(_add(before, (known + lane.nodes)[above] if above >= 0 else root))
+        self._lanes, before, self._first = lay_out_lanes(feeds, list(map(open_lane, feeds)))
         self._paths = Paths(before, len(feeds), kernel)
         self._borders = [{} if lane.state.borders is None else lane.borders(page_size) for lane in self._lanes]
         kept = [row for lane in self._lanes for row in lane.text[-2:]]
@@ -113,17 +98,46 @@ class RecurrentRows:
         return [states[row] for states in self._after]
 
 
-def _lane(feed: Feed) -> _Lane:
+class LaidLanes(NamedTuple):
+    """Rows of lanes, by their numbers: first all that are replayed, then those that are fed."""
+
+    lanes: Sequence[Lane]
+    before: list[int]  # of each row the row before it, or -1 - lane
+    first: int  # of those that are fed
+
+
+def lay_out_lanes(feeds: Sequence[Feed], lanes: Sequence[Lane]) -> LaidLanes:
+    """Number the rows of lanes, which are still empty."""
+    before: list[int] = []
+    for number, (lane, feed) in enumerate(zip(lanes, feeds, strict=True)):
+        for i in range(lane.past.rows):
+            above = feed.parents[i] if lane.nodes_only else i - 1
+            lane.replayed.append(_add(before, lane.replayed[above] if above >= 0 else -1 - number))
+    first = len(before)
+    for number, (lane, feed) in enumerate(zip(lanes, feeds, strict=True)):
+        root = lane.replayed[-1] if lane.replayed and not lane.nodes_only else -1 - number
+        for _ in feed.tokens:
+            root = _add(before, root)
+            lane.tokens.append(root)
+        known = lane.replayed if lane.nodes_only else []
+        for i in range(feed.known, len(feed.parents)):
+            above = feed.parents[i]
+            lane.nodes.append(_add(before, (known + lane.nodes)[above] if above >= 0 else root))
+    return LaidLanes(lanes, before, first)
+
+
+def open_lane(feed: Feed) -> Lane:
+    """Where a feed's rows go on."""
     state = SequenceState() if feed.state is None else feed.state
     if feed.tokens:
         past = state.at(feed.start)
         if past is None:
             raise ValueError(f"rows at position {feed.start} have no recurrent state to go on from")
-        return _Lane(state, feed.start, past, nodes_only=False)
+        return Lane(state, feed.start, past, nodes_only=False)
     pending = state.pending
     if pending is None or pending.root + 1 != feed.start:
         raise ValueError(f"nodes after position {feed.start - 1} have no recurrent state to go on from")
-    return _Lane(state, feed.start, Past(pending.after, pending.nodes).cut(feed.known), nodes_only=True)
+    return Lane(state, feed.start, Past(pending.after, pending.nodes).cut(feed.known), nodes_only=True)
 
 
 def _add(before: list[int], row: int) -> int:

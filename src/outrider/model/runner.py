@@ -44,7 +44,7 @@ from outrider.sampling.noise import token_words_at
 if TYPE_CHECKING:
     from outrider.ops.group import Group
 
-__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "Verified", "kv_value_bytes", "lay_out"]
+__all__ = ["Feed", "PendingChains", "Round", "Rows", "Runner", "TreeGrowth", "Verified", "kv_value_bytes", "lay_out"]
 
 Tokens = list[list[int]]
 Chances = list[list[float]]
@@ -83,6 +83,14 @@ class Verified(NamedTuple):
     feed: Feed  # after which it was drawn
     drawn: FutureTokens
     choices: FutureTokens  # the target's, at the root and at the nodes that are verified
+
+
+class TreeGrowth(NamedTuple):
+    """The shape of trees that a runner grows by itself."""
+
+    levels: int
+    branch: int  # children of a node that is expanded
+    beam: int | None = None  # nodes expanded side by side; None: by the size of the tree
 
 
 class Rows(NamedTuple):
@@ -143,9 +151,10 @@ def _rotary_rows(feeds: Sequence[Feed], segments: Sequence[Segment], positions: 
     return torch.tensor([start + position for start, position in zip(starts, positions, strict=True)])
 
 
-def kv_value_bytes(config: ModelSpec, page_size: int) -> int:
+def kv_value_bytes(config: ModelSpec, page_size: int, int8: bool = False) -> int:
     """Bytes of one value in the KV of a model that runs on the CPU."""
-    return KVPool.value_bytes(cpu_ops(config).core is not None and config.dtype != "float32", page_size)
+    native = cpu_ops(config).core is not None
+    return KVPool.value_bytes(native and config.dtype != "float32", page_size, native and int8)
 
 
 def _sum_ranks(group: Group, layer: int, product: str, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001 (the signature of Deltas)
@@ -166,6 +175,9 @@ class Runner:
     overlaps_drafts = False  # has `draw` and `draw_next`, for a target on the same device
     drafts_by_temperature = False  # `draft` accepts any parameters but applies only temperature and noise
     chains_only = False  # drafts may not branch
+    weights_on_host = False  # a GPU reads some of them from host memory
+    streams_weights = False  # and layers of them in every forward: many rows cost what one costs
+    grows_trees = False  # has `grow`
     partial_runs = "any"  # which layers `run` can run alone: "any" of them, the "first", or "none"
     guarantee: Guarantee | None = None  # of a model whose promise was checked at start-up; None: every backend keeps it
     ranks = 1  # processes that share the model
@@ -202,6 +214,11 @@ class Runner:
 
     def close(self) -> None:
         """End what computes elsewhere."""
+
+    @property
+    def bus_bytes(self) -> int:
+        """Bytes of weights that forwards have brought from host memory so far."""
+        return 0
 
     def free_memory(self) -> None:
         """Give back memory that nothing uses, after a round that had none."""
@@ -385,6 +402,12 @@ class Runner:
     def draw_next(self, verified: Sequence[Verified], rows: Sequence[Row], lengths: Sequence[int]) -> PendingChains:
         """Launch the chains after those that the target verifies now: the device works out where the verdicts leave them."""
         raise NotImplementedError("overlaps_drafts is False")
+
+    def grow(
+        self, feeds: Sequence[Feed], rows: Sequence[Row], rooms: Sequence[int], growth: TreeGrowth
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        """Grow a tree of at most `rooms` nodes after each feed: tokens, parents and survival; none where no choice is left."""
+        raise NotImplementedError("grows_trees is False")
 
     def resume(self, layer: int, hidden: Tensor, counts: Sequence[int]) -> Resume:
         """Keep rows that this runner's layers before `layer` have computed, for its next `score`. It accepts no other rows."""

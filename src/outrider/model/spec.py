@@ -210,6 +210,7 @@ class ModelSpec:
     positions: LearnedPositions | None = None
     dtype: str = "float32"  # of the stored weights
     eos_ids: tuple[int, ...] = ()
+    layer_bytes: float = 0.0  # that a weight of a layer takes on a GPU, where it is stored quantised; 0: as the dtype says
 
     @property
     def depth(self) -> int:

@@ -65,7 +65,7 @@ __all__ = [
     "usable_builds",
 ]
 
-_MACHINES = ("x86_64", "AMD64")
+_MACHINES = ("x86_64", "AMD64", "aarch64")
 _REFUSALS = {1: "the kernel does not grant AMX", 2: "a trial of AMX faulted", 3: "a trial of AMX gave wrong results"}
 TOKENS, JOINED, BESIDE = 0, 1, 2  # how rows enter a stack; see Form in core.cpp
 TEXT_ROWS, KEY_ROWS, BLOCK_ROWS = 0, 1, 2  # what a forward does with its rows; see Mode in core.cpp
@@ -184,7 +184,7 @@ def find_core(steady: bool = False) -> tuple[Core | None, str]:
         return Core(Path(chosen), steady), f"{chosen}, from OUTRIDER_CORE"
     if not _built():
         if platform.machine() not in _MACHINES:
-            return None, f"it is written for x86-64 processors, and this one is {platform.machine()}"
+            return None, f"it is written for x86-64 and ARM (aarch64) processors, and this one is {platform.machine()}"
         return None, "not built: no C++ compiler was found when outrider was installed"
     problems: list[str] = []
     for name in usable_builds():
@@ -513,7 +513,7 @@ class Stack:
     """Layers over paged KV, run in one call."""
 
     def __init__(self, core: Core, weights: StackWeights, keys: Tensor, values: Tensor, page_size: int) -> None:
-        """Keys and values are (layers, pages, KV heads, ...) in the layout of ops/cpu/attention.h, float32 or bf16."""
+        """Keys and values are (layers, pages, KV heads, ...) in the layout of ops/cpu/attention.h, float32, bf16 or int8."""
         _check_stack(weights, keys, page_size)
         self._core = core
         self._weights = weights
@@ -730,7 +730,8 @@ def _check_stack(w: StackWeights, keys: Tensor, page_size: int) -> None:
     _check_rows("the table of positions", (w.learned,), (w.learned_rows, w.hidden))
     _check_rows("a norm", (*w.norm[:2], *w.norm_hidden[:2], *w.norm_embedding[:2]), (w.hidden,))
     width = -(-w.head_dim // 16) * 16
-    if keys.shape[0] < w.layers or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * width:
+    scales = 4 if keys.dtype == torch.int8 else 0  # bytes of a slot's
+    if keys.shape[0] < w.layers or keys.shape[2] != w.kv_heads or keys[0, 0, 0].numel() != page_size * (width + scales):
         raise ValueError(f"KV memory of {tuple(keys.shape)} does not hold {w.layers} layers of {w.kv_heads} heads")
 
 

@@ -128,9 +128,10 @@ def settings_of(flags: ServeFlags) -> ServeFlags:
 def _sizes(flags: ServeFlags) -> dict[str, Any]:
     """Engine settings for memory, device and batch size."""
     sizes: dict[str, Any] = {
-        "max_num_seqs": flags.max_num_seqs,
+        "max_num_seqs": flags.slots,
         "max_model_len": flags.max_model_len,
         "device": flags.device,
+        "kv_dtype": flags.kv_dtype,
         "max_loras": flags.max_loras,
         "max_lora_rank": flags.max_lora_rank,
         "tensor_parallel_size": flags.tensor_parallel_size,

@@ -15,12 +15,14 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from outrider.checks import nearest
+from outrider.engine.device import GPU_SEQUENCES, Device
 from outrider.errors import InvalidParameter
 from outrider.options import with_parameters
 from outrider.serve.settings import ServerSettings, flag
 
 __all__ = ["LogFormat", "ParallelBackend", "ServeFlags", "as_command", "flags_of", "parse_loras", "reread"]
 
+CPU_SEQUENCES = 32  # that run at once on a processor, unless the user says otherwise
 _RELOADED = ("max_queue", "max_body", "stream_interval", "ping_interval", "drain_timeout", "watchdog_timeout")
 
 
@@ -103,7 +105,9 @@ class ServeFlags(ServerSettings):
     max_loras: int = flag(32, "Maximum number of LoRA adapters in memory.", min=1)
     max_lora_rank: int = flag(256, "Largest rank of a LoRA adapter.", min=1)
     max_model_len: int | None = flag(None, "Maximum length of prompt and output together. Default: the model's.")
-    max_num_seqs: int = flag(32, "Maximum number of sequences that run at once.", min=1)
+    max_num_seqs: int | None = flag(
+        None, f"Maximum number of sequences that run at once. Default: {CPU_SEQUENCES}, on a GPU {GPU_SEQUENCES}.", min=1
+    )
     memory: str | None = flag(
         None,
         "What weights, KV and buffers may take of the GPU, or of the machine without one: a share such as 0.9, or a size such as "
@@ -113,6 +117,7 @@ class ServeFlags(ServerSettings):
     kv_memory: str | None = flag(
         None, "Memory for KV alone, such as 4GiB. Default: what --memory leaves; a quarter of a machine."
     )
+    kv_dtype: str = flag("auto", "Keys and values: auto (as the model computes), or int8 on CPUs.", "--kv-cache-dtype")
     data_parallel_size: int = flag(
         1,
         "Number of replicas behind one front door: processes that share out --threads and --memory, or have a GPU each.",
@@ -144,6 +149,11 @@ class ServeFlags(ServerSettings):
     max_body: str = flag("4MiB", "Largest request body.")
     otlp_traces_endpoint: str | None = flag(None, "Address to send OpenTelemetry spans to (OTLP over HTTP).")
     log_format: LogFormat = flag(LogFormat.text, "Format of the log.")
+
+    @property
+    def slots(self) -> int:
+        """The sequences that run at once."""
+        return self.max_num_seqs or (GPU_SEQUENCES if Device.resolve(self.device).is_gpu else CPU_SEQUENCES)
 
 
 def as_command(work: Callable[[typer.Context, ServeFlags], None]) -> Callable[..., None]:

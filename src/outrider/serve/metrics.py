@@ -217,6 +217,11 @@ class Metrics(Collector):
             experts = SummaryMetricFamily(_P + "experts_per_round", text, labels=["model_name"])
             experts.add_metric([self._model], tally.expert_rounds, tally.experts)
             yield experts
+        if tally.streamed_rounds:
+            text = "Bytes of weights that crossed the bus to the GPU, by round; summed over rounds in which some did."
+            moved = SummaryMetricFamily(_P + "bus_bytes_per_round", text, labels=["model_name"])
+            moved.add_metric([self._model], tally.streamed_rounds, tally.bus_bytes)
+            yield moved
         positions = {str(position): accepted for position, accepted in enumerate(tally.accepted_by_position())}
         text = "Accepted tokens by depth in the draft."
         yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, positions, "position")

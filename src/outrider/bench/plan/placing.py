@@ -15,7 +15,8 @@ from outrider.config import MAX_DRAFT_TOKENS, EngineConfig
 from outrider.engine.device import missing_gpu, share_memory
 from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
-from outrider.model import ModelSpec, read_spec
+from outrider.model import ModelSpec
+from outrider.model.load import served_spec
 from outrider.model.placement import MATRICES, Placement
 from outrider.platform import memory_bytes
 
@@ -62,12 +63,12 @@ class PlannedMemory:
 
 def plan_memory_of(path: Path, draft: Path | None, memory: str, bus: float | None) -> PlannedMemory:
     """The placement of a model within a limit; nothing is loaded."""
-    limit, spec = checks.memory("--memory", memory), read_spec(path)
+    limit, spec = checks.memory("--memory", memory), served_spec(path)
     if isinstance(limit, float):
         if missing_gpu() is not None:
             raise InvalidParameter("--memory", "a share needs a GPU to be a share of; pass a size such as 8GiB")
         limit = int(limit * torch.cuda.get_device_properties(0).total_memory)
-    specs: list[ModelSpec] = [spec, *([] if draft is None else [read_spec(draft)])]
+    specs: list[ModelSpec] = [spec, *([] if draft is None else [served_spec(draft)])]
     sizes = EngineConfig(max_model_len=min(spec.context, _LONG), max_num_seqs=1)
     share = share_memory(specs, limit, sizes.page_size, min(spec.context, _LONG))
     least = -(-min(spec.context, _LONG) // sizes.page_size)

@@ -6,6 +6,10 @@
 // exponentials keep a lane per position modulo 16. Positions a row does not see add exact zeros, because no value in memory
 // is NaN or infinite (`keep_finite`). So the bits depend on logical positions alone: not on slots, pages, the windows of
 // neighbours or the rows computed together.
+//
+// Int8 memory has four values in a word, and behind the words of a page and head a scale for each slot: the largest magnitude
+// becomes 127. Pages are widened to bf16, which holds such integers exactly, as they are read. A score is multiplied by the
+// scale of its key, a weight by that of its value before it is rounded to bf16.
 #pragma once
 
 #include <vector>
@@ -18,11 +22,13 @@ namespace outrider {
 struct Pages {
     uint32_t *keys, *values;
     int kv_heads, page_size, head_dim, width;  // width: head_dim padded to whole vectors
-    int per_word;
+    int per_word;  // 1 float32, 2 bf16, or 4 int8; then a page has whole vectors of slots
 
+    bool quantised() const { return per_word == 4; }
     // Sixteen values of a head, zero past its end.
     f32x16 part(const float* x, int first) const { return load_upto(x + first, std::max(head_dim - first, 0)); }
-    size_t head_size() const { return static_cast<size_t>(page_size) * width / per_word; }
+    size_t codes_size() const { return static_cast<size_t>(page_size) * width / per_word; }
+    size_t head_size() const { return codes_size() + (quantised() ? page_size : 0); }
     size_t place(int page, int head) const { return (static_cast<size_t>(page) * kv_heads + head) * head_size(); }
 
     template <class K>
@@ -44,7 +50,42 @@ struct Pages {
             for (int d = 0; d < kLanes; d++) std::memcpy(to + d * sizeof(uint32_t), encoded + d * size, size);
         }
     }
+
+    // A key and the value after it, as integers and a scale each. A key of NaN has a scale of NaN.
+    void put_integers(int page, int head, int offset, const float* key) const {
+        const float* value = key + head_dim;
+        uint32_t word[4], *to = keys + place(page, head), *row = values + place(page, head);
+        const float of_key = put_scale(key, to + codes_size() + offset), of_value = put_scale(value, row + codes_size() + offset);
+        to += offset, row += static_cast<size_t>(offset / 4) * width;
+        for (int i = 0; i < width; i += kLanes) {
+            I8::encode(part(key, i), of_key, word);
+            for (int s = 0; s < 4; s++, to += page_size) *to = word[s];
+            I8::encode(part(value, i), of_value, word);
+            for (int d = 0; d < kLanes; d++)
+                std::memcpy(reinterpret_cast<char*>(row + i + d) + offset % 4, reinterpret_cast<const char*>(word) + d, 1);
+        }
+    }
+
+    // Stores the scale of a head's values. Returns what they are multiplied by.
+    float put_scale(const float* x, uint32_t* to) const {
+        f32x16 top = splat(0.0f);
+        for (int i = 0; i < width; i += kLanes) top = maximum(magnitude(part(x, i)), top);
+        const float scale = std::isnan(x[0]) ? NAN : largest(top) / 127.0f;
+        std::memcpy(to, &scale, sizeof scale);
+        return scale > 0.0f ? 1.0f / scale : 0.0f;
+    }
 };
+
+// Rows of words of four int8 values as bf16, two rows for each.
+inline void widen(const uint32_t* from, int rows, int width, uint32_t* to) {
+    const auto value = [](Words in_high_byte) { return as_words(to_float(shift_down_signed<24>(in_high_byte))); };
+    for (int r = 0; r < rows; r++, to += 2 * width)
+        for (int i = 0; i < width; i += kLanes, from += kLanes) {
+            const Words four = load_words(from);
+            store_words(to + i, shift_down<16>(value(shift_up<24>(four))) + value(shift_up<16>(four)));
+            store_words(to + width + i, shift_down<16>(value(shift_up<8>(four))) + value(four));
+        }
+}
 
 // Checks a key and the value after it before they are stored. Rows that do not see the slot multiply its value by zero,
 // which gives NaN for a value that is not finite. Such a value becomes zero and its key NaN, so that only rows that see the
@@ -130,16 +171,19 @@ inline void accumulate(const Small& p, int row, int column) {
     p.prefetch = prefetch;
 }
 
-// All rows and vectors of columns, in blocks that fit the registers.
-template <class K, int C = 4>
-inline void accumulate_all(const Small& p, int rows, int vectors, int column = 0) {
-    for (; column + C <= vectors; column += C) {
-        int r = 0;
-        for (; r + 4 <= rows; r += 4) accumulate<K, 4, C>(p, r, column);
-        for (; r + 2 <= rows; r += 2) accumulate<K, 2, C>(p, r, column);
-        if (r < rows) accumulate<K, 1, C>(p, r, column);
-    }
-    if constexpr (C > 1) accumulate_all<K, C / 2>(p, rows, vectors, column);
+// R rows and all vectors of columns, in blocks whose sums fit the registers and keep the arithmetic busy.
+template <class K, int R, int C = kRegisters == 32 ? 4 : 4 / R>
+inline void accumulate_rows(const Small& p, int row, int vectors, int column = 0) {
+    for (; column + C <= vectors; column += C) accumulate<K, R, C>(p, row, column);
+    if constexpr (C > 1) accumulate_rows<K, R, C / 2>(p, row, vectors, column);
+}
+
+template <class K>
+inline void accumulate_all(const Small& p, int rows, int vectors) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) accumulate_rows<K, 4>(p, r, vectors);
+    for (; r + 2 <= rows; r += 2) accumulate_rows<K, 2>(p, r, vectors);
+    if (r < rows) accumulate_rows<K, 1>(p, r, vectors);
 }
 
 // Attention in one layer of consecutive rows of one sequence whose queries share a head of keys.
@@ -160,14 +204,18 @@ class Attention {
         base = first_page * kv.page_size / kLanes * kLanes;
         until = round_up(last + 1, kLanes);
         // whole words: positions past the end have no weight, and words that tree nodes do not share go row by row
-        shared = feed.tree ? (std::min(feed.root(), last) + 1) / kv.per_word * kv.per_word : round_up(last + 1, kv.per_word);
+        shared = feed.tree ? (std::min(feed.root(), last) + 1) / K::per_step * K::per_step : round_up(last + 1, K::per_step);
         span = round_up(std::max(end, last + 1) - base, kLanes) + 2 * kLanes;
-        memory.resize(std::max(memory.size(), queries * (span + 2 * kv.width) + kv.width));
+        const size_t slots = kv.quantised() ? round_up(end - base, kv.page_size) : 0, page = kv.quantised() ? 2 * kv.codes_size() : 0;
+        memory.resize(std::max(memory.size(), queries * (span + 2 * kv.width) + kv.width + 2 * slots + page));
         scores = memory.data();
         mixed = scores + queries * span;
         std::fill(mixed, mixed + queries * kv.width, 0.0f);
         query = reinterpret_cast<uint32_t*>(mixed + queries * kv.width);
         gathered = query + queries * kv.width;
+        slot_scales = mixed + 2 * queries * kv.width + kv.width, scales = slot_scales + slots;
+        widened = reinterpret_cast<uint32_t*>(scales + slots);
+        if (kv.quantised()) read_scales(slots);
     }
 
     // q has the scaled and rotated queries of each head of keys, then its key and value; out is (rows, heads, head_dim). Keys
@@ -186,11 +234,14 @@ class Attention {
             const int begin = begin_of(row);
             // reorder scores in place: the slots of a path rise, and the j-th is never before position root + j. A window may
             // begin below the root, and positions before the window have no scores
-            for (int at = std::max(row.feed->root() + 1, begin); row.path && at <= row.position; at++)
+            for (int at = std::max(row.feed->root() + 1, begin); row.path && at <= row.position; at++) {
                 row_scores[at - base] = row_scores[row.slot_of(at) - base];
+                if (kv.quantised()) scales[at - base] = slot_scales[row.slot_of(at) - base];
+            }
             if (sight.cap > 0.0f) cap(row_scores, begin - base, row.last() + 1 - base);
             const float sink = sight.sinks ? sight.sinks[head * group + i % group] : -INFINITY;
-            row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.last() + 1 - base, until - base, sink);
+            const float* of_values = kv.quantised() ? scales : nullptr;
+            row_scores[span - 1] = softmax_weights(row_scores, begin - base, row.last() + 1 - base, until - base, sink, of_values);
         }
         mix(next);
         for (int i = 0; i < queries; i++) {
@@ -205,11 +256,35 @@ class Attention {
         const int page = kv.page_size, steps = (kv.head_dim + K::per_step - 1) / K::per_step;
         for (int p = first_page; p * page < end; p++) {
             const size_t at = kv.place(rows->feed->pages[p], head);
+            const int vectors = (std::min(page, end - p * page) + kLanes - 1) / kLanes;
             Prefetch prefetch{kv.values + at, kv.values + at + kv.head_size()};
-            accumulate_all<K>({query, kv.keys + at, static_cast<size_t>(kv.width), static_cast<size_t>(page), steps,
-                               scores + (p * page - base), span, false, prefetch},
-                              queries, (std::min(page, end - p * page) + kLanes - 1) / kLanes);
+            float* of_page = scores + (p * page - base);
+            accumulate_all<K>({query, words_of(kv.keys + at, kv.width / 4, page), static_cast<size_t>(kv.width),
+                               static_cast<size_t>(page), steps, of_page, span, false, prefetch},
+                              queries, vectors);
+            if (!kv.quantised()) continue;
+            const auto* of_keys = reinterpret_cast<const float*>(kv.keys + at + kv.codes_size());
+            for (int i = 0; i < queries * vectors; i++) {
+                float* score = of_page + i / vectors * span + i % vectors * kLanes;
+                store(score, load(score) * load(of_keys + i % vectors * kLanes));
+            }
         }
+    }
+
+    // The words of a page's keys or values. Int8, in rows of that width, is widened first.
+    const uint32_t* words_of(const uint32_t* stored, int rows, int width) const {
+        if (!kv.quantised()) return stored;
+        widen(stored, rows, width, widened);
+        return widened;
+    }
+
+    // The scales of values by slot. Those by position are the same but for draft nodes, where they differ from row to row.
+    void read_scales(size_t slots) const {
+        for (int p = first_page; p * kv.page_size < end; p++) {
+            const uint32_t* of_page = kv.values + kv.place(rows->feed->pages[p], head) + kv.codes_size();
+            std::memcpy(slot_scales + (p * kv.page_size - base), of_page, kv.page_size * sizeof(float));
+        }
+        std::memcpy(scales, slot_scales, slots * sizeof(float));
     }
 
     // Weights times values: shared positions page by page, then the path of each tree row.
@@ -221,7 +296,8 @@ class Attention {
         for (int p = first_page; p * page < shared; p++) {
             const int page_id = rows->feed->pages[p];
             if (next >= 0) prefetch = {kv.keys + kv.place(page_id, next), kv.keys + kv.place(page_id, next + 1)};
-            accumulate_all<K>({weights + (p * page - base) / K::per_step, kv.values + kv.place(page_id, head), span, width,
+            const uint32_t* values = words_of(kv.values + kv.place(page_id, head), page / 4, kv.width);
+            accumulate_all<K>({weights + (p * page - base) / K::per_step, values, span, width,
                                std::min(page, shared - p * page) / K::per_step, mixed, width, true, prefetch},
                               queries, vectors);
         }
@@ -240,13 +316,21 @@ class Attention {
         for (int i = 0; i < K::per_step; i++) {
             const int slot = row.slot_of(std::min(at + i, row.position));
             const uint32_t* from = kv.values + kv.place(row.feed->pages[slot / kv.page_size], head);
-            from += static_cast<size_t>(slot % kv.page_size / K::per_step) * kv.width;
+            from += static_cast<size_t>(slot % kv.page_size / kv.per_word) * kv.width;
             if (K::per_step == 1) return void(std::memcpy(gathered, from, kv.width * sizeof(uint32_t)));
             for (int d = 0; d < kv.width; d++) {
-                const uint32_t half = from[d] >> slot % 2 * 16 & 0xffff;
+                const uint32_t half = kv.quantised() ? bf16_of(from[d] >> slot % 4 * 8) : from[d] >> slot % 2 * 16 & 0xffff;
                 gathered[d] = i ? gathered[d] | half << 16 : half;
             }
         }
+    }
+
+    // The lowest byte, an integer, as bf16.
+    static uint32_t bf16_of(uint32_t word) {
+        const auto value = static_cast<float>(static_cast<int8_t>(word));
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        return bits >> 16;
     }
 
     // The first position a row sees; never before base.
@@ -260,8 +344,9 @@ class Attention {
     }
 
     // Scores [begin, end) become exponentials and all others up to `until` zero, encoded as words in place (a word never
-    // lies after its values). Returns the sum of the exponentials, that of the sink last.
-    static float softmax_weights(float* score, int begin, int end, int until, float sink) {
+    // lies after its values). Returns the sum of the exponentials, that of the sink last. With scales of values a word is of the
+    // exponentials times these.
+    static float softmax_weights(float* score, int begin, int end, int until, float sink, const float* scales) {
         constexpr float kNever = -INFINITY;
         const int whole = round_up(end, kLanes);
         std::fill(score, score + begin, kNever);
@@ -272,7 +357,7 @@ class Attention {
         auto* word = reinterpret_cast<uint32_t*>(score);
         for (int i = 0; i < whole; i += kLanes, word += kLanes / K::per_step) {
             const f32x16 e = exponential(load(score + i) - highest);
-            K::encode(e, 1.0f, word);
+            K::encode(scales ? e * load(scales + i) : e, 1.0f, word);
             total += e;
         }
         std::fill(word, word + (until - whole) / K::per_step, 0u);
@@ -293,6 +378,8 @@ class Attention {
     size_t span;
     float *scores, *mixed;
     uint32_t *query, *gathered;
+    float *slot_scales, *scales;  // of int8 values: by slot, and by position for the row at hand
+    uint32_t* widened;            // a page of int8
 };
 
 }  // namespace outrider

@@ -1,10 +1,7 @@
 // Blocks of GGUF tensors as integers in groups; model/formats/gguf_blocks.py is the definition.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
+#include "simd.h"
 
 namespace outrider {
 
@@ -30,7 +27,7 @@ inline BlockForm form_of(int64_t kind) {
 inline float half_at(const uint8_t* b) {
     uint16_t half;
     std::memcpy(&half, b, sizeof half);
-    return _cvtsh_ss(half);
+    return from_half(half);
 }
 
 // `count` bytes: low nibbles to `codes`, high nibbles behind them.

@@ -286,8 +286,9 @@ class Forward {
         multiply(*l.qkv, read, qkv, Then::kStore, &LayerLoras::qkv, ready);
         const int kv_heads = static_cast<int>(s.kv_heads), dim = static_cast<int>(s.head_dim), width = round_up(dim, kLanes);
         const int page = static_cast<int>(f.page_size), per_word = static_cast<int>(f.per_word);
-        const size_t before = static_cast<size_t>(f.pages) * kv_heads * page * width / per_word * index;
-        const Pages kv{f.keys + before, f.values + before, kv_heads, page, dim, width, per_word};
+        Pages kv{f.keys, f.values, kv_heads, page, dim, width, per_word};
+        const size_t before = static_cast<size_t>(f.pages) * kv_heads * kv.head_size() * index;
+        kv.keys += before, kv.values += before;
         kv.per_word == 1 ? attend<F32>(l, kv) : attend<BF16>(l, kv);
         if (f.mode == kKeyRows) return;
         join(*l.out, mixed, l.norm_attn_out, l.residual_scale, &LayerLoras::out);
@@ -430,6 +431,7 @@ class Forward {
         for (int i = 0; i < group; i++) rotate(l, queries + i * dim, l.q_norm, head * group + i, turn, scale);
         rotate(l, key, l.k_norm, head, turn, 1.0f);
         keep_finite(key, dim);
+        if (kv.quantised()) return kv.put_integers(page, head, offset, key);
         kv.put_key<K>(page, head, offset, key);
         kv.put_value<K>(page, head, offset, key + dim);
     }

@@ -119,7 +119,7 @@ class GroupPacker {
             values[lane] = absent[lane] ? 0.0f : is_least ? -value : value;
         }
         for (int lane = 0; lane < kLanes; lane++) {
-            const uint16_t half = _cvtss_sh(values[lane], _MM_FROUND_TO_NEAREST_INT);
+            const uint16_t half = to_half(values[lane]);
             std::memcpy(to + 2 * lane, &half, sizeof half);
         }
     }
@@ -128,21 +128,21 @@ class GroupPacker {
     void put_codes(int block, char* to) const {
         constexpr int inputs = kSteps * 4;
         const int64_t at = int64_t{block} * inputs, left = std::clamp<int64_t>(p.inner - at, 0, inputs);
-        __m128i step[kSteps][kLanes / 4];
+        Bytes step[kSteps][kLanes / 4];
         for (int part = 0; part < kLanes / 4; part++) {
-            __m128 lane[4];
+            Bytes lane[4];
             for (int i = 0; i < 4; i++) {
                 alignas(16) uint8_t bytes[inputs] = {};
                 if (!absent[4 * part + i]) std::memcpy(bytes, row[4 * part + i].codes + at, left);
                 std::memcpy(&lane[i], bytes, sizeof bytes);
             }
-            _MM_TRANSPOSE4_PS(lane[0], lane[1], lane[2], lane[3]);
-            for (int s = 0; s < kSteps; s++) step[s][part] = _mm_castps_si128(lane[s]);
+            transpose(lane);
+            for (int s = 0; s < kSteps; s++) step[s][part] = lane[s];
         }
         if (p.bits == 8) return void(std::memcpy(to, step, sizeof step));
         for (int half = 0; half < 2; half++)
-            for (int part = 0; part < kLanes / 4; part++, to += sizeof(__m128i)) {
-                const __m128i both = _mm_or_si128(step[2 * half][part], _mm_slli_epi16(step[2 * half + 1][part], 4));
+            for (int part = 0; part < kLanes / 4; part++, to += sizeof(Bytes)) {
+                const Bytes both = step[2 * half][part] | step[2 * half + 1][part] << 4;
                 std::memcpy(to, &both, sizeof both);
             }
     }

@@ -42,8 +42,7 @@ void multiply_groups(const uint32_t* x, size_t unit, const uint32_t* row_sums, c
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const uint32_t* sum = row_sums + static_cast<size_t>(r) * groups + g;
-            const Words in_group = K::has_least ? acc[r] : acc[r] - splat_word(*sum);
-            total[r] = fma(scale, to_float(in_group), total[r]);
+            total[r] = fma(scale, K::in_group(acc[r], *sum), total[r]);
             if (K::has_least) total[r] = fma(load_halves(scales + 32), as_float(splat_word(*sum)), total[r]);
         }
     }

@@ -31,7 +31,8 @@ constexpr int kGroup = 2;
 #endif
 
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
-inline void fetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0); }
+inline void fetch(const void* line) { __builtin_prefetch(line); }
+inline void fetch_early(const void* line) { __builtin_prefetch(line, 0, 2); }  // into L2
 
 // Weights as ops/packing.py lays them out and describes them; all fields have 64 bits.
 struct Linear {
@@ -122,7 +123,7 @@ inline const float* in_order(const RowNorm& norm, const float* x, int width, con
 struct PackedRows {
     struct Quantum {
         float scale;
-        int32_t offset;  // 128 x the row's sum, which the shifted weights add too much
+        int32_t offset;  // what sums have too much because weights are shifted: a multiple of the row's sum
     };
     uint32_t* words;
     Quantum* quantum;  // of each row, where rows become integers
@@ -171,10 +172,12 @@ struct PackedRows {
                         total += to_float(nearest_integers(lanes * splat(units)));
                     }
                 }
-            // a value that is not finite becomes -2^31 as an integer, and no row of finite values adds up to that
-            const float all = sum(total);
-            const bool sound = std::abs(all) <= 128.0f * static_cast<float>(width);
-            quantum[r] = {sound ? scale : NAN, sound ? 128 * static_cast<int32_t>(all) : 0};
+            if constexpr (K::integers) {
+                // a value that is not finite becomes -2^31 as an integer, and no row of finite values adds up to that
+                const float all = sum(total);
+                const bool sound = std::abs(all) <= 128.0f * static_cast<float>(width);
+                quantum[r] = {sound ? scale : NAN, sound ? (128 - K::missing) * static_cast<int32_t>(all) : 0};
+            }
         }
     }
 };
@@ -297,7 +300,7 @@ inline void multiply(const uint32_t* x, const Linear& l, int panel, typename K::
             // with several rows there is time to prefetch a line into L2 early and into L1 late
 #pragma GCC unroll 4
             for (int line = 0; line < Form::bytes; line += kStepBytes) {
-                if (R >= 4) _mm_prefetch(w + 4 * kPrefetch + line, _MM_HINT_T1);
+                if (R >= 4) fetch_early(w + 4 * kPrefetch + line);
                 fetch(w + (R >= 4 ? kPrefetch / 2 : kPrefetch) + line);
             }
             Form::template pair<0>(w, table, step);

@@ -112,10 +112,10 @@ class Panel {
 
     void block(int number, uint32_t* to) const {
         for (int lane = 0; lane < kLanes; lane += 4) {
-            __m128 part[4];
+            Bytes part[4];
             for (int i = 0; i < 4; i++)
                 std::memcpy(&part[i], words_.data() + (lane + i) * p_.steps + number * kSteps, sizeof part[i]);
-            _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+            transpose(part);
             for (int step = 0; step < kSteps; step++) std::memcpy(to + step * kLanes + lane, &part[step], sizeof part[step]);
         }
     }
@@ -151,22 +151,20 @@ class Codes {
             const uint8_t* of = codes + 16 * upper;
             if (std::all_of(of, of + 16, [](uint8_t code) { return code > 15; })) continue;
             std::memcpy(&tables_[count_], of, sizeof tables_[count_]);
-            uppers_[count_++] = _mm_set1_epi8(static_cast<char>(upper));
+            uppers_[count_++] = Bytes{} + static_cast<uint8_t>(upper);
         }
     }
 
     // Above 15 where a byte has none.
-    __m128i of(__m128i bytes) const {
-        const __m128i nibble = _mm_set1_epi8(15);
-        const __m128i upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble), lower = _mm_and_si128(bytes, nibble);
-        __m128i codes = _mm_set1_epi8(-1);
-        for (int i = 0; i < count_; i++)
-            codes = _mm_blendv_epi8(codes, _mm_shuffle_epi8(tables_[i], lower), _mm_cmpeq_epi8(upper, uppers_[i]));
+    Bytes of(Bytes bytes) const {
+        const Bytes upper = bytes >> 4, lower = bytes & 15;
+        Bytes codes = ~Bytes{};
+        for (int i = 0; i < count_; i++) codes = upper == uppers_[i] ? look_up(tables_[i], lower) : codes;
         return codes;
     }
 
    private:
-    __m128i tables_[16], uppers_[16];
+    Bytes tables_[16], uppers_[16];
     int count_ = 0;
 };
 
@@ -174,23 +172,23 @@ class Codes {
 // of one step and eight of the next. Returns whether a high byte has no code.
 inline bool pack_12bit(const uint32_t* words, const Codes& codes, char* to) {
     const auto* from = reinterpret_cast<const char*>(words);
-    const __m128i byte = _mm_set1_epi16(255), nibble = _mm_set1_epi8(15);
-    __m128i code[8], any = _mm_setzero_si128();
+    Bytes code[8], any{};
     for (int i = 0; i < 8; i++) {  // two steps of 64 bytes become 64 low and 64 high bytes
         const char* at = from + i / 4 * 2 * kStepBytes + i % 4 * 16;
-        __m128i first, second;
+        Bytes first, second;
         std::memcpy(&first, at, sizeof first), std::memcpy(&second, at + kStepBytes, sizeof second);
-        const __m128i low = _mm_packus_epi16(_mm_and_si128(first, byte), _mm_and_si128(second, byte));
+        const Bytes low = low_bytes(first, second);
         std::memcpy(to + 16 * i, &low, sizeof low);
-        code[i] = codes.of(_mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));
-        any = _mm_or_si128(any, code[i]);
+        code[i] = codes.of(high_bytes(first, second));
+        any |= code[i];
     }
     for (int i = 0; i < 4; i++) {
-        const __m128i upper = _mm_slli_epi16(_mm_and_si128(code[4 + i], nibble), 4);
-        const __m128i both = _mm_or_si128(_mm_and_si128(code[i], nibble), upper);
+        const Bytes both = (code[i] & 15) | code[4 + i] << 4;
         std::memcpy(to + 128 + 16 * i, &both, sizeof both);
     }
-    return !_mm_testz_si128(any, _mm_set1_epi8(-16));
+    uint64_t halves[2];
+    std::memcpy(halves, &any, sizeof halves);
+    return (halves[0] | halves[1]) & 0xf0f0f0f0f0f0f0f0u;
 }
 
 // One panel of a packing that is not a list.

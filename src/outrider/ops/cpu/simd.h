@@ -1,4 +1,4 @@
-// Sixteen float lanes on AVX-512 or AVX2, and the one step every product is made of.
+// Sixteen float lanes on AVX-512, AVX2 or NEON, and the one step every product is made of.
 //
 // A *step* is 64 bytes of weights: 16 output columns by 1 float, 2 bf16 or 4 int8 values along the inner
 // dimension, times one 32-bit word of an activation row that is broadcast to all columns. Whatever the
@@ -6,78 +6,43 @@
 // neither on how many rows nor on how many columns are computed beside it.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstring>
+
+// Registers, and what the operators of plain vectors lack.
+#if defined(__aarch64__)
+#include "simd_arm.h"
+#else
+#include "simd_x86.h"
+#endif
 
 namespace outrider {
 
 constexpr int kLanes = 16;
+using SignedIntegers = int32_t __attribute__((vector_size(kRegisterBytes)));
 
-// Sixteen lanes are one register of AVX-512 or two of AVX2. The functions below are written once for both.
-#if defined(__AVX512F__)
-constexpr int kRegisters = 32;
-using Floats = __m512;
-using Integers = __m512i;
-#define OUTRIDER_WIDE(name) _mm512_##name
-struct f32x16 { Floats v; };
-struct Words { Integers v; };  // 16 x 32 bits, whatever they mean
-inline f32x16 joined(Floats v) { return {v}; }
-inline Words joined(Integers v) { return {v}; }
-template <class Do, class... X>
-inline auto each(const Do& f, X... x) { return joined(f(x.v...)); }
-template <class Do>
-inline auto each_place(const Do& f) { return joined(f(0)); }
-#else
-constexpr int kRegisters = 8;  // 16 registers hold two halves each
-using Floats = __m256;
-using Integers = __m256i;
-#define OUTRIDER_WIDE(name) _mm256_##name
-struct f32x16 { Floats lo, hi; };
-struct Words { Integers lo, hi; };
-inline f32x16 joined(Floats lo, Floats hi) { return {lo, hi}; }
-inline Words joined(Integers lo, Integers hi) { return {lo, hi}; }
-template <class Do, class... X>
-inline auto each(const Do& f, X... x) { return joined(f(x.lo...), f(x.hi...)); }
-template <class Do>
-inline auto each_place(const Do& f) { return joined(f(0), f(8)); }
-#endif
-
-#define OUTRIDER_BINARY(type, name, intrinsic) \
-    inline type name(type a, type b) { return each([](auto x, auto y) { return OUTRIDER_WIDE(intrinsic)(x, y); }, a, b); }
-OUTRIDER_BINARY(f32x16, operator+, add_ps)
-OUTRIDER_BINARY(f32x16, operator-, sub_ps)
-OUTRIDER_BINARY(f32x16, operator*, mul_ps)
-OUTRIDER_BINARY(f32x16, operator/, div_ps)
-OUTRIDER_BINARY(f32x16, maximum, max_ps)  // the second where one is NaN
-OUTRIDER_BINARY(f32x16, minimum, min_ps)
-OUTRIDER_BINARY(Words, operator+, add_epi32)
-OUTRIDER_BINARY(Words, operator-, sub_epi32)
-OUTRIDER_BINARY(Words, operator*, mullo_epi32)
-OUTRIDER_BINARY(Words, multiply_pairs, madd_epi16)
-// of bytes, within each lane of 16 bytes
-OUTRIDER_BINARY(Words, look_up, shuffle_epi8)
-OUTRIDER_BINARY(Words, join_bytes_low, unpacklo_epi8)
-OUTRIDER_BINARY(Words, join_bytes_high, unpackhi_epi8)
-inline f32x16 to_float(Words a) { return each([](auto x) { return OUTRIDER_WIDE(cvtepi32_ps)(x); }, a); }
-inline Words nearest_integers(f32x16 a) { return each([](auto x) { return OUTRIDER_WIDE(cvtps_epi32)(x); }, a); }
-inline Words operator&(Words a, Words b) { return each([](auto x, auto y) { return x & y; }, a, b); }
-inline Words operator^(Words a, Words b) { return each([](auto x, auto y) { return x ^ y; }, a, b); }
+#define OUTRIDER_OPERATOR(type, op) \
+    inline type operator op(type a, type b) { return each([](auto x, auto y) { return x op y; }, a, b); }
+OUTRIDER_OPERATOR(f32x16, +)
+OUTRIDER_OPERATOR(f32x16, -)
+OUTRIDER_OPERATOR(f32x16, *)
+OUTRIDER_OPERATOR(f32x16, /)
+OUTRIDER_OPERATOR(Words, +)
+OUTRIDER_OPERATOR(Words, -)
+OUTRIDER_OPERATOR(Words, *)
+OUTRIDER_OPERATOR(Words, &)
+OUTRIDER_OPERATOR(Words, ^)
+#undef OUTRIDER_OPERATOR
 template <int n>
-inline Words shift_up(Words a) { return each([](auto x) { return OUTRIDER_WIDE(slli_epi32)(x, n); }, a); }
+inline Words shift_up(Words a) { return each([](auto x) { return x << n; }, a); }
 template <int n>
-inline Words shift_down(Words a) { return each([](auto x) { return OUTRIDER_WIDE(srli_epi32)(x, n); }, a); }
+inline Words shift_down(Words a) { return each([](auto x) { return x >> n; }, a); }
+template <int n>
+inline Words shift_down_signed(Words a) { return each([](auto x) { return (Integers)((SignedIntegers)x >> n); }, a); }
 inline Words as_words(f32x16 a) { return each([](auto x) { return (Integers)x; }, a); }
 inline f32x16 as_float(Words a) { return each([](auto x) { return (Floats)x; }, a); }
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-    return each([](auto x, auto y, auto z) { return OUTRIDER_WIDE(fmadd_ps)(x, y, z); }, a, b, c);
-}
 inline f32x16& operator+=(f32x16& a, f32x16 b) { return a = a + b; }
 
-inline f32x16 splat(float x) { return each_place([&](int) { return OUTRIDER_WIDE(set1_ps)(x); }); }
-inline Words splat_word(uint32_t x) { return each_place([&](int) { return OUTRIDER_WIDE(set1_epi32)(static_cast<int>(x)); }); }
-inline f32x16 load(const float* p) { return each_place([&](int at) { return OUTRIDER_WIDE(loadu_ps)(p + at); }); }
 inline Words load_words(const void* p) {
     Words all;
     std::memcpy(&all, p, sizeof all);
@@ -93,54 +58,16 @@ inline f32x16 load_upto(const float* p, int n, float fill = 0.0f) {
     return load(all);
 }
 inline void store_upto(float* p, f32x16 a, int n) { n < kLanes ? void(std::memcpy(p, &a, n * sizeof(float))) : store(p, a); }
-// Sixteen float16 values.
-inline f32x16 load_halves(const void* p) {
-    return each_place([&](int at) {
-        const char* from = static_cast<const char*>(p) + 2 * at;
-#if defined(__AVX512F__)
-        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#else
-        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#endif
-    });
-}
 inline Words high_halves(Words a) { return a & splat_word(0xffff0000u); }
 inline f32x16 magnitude(f32x16 a) { return as_float(as_words(a) & splat_word(0x7fffffffu)); }
 
-#if defined(__AVX512F__)
-inline f32x16 scaled_by_power(f32x16 a, Words n) { return {_mm512_scalef_ps(a.v, to_float(n).v)}; }
-inline uint32_t at_most(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }  // a bit per lane
-inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
-    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
-}
-// Lanes together, always in the same pairs.
-inline float sum(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
-inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
-#else
+#if !defined(__AVX512F__)
 // In two halves of the exponent, so that neither overflows for the exponents exp() asks for.
 inline f32x16 scaled_by_power(f32x16 a, Words n) {
-    const Words half = each([](auto x) { return _mm256_srai_epi32(x, 1); }, n);
+    const Words half = shift_down_signed<1>(n);
     const auto power = [](Words by) { return as_float(shift_up<23>(by + splat_word(127))); };
     return a * power(half) * power(n - half);
 }
-inline uint32_t at_most(f32x16 a, f32x16 b) {
-    const f32x16 is = each([](auto x, auto y) { return _mm256_cmp_ps(x, y, _CMP_LE_OQ); }, a, b);
-    return static_cast<uint32_t>(_mm256_movemask_ps(is.lo) | _mm256_movemask_ps(is.hi) << 8);
-}
-inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 yes, f32x16 no) {
-    const auto pick = [](auto x, auto y, auto p, auto q) { return _mm256_blendv_ps(q, p, _mm256_cmp_ps(x, y, _CMP_LT_OQ)); };
-    return each(pick, a, b, yes, no);
-}
-template <class Join>
-inline float across(f32x16 a, Join join) {
-    float lane[kLanes];
-    store(lane, a);
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] = join(lane[i], lane[i + width]);
-    return lane[0];
-}
-inline float sum(f32x16 a) { return across(a, [](float x, float y) { return x + y; }); }
-inline float largest(f32x16 a) { return across(a, [](float x, float y) { return x > y ? x : y; }); }
 #endif
 
 // e^x to within 2 units in the last place; 0 from -104 down (so also at -inf), NaN for NaN.
@@ -182,6 +109,15 @@ struct BF16 {
         const __m256bh half = _mm512_cvtneps_pbh(v.v);
         std::memcpy(out, &half, sizeof half);
     }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        const auto row = (bfloat16x8_t)vdupq_n_u32(*x);
+        return each([row](auto sums, auto columns) { return vbfdotq_f32(sums, (bfloat16x8_t)columns, row); }, acc, w);
+    }
+    static void encode(f32x16 v, float, uint32_t* out) {
+        const bfloat16x8_t half[2] = {vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(v.a), v.b), vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(v.c), v.d)};
+        std::memcpy(out, half, sizeof half);
+    }
 #else
     static Acc join(Acc acc, Words w, const uint32_t* x) {
         acc = fma(as_float(splat_word(*x << 16)), as_float(shift_up<16>(w)), acc);
@@ -201,24 +137,45 @@ struct BF16 {
 #endif
 };
 
-// Weights are bytes with 128 added, because the instruction wants one unsigned side.
+// Weights are bytes with 128 added, because most instructions want one unsigned side. Those of ARMv8.2 want none, so that
+// sums lack `missing` times the row's own.
 struct I8 {
     static constexpr int per_step = 4;
     using Sums = I8;
     static constexpr bool integers = true, grouped = false, tiled = true;
     using Acc = Words;
     static Acc zero() { return splat_word(0); }
-    static Acc join(Acc acc, Words w, const uint32_t* x) {
 #if defined(__AVX512VNNI__)
+    static constexpr int missing = 0;
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
         asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
         return acc;
+    }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    static constexpr int missing = 0;
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        const auto row = (int8x16_t)vdupq_n_u32(*x);
+        const auto dot = [row](auto sums, auto columns) { return (Integers)vusdotq_s32((int32x4_t)sums, (uint8x16_t)columns, row); };
+        return each(dot, acc, w);
+    }
+#elif defined(__aarch64__)
+    static constexpr int missing = 128;
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        const auto row = (int8x16_t)vdupq_n_u32(*x);
+        const auto dot = [row](auto sums, auto columns) { return (Integers)vdotq_s32((int32x4_t)sums, (int8x16_t)columns, row); };
+        return each(dot, acc, w ^ splat_word(0x80808080u));
+    }
 #else
-        const auto pairs = [](auto a, auto b) { return OUTRIDER_WIDE(madd_epi16)(a, OUTRIDER_WIDE(srai_epi16)(b, 8)); };
-        const Words all = splat_word(*x), even = each([](auto v) { return OUTRIDER_WIDE(slli_epi16)(v, 8); }, all);
+    static constexpr int missing = 0;
+    static Acc join(Acc acc, Words w, const uint32_t* x) {
+        const auto pairs = [](auto a, auto b) {
+            return (Integers)OUTRIDER_WIDE(madd_epi16)((RawIntegers)a, OUTRIDER_WIDE(srai_epi16)((RawIntegers)b, 8));
+        };
+        const Words all = splat_word(*x), even = each([](auto v) { return (Integers)OUTRIDER_WIDE(slli_epi16)((RawIntegers)v, 8); }, all);
         const Words low = splat_word(0x00ff00ffu);
         return acc + each(pairs, w & low, even) + each(pairs, shift_down<8>(w) & low, all);
-#endif
     }
+#endif
     static void encode(f32x16 v, float units, uint32_t* out) {
         uint32_t word[kLanes];
         store_words(word, look_up(nearest_integers(v * splat(units)), splat_word(0x0c080400u)));  // the low bytes of each four
@@ -234,11 +191,18 @@ struct Grouped : I8 {
     static constexpr bool grouped = true, tiled = false, has_least = least;
     static constexpr int block_bytes = 32 * bits;  // of four steps
     using Acc = f32x16;
+    // What a product subtracts from the sum of a group, or the sum of the row's integers where groups have a value to subtract.
     static uint32_t group_sum(float sum, int64_t offset) {
-        const int32_t whole = static_cast<int32_t>(sum * static_cast<float>(offset));
+        const int32_t whole = static_cast<int32_t>(sum * static_cast<float>(offset - missing));
         uint32_t word;
         least ? std::memcpy(&word, &sum, sizeof word) : std::memcpy(&word, &whole, sizeof word);
         return word;
+    }
+    static f32x16 in_group(Words sums, uint32_t of_row) {
+        if (!least) return to_float(sums - splat_word(of_row));
+        float row;
+        std::memcpy(&row, &of_row, sizeof row);
+        return to_float(missing ? sums + splat_word(static_cast<uint32_t>(missing * static_cast<int32_t>(row))) : sums);
     }
     template <int half>
     static void pair(const char* w, Words* step) {

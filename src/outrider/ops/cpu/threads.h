@@ -4,7 +4,6 @@
 // factor of two and not of fifty.
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -15,6 +14,8 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+
+#include "simd.h"
 
 namespace outrider {
 
@@ -38,10 +39,10 @@ struct Member {
 // Flushes denormals, in every thread: the bits must not depend on which thread computes them.
 template <class Body>
 inline void flushing(const Body& body) {
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(0x9fc0);
+    const uint64_t before = float_mode();
+    set_float_mode(kFlushing);
     body();
-    _mm_setcsr(before);
+    set_float_mode(before);
 }
 
 class Team {
@@ -82,7 +83,7 @@ class Team {
 
     template <class Done>
     static void wait_until(Done done, int max_waits = INT_MAX) {
-        for (int waits = 0; waits < max_waits && !done(); waits++) waits < kSpins ? _mm_pause() : void(sched_yield());
+        for (int waits = 0; waits < max_waits && !done(); waits++) waits < kSpins ? pause() : void(sched_yield());
     }
 
     // Sleeps while the job word is unchanged, or wakes the sleeping threads.

@@ -16,6 +16,8 @@ If they do not, every row gets an equal share, and what exceeds it is folded, in
 row's first item. So the scratch does not grow with the longest possible context.
 
 Prompts: `attend_chunks` merges blocks and segments in one pass.
+
+Sinks are scores of keys without a value, one for each query head. A row's sink is merged last, after all its segments.
 """
 
 # mypy: ignore-errors
@@ -75,6 +77,13 @@ def _fold(top, total, mixed, top_b, total_b, mixed_b):
     total = tl.fma(total_b, new, total * old)
     mixed = tl.fma(mixed_b, tl.broadcast_to(new[:, None], mixed_b.shape), mixed * old[:, None])
     return higher, total, mixed
+
+
+@triton.jit
+def _sink(sinks, head, inside, top, total, mixed):
+    """Merge the sink of each row's head, a key without a value, after all segments."""
+    top_b = tl.load(sinks + head, mask=inside, other=0.0) * 1.4426950408889634
+    return _fold(top, total, mixed, top_b, tl.full(top.shape, 1.0, tl.float32), tl.zeros(mixed.shape, tl.float32))
 
 
 @triton.jit
@@ -315,7 +324,8 @@ def _put(tops, totals, mixes, at, ours, more, top, total, mixed, HEAD: tl.conste
 
 @triton.jit(do_not_specialize=_SIZES)
 def merge_segments(
-    slots, tops, totals, mixes, out, rows, HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, TOGETHER: tl.constexpr
+    slots, tops, totals, mixes, sinks, out, rows, HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    TOGETHER: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the segments of one row and query head in order. TOGETHER of them are read at once."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -331,6 +341,8 @@ def merge_segments(
             total_b = tl.load(totals + at, mask=inside, other=0.0)
             mixed_b = tl.load(mixes + at[:, None] * HEAD + d[None, :], mask=inside[:, None] & (d < HEAD)[None, :], other=0.0)
             top, total, mixed = _fold(top, total, mixed, top_b, total_b, mixed_b)
+    if SINKS:
+        top, total, mixed = _sink(sinks, head + tl.zeros((1,), tl.int32), one >= 0, top, total, mixed)
     y = (mixed / total[:, None]).to(out.dtype.element_ty)
     at = out + (row.to(tl.int64) * HEADS + head + one)[:, None] * HEAD + d[None, :]
     tl.store(at, y, mask=(one >= 0)[:, None] & (d < HEAD)[None, :])
@@ -341,10 +353,10 @@ def merge_segments(
 
 @triton.jit(do_not_specialize=_SIZES)
 def attend_chunks(
-    q, keys, values, table, chunks, out, table_width, factor, bend,
+    q, keys, values, table, chunks, sinks, out, table_width, factor, bend,
     TILE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of runs of consecutive tokens of one sequence, TILE // GROUP of them at a time.
 
@@ -385,6 +397,8 @@ def attend_chunks(
         top, total, mixed, True, TILE, KV_HEADS, HEAD, PADDED, PAGE, BLOCK, SEGMENT, CAPPED, PRECISION,
     )  # fmt: skip
     top_a, total_a, mixed_a = _fold(top_a, total_a, mixed_a, top, tl.max(total, 1), mixed)
+    if SINKS:
+        top_a, total_a, mixed_a = _sink(sinks, head * GROUP + i % GROUP, i // GROUP < rows, top_a, total_a, mixed_a)
     tl.store(out + at_row, (mixed_a / total_a[:, None]).to(out.dtype.element_ty), mask=ours)
 
 

@@ -57,7 +57,7 @@ class AttentionKernels:
 
     def rows(
         self, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, out: Tensor, window: int | None,
-        soft_cap: float | None = None,
+        soft_cap: float | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of single rows, draft nodes among them."""
         s, rows, width = self.shape, len(q), meta.table.shape[1]
@@ -77,8 +77,9 @@ class AttentionKernels:
             num_warps=self._warps, num_stages=self._stages,
         )  # fmt: skip
         attention.merge_segments[(rows, s.heads)](
-            slots, *partial, out, rows, s.heads, s.head, self._padded, self._merged, num_warps=1
-        )
+            slots, *partial, out if sinks is None else sinks, out, rows, s.heads, s.head, self._padded, self._merged,
+            sinks is not None, num_warps=1,
+        )  # fmt: skip
 
     def _work(self, meta: AttentionMetadata, rows: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """The slots of a forward's rows, and the items of rows and of tiles; made once where the metadata keeps them."""
@@ -100,10 +101,11 @@ class AttentionKernels:
 
     def chunks(
         self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None,
-        soft_cap: float | None = None,
+        soft_cap: float | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of runs of tokens; `chunks` as attend_chunks reads them, at most `chunk_tokens` each."""
         attention.attend_chunks[(len(chunks), self.shape.kv_heads)](
-            q, *pool, table, chunks, out, table.shape[1], *self._scales(soft_cap),
-            TILE=self._chunk_tile, WINDOW=window or 0, **self._sizes(soft_cap), num_warps=8, num_stages=self._stages,
+            q, *pool, table, chunks, out if sinks is None else sinks, out, table.shape[1], *self._scales(soft_cap),
+            TILE=self._chunk_tile, WINDOW=window or 0, SINKS=sinks is not None, **self._sizes(soft_cap), num_warps=8,
+            num_stages=self._stages,
         )  # fmt: skip

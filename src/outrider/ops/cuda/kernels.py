@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "embed", "finish", "finish_tile", "linear", "row_of"]
+__all__ = ["activate", "embed", "finish", "finish_tile", "linear", "row_of", "store_codes"]
 
 
 @triton.jit
@@ -49,14 +49,15 @@ def embed(
 
 @triton.jit
 def finish(
-    parts, bias, post_weight, post_bias, stream, weight, norm_bias, read, rows, post_eps, scale, eps,
+    parts, bias, post_weight, post_bias, stream, weight, norm_bias, read, read_scale, rows, post_eps, scale, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, POST: tl.constexpr,
-    POST_BIAS: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
+    POST_BIAS: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr, FILLED: tl.constexpr = 0, BLOCK: tl.constexpr = 0,
+    LIMIT: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Join a product to the stream: stream += scale * post norm of (parts in order + bias). Then norm the stream.
 
     With PARTS = 0 there is no product, and float32 rows are only normed. Rows that were normed, or were not where NORM is
-    "none", are rounded to the weights' dtype.
+    "none", are rounded to the weights' dtype; with a LIMIT they become codes then, as `store_codes` says.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -75,7 +76,34 @@ def finish(
         x = x + product * scale
         tl.store(stream + row * WIDTH + column, x, mask=inside)
     y = _normed(x, w, b, inside, eps, WIDTH, NORM, NORM_BIAS)
-    tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
+    if LIMIT == 0.0:
+        tl.store(read + row * WIDTH + column, y.to(read.dtype.element_ty), mask=inside)
+    else:
+        store_codes(y.to(tl.bfloat16).to(tl.float32), read, read_scale, row, FILLED, PADDED, BLOCK, LIMIT)
+
+
+@triton.jit
+def store_codes(
+    values, codes, scales, row, FILLED: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
+):  # fmt: skip
+    """A row (PADDED,) as FILLED codes of FP8 or int8, with a scale for all of it or for each BLOCK.
+
+    The largest magnitude becomes LIMIT. A value that is not finite makes its scale NaN.
+    """
+    block = tl.arange(0, PADDED // BLOCK)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.reshape(values, (PADDED // BLOCK, BLOCK))
+    largest = tl.max(tl.abs(values), 1)
+    sound = tl.sum(values * 0.0, 1)  # zero, or NaN
+    unit = tl.where(largest > 0.0, largest, LIMIT)
+    if LIMIT == 127.0:
+        nearest = tl.full(values.shape, 12582912.0, tl.float32)  # to which an integer is added
+        y = tl.fma(values, (LIMIT / unit)[:, None], nearest) - nearest
+    else:
+        y = values * (LIMIT / unit)[:, None]
+    tl.store(codes + row * FILLED + column, y.to(codes.dtype.element_ty), mask=column < FILLED)
+    count = FILLED // BLOCK if BLOCK < FILLED else 1
+    tl.store(scales + row * count + block, unit / LIMIT + sound, mask=block < count)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.ops.cuda import choice, kernels
 from outrider.ops.cuda.attention_launch import AttentionKernels
-from outrider.ops.cuda.matrix import Epilogue, Matrix, matrix_of, pair_qkv, pair_rows
+from outrider.ops.cuda.matrix import Epilogue, Matrix, RowForm, Rows, matrix_of, pair_qkv, pair_rows
 from outrider.ops.cuda.place import place
 from outrider.ops.cuda.quantised_tiles import QuantisedTile
 from outrider.ops.cuda.tiles import Tile
@@ -140,20 +140,32 @@ class Kernels:
         scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         """stream += scale * post norm of (parts in order + bias); returns the norm of the stream."""
+        read = self.finish_as(None, parts, bias, stream, norm, post, scale)
+        assert isinstance(read, Tensor)
+        return read
+
+    def finish_as(
+        self, reads: RowForm | None, parts: Tensor | None, bias: Tensor | None, stream: Tensor, norm: RowNorm | None,
+        post: RowNorm | None = None, scale: float = 1.0,
+    ) -> Rows:  # fmt: skip
+        """The same, with the norm in the form that the next product reads."""
         rows, width = stream.shape
-        read = torch.empty(rows, width, device=stream.device, dtype=self.dtype)
+        made = None if reads is None else reads.empty(rows, stream.device)
+        read = torch.empty(rows, width, device=stream.device, dtype=self.dtype) if made is None else made.codes
         weight, norm_bias, eps, form = _norm_arguments(norm, stream)
         post_weight, post_bias, post_eps, post_form = _norm_arguments(post, stream)
         kernels.finish[(rows,)](
             stream if parts is None else parts, stream if bias is None else bias, post_weight, post_bias, stream, weight,
-            norm_bias, read, rows, post_eps, scale, eps, width, _power(width), 0 if parts is None else len(parts),
-            bias is not None, *post_form, *form, num_warps=_norm_warps(width),
+            norm_bias, read, stream if made is None else made.scale, rows, post_eps, scale, eps, width,
+            _power(width) if reads is None else reads.padded, 0 if parts is None else len(parts), bias is not None,
+            *post_form, *form, *((0, 0, 0.0) if reads is None else (reads.width, reads.block, reads.limit)),
+            num_warps=_norm_warps(width),
         )  # fmt: skip
-        return read
+        return read if made is None else made
 
     # --- products -----------------------------------------------------------------------------------------------------
 
-    def parts(self, x: Tensor, w: Tensor | Matrix, tile: Tile | QuantisedTile | None = None) -> Tensor:
+    def parts(self, x: Rows, w: Tensor | Matrix, tile: Tile | QuantisedTile | None = None) -> Tensor:
         """x times w transposed, in parts to be added in order: (parts, N, columns). Few rows run split-K programs."""
         w = matrix_of(w)
         fast = None if self.exact else w.by_library(x, None)
@@ -165,14 +177,14 @@ class Kernels:
         return out
 
     def linear(
-        self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, out: Tensor,
+        self, x: Rows, w: Tensor | Matrix, bias: Tensor | None, out: Tensor,
         tile: Tile | QuantisedTile | None = None, scale: float = 1.0,
         cap: float | None = None,
     ) -> None:  # fmt: skip
         """out = scale * (x times w transposed + bias), softly capped."""
         matrix_of(w).multiply(x, out, Epilogue("store", bias, scale=scale, cap=cap or 0.0), tile)
 
-    def activated(self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+    def activated(self, x: Rows, w: Tensor | Matrix, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
         """The activation of x times w transposed, whose columns are pairs of gate and up where it is gated."""
         w = matrix_of(w)
         rows, columns = len(x), w.shape[0] // 2 if gated else w.shape[0]
@@ -186,7 +198,7 @@ class Kernels:
         return out
 
     def qkv(
-        self, x: Tensor, w: Tensor | Matrix, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor],
+        self, x: Rows, w: Tensor | Matrix, bias: Tensor | None, form: HeadForm, q: Tensor, pool: tuple[Tensor, Tensor],
         meta: AttentionMetadata,
         tile: Tile | QuantisedTile | None = None,
     ) -> None:  # fmt: skip
@@ -222,17 +234,17 @@ class Kernels:
 
     def attend_rows(
         self, q: Tensor, pool: tuple[Tensor, Tensor], meta: AttentionMetadata, out: Tensor, window: int | None,
-        soft_cap: float | None = None,
+        soft_cap: float | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of single rows, draft nodes among them. Scores become soft_cap * tanh(score / soft_cap)."""
-        self._attention.rows(q, pool, meta, out, window, soft_cap)
+        self._attention.rows(q, pool, meta, out, window, soft_cap, sinks)
 
     def attend_chunks(
         self, q: Tensor, pool: tuple[Tensor, Tensor], table: Tensor, chunks: Tensor, out: Tensor, window: int | None,
-        soft_cap: float | None = None,
+        soft_cap: float | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of runs of tokens; `chunks` as attend_chunks reads them, at most `chunk_tokens` each."""
-        self._attention.chunks(q, pool, table, chunks, out, window, soft_cap)
+        self._attention.chunks(q, pool, table, chunks, out, window, soft_cap, sinks)
 
     # --- drafts -------------------------------------------------------------------------------------------------------
 

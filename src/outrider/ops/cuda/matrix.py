@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.ops.cuda import kernels
 from outrider.ops.cuda.tiles import ANY_WIDTH, MAX_SPLIT_K_ROWS, Tile, split_tile_for, tile_for
 
-__all__ = ["DenseMatrix", "Epilogue", "Matrix", "matrix_of", "pair_qkv", "pair_rows"]
+__all__ = ["DenseMatrix", "Epilogue", "Matrix", "QuantisedRows", "RowForm", "Rows", "matrix_of", "pair_qkv", "pair_rows"]
 
 _SPLIT_K = 4  # parts of every inner dimension of a dense matrix, summed in order
 _MIN_COLUMNS = 16  # that the tensor cores compute together
@@ -34,6 +34,43 @@ class Epilogue:
     max_columns: int = ANY_WIDTH  # of a tile
 
 
+class RowForm(NamedTuple):
+    """Codes that a product reads instead of rows in the weights' dtype."""
+
+    dtype: torch.dtype
+    width: int  # of a row, filled up
+    block: int  # inputs that share a scale
+    limit: float  # the largest code
+
+    @property
+    def padded(self) -> int:
+        """The power of two that a row fits."""
+        return int(triton.next_power_of_2(self.width))
+
+    def empty(self, rows: int, device: torch.device) -> QuantisedRows:
+        """Rows that are to be written."""
+        codes = torch.empty(rows, self.width, device=device, dtype=self.dtype)
+        return QuantisedRows(codes, torch.empty(rows, max(self.width // self.block, 1), device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Rows as codes with their scales."""
+
+    codes: Tensor  # (N, width)
+    scale: Tensor  # (N, blocks) float32
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+
+Rows = Tensor | QuantisedRows
+
+
 class Matrix(Protocol):
     """A matrix (columns, inner) on the device. Its form decides how products sum, which is the same at every row count."""
 
@@ -48,6 +85,10 @@ class Matrix(Protocol):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Its storage."""
+
+    @property
+    def reads(self) -> RowForm | None:
+        """The form of rows that products read; None: the weights' dtype. Rows in the latter may be passed all the same."""
 
     @property
     def parts(self) -> int:
@@ -66,10 +107,10 @@ class Matrix(Protocol):
     def splits(self, rows: int) -> bool:
         """Whether a stored product of so many rows has programs for each part."""
 
-    def multiply(self, x: Tensor, out: Tensor, then: Epilogue, tile: Any = None) -> None:
+    def multiply(self, x: Rows, out: Tensor, then: Epilogue, tile: Any = None) -> None:
         """The product with rows x (N, inner), and what follows it, into `out`; `tile` is one of the form's table."""
 
-    def by_library(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def by_library(self, x: Rows, bias: Tensor | None) -> Tensor | None:
         """The product as another library computes it, without row invariance; None where there is none."""
 
 
@@ -92,6 +133,10 @@ class DenseMatrix:
         return (self.values,)
 
     @property
+    def reads(self) -> None:
+        """Rows are read as they are."""
+
+    @property
     def parts(self) -> int:
         return _SPLIT_K if self.values.shape[1] % 64 == 0 else 1
 
@@ -108,7 +153,8 @@ class DenseMatrix:
     def splits(self, rows: int) -> bool:
         return rows <= MAX_SPLIT_K_ROWS and self.parts > 1
 
-    def multiply(self, x: Tensor, out: Tensor, then: Epilogue, tile: Tile | None = None) -> None:
+    def multiply(self, x: Rows, out: Tensor, then: Epilogue, tile: Tile | None = None) -> None:
+        assert isinstance(x, Tensor)
         w, rows, (columns, inner), split_k = self.values, len(x), self.shape, then.form == "split_k"
         if tile is None:
             tile = split_tile_for(rows, columns, inner) if split_k else tile_for(rows, columns, inner, then.max_columns)
@@ -120,7 +166,8 @@ class DenseMatrix:
             ACTIVATION=then.activation, SCALE=then.scale, CAP=then.cap, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    def by_library(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def by_library(self, x: Rows, bias: Tensor | None) -> Tensor | None:
+        assert isinstance(x, Tensor)
         return F.linear(x, self.values, bias)
 
 

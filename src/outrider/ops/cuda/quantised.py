@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.ops.cuda.kernels import finish_tile
+from outrider.ops.cuda.kernels import finish_tile, store_codes
 
 __all__ = ["decoded_fp8", "decoded_int4", "decoded_mxfp4", "product", "quantise_rows"]
 
@@ -26,22 +26,11 @@ __all__ = ["decoded_fp8", "decoded_int4", "decoded_mxfp4", "product", "quantise_
 def quantise_rows(
     x, codes, scales, INNER: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
 ):  # fmt: skip
-    """Rows of x (N, INNER) as codes (N, WIDTH) of FP8 or int8, with a scale for each row or each BLOCK of it.
-
-    The largest magnitude becomes LIMIT. A value that is not finite makes its scale NaN.
-    """
+    """Rows of x (N, INNER) as codes (N, WIDTH), as `store_codes` says."""
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, PADDED // BLOCK)
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, PADDED)
     values = tl.load(x + row * INNER + column, mask=column < INNER, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    sound = tl.sum(values * 0.0, 1)  # zero, or NaN
-    unit = tl.where(largest > 0.0, largest, LIMIT)
-    y = values * (LIMIT / unit)[:, None]
-    if LIMIT == 127.0:
-        y = (y + 12582912.0) - 12582912.0  # the nearest integer, ties to even
-    tl.store(codes + row * WIDTH + column, y.to(codes.dtype.element_ty), mask=column < WIDTH)
-    tl.store(scales + row * (WIDTH // BLOCK if BLOCK < WIDTH else 1) + block, unit / LIMIT + sound, mask=block * BLOCK < WIDTH)
+    store_codes(values, codes, scales, row, WIDTH, PADDED, BLOCK, LIMIT)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from outrider.ops.cuda.matrix import Epilogue
+from outrider.ops.cuda.matrix import Epilogue, RowForm, Rows
 from outrider.ops.cuda.quantised import product, quantise_rows
 from outrider.ops.cuda.quantised_tiles import JOINED_ROWS, QuantisedTile, parts_of, quantised_tile_for
 from outrider.ops.floats import ScaledFloats
@@ -81,16 +81,22 @@ class QuantisedMatrix:
     def splits(self, rows: int) -> bool:
         return rows <= JOINED_ROWS and self.parts > 1
 
-    def by_library(self, x: Tensor, bias: Tensor | None) -> None:
+    def by_library(self, x: Rows, bias: Tensor | None) -> None:
         """No library multiplies these."""
 
-    def multiply(self, x: Tensor, out: Tensor, then: Epilogue, tile: QuantisedTile | None = None) -> None:
+    @property
+    def reads(self) -> RowForm | None:
+        if self.kind not in _LIMITS:
+            return None
+        block = _BLOCK if self.kind == "fp8_blocks" else int(triton.next_power_of_2(self.width))
+        return RowForm(self.codes.dtype, self.width, block, _LIMITS[self.kind])
+
+    def multiply(self, x: Rows, out: Tensor, then: Epilogue, tile: QuantisedTile | None = None) -> None:
         rows, columns, parts = len(x), self.shape[0], self.parts
         tile = tile or quantised_tile_for(self.kind, rows, columns, then.max_columns)
         split_k = then.form == "split_k"
         join = not split_k and self.splits(rows) and self.counts is not None
-        x = x if self.inputs is None else x[:, self.inputs]
-        x, x_scale = self._quantised(x) if self.kind in _LIMITS else (x, x)
+        x, x_scale = self._operands(x)
         partial = torch.empty(parts, rows, columns, device=x.device) if join else out
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), parts if split_k or join else 1)
         fast = not interpreted()
@@ -120,17 +126,21 @@ class QuantisedMatrix:
             step //= 2
         return step
 
-    def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows as codes with their scales."""
-        rows, width, in_blocks = len(x), self.width, self.kind == "fp8_blocks"
-        padded = int(triton.next_power_of_2(width))
-        codes = torch.empty(rows, width, device=x.device, dtype=self.codes.dtype)
-        scale = torch.empty(rows, width // _BLOCK if in_blocks else 1, device=x.device)
-        quantise_rows[(rows,)](
-            x, codes, scale, self.inner, width, padded, _BLOCK if in_blocks else padded, _LIMITS[self.kind],
-            num_warps=min(max(padded // 512, 4), 32), enable_fp_fusion=False,
-        )  # fmt: skip
-        return codes, scale
+    def _operands(self, x: Rows) -> tuple[Tensor, Tensor]:
+        """Rows as the product reads them, and their scales where it reads codes."""
+        form = self.reads
+        if form is None:
+            assert isinstance(x, Tensor)
+            x = x if self.inputs is None else x[:, self.inputs]
+            return x, x
+        if isinstance(x, Tensor):
+            made = form.empty(len(x), x.device)
+            quantise_rows[(len(x),)](
+                x, made.codes, made.scale, self.inner, form.width, form.padded, form.block, form.limit,
+                num_warps=min(max(form.padded // 512, 4), 32), enable_fp_fusion=False,
+            )  # fmt: skip
+            x = made
+        return x.codes, x.scale
 
 
 def fp8_matrix(stored: ScaledFloats, device: torch.device, quantised_rows: bool = True) -> QuantisedMatrix | None:

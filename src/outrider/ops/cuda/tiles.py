@@ -92,3 +92,22 @@ def every_split_tile() -> list[Tile]:
 def every_tile() -> list[Tile]:
     """All tiles of other products."""
     return sorted({entry.tile for entry in _TABLE})
+
+
+# Of the first and the second product of experts, by the most pairs of an expert on average.
+_EXPERTS = (
+    (8.0, Tile(16, 64, 64, 4, 4), Tile(16, 32, 64, 4, 4)),
+    (24.0, Tile(32, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4)),
+    (96.0, Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+    (float("inf"), Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
+)
+
+
+def expert_tiles_for(pairs: float) -> tuple[Tile, Tile]:
+    """The tiles of both products of experts which so many pairs have on average. Both have as many rows."""
+    return next((first, second) for most, first, second in _EXPERTS if pairs <= most)
+
+
+def every_expert_tile() -> list[tuple[Tile, Tile]]:
+    """All tiles of products of experts."""
+    return [(first, second) for _, first, second in _EXPERTS]

@@ -59,7 +59,7 @@ def plan_of(flags: ServeFlags, arguments: Sequence[str]) -> LocalPlan:
     else:
         threads = flags.threads or torch.get_num_threads()
         flags_of_replica += ["--threads", str(max(threads // number, 1)), *_memory_of_replica(flags, number)]
-    return LocalPlan((*arguments, *flags_of_replica), number, flags.max_num_seqs, environments)
+    return LocalPlan((*arguments, *flags_of_replica), number, flags.slots, environments)
 
 
 def _memory_of_replica(flags: ServeFlags, number: int) -> list[str]:

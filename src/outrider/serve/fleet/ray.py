@@ -82,11 +82,11 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
     flags, rule = plan.serve_flags(), ScalingRule(**plan.scaling)
     policy = AutoscalingPolicy(
         policy_function=f"{_HERE}:WantedReplicas",
-        policy_kwargs={"capacity": flags.max_num_seqs, "rule": dataclasses.asdict(rule)},
+        policy_kwargs={"capacity": flags.slots, "rule": dataclasses.asdict(rule)},
     )
     replicas = serve.deployment(Replica).options(
         name="Replica",
-        max_ongoing_requests=flags.max_num_seqs + flags.max_queue + _OVERHEAD,
+        max_ongoing_requests=flags.slots + flags.max_queue + _OVERHEAD,
         ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},
         graceful_shutdown_timeout_s=flags.drain_timeout + 5,
         graceful_shutdown_wait_loop_s=0.5,
@@ -95,7 +95,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         health_check_timeout_s=15,
         request_router_config=RequestRouterConfig(
             request_router_class=FleetRouter,
-            request_router_kwargs=dict(plan.routing) | {"capacity": flags.max_num_seqs},
+            request_router_kwargs=dict(plan.routing) | {"capacity": flags.slots},
             request_routing_stats_period_s=_STATS_S,
         ),
         autoscaling_config=AutoscalingConfig(
@@ -140,7 +140,7 @@ class Replica:
         flags = FleetPlan.parse(arguments).serve_flags()
         self._app = open_app(flags)
         self._service: Service = self._app.state.service
-        self._capacity = flags.max_num_seqs
+        self._capacity = flags.slots
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
         while self._service.status == "loading":
