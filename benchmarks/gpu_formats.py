@@ -9,21 +9,25 @@ import gc
 import json
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from benchmarks.command import run
-from benchmarks.synthetic import Synthetic, measure_engine
+from benchmarks.synthetic import SHAPES, Synthetic, measure_engine
 from benchmarks.synthetic_forms import FORMS
 from outrider.engine.device import Device
+from outrider.model.placement import weights_on_gpu
 from outrider.options import numbers
 
 __all__ = ["Sizes", "measure_form"]
 
 _PROMPT, _PAGES = 64, 8  # pages of each sequence of a single forward
 _PLAIN = "bf16"
+# Bytes of a weight in the files of such a checkpoint: scales are float16 for 128 inputs, zero points take four bits.
+_STORED = {_PLAIN: 2.0, "fp8": 1.0, "fp8_blocks": 1.0, "int8": 1.0, "int4": 0.516, "int4_zeros": 0.52}
 
 
 class Sizes(NamedTuple):
@@ -44,7 +48,7 @@ def measure_form(shape: str, form: str, sizes: Sizes) -> Iterator[dict[str, Any]
     kv = bench.target.pool.keys.nbytes + bench.target.pool.values.nbytes
     yield about | {
         "what": "memory", "weights_gb": (torch.cuda.memory_allocated() - begun - kv) / 1e9, "kv_gb": kv / 1e9,
-        "read_gb": bench.target.weight_bytes / 1e9,
+        "read_gb": bench.target.weight_bytes / 1e9, "planned_gb": _planned(shape, form, sizes.layers) / 1e9,
     }  # fmt: skip
     for batch in sizes.batches:
         yield about | {"what": f"forward of {batch}", "ms": bench.forward_seconds(batch, 128, batch) * 1e3}
@@ -54,6 +58,12 @@ def measure_form(shape: str, form: str, sizes: Sizes) -> Iterator[dict[str, Any]
         for row in measure_engine(bench, sizes.drafted if draft else (), sizes.tokens, _PROMPT, lookups=()):
             if i == 0 or row["what"] != "plain":
                 yield about | {"draft": draft} | row
+
+
+def _planned(shape: str, form: str, layers: int | None) -> int:
+    """Bytes that the planner expects of a checkpoint in this form."""
+    spec = replace(SHAPES[shape], layers=SHAPES[shape].layers[:layers])
+    return weights_on_gpu(replace(spec, layer_bytes=_STORED[form]))
 
 
 def main(

@@ -82,6 +82,23 @@ def test_drafts_prefixes_and_preemption_change_no_bit() -> None:
     assert {0, 1, 2, 3} <= chain.accepted if ON_GPU else len(chain.accepted) > 1
 
 
+def test_a_prompt_in_chunks_of_every_size_has_the_same_bits() -> None:
+    runner, longest = engine_of(NoDrafter(), 0).runner, 130 if ON_GPU else 19
+    text = [i * 37 % 96 for i in range(longest)]
+
+    def read(size: int) -> torch.Tensor:
+        state, rows = SequenceState(), []
+        for start in range(0, longest, size):
+            tokens = text[start : start + size]
+            last = runner.forward([Feed([3, 9, 1, 7, 4, 2, 0, 5, 8], start, tokens, state=state)]).last
+            rows.append(runner.logits(last, range(len(tokens))))
+        return torch.cat(rows)
+
+    whole = read(longest)
+    for size in range(1, longest) if ON_GPU else (8,):
+        assert torch.equal(read(size), whole), size
+
+
 def test_a_prefix_is_found_at_page_borders_alone() -> None:
     engine, params = engine_of(NoDrafter(), 0), SamplingParams(temperature=0.0, max_tokens=2)
     text = [i * 7 % 90 for i in range(50)]

@@ -15,7 +15,7 @@ from outrider.ops.floats import ScaledFloats
 INTERPRETED = True
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if _INTERPRETED else "cuda")
-COLUMNS, INNER = (80, 384) if _INTERPRETED else (704, 2208)
+COLUMNS, INNER = (80, 384) if _INTERPRETED else (704, 3040)
 ROWS = (1, 5, 17, 40) if _INTERPRETED else (1, 2, 7, 16, 17, 31, 33, 64, 65, 127, 200, 512)
 KINDS = (
     "fp8", "fp8_tensor", "fp8_weights", "fp8_blocks", "fp8_block_weights", "int8", "int4", "int4_zeros", "int4_least", "int4_32",

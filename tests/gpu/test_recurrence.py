@@ -1,10 +1,11 @@
-"""Kernels of the gated delta rule against the mixer in torch, and the bits of their rows. Triton's interpreter runs them too."""
+"""Kernels of recurrent layers against the mixer in torch, and the bits of their rows. Triton's interpreter runs them too."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ SPEC = Recurrent("gated delta rule", 4, 10, 4, key_heads=2, key_dim=12, norm_eps
 WIDE = Recurrent(
     "gated delta rule", 4, 128, 4, key_heads=2, key_dim=128, conv_bias=True, norm_eps=1e-6, norm_groups=4, norm_first=True
 )
+SHORT = Recurrent("short convolution", 1, 40, 3, bias=True, conv_bias=True)
 TREE = ([9, 3, 17, 21, 5], [-1, -1, 0, 0, 2])
 
 
@@ -35,6 +37,15 @@ def random_mixer(spec: Recurrent) -> Mixer:
     for parameter in mixer.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
     return mixer
+
+
+class PartsOnly:
+    """In place of a model's kernels: products are what they are given."""
+
+    dtype = torch.float32
+
+    def parts(self, x: Tensor, _: object) -> Tensor:
+        return x if x.dim() == 3 else x[None]
 
 
 class OnDevice:
@@ -47,25 +58,21 @@ class OnDevice:
 
         mixer = random_mixer(spec)
         self.pool = DeviceStates([spec], PAGE, StateSizes(20, 12, 40), DEVICE)
-        self._mixer = CudaRecurrent(mixer, None, Upload(DEVICE, torch.float32))  # type: ignore[arg-type]
+        self._mixer = CudaRecurrent(mixer, PartsOnly(), Upload(DEVICE, torch.float32))  # type: ignore[arg-type]
         self.table = torch.randn(parts, VOCAB, spec.width, generator=torch.Generator().manual_seed(2)).to(DEVICE)
 
     def rows(self, feeds: Sequence[Feed], graph: int = 0, times: int = 1) -> Tensor:
         """Results of all rows, with the room of a graph of so many rows or with just enough."""
         from outrider.model.cuda_states import RecurrentInputs, RowRoom
-        from outrider.ops.cuda.recurrence_launch import gated_delta, gated_norm
 
         room = RowRoom.of_graph(graph) if graph else RowRoom.of_feeds(feeds)
         inputs = RecurrentInputs(self.pool, room)
         inputs.fill(feeds)
         tokens = [token for feed in feeds for token in (*feed.tokens, *feed.nodes)]
         parts = self.table[:, tokens + [0] * (room.rows - len(tokens))].contiguous()
-        (state, buffers), m = inputs.layer(0), self._mixer
         for _ in range(times):
             inputs.send()
-            gated_delta(parts, inputs.paths, state, m._weights, m._shape, buffers)
-        out = torch.empty(room.rows, m._shape.inner, device=DEVICE)
-        gated_norm(parts, m._weights, m._shape, buffers, out)
+            out = self._mixer.forward(parts, SimpleNamespace(recurrent=inputs), None)[0]  # type: ignore[arg-type]
         return out[: len(tokens)].clone()
 
 
@@ -81,7 +88,8 @@ class InTorch:
     def rows(self, feeds: Sequence[Feed]) -> Tensor:
         rows = RecurrentRows(feeds, PAGE, self._mixer.spec.kernel)
         tokens = [token for feed in feeds for token in (*feed.tokens, *feed.nodes)]
-        out = rows.run(self._mixer, self._table[tokens], Plain())
+        bias = 0.0 if self._mixer.read_bias is None else self._mixer.read_bias
+        out = rows.run(self._mixer, self._table[tokens] + bias, Plain())
         rows.settle()
         return out
 
@@ -105,7 +113,7 @@ def rounds(seed: int = 0, count: int = 7) -> list[list[tuple[int, list[int], lis
     return made
 
 
-@pytest.mark.parametrize(("spec", "parts"), [(SPEC, 4), (WIDE, 1)])
+@pytest.mark.parametrize(("spec", "parts"), [(SPEC, 4), (WIDE, 1), (SHORT, 4)])
 def test_prompts_trees_and_replays_agree_with_the_mixer_in_torch(spec: Recurrent, parts: int) -> None:
     device = OnDevice(spec, parts)
     reference = InTorch(spec, device.table)
@@ -124,8 +132,9 @@ def test_prompts_trees_and_replays_agree_with_the_mixer_in_torch(spec: Recurrent
     assert [list(state.borders or ()) for state in states[0]] == [list(state.borders or ()) for state in states[1]]
 
 
-def test_a_text_has_the_same_bits_in_one_piece_in_chunks_beside_others_and_as_nodes() -> None:
-    device, text = OnDevice(), [i * 7 % VOCAB for i in range(21)]
+@pytest.mark.parametrize("spec", [SPEC, SHORT])
+def test_a_text_has_the_same_bits_in_one_piece_in_chunks_beside_others_and_as_nodes(spec: Recurrent) -> None:
+    device, text = OnDevice(spec), [i * 7 % VOCAB for i in range(21)]
     whole = device.rows([Feed(PAGES, 0, text, state=SequenceState())])
     for size in (1, 2, 3, 5, 8, 20) if ON_GPU else (3, 8):
         state = SequenceState(borders={})

@@ -19,9 +19,11 @@ from outrider.config import EngineConfig
 from outrider.control import FixedLength
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidParameter
-from outrider.model import Decoder
+from outrider.model import Decoder, Feed, open_decoder
 from outrider.model.cuda_streaming import PinnedMemory, WeightStream
-from outrider.model.placement import MATRICES, Placement
+from outrider.model.load import served_spec
+from outrider.model.placement import Placement, sizes_of
+from tests.gpu.test_quantised_models import written
 from tests.support import NoDrafter, make_request, random_decoder, write_family
 from tests.support.engines import assert_same_bits, run_recorded
 from tests.support.oracle import Shapes
@@ -33,7 +35,7 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no GPU")
 TOKENS = 40 if ON_GPU else 4  # the interpreter is slow
 GRAPH_ROWS = 16 if ON_GPU else 4
 NODES = 60 if ON_GPU else 7
-ALL = tuple(range(len(MATRICES)))
+ALL = (0, 1, 2, 3)
 SPLITS: dict[str, list[tuple[int, ...]]] = {
     "all": [ALL] * 5,
     "mixed": [(2,), (), (0, 1, 3), ALL, (3,)],
@@ -113,6 +115,46 @@ def test_many_rows_cross_the_bus_once(root: Path) -> None:
     assert passes <= rounds + 1, "and one where a graph is captured"
     assert [writer.seq.tokens for writer in writers] == [answers[request.id] for request in requests()]
     runner.close()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "fp8_channel", "fp8_128", "w8a8"] if ON_GPU else ["gptq", "fp8_channel"])
+def test_quantised_weights_are_streamed_as_they_are_stored(tmp_path: Path, kind: str) -> None:
+    """The bits of a prompt's logits, and how many bytes the plan reckons with."""
+    path, _ = written(tmp_path, kind)
+    decoder = open_decoder(path)
+    depth, tokens = decoder.spec.depth, [(7 * i) % 50 for i in range(9)]
+    logits = []
+    for streamed in (None, [ALL] * depth):
+        runner = runner_of(open_decoder(path), streamed)
+        logits.append(runner.logits(runner.forward([Feed(list(range(4)), 0, tokens)]).last, range(len(tokens))))
+    assert torch.equal(*logits)
+    held = sum(tensor.nbytes for layer in runner.cuda.layers for matrix in layer.matrices for tensor in matrix.tensors)
+    planned = sum(map(sum, sizes_of(served_spec(path)).layers))
+    assert planned == pytest.approx(held, rel=0.05)
+    runner.close()
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3-moe", "qwen3.5"])
+def test_plans_know_the_size_of_every_matrix(tmp_path: Path, family: str) -> None:
+    decoder = random_decoder(write_family(tmp_path / family, family, "bfloat16"))
+    runner = runner_of(decoder, None)
+    sizes = sizes_of(decoder.spec)
+    for layer, planned in zip(runner.cuda.layers, sizes.layers, strict=True):
+        assert [sum(tensor.nbytes for tensor in matrix.tensors) for matrix in layer.matrices] == list(planned)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3.5"])
+def test_experts_and_recurrent_layers_are_streamed_too(tmp_path: Path, family: str) -> None:
+    decoder = random_decoder(write_family(tmp_path / family, family, "bfloat16"), 3)
+    count, tokens = len(runner_of(decoder, None).cuda.layers[0].matrices), TOKENS // 2
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=tokens)
+    request = make_request([(7 * j) % 90 for j in range(9)], params)
+    runs = [
+        run_recorded(engine_of(runner_of(decoder, streamed), NoDrafter(), 0), [request])
+        for streamed in (None, [tuple(range(count))] * decoder.spec.depth)
+    ]
+    assert_same_bits(*runs)
 
 
 def pinned_memories() -> list[PinnedMemory]:

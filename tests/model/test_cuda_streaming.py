@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.model.cuda_streaming import PinnedMemory, WeightStream
-from outrider.model.placement import BUFFERS, MATRICES, Placement, aligned
+from outrider.model.placement import BUFFERS, Placement, aligned
 
 POISON = float("nan")
 
@@ -135,7 +135,7 @@ class Model:
         self.read.clear()
 
 
-ALL = tuple(range(len(MATRICES)))
+ALL = (0, 1, 2, 3)
 SPLITS: list[list[tuple[int, ...]]] = [
     [ALL] * 5,
     [ALL] * 6,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.model import LlamaShape, ModelSpec, Rope
-from outrider.model.placement import BUFFERS, ModelSizes, Placement, aligned, place, sizes_of, smallest_room
+from outrider.model.placement import BUFFERS, ModelSizes, Placement, aligned, place, sizes_of, smallest_room, weights_on_gpu
 
 LLAMA = {"architecture": "LlamaForCausalLM", "vocab": 128256, "context": 4096, "rope": Rope(500000.0), "dtype": "bfloat16"}
 SHAPES = {
@@ -23,7 +23,7 @@ GB = 10**9
 
 def every_size() -> list[ModelSizes]:
     tied = replace(SHAPES["8b"], tied=True)
-    return [*map(sizes_of, (*SHAPES.values(), tied)), sizes_of(SHAPES["70b"], 0.56), UNEVEN]
+    return [*map(sizes_of, (*SHAPES.values(), tied)), sizes_of(replace(SHAPES["70b"], dtype="int4")), UNEVEN]
 
 
 def check(sizes: ModelSizes, placement: Placement, room: int) -> None:
@@ -89,9 +89,11 @@ def test_layers_kept_whole_are_spread_evenly() -> None:
 
 def test_narrow_weights_take_less() -> None:
     spec: ModelSpec = SHAPES["8b"]
-    wide, narrow = sizes_of(spec), sizes_of(spec, 0.5)
+    wide, narrow = sizes_of(spec), sizes_of(replace(spec, layer_bytes=0.5))
     assert sum(map(sum, narrow.layers)) * 4 == sum(map(sum, wide.layers))
     assert narrow.output == wide.output
+    own = sizes_of(replace(spec, tied=True, dtype="int8"))
+    assert (own.output, own.embedding) == (wide.output // 2, wide.output), "an output matrix in a form of its own is no embedding"
     assert aligned(1) == aligned(256) == 256
 
 
@@ -102,3 +104,12 @@ def test_the_split_is_said_in_one_line() -> None:
     assert "32 in part" in text
     assert f"{50e9 / placement.pass_bytes:.1f} tok/s" in text
     assert "the embedding is read from host memory" in text
+
+
+def test_quantised_weights_take_what_they_are_stored_in() -> None:
+    spec = SHAPES["8b"]
+    layers, table = sum(layer.parameters(spec.hidden) for layer in spec.layers), spec.vocab * spec.hidden
+    assert weights_on_gpu(spec) == 2 * spec.parameters
+    assert weights_on_gpu(replace(spec, layer_bytes=0.5)) == layers // 2 + 4 * table
+    assert weights_on_gpu(replace(spec, dtype="int8")) == layers + 3 * table
+    assert sizes_of(replace(spec, layer_bytes=0.5)).total < 0.4 * sizes_of(spec).total

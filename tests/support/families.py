@@ -216,24 +216,27 @@ def logits(runner: Runner, feed: Feed) -> Tensor:
 def assert_agreement(runner: Runner, reference: Any, prompt: int = PROMPT, bits: bool = True) -> None:
     """Logits of a prompt, of its tokens one by one and of the nodes of a tree are Transformers' within 1e-4.
 
-    Those of tokens and of the root have the bits of the prompt.
+    Those of models with recurrent layers are so in proportion to the largest: both are as far from float64. Those of tokens and
+    of the root have the bits of the prompt.
     """
     text = [i * 37 % VOCAB for i in range(prompt)]
     start = runner.decoder.rotary_start(prompt)
     prefill, state = logits(runner, Feed(PAGES, 0, text, rotary_start=start)), SequenceState()
-    torch.testing.assert_close(prefill, expected(reference, text), atol=1e-4, rtol=0)
+    want = expected(reference, text)
+    atol = 1e-4 * (max(float(want.abs().max()), 1.0) if runner.decoder.spec.recurrent else 1.0)
+    torch.testing.assert_close(prefill, want, atol=atol, rtol=0)
     steps = torch.cat([logits(runner, Feed(PAGES, i, [token], rotary_start=start, state=state)) for i, token in enumerate(text)])
     tokens, parents = zip(*TREE, strict=True)
     rows = logits(runner, Feed(PAGES, prompt - 1, text[-1:], tokens, parents, rotary_start=start, state=state))
     if bits:
         assert torch.equal(torch.cat((steps, rows[:1])), torch.cat((prefill, prefill[-1:])))
-    torch.testing.assert_close(torch.cat((steps, rows[:1])), torch.cat((prefill, prefill[-1:])), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat((steps, rows[:1])), torch.cat((prefill, prefill[-1:])), atol=atol / 10, rtol=0)
     for node in range(len(TREE)):
         path, here = [tokens[node]], parents[node]
         while here >= 0:
             path.insert(0, tokens[here])
             here = parents[here]
-        torch.testing.assert_close(rows[node + 1], expected(reference, text + path)[-1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(rows[node + 1], expected(reference, text + path)[-1], atol=atol, rtol=0)
 
 
 def greedy_text(runner: Runner, name: str, tokens: int = TOKENS) -> list[int]:

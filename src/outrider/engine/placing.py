@@ -59,11 +59,9 @@ class _Needs:
         return self.others + self.buffers
 
 
-def plan_streaming(
-    sizes: EngineConfig, target: ModelSpec, others: Sequence[ModelSpec], machine: Machine, weight_bytes: float | None = None
-) -> DevicePlan:
+def plan_streaming(sizes: EngineConfig, target: ModelSpec, others: Sequence[ModelSpec], machine: Machine) -> DevicePlan:
     """A placement within the limits, or InvalidParameter with the smallest limits that work."""
-    model, needs = sizes_of(target, weight_bytes), _needs(sizes, target, others)
+    model, needs = sizes_of(target), _needs(sizes, target, others)
     smallest = needs.fixed + smallest_room(model) + needs.least * needs.page
     if sizes.kv_bytes is not None and sizes.kv_bytes < needs.least * needs.page:
         raise InvalidParameter("kv_memory", _too_little_kv(sizes, needs))

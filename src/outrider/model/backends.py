@@ -38,7 +38,7 @@ RECURRENT = frozenset({
 
 PLAIN = Backend("plain", "torch")
 CPU = Backend("cpu", "the native core", RECURRENT)
-CUDA = Backend("cuda", "an NVIDIA GPU", RECURRENT - {"gated delta rule", "output gate"})
+CUDA = Backend("cuda", "an NVIDIA GPU", RECURRENT - {"gated delta rule", "output gate", "short convolution"})
 BACKENDS = (PLAIN, CPU, CUDA)
 
 

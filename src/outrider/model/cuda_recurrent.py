@@ -1,4 +1,4 @@
-"""The gated delta rule as the GPU runs it: a mixer's matrices, and its launches."""
+"""Recurrent mixers as the GPU runs them: their matrices, and their launches. `Mixer` is the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.model.cuda_states import delta_shape
 from outrider.model.cuda_weights import Upload
 from outrider.ops.cuda.launch import Kernels
 from outrider.ops.cuda.matrix import Matrix, RowForm, Rows
-from outrider.ops.cuda.recurrence_launch import DeltaWeights, gated_delta, gated_norm
+from outrider.ops.cuda.recurrence_launch import ConvolutionWeights, DeltaWeights, gated_delta, gated_norm, short_convolution
 
 if TYPE_CHECKING:
     from outrider.model.cuda_attention import CudaRows
@@ -22,27 +22,14 @@ __all__ = ["CudaRecurrent"]
 
 
 class CudaRecurrent:
-    """A mixer whose state goes along rows; `Mixer` is the reference."""
+    """A mixer whose state goes along rows."""
 
     def __init__(self, mixer: Mixer, kernels: Kernels, upload: Upload) -> None:
-        s = mixer.spec
-        assert s.kind == "gated delta rule", "the backend lacks other kinds"
-        assert mixer.decay is not None
-        assert mixer.step_bias is not None
-        assert mixer.norm is not None
-        assert s.norm_eps is not None
-        self._kernels, self._number, self._shape = kernels, mixer.number, delta_shape(s)
+        self._kernels, self._number, self._shape = kernels, mixer.number, delta_shape(mixer.spec)
         self.read, self.write = upload.matrix(mixer.read), upload.matrix(mixer.write)
         self.bias = upload.bias(mixer.write_bias)
-
-        def small(weight: Tensor) -> Tensor:
-            return weight.detach().to(upload.device, torch.float32).contiguous()
-
-        conv_bias = None if mixer.conv_bias is None else small(mixer.conv_bias)
-        self._weights = DeltaWeights(
-            small(mixer.conv[:, 0].T), conv_bias, small(-torch.exp(mixer.decay.float())), small(mixer.step_bias),
-            small(mixer.norm), s.norm_eps,
-        )  # fmt: skip
+        make = _convolution_weights if mixer.spec.kind == "short convolution" else _delta_weights
+        self._weights: ConvolutionWeights | DeltaWeights = make(mixer, upload)
 
     @property
     def reads(self) -> RowForm | None:
@@ -61,7 +48,34 @@ class CudaRecurrent:
         assert rows.recurrent is not None
         state, buffers = rows.recurrent.layer(self._number)
         parts = k.parts(read, self.read)
-        gated_delta(parts, rows.recurrent.paths, state, w, s, buffers)
-        mixed = torch.empty(len(read), s.inner, device=read.device, dtype=k.dtype)
-        gated_norm(parts, w, s, buffers, mixed)
+        mixed = torch.empty(parts.shape[1], s.inner, device=parts.device, dtype=k.dtype)
+        if isinstance(w, ConvolutionWeights):
+            short_convolution(parts, rows.recurrent.paths, state, w, s, mixed)
+        else:
+            gated_delta(parts, rows.recurrent.paths, state, w, s, buffers)
+            gated_norm(parts, w, s, buffers, mixed)
         return k.parts(mixed, self.write)
+
+
+def _delta_weights(mixer: Mixer, upload: Upload) -> DeltaWeights:
+    s = mixer.spec
+    assert mixer.decay is not None
+    assert mixer.step_bias is not None
+    assert mixer.norm is not None
+    assert s.norm_eps is not None
+    conv, conv_bias = _taps(mixer, upload)
+    decay = _small(-torch.exp(mixer.decay.float()), upload)
+    return DeltaWeights(conv, conv_bias, decay, _small(mixer.step_bias, upload), _small(mixer.norm, upload), s.norm_eps)
+
+
+def _convolution_weights(mixer: Mixer, upload: Upload) -> ConvolutionWeights:
+    return ConvolutionWeights(*_taps(mixer, upload), upload.bias(mixer.read_bias))
+
+
+def _taps(mixer: Mixer, upload: Upload) -> tuple[Tensor, Tensor | None]:
+    """The convolution (kernel, channels) and its bias."""
+    return _small(mixer.conv[:, 0].T, upload), None if mixer.conv_bias is None else _small(mixer.conv_bias, upload)
+
+
+def _small(weight: Tensor, upload: Upload) -> Tensor:
+    return weight.detach().to(upload.device, torch.float32).contiguous()

@@ -34,7 +34,7 @@ class StreamedLayer(Protocol):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """All its matrices, in the order of placement.MATRICES."""
+        """All its matrices, in the order of `placement.matrices_of`."""
 
     def replace_matrices(self, change: Callable[[Matrix], Matrix]) -> None:
         """Use what `change` makes of each matrix, in their order."""
@@ -162,10 +162,11 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 
 def views_in(memory: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors of the same shapes and dtypes, one behind the other in bytes of memory."""
+    """Tensors of the same shapes, dtypes and strides, one behind the other in bytes of memory. None has gaps."""
     views, start = [], 0
     for tensor in like:
-        views.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        part = memory[start : start + tensor.nbytes].view(tensor.dtype)
+        views.append(part.as_strided(tensor.shape, tensor.stride(), part.storage_offset()))
         start += aligned(tensor.nbytes)
     return views
 

@@ -34,7 +34,7 @@ class StateSizes(NamedTuple):
 
     def bytes(self, spec: ModelSpec) -> int:
         """Bytes of such a pool."""
-        kept = sum(recurrent.width - recurrent.inner for recurrent in spec.recurrent)  # a replay needs no gate
+        kept = sum(recurrent.channels + 2 * recurrent.heads for recurrent in spec.recurrent)  # a replay needs no gate
         return (self.running + self.borders) * spec.state_bytes + self.nodes * 4 * kept
 
 

@@ -6,6 +6,7 @@ the layers before it run. So a layer's streamed matrices are one unit, and every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,8 +15,8 @@ from typing import NamedTuple
 from outrider.model.spec import LayerSpec, ModelSpec
 
 __all__ = [
-    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MATRICES", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "embedding_on_host",
-    "place", "sizes_of", "smallest_room", "weights_on_gpu",
+    "ALIGNMENT", "BUFFERS", "LOGIT_ROWS", "MAX_PASS_ROWS", "ModelSizes", "Placement", "aligned", "embedding_on_host",
+    "matrices_of", "place", "sizes_of", "smallest_room", "weights_on_gpu",
 ]  # fmt: skip
 
 MAX_PASS_ROWS = 2048  # of one pass over streamed weights; their activations lie on the device together
@@ -23,13 +24,12 @@ LOGIT_ROWS = 64  # rows whose logits are computed at once where such a pass has 
 BUFFERS = 2  # units that fit the device beside the resident weights: one is read while the next one arrives
 ALIGNMENT = 256  # bytes; of tensors in a unit
 _ROUNDED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes of a weight of a layer that was rounded at load
-MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer, in the order of `CudaLayer.matrices`
 
 
 class ModelSizes(NamedTuple):
     """Bytes of a model's weights as the GPU holds them."""
 
-    layers: tuple[tuple[int, ...], ...]  # of every layer's matrices, in the order of MATRICES
+    layers: tuple[tuple[int, ...], ...]  # of every layer's matrices, in the order of `matrices_of`
     output: int  # the output matrix, with the embedding where they are tied; it stays on the device
     embedding: int = 0  # an embedding of its own: its rows can be read from host memory one by one
     small: int = 0  # norms, biases and tables
@@ -43,11 +43,12 @@ class ModelSizes(NamedTuple):
 class Placement:
     """Where every matrix lies."""
 
-    streamed: tuple[tuple[int, ...], ...] = ()  # of every layer, the matrices (places in MATRICES) that lie in host memory
+    streamed: tuple[tuple[int, ...], ...] = ()  # of every layer, the places in `matrices_of` of what lies on the host
     unit_bytes: tuple[int, ...] = ()  # of every layer, what crosses the bus
     embedding_on_host: bool = False
     resident: int = 0  # bytes of weights on the device, without the buffers
     host: int = 0  # bytes of pinned host memory
+    matrices: tuple[int, ...] = ()  # of every layer, how many it has
 
     @property
     def is_resident(self) -> bool:
@@ -71,7 +72,7 @@ class Placement:
     def describe(self, bandwidth: float | None = None) -> str:
         """The split in one line, and the speed of plain decoding that a bus of so many bytes a second allows."""
         layers = sum(not matrices for matrices in self.streamed)
-        partly = sum(0 < len(matrices) < len(MATRICES) for matrices in self.streamed)
+        partly = sum(0 < len(streamed) < count for streamed, count in zip(self.streamed, self.matrices, strict=True))
         text = f"{_gib(self.resident)} of weights stay on the GPU ({layers} of {len(self.streamed)} layers whole"
         text += f", {partly} in part" if partly else ""
         text += f"), {_gib(self.pass_bytes)} cross the bus in every forward" if self.pass_bytes else ")"
@@ -87,24 +88,31 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def sizes_of(spec: ModelSpec, weight_bytes: float | None = None) -> ModelSizes:
-    """Bytes of a model as it is served, or with so many bytes for each weight of a layer."""
+def sizes_of(spec: ModelSpec) -> ModelSizes:
+    """Bytes of a model as it is served."""
     item = 4 if spec.dtype == "float32" else 2
-    each = _layer_bytes(spec) if weight_bytes is None else weight_bytes
-    layers = tuple(tuple(int(count * each) for count in _weights(layer, spec.hidden)) for layer in spec.layers)
     table = spec.vocab * spec.hidden * item
     output = spec.vocab * spec.hidden if spec.dtype in _ROUNDED else table
     small = 4 * spec.hidden * (4 * spec.depth + 1) + 4 * spec.context * spec.head_dim * len(spec.ropes)
     small += item * spec.hidden * (spec.positions.rows if spec.positions else 0)
+    layers = tuple(_layer_sizes(spec, layer) for layer in spec.layers)
     return ModelSizes(layers, output, 0 if spec.tied and output == table else table, small)
+
+
+def _layer_sizes(spec: ModelSpec, layer: LayerSpec) -> tuple[int, ...]:
+    """Bytes of a layer's matrices. Experts are held in bf16."""
+    held, wide = _layer_bytes(spec), 4 if spec.dtype == "float32" else 2
+    of_mixer = 3 if layer.recurrent is None and layer.attention.gate else 2
+    return tuple(
+        math.ceil(spec.hidden * width * (held if place < of_mixer or layer.mlp.router is None else wide))
+        for place, width in enumerate(matrices_of(layer).values())
+    )
 
 
 def weights_on_gpu(spec: ModelSpec) -> int:
     """Bytes of all matrices of a model as it is served."""
-    layers, item = sum(layer.parameters(spec.hidden) for layer in spec.layers), 4 if spec.dtype == "float32" else 2
-    table = spec.vocab * spec.hidden if spec.dtype in _ROUNDED else 0  # the output matrix beside the embedding
-    beside = (spec.parameters - layers) * item if not table else table + spec.vocab * spec.hidden * item
-    return int(layers * _layer_bytes(spec) + beside)
+    sizes = sizes_of(spec)
+    return sizes.total - sizes.small
 
 
 def _layer_bytes(spec: ModelSpec) -> float:
@@ -136,10 +144,17 @@ def smallest_room(sizes: ModelSizes) -> int:
     return min(bare, sizes.total - sizes.embedding)
 
 
-def _weights(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
-    """Numbers of weights of a layer's matrices."""
-    a, m = layer.attention, layer.mlp
-    return a.qkv_width * hidden, a.q_width * hidden, m.experts * m.up_width * hidden, m.experts * m.width * hidden
+def matrices_of(layer: LayerSpec) -> dict[str, int]:
+    """The matrices of a layer in the order of `CudaLayer.matrices`, and their weights for each value of a hidden row."""
+    a, m, recurrent = layer.attention, layer.mlp, layer.recurrent
+    if recurrent is not None:
+        mixer = {"mixer in": recurrent.width, "mixer out": recurrent.inner}
+    elif a.gate:
+        mixer = {"gate of attention": a.q_width, "qkv": a.qkv_width - a.q_width, "out": a.q_width}
+    else:
+        mixer = {"qkv": a.qkv_width, "out": a.q_width}
+    shared = {"shared gate/up": m.shared_up_width, "shared down": m.shared} if m.shared else {}
+    return mixer | {"gate/up": m.experts * m.up_width, "down": m.experts * m.width} | shared
 
 
 def _subsets(sizes: ModelSizes) -> Iterator[tuple[int, ...]]:
@@ -184,7 +199,8 @@ def _placed(sizes: ModelSizes, streamed: Sequence[tuple[int, ...]], on_host: boo
     units = tuple(sum(aligned(layer[i]) for i in matrices) for layer, matrices in zip(sizes.layers, streamed, strict=True))
     crossing = sum(sum(layer[i] for i in matrices) for layer, matrices in zip(sizes.layers, streamed, strict=True))
     resident = sizes.total - crossing - on_host * sizes.embedding
-    return Placement(tuple(streamed), units, on_host, resident, sum(units) + on_host * aligned(sizes.embedding))
+    host = sum(units) + on_host * aligned(sizes.embedding)
+    return Placement(tuple(streamed), units, on_host, resident, host, tuple(map(len, sizes.layers)))
 
 
 def _gib(size: int) -> str:

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import checks
-from outrider.config import MAX_DRAFT_TOKENS, EngineConfig
+from outrider.config import MAX_TREE_TOKENS, EngineConfig
 from outrider.engine.device import missing_gpu, share_memory
 from outrider.engine.placing import Machine, plan_streaming
 from outrider.errors import InvalidParameter
 from outrider.model import ModelSpec
 from outrider.model.load import served_spec
-from outrider.model.placement import MATRICES, Placement
+from outrider.model.placement import Placement, matrices_of
 from outrider.platform import memory_bytes
 
 __all__ = ["PlannedMemory", "plan_memory_of", "show_memory"]
@@ -32,6 +32,7 @@ class PlannedMemory:
     """How a model would be placed, and what its plain decoding takes."""
 
     model: str
+    spec: ModelSpec
     limit: int
     max_model_len: int
     pages: int
@@ -78,7 +79,7 @@ def plan_memory_of(path: Path, draft: Path | None, memory: str, bus: float | Non
         placement, pages = planned.placement, planned.pages
     measured = bus is None and missing_gpu() is None
     speed = bus or (_measured() if measured else _ASSUMED_BUS)
-    return PlannedMemory(str(path), limit, min(spec.context, _LONG), pages, placement, speed, measured)
+    return PlannedMemory(str(path), spec, limit, min(spec.context, _LONG), pages, placement, speed, measured)
 
 
 def _measured() -> float:
@@ -97,13 +98,14 @@ def show_memory(planned: PlannedMemory, console: Console) -> None:
     console.print(f"{planned.model}: {placed.describe(planned.bus)} (bus: {how}); KV for {planned.pages * 64:,} tokens")
     table = Table("layers", "on the GPU", "streamed", title="where the matrices lie", title_justify="left")
     for first, last, streamed in _runs(placed):
-        names = [MATRICES[i] for i in streamed]
-        kept = [name for name in MATRICES if name not in names]
-        table.add_row(f"{first}" if first == last else f"{first}-{last}", ", ".join(kept) or "-", ", ".join(names) or "-")
+        names = list(matrices_of(planned.spec.layers[first]))
+        moved = [names[i] for i in streamed]
+        kept = [name for name in names if name not in moved]
+        table.add_row(f"{first}" if first == last else f"{first}-{last}", ", ".join(kept) or "-", ", ".join(moved) or "-")
     console.print(table)
     console.print(
         f"checking {_LARGE_TREE} drafted tokens takes about as long as one: a draft model that stays on the GPU may draft trees "
-        f"of up to {MAX_DRAFT_TOKENS} (docs/offloading.md)"
+        f"of up to {MAX_TREE_TOKENS} (docs/offloading.md)"
     )
 
 

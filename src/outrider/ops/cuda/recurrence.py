@@ -1,4 +1,4 @@
-"""Triton kernels of the gated delta rule (arXiv 2412.06464), and the output gate of attention.
+"""Triton kernels of recurrent layers: the gated delta rule (arXiv 2412.06464), short convolutions, and attention's output gate.
 
 A row's bits depend on the rows before it in its path alone: one kernel walks the rows of a path in order, with a tile of a head's
 memory in registers. The same kernel, with the same tiles, serves prompts, decoding, draft nodes and replay, so the order of
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["gate_heads", "gated_norm", "prepare", "scan"]
+__all__ = ["gate_heads", "gated_norm", "prepare", "scan", "short_convolution"]
 
 
 @triton.jit(do_not_specialize=["rows", "replays"])
@@ -181,6 +181,70 @@ def gated_norm(
     y = y * (1.0 / tl.sqrt(tl.sum(y * y, 0) / HEAD_DIM + eps)) * tl.load(weight + d, mask=inside, other=0.0)
     y = y * (gate / (1.0 + tl.exp(-gate)))
     tl.store(out + row * (HEADS * HEAD_DIM) + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "replays"])
+def short_convolution(
+    parts, bias, stored, windows, conv, conv_bias, out, replayed, taps, kept, saved, rows, replays,
+    PARTS: tl.constexpr, KERNEL: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CONV_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A convolution of the first gate times the values, times the second gate, (rows, WIDTH); arguments as those of `prepare`.
+
+    `parts` (PARTS, rows, 3 * WIDTH) hold gate, gate and values, before their bias.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(replayed + row, mask=row < replays, other=0)
+    if place >= 0:
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < WIDTH
+        state = tl.load(saved + row).to(tl.int64)
+        window = windows + state * ((KERNEL - 1) * WIDTH) + channel
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(KERNEL - 1):
+            code = tl.load(taps + row * (KERNEL - 1) + tap).to(tl.int64)
+            x = _gated(parts, bias, stored, replayed, code, rows, replays, channel, inside, WIDTH, PARTS, HAS_BIAS)
+            x += tl.load(windows + (-2 - code) * WIDTH + channel, mask=inside & (code < -1), other=0.0)
+            if tap > 0:
+                tl.store(window + (tap - 1) * WIDTH, x, mask=inside & (state >= 0))
+            total = tl.fma(x, tl.load(conv + tap * WIDTH + channel, mask=inside, other=0.0), total)
+        x = _gated(parts, bias, stored, replayed, row, rows, replays, channel, inside, WIDTH, PARTS, HAS_BIAS)
+        tl.store(window + (KERNEL - 2) * WIDTH, x, mask=inside & (state >= 0))
+        node = tl.load(kept + row).to(tl.int64)
+        tl.store(stored + node * WIDTH + channel, x, mask=inside & (node >= 0))
+        total = tl.fma(x, tl.load(conv + (KERNEL - 1) * WIDTH + channel, mask=inside, other=0.0), total)
+        if HAS_CONV_BIAS:
+            total += tl.load(conv_bias + channel, mask=inside, other=0.0)
+        if row >= replays:
+            fed = row - replays
+            gate = _summed(parts, bias, fed, rows, WIDTH + channel, inside, WIDTH, PARTS, HAS_BIAS)
+            tl.store(out + fed * WIDTH + channel, (gate * total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(
+    parts, bias, stored, replayed, row, rows, replays, channel, inside,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """What the convolution reads of a numbered row: of the product, or of a stored row. It is zero below row 0."""
+    again = (row >= 0) & (row < replays)
+    number = tl.load(replayed + row, mask=again, other=0).to(tl.int64)
+    held = tl.load(stored + number * WIDTH + channel, mask=inside & again, other=0.0)
+    fed, is_fed = row - replays, inside & (row >= replays)
+    gate = _summed(parts, bias, fed, rows, channel, is_fed, WIDTH, PARTS, HAS_BIAS)
+    value = _summed(parts, bias, fed, rows, 2 * WIDTH + channel, is_fed, WIDTH, PARTS, HAS_BIAS)
+    return tl.where(again, held, gate * value)
+
+
+@triton.jit
+def _summed(parts, bias, row, rows, column, inside, WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Columns of a row of the product, its parts in order, with their bias."""
+    x = tl.load(parts + row * (3 * WIDTH) + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x = x + tl.load(parts + (part * rows + row) * (3 * WIDTH) + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x = x + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit(do_not_specialize=["rows"])

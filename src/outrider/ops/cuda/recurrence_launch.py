@@ -1,4 +1,4 @@
-"""Calls of the gated delta rule's kernels from torch tensors."""
+"""Calls of the kernels of recurrent layers from torch tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from outrider.ops.cuda import recurrence
 
 __all__ = [
-    "SCAN_TILES", "DeltaShape", "DeltaState", "DeltaWeights", "RowBuffers", "RowPaths", "ScanTile", "gate_heads", "gated_delta",
-    "gated_norm", "run_paths",
+    "SCAN_TILES", "ConvolutionWeights", "DeltaShape", "DeltaState", "DeltaWeights", "RowBuffers", "RowPaths", "ScanTile",
+    "gate_heads", "gated_delta", "gated_norm", "run_paths", "short_convolution",
 ]  # fmt: skip
 
 _L2_EPS = 1e-6  # of the norm of queries and keys
@@ -31,7 +31,7 @@ SCAN_TILES = (ScanTile(32, 4), ScanTile(8, 1), ScanTile(16, 2), ScanTile(64, 8))
 
 
 class DeltaShape(NamedTuple):
-    """The sizes of a recurrent mixer."""
+    """The sizes of a recurrent mixer. A short convolution has one head, and no keys."""
 
     heads: int
     head_dim: int
@@ -50,13 +50,13 @@ class DeltaShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of the product: channels, gate, b and a."""
-        return self.channels + self.inner + 2 * self.heads
+        """Columns of the product: channels, gate, b and a; or gate, gate and values."""
+        return self.channels + self.inner + 2 * self.heads if self.key_dim else 3 * self.inner
 
     @property
     def stored(self) -> int:
-        """Columns that a replay needs: channels, b and a."""
-        return self.channels + 2 * self.heads
+        """Columns that a replay needs: channels, and b and a where there is a memory."""
+        return self.channels + (2 * self.heads if self.key_dim else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,29 @@ def gated_norm(parts: Tensor, weights: DeltaWeights, shape: DeltaShape, buffers:
     recurrence.gated_norm[(rows, s.heads)](
         buffers.out, parts, weights.norm, out, rows, weights.norm_eps, count, width, s.channels, s.heads, s.head_dim,
         int(triton.next_power_of_2(s.head_dim)), num_warps=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionWeights:
+    """Small weights of a short convolution on the device."""
+
+    conv: Tensor  # (kernel, inner) float32
+    conv_bias: Tensor | None  # (inner,) float32
+    bias: Tensor | None  # (3 * inner,) of the product
+
+
+def short_convolution(
+    parts: Tensor, paths: RowPaths, state: DeltaState, weights: ConvolutionWeights, shape: DeltaShape, out: Tensor
+) -> None:  # fmt: skip
+    """A mixer's result (N, inner), from its product (parts, N, 3 * inner)."""
+    s, w, (count, rows, width) = shape, weights, parts.shape
+    assert width == s.width
+    block, every = min(256, int(triton.next_power_of_2(s.inner))), len(paths.kept)
+    recurrence.short_convolution[(every, triton.cdiv(s.inner, block))](
+        parts, parts if w.bias is None else w.bias, state.stored, state.windows, w.conv,
+        w.conv if w.conv_bias is None else w.conv_bias, out, paths.replayed, paths.taps, paths.kept, paths.saved, rows,
+        every - rows, count, s.kernel, s.inner, w.bias is not None, w.conv_bias is not None, block, num_warps=4,
     )  # fmt: skip
 
 
