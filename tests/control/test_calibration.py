@@ -61,7 +61,7 @@ def test_the_first_start_is_calibrated_and_later_ones_are_not(cache: Path, caplo
     caplog.set_level("INFO", "outrider.progress")
     first = table_of(LLM(speculation="auto", max_model_len=512))
     assert first["forward"]
-    assert set(first["propose"]) == {"suffix", "draft_model", "eagle"}
+    assert set(first["propose"]) == {"suffix", "draft_model", "eagle", "dflash"}
     assert len(caplog.messages) == 1
     assert table_of(LLM(speculation="auto", max_model_len=512)) == first
     assert len(caplog.messages) == 1

@@ -55,7 +55,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.grid(once=["arm"])
-@pytest.mark.parametrize("arm", ["eagle", "draft_model"])
+@pytest.mark.parametrize("arm", ["eagle", "dflash", "draft_model"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_asked_after_a_long_silence(llm: LLM, arm: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=90, ignore_eos=True)

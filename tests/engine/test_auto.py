@@ -71,7 +71,7 @@ def test_where_prompts_run_by_code_of_their_own_they_say_nothing_of_rounds(auto:
 def test_everything_the_model_has_is_an_arm(auto: LLM) -> None:
     assert isinstance(auto.engine.policy, Controller)
     names = {arm.name for arm in auto.engine.policy.arms}
-    assert names == {"suffix", "draft_model", "eagle"}
+    assert names == {"suffix", "draft_model", "eagle", "dflash"}
 
 
 def test_a_request_may_ask_for_a_method_a_limit_or_nothing(auto: LLM) -> None:

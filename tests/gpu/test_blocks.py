@@ -70,7 +70,8 @@ def test_candidates_are_those_of_the_reference(decoder: Decoder, kind: str, monk
     assert host._runner is not None
     host._runner.read(reads, torch.cat(taps))
     sequences = [type("S", (), {"tokens": [feed.tokens[0]]})() for feed in feeds]
-    want = host._lattices(sequences, host._runner.guess(feeds), rows, [1.0] * len(rows))  # type: ignore[arg-type]
+    guesses = host._led(host._runner.guess(feeds), [seq.tokens[-1] for seq in sequences], rows, [1.0] * len(rows))
+    want = host._lattices(sequences, guesses, rows, [1.0] * len(rows))  # type: ignore[arg-type]
     from outrider.draft.dflash import _lattices_of
 
     for one, other in zip(_lattices_of(got, 2), want, strict=True):

@@ -134,6 +134,21 @@ def test_train_mtp(target: Path, prepared: TokenCorpus, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "mtp").iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_a_target_on_the_hub_is_fetched(
+    target: Path, prepared: TokenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def snapshot_download(name: str, **_: object) -> str:
+        asked.append(name)
+        return str(target)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    learn("medusa", Path("owner/name"), prepared, tmp_path / "medusa", "--heads=1", "--steps=1")
+    assert asked
+    assert set(asked) == {"owner/name"}
+
+
 def test_train_medusa(target: Path, prepared: TokenCorpus, tmp_path: Path) -> None:
     short = learn("medusa", target, prepared, tmp_path / "short", "--heads=2", "--steps=5")
     figures = learn("medusa", target, prepared, tmp_path / "medusa", "--heads=2", "--steps=120")

@@ -201,7 +201,7 @@ class BlockDrafter:
                 raise DrafterFault("the head's logits are not finite")
             trees, logits = [Tree(*tree) for tree in drawn.trees], drawn.logits
         else:
-            guesses = self._runner.guess(feeds)
+            guesses = self._led(self._runner.guess(feeds), [seq.tokens[-1] for seq in sequences], rows, temperatures)
             lattices = self._lattices(sequences, guesses, rows, temperatures)
             trees, logits = [lattice.tree(room) for lattice, room in zip(lattices, rooms, strict=True)], guesses.logits
         for i, seq in enumerate(sequences):
@@ -225,6 +225,21 @@ class BlockDrafter:
             made.append(lattice)
         return made
 
+    def _led(self, guesses: BlockRows, newest: Seq[int], rows: Seq[Row], temperatures: Seq[float]) -> BlockRows:
+        """With the scores of pairs, each slot after the best token of the slot before; the first after the newest token.
+
+        A selector (DFlash 2) scores the candidates that logits alone choose.
+        """
+        pairs, slots = self._head.pairs, len(rows) // len(newest)
+        if pairs is None or pairs.projection is not None:
+            return guesses
+        led, before, right = guesses.logits.clone(), torch.tensor(newest), pairs.right.float().T
+        for slot in range(slots):
+            led[slot::slots] += pairs.before(before, guesses.rows[slot::slots], self._ops) @ right
+            best = rank(self._over_target(led[slot::slots]), rows[slot::slots], 1, temperatures[slot::slots]).tokens[:, 0]
+            before = torch.from_numpy(best).clamp_min(0)
+        return guesses._replace(logits=led)
+
     def _joined(self, lattice: Lattice, seq: Sequence, rows: Tensor, divisors: npt.NDArray[np.float64]) -> Lattice:
         """The lattice with the head's scores of pairs, and its confidence."""
         pairs, confidence = self._head.pairs, self._head.confidence
@@ -233,6 +248,8 @@ class BlockDrafter:
         newest = torch.full_like(tokens[:1], seq.tokens[-1])
         before = pairs.before(torch.cat((newest, tokens[:-1])), rows, self._ops)  # (slots, candidates, rank)
         scores = pairs.of_candidates(before, self._outputs(tokens)).double().numpy() / divisors[:, None, None]
+        if pairs.projection is None:
+            scores = scores - scores[:, :1]  # logits have the scores after the best token of the slot before
         lattice = lattice.joined(scores)
         if confidence is None:
             return lattice

@@ -82,7 +82,7 @@ class BlockRunner:
             self._ids = None if head.vocab_ids is None else head.vocab_ids.int().contiguous()
             words = token_words(head.config.shape.vocab)
             self._words = words if head.vocab_ids is None else words[head.vocab_ids.numpy()]
-            pairs = None if head.pairs is None else (head.pairs.left, head.pairs.right)
+            pairs = None if head.pairs is None else (head.pairs.left, head.pairs.right.T)
             self._pairs = (None, None) if pairs is None else tuple(part.detach().float().contiguous() for part in pairs)
 
     @network

@@ -129,6 +129,8 @@ class CudaBlockRunner:
         lag = 0 if head.config.from_anchor else 1  # a masked row guesses its own place, and noise is that of the place after
         positions = head.guessing(blocks.positions[:, None] - lag, length).flatten().contiguous()
         sampling = meta.temperatures[: len(rows)], meta.prefixes[: len(rows)], positions
+        if head.pairs is not None and head.pairs.projection is None:
+            logits = self._led(logits, blocks.tokens.view(batch, length)[:, 0], rows, sampling)
         tokens, chances = rank_rows(logits, head.vocab_ids, sampling, count)
         parts = [tokens.float(), chances]  # ids below 2^24 are exact
         if head.pairs is not None:
@@ -136,12 +138,28 @@ class CudaBlockRunner:
             before = torch.cat((newest, tokens.view(batch, slots, count)[:, :-1]), 1).flatten(0, 1).long().clamp_min(0)
             known = head.pairs.before(before, rows, self._ops)
             scores = head.pairs.of_candidates(known, self._outputs(tokens.long().clamp_min(0)))
+            if head.pairs.projection is None:
+                scores = scores - scores[:, :1]  # logits have the scores after the best token of the slot before
             heat = torch.where(sampling[0] > 0, sampling[0], 1.0)
             parts.append((scores / heat[:, None, None]).flatten(1))
             if head.confidence is not None:
                 read = rows.float()[:, None].expand(-1, count, -1)
                 parts.append(head.confidence(torch.cat((read, known), -1) if head.config.confidence_of_pair else read))
         return torch.cat(parts, -1)
+
+    def _led(self, logits: Tensor, newest: Tensor, rows: Tensor, sampling: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Logits with the scores of pairs, each slot after the best token of the slot before; see `BlockDrafter`."""
+        head, slots, before = self.head, len(logits) // len(newest), newest.long()
+        assert head.pairs is not None
+        led = []
+        for slot in range(slots):
+            part = slice(slot, None, slots)
+            scores = head.pairs.before(before, rows[part], self._ops) @ head.pairs.right.float().T
+            led.append((logits[part] + scores).contiguous())
+            temperatures, prefixes, positions = (one[part].contiguous() for one in sampling)
+            best, _ = rank_rows(led[-1], head.vocab_ids, (temperatures, prefixes, positions), 1)
+            before = best[:, 0].long().clamp_min(0)
+        return torch.stack(led, 1).flatten(0, 1)
 
     def scores(self, rows: Tensor, blocks: Tensor) -> Tensor:  # noqa: ARG002 (a benchmark plants what blocks guess)
         """Logits (N, outputs) of guessing rows, of blocks with these tokens (batch, length)."""

@@ -404,7 +404,7 @@ class BlockParams(NamedTuple):
     keys: array[int]  # (sequences * slots, 2) of the noise, unsigned
     words: int  # address of the words of every output
     left: Tensor | None = None  # (tokens, rank) float32: with `right` the scores of neighbouring tokens
-    right: Tensor | None = None  # (outputs, rank) float32
+    right: Tensor | None = None  # (rank, outputs) float32
     ids: Tensor | None = None  # (outputs,) int32: the token of each output, where it is not its number
 
 
@@ -637,7 +637,7 @@ class Stack:
         sizes = {"shapes": 4 * rows, "draft_temperatures": rows, "divisors": rows, "keys": 2 * rows}
         if min(rooms, default=0) < 1 or any(len(getattr(block, name)) != size for name, size in sizes.items()):
             raise ValueError(f"trees over {slots} slots of {list(rooms)} nodes need {sizes}")
-        if (left is None) != (right is None) or (left is not None and right is not None and left.shape[1] != right.shape[1]):
+        if (left is None) != (right is None) or (left is not None and right is not None and left.shape[1] != right.shape[0]):
             raise ValueError("scores of pairs have two matrices of one rank")
         logits, last = torch.empty(rows, self._weights.output.columns), torch.empty(layout[1], self._weights.hidden)
         counts, survival = array("i", bytes(4 * sequences)), array("d", bytes(8 * sequences * capacity))
@@ -648,7 +648,7 @@ class Stack:
         arrays = (block.shapes, block.draft_temperatures, block.divisors, block.keys)
         results = [values.buffer_info()[0] for values in (counts, tokens, parents, survival)]
         block_spec = array("q", _words((
-            slots, block.candidates, rooms.buffer_info()[0], left, right, 0 if left is None else left.shape[1], block.ids,
+            slots, block.candidates, rooms.buffer_info()[0], left, right, *((0, 0) if right is None else right.shape), block.ids,
             *(values.buffer_info()[0] for values in arrays), block.words, logits, last, capacity, *results,
         )))  # fmt: skip
         self._threads.run(layout[1], lambda threads: self._call(self._core.guess, threads, spec, block_spec))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.errors import InvalidParameter
-from outrider.model import read_spec
+from outrider.model import locate, read_spec
 from outrider.model.bundled import bundled_model
 from outrider.train.acceptance import agreement, heldout_rows, served_acceptance, written_for
 from outrider.train.corpus import SUMMARY, TokenCorpus, require_same_tokenizer, write_corpus
@@ -91,7 +91,7 @@ def run_task(task: TrainingTask, name: str, build: Build, log: Log = _LOG) -> di
 
 def _resolve(task: TrainingTask, name: str) -> _Setup:
     budget = Budget(task.steps, None if task.minutes is None else task.minutes * 60)
-    target, device = task.target or bundled_model(), pick_device(task.device)
+    target, device = bundled_model() if task.target is None else locate(str(task.target)), pick_device(task.device)
     out, work = task.folders(name)
     require_replaceable(out, target)
     config = read_spec(target)

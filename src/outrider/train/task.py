@@ -25,7 +25,9 @@ class TrainingTask:
         ),
     ] = None
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: runs/ and the command's name.")] = None
-    target: Annotated[Path | None, typer.Option(help="Model directory to draft for. Default: the bundled model.")] = None
+    target: Annotated[Path | None, typer.Option(help="Model directory or hub id to draft for. Default: the bundled model.")] = (
+        None
+    )
     data: Annotated[
         Path | None, typer.Option(help="The tokens of an earlier run (its OUT.work/corpus), instead of text to read.")
     ] = None

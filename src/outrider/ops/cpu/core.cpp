@@ -738,11 +738,31 @@ struct BlockSpec {
     const float* divisors;      // of the scores of pairs, of each guessing row
     const uint32_t* keys;       // two of each guessing row
     const uint32_t* words;      // of every output
-    float *logits, *last;       // (guessing rows, outputs), (rows, hidden)
+    float *logits, *last;       // (guessing rows, outputs), with the scores of pairs; (rows, hidden)
     int64_t capacity;           // nodes of a sequence in what follows
     int32_t* counts;            // nodes of each sequence; -1: logits left no choice
     TreeRows trees;             // (sequences, capacity) each
 };
+
+// Adds the scores of pairs to the logits of every slot, after the best token of the slot before; of the first after the newest token.
+void lead(const BlockSpec& b, std::vector<int32_t> before, int threads) {
+    const int64_t outputs = b.pairs.outputs;
+    for (int64_t slot = 0; slot < b.slots; slot++)
+        for (size_t s = 0; s < before.size(); s++) {
+            const int64_t row = static_cast<int64_t>(s) * b.slots + slot;
+            int64_t best = -1;
+            double chance;
+            const ChoiceSpec first{b.logits + row * outputs, 1, outputs, b.shapes + row, b.draft_temperatures + row, b.keys + 2 * row,
+                                   b.words, 1, &best, &chance};
+            team().run(threads, [&](const Member& m) {
+                const Share part = m.share(static_cast<int>(outputs));
+                b.pairs.add(before[s], b.logits + row * outputs, part.begin, part.end);
+                m.barrier();
+                choose(first, m);
+            });
+            if (best >= 0) before[s] = b.ids ? b.ids[best] : static_cast<int32_t>(best);
+        }
+}
 
 bool guess_blocks(const StackSpec& stack, ForwardSpec forward, const BlockSpec& b) {
     Workspace& w = workspace();
@@ -759,6 +779,7 @@ bool guess_blocks(const StackSpec& stack, ForwardSpec forward, const BlockSpec& 
     forward.last = b.last, forward.wanted = wanted.data(), forward.wants = static_cast<int64_t>(wanted.size());
     forward.logits = b.logits;
     if (!run_rows(stack, forward, w)) return false;
+    if (b.pairs.left) lead(b, newest, static_cast<int>(forward.threads));
     std::vector<int64_t> chosen(wanted.size() * candidates);
     std::vector<double> chances(wanted.size() * candidates);
     const ChoiceSpec choice{b.logits, forward.wants, outputs, b.shapes, b.draft_temperatures, b.keys, b.words, candidates,
@@ -768,7 +789,7 @@ bool guess_blocks(const StackSpec& stack, ForwardSpec forward, const BlockSpec& 
         const int64_t first = s * slots * candidates, at = s * b.capacity;
         if (chosen[first] < 0) return b.counts[s] = -1, true;
         Lattice lattice(slots, candidates, chosen.data() + first, chances.data() + first, b.ids);
-        if (b.pairs.left) lattice.join(b.pairs, newest[s], b.divisors + s * slots);
+        if (b.pairs.left) lattice.join(b.pairs, b.divisors + s * slots);
         b.counts[s] = lattice.tree(b.rooms[s], {b.trees.tokens + at, b.trees.parents + at, b.trees.survival + at});
     }
     return true;

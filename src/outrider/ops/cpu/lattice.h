@@ -11,8 +11,23 @@ namespace outrider {
 
 // Scores of neighbouring tokens: <left[a], right[b]> is added to the logit of b after a. Without `left` there are none.
 struct TokenPairs {
-    const float *left, *right;  // (tokens, rank), (outputs, rank)
-    int64_t rank;
+    const float *left, *right;  // (tokens, rank), (rank, outputs)
+    int64_t rank, outputs;
+
+    // Adds the scores of some outputs after a token to logits.
+    void add(int32_t token, float* __restrict logits, int64_t begin, int64_t end) const {
+        for (int64_t r = 0; r < rank; r++) {
+            const float weight = left[token * rank + r];
+            const float* __restrict scores = right + r * outputs;
+            for (int64_t o = begin; o < end; o++) logits[o] += weight * scores[o];
+        }
+    }
+
+    double score(int32_t token, int64_t output) const {
+        double sum = 0.0;
+        for (int64_t r = 0; r < rank && output >= 0; r++) sum += double{left[token * rank + r]} * right[r * outputs + output];
+        return sum;
+    }
 };
 
 // Where a tree is written.
@@ -31,16 +46,19 @@ class Lattice {
                 std::copy_n(chances + slot * candidates, candidates, at(slot, before));
     }
 
-    // Adds the scores of pairs, each slot's divided by its divisor. The chances of a slot's candidates keep their sum.
-    void join(const TokenPairs& pairs, int32_t newest, const float* divisors) {
+    // Replaces the scores of pairs after the first candidate of the slot before, which chances contain, by those after each other
+    // one, divided by the slot's divisor. The chances of a slot's candidates keep their sum.
+    void join(const TokenPairs& pairs, const float* divisors) {
         std::vector<double> scores(candidates);
-        for (int slot = 0; slot < slots; slot++) {
-            for (int before = 0; before < (slot ? candidates : 1); before++) {
-                const int32_t token = slot ? token_of(slot - 1, before) : newest;
+        for (int slot = 1; slot < slots; slot++) {
+            const int32_t best = token_of(slot - 1, 0);
+            for (int before = 1; before < candidates && best >= 0; before++) {
+                const int32_t token = token_of(slot - 1, before);
                 if (token < 0) continue;
                 double *chance = at(slot, before), top = -INFINITY, sum = 0.0, weights = 0.0;
                 for (int c = 0; c < candidates; c++) {
-                    scores[c] = score(pairs, token, outputs[slot * candidates + c]) / divisors[slot];
+                    const int64_t output = outputs[slot * candidates + c];
+                    scores[c] = (pairs.score(token, output) - pairs.score(best, output)) / divisors[slot];
                     top = std::max(top, scores[c]), sum += chance[c];
                 }
                 for (int c = 0; c < candidates; c++) weights += chance[c] *= std::exp(scores[c] - top);
@@ -99,11 +117,6 @@ class Lattice {
         return best;
     }
 
-    double score(const TokenPairs& pairs, int32_t token, int64_t output) const {
-        if (output < 0) return 0.0;
-        return std::inner_product(pairs.left + token * pairs.rank, pairs.left + (token + 1) * pairs.rank,
-                                  pairs.right + output * pairs.rank, 0.0f);
-    }
     int32_t token_of(int slot, int candidate) const {
         const int64_t output = outputs[slot * candidates + candidate];
         return output < 0 || !ids ? static_cast<int32_t>(output) : ids[output];
