@@ -61,8 +61,9 @@ def main() -> None:
 def serve(job: Job) -> tuple[Job, dict[str, CompletionOutput]]:
     """Generate for every prompt of a job, one at a time."""
     from outrider import LLM, SamplingParams
+    from outrider.config import pinned
 
-    llm = LLM(speculation=job.method, share=False)
+    llm = LLM(speculation=pinned(job.method), share=False)
     params = SamplingParams(temperature=job.temperature, seed=0, max_tokens=job.max_tokens)
     return job, {prompt: llm.generate([prompt], params)[0].outputs[0] for prompt in job.prompts}
 
