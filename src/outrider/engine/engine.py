@@ -368,6 +368,8 @@ class Engine:
         marks.append(self._clock())
         self.drafter.commit(batch, drafts, verdicts, scores)
         marks.append(self._clock())
+        if undecided:  # the next round was launched as if they had a token
+            self._following = None
         for seq in undecided:  # give the last row back, to have its logits when the mask is there
             seq.cached -= 1
             self.drafter.end(seq)  # it forgets that it saw the row

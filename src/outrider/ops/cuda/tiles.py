@@ -42,7 +42,7 @@ _ANY = ANY_WIDTH = 1 << 30
 WIDE = 12000  # columns from which on a product sums its inner dimension in one part
 # The first entry that fits is used.
 _TABLE = (
-    _Entry(16, 65536, 0, Tile(16, 64, 128, 4, 4)),
+    _Entry(16, 65536, 0, Tile(16, 64, 64, 4, 5)),
     _Entry(16, WIDE, 0, Tile(16, 32, 128, 4, 3)),
     _Entry(16, 2560, 2048, Tile(16, 32, 64, 2, 4)),
     _Entry(16, 0, 0, Tile(16, 32, 64, 4, 4)),
