@@ -28,7 +28,7 @@ class ScanTile(NamedTuple):
     warps: int
 
 
-SCAN_TILES = (ScanTile(32, 4), ScanTile(8, 1), ScanTile(16, 2), ScanTile(64, 8))  # the first is used
+SCAN_TILES = (ScanTile(8, 1), ScanTile(32, 4), ScanTile(16, 2), ScanTile(64, 8))  # the first is used, and is the fastest
 
 
 class DeltaShape(NamedTuple):
