@@ -28,7 +28,7 @@ class ScanTile(NamedTuple):
     warps: int
 
 
-SCAN_TILES = (ScanTile(8, 1), ScanTile(32, 4), ScanTile(16, 2), ScanTile(64, 8))  # the first is used, and is the fastest
+SCAN_TILES = (ScanTile(8, 1), ScanTile(32, 4), ScanTile(16, 2), ScanTile(64, 8))  # the first is used; on an H200 it is faster than the second
 
 
 class DeltaShape(NamedTuple):
