@@ -130,7 +130,8 @@ def test_a_round_that_fails_or_gives_nothing_is_run_again(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(rounds, "verify", once)
     drafter = Oracle({request.id: want}, 3, vocab=90)
-    for engine in (engine_of(drafter, 3), *((engine_of(NoDrafter(), 0),) if ON_GPU else ())):
+    # a sequence that may get no token, because a grammar is late, is not overlapped: those that draft are not either
+    for engine in (engine_of(drafter, 3), *((engine_of(NoDrafter(), 0),) if ON_GPU and not late else ())):
         calls = iter(range(1, 1000))
         writer = run(engine, [request])[0]
         assert writer.seq.tokens == want
@@ -179,7 +180,7 @@ def test_a_loaded_hybrid_drafts_and_finds_prefixes(tmp_path: Path) -> None:
     write_family(tmp_path, "qwen3.5", dtype="bfloat16")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompt = [i % 7 for i in range(90)]
-    sizes: dict[str, Any] = {"device": "cuda", "load_format": "dummy", "max_num_seqs": 4, "max_model_len": 256, "memory": 0.2}
+    sizes: dict[str, Any] = {"device": "cuda", "load_format": "dummy", "max_num_seqs": 4, "max_model_len": 256, "memory": 2**31}
     with LLM(tmp_path, speculation="none", **sizes) as llm:
         plain = llm.generate(prompt, params)[0].outputs[0].token_ids
     with LLM(tmp_path, speculation="ngram:6", **sizes) as llm:

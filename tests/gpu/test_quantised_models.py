@@ -121,7 +121,8 @@ def test_a_model_may_be_rounded_at_load(tmp_path: Path, dtype: str) -> None:
 def test_target_and_draft_model_have_their_own_precision() -> None:
     from outrider import LLM
 
-    params, prompts = SamplingParams(temperature=0.8, seed=3, max_tokens=64, ignore_eos=True), ["def fibonacci(n):\n", "class Stack:\n"]
+    prompts = ["def fibonacci(n):\n", "class Stack:\n"]
+    params = [SamplingParams(temperature=heat, seed=3, max_tokens=64, ignore_eos=True) for heat in (0.0, 0.8)]
     plain = LLM(device="cuda", dtype="int8", speculation="none", max_num_seqs=8).generate(prompts, params)
     for dtype in ("int4", "bfloat16"):
         settings = {"method": "draft_model", "dtype": dtype, "draft_tokens": 4}

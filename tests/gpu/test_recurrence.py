@@ -211,21 +211,23 @@ def test_places_return_when_nobody_refers_to_them() -> None:
     assert (pool.states.free, pool.nodes.free) == (states, nodes)
 
 
-def test_states_at_the_ends_of_pages_give_way_to_sequences_that_run() -> None:
+def test_states_at_the_ends_of_pages_leave_room_for_sequences_that_run() -> None:
     device = OnDevice()
-    state = SequenceState(borders={})
-    device.rows([Feed(PAGES, 0, [1] * 96, state=state)])
-    assert sorted(state.borders or ()) == [1, 3, 5, 7, 9, 11], "the last one, and others at equal distances"
-    device.pool.cache.publish(state, [bytes([i]) for i in range(12)])
-    assert device.pool.cache.kept == 6
-    running = [SequenceState() for _ in range(15)]
+    states = [SequenceState(borders={}) for _ in range(3)]
+    device.rows([Feed(PAGES, 0, [1] * 96, state=states[0])])
+    assert sorted(states[0].borders or ()) == [1, 3, 5, 7, 9, 11], "the last one, and others at equal distances"
+    for state in states[1:]:  # nobody publishes those of the first: there is no room for more than twelve
+        device.rows([Feed(PAGES, 0, [1] * 96, state=state)])
+    assert sum(len(state.borders or ()) for state in states) == 12
+    running = [SequenceState() for _ in range(7)]
     for one in running:
         device.rows([Feed(PAGES, 0, [1, 2], state=one)])
-    assert device.pool.cache.kept < 6
+    device.pool.cache.publish(states[0], [bytes([i]) for i in range(12)])
+    assert device.pool.cache.kept == 6
+    device.rows([Feed(PAGES, 0, [1] * 96, state=states[2])])
+    assert device.pool.cache.kept == 0, "older ones give way"
     with pytest.raises(MemoryError, match="lower max_num_seqs"):
-        device.rows([Feed(PAGES, 0, [1, 2], state=SequenceState()) for _ in range(1)] + [
-            Feed(PAGES, 0, [1, 2], state=one) for one in [SequenceState() for _ in range(8)]
-        ])  # fmt: skip
+        device.rows([Feed(PAGES, 0, [1, 2], state=one) for one in [SequenceState() for _ in range(15)]])
 
 
 def test_every_tile_of_the_recurrence_gives_the_same_bits() -> None:

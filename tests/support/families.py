@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -183,6 +184,8 @@ def build_reference(name: str, directory: Path | None, **sizes: Any) -> Any:
 
     kind, changes = CASES[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes, **sizes})
+    if "rotary_dim" in changes and kind == "MiniMaxM2" and config.rope_parameters.get("partial_rotary_factor", 1.0) == 1.0:
+        pytest.skip("this version of Transformers turns whole heads of MiniMax-M2, whatever its rotary_dim")
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # others leave caps out
     with torch.no_grad():

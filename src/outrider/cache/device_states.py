@@ -15,7 +15,7 @@ __all__ = ["Place", "Places", "StoredRows"]
 class Place:
     """A place that is taken. Its number is free once the last reference to it is gone."""
 
-    __slots__ = ("_free", "number")
+    __slots__ = ("__weakref__", "_free", "number")
 
     def __init__(self, number: int, free: list[int]) -> None:
         self.number, self._free = number, free

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class DeviceStates:
         self.nodes = Places(sizes.nodes)
         self.cache = StateCache(sizes.borders, self.nodes, sizes.sequences)
         self.states = Places(sizes.running + sizes.borders, self.cache.drop_oldest)
+        self._borders: WeakSet[Place] = WeakSet()  # at most so many, so that sequences that run always find places
         self.shapes = [delta_shape(mixer) for mixer in mixers]
         self.kernel = self.shapes[0].kernel
         self.layers = [_layer_state(shape, self.states.count, sizes.nodes, device) for shape in self.shapes]
@@ -75,6 +77,16 @@ class DeviceStates:
         place = self.states.take()
         if place is None:
             raise MemoryError(f"all {self.states.count} places for recurrent states are taken; lower max_num_seqs")
+        return place
+
+    def take_border(self, place: Place | None) -> Place | None:
+        """A place for a state at the end of a page, which may be taken already; None where there are as many as there may be."""
+        while len(self._borders) >= (self.cache.capacity or 0):
+            if not self.cache.drop_oldest():
+                return None
+        place = place or self.states.take()
+        if place is not None:
+            self._borders.add(place)
         return place
 
     def take_nodes(self, count: int) -> StoredRows:
@@ -191,7 +203,7 @@ class RecurrentInputs:
         pages = lane.borders(self._pool.page_size)
         stride, made = -(-len(pages) // _BORDERS), {}
         for page in sorted(pages)[::-1][:: max(stride, 1)]:
-            place = kept.get(pages[page]) or self._pool.states.take()
+            place = self._pool.take_border(kept.get(pages[page]))
             if place is None:
                 break
             kept[pages[page]] = place
