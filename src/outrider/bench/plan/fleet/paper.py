@@ -128,6 +128,7 @@ class _Runner:
 
     guarantee = None
     separate_prefill = False
+    bus_bytes = 0
     device_name = "paper"
 
     def __init__(self, clock: PaperClock, table: CostTable, context: int) -> None:
