@@ -149,8 +149,8 @@ class SpeculationConfig:
     @property
     def grows_trees(self) -> bool:
         """Whether a draft model is to grow trees, which may have more nodes than other drafts."""
-        branch = self.options.get("branch", 1)
-        return self.method == "draft_model" and isinstance(branch, int) and branch > 1
+        branch = self.options.get("branch", 1) if self.method == "draft_model" else 1
+        return isinstance(branch, int) and branch > 1
 
     @property
     def is_pinned(self) -> bool:
