@@ -21,7 +21,7 @@ SIZE = 16
 def test_a_crowd_equals_solo_runs(
     method: str, together: int, pages: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    requests, pages = (200, pages) if request.config.getoption("--whole-grids") else (40, 22) if together > 1 else (20, pages)
+    requests, pages = (200, pages) if request.config.getoption("--whole-grids") else (40, 18) if together > 1 else (20, pages)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     alone = LLM(speculation="none", max_model_len=512)
     room = pages * SIZE * alone.engine.runner.pool.token_bytes
