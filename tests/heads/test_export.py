@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.errors import InvalidParameter, ModelError
-from outrider.heads import load_eagle, load_medusa
+from outrider.heads import load_block, load_eagle, load_medusa
 from outrider.heads.export import ExportOptions, export_folder
 from outrider.model import LoadOptions, load_decoder
 from outrider.model.bundled import bundled_model
@@ -32,7 +32,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = CliRunner().invoke(app, ["export", "--out", str(out), "--dtype", "float32", "--json"])
     assert done.exit_code == 0, done.output
     folders = json.loads(done.stdout.splitlines()[-1])["folders"]
-    assert folders == [str(out), *(str(out / name) for name in ("draft", "eagle", "medusa"))]
+    assert folders == [str(out), *(str(out / name) for name in ("draft", "eagle", "medusa", "dflash"))]
     return out
 
 
@@ -73,14 +73,14 @@ def test_the_draft_model_assists_in_transformers(exported: Path) -> None:
 
 def test_heads_hold_all_they_use_and_read_back(exported: Path) -> None:
     target = load_decoder(bundled_model(), LoadOptions("float32"))
-    for name, load in (("eagle", load_eagle), ("medusa", load_medusa)):
+    for name, load in (("eagle", load_eagle), ("medusa", load_medusa), ("dflash", load_block)):
         before, after = (load(folder / name, target, LoadOptions("float32")) for folder in (bundled_model(), exported))
         parameters = dict(after.named_parameters())
         for key, value in before.named_parameters():
             assert torch.equal(value, parameters[key]), (name, key)
     eagle, medusa = (set(stored_tensors(exported / name)) for name in ("eagle", "medusa"))
     assert {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} <= eagle
-    assert {"0.6.weight", "3.6.weight"} <= medusa
+    assert {"0.2.weight", "1.2.weight"} <= medusa  # the output matrix, behind the residual blocks of each head
 
 
 def test_vllm_s_layout_and_bfloat16(tmp_path: Path) -> None:
