@@ -19,7 +19,7 @@ import torch
 import typer
 
 from benchmarks.command import run
-from benchmarks.synthetic import SHAPES, permutations, synthetic_decoder
+from benchmarks.synthetic import SHAPES, permutations, synthetic_decoder, timed
 from outrider.bench.bandwidth import gpu_bandwidth
 from outrider.cache import KVPool, Past, SequenceState
 from outrider.config import EngineConfig
@@ -104,7 +104,7 @@ class Hybrid:
         inputs = graph.sides[0].inputs
         self.target.fill(inputs, [Feed(pages, context, [5], nodes, list(range(-1, rows - 2)), state=state)])
         inputs.send()
-        return _device_ms(graph.replay)
+        return 1e3 * timed(graph.replay, 20)
 
     def _text(self, start: int, length: int) -> list[int]:
         tokens = [start]
@@ -193,19 +193,6 @@ def _best(bench: Hybrid, engine: Engine) -> Row:
     return sorted((bench.generate(engine, 1) for _ in range(3)), key=lambda row: float(row["tok_s"]))[1]
 
 
-def _device_ms(call: Callable[[], object], repeats: int = 20) -> float:
-    """Milliseconds of a call on the device, of many in a row."""
-    for _ in range(2):
-        call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / repeats
-
-
 def _captured_ms(call: Callable[[], object], repeats: int = 10) -> float:
     """Milliseconds of a call on the device, as a CUDA graph repeats it."""
     call()
@@ -214,7 +201,7 @@ def _captured_ms(call: Callable[[], object], repeats: int = 10) -> float:
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             call()
-    return _device_ms(graph.replay, 3) / repeats
+    return 1e3 * timed(graph.replay, 3) / repeats
 
 
 def main(

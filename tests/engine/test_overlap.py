@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig
-from outrider.control import Controller, Costs, FixedLength, Load
-from outrider.core import Arm, Plan, Request
+from outrider.control import Controller, Costs, FixedLength
+from outrider.core import Arm, Request
 from outrider.draft import Drafter
 from outrider.draft.auto import AutoDrafter
 from outrider.draft.draft_model import DraftModel
@@ -24,6 +23,7 @@ from outrider.sampling import SamplingParams
 from outrider.text import Tokenizer
 from tests.support import NoDrafter, make_pool, random_decoder, write_family
 from tests.support.delayed import DelayedDraft, DelayedRunner
+from tests.support.policies import SometimesDrafts
 
 PAGE, TOKENS = 16, 24
 DRAFTERS = ("none", "draft_model", "ngram", "suffix", "auto")
@@ -48,18 +48,6 @@ CASES = {
     "joins": Case(joins=True, prefix_cache=True),
     "few_pages": Case(pages=6, prefix_cache=True),
 }
-
-
-class SometimesDrafts(FixedLength):
-    """Drafts in random rounds."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self._random = random.Random(5)
-
-    def plan(self, load: Load) -> Plan:
-        plan = super().plan(load)
-        return plan if self._random.random() < 0.6 else plan._replace(lengths=(0,) * len(plan.lengths))
 
 
 @pytest.fixture(autouse=True)

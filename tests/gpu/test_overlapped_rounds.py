@@ -5,7 +5,6 @@ These run in Triton's interpreter too (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
-import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,12 +12,13 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.control import FixedLength, Load
-from outrider.core import Plan, Request
+from outrider.core import Request
 from outrider.draft.draft_model import DraftModel
 from outrider.engine.engine import Engine
 from outrider.model import Decoder
 from outrider.sampling import SamplingParams
 from tests.support import NoDrafter, random_decoder, write_family
+from tests.support.policies import SometimesDrafts
 
 INTERPRETED = True
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,18 +32,6 @@ class Synchronised(FixedLength):
 
     def plan_next(self, load: Load) -> None:
         return None
-
-
-class SometimesDrafts(FixedLength):
-    """Drafts in random rounds."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self._random = random.Random(5)
-
-    def plan(self, load: Load) -> Plan:
-        plan = super().plan(load)
-        return plan if self._random.random() < 0.6 else plan._replace(lengths=(0,) * len(plan.lengths))
 
 
 class Case(NamedTuple):
